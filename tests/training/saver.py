@@ -1,9 +1,9 @@
-"""Saves one checkpoint after the other, and says so: a process to be killed in the middle of it.
+"""Saves one checkpoint after the other and reports each, as a process to be killed meanwhile.
 
     python -m tests.training.saver PATH NUM_FLOATS [BYTES_MAX]
 
-A line `saving K` before each save, `saved K` after it, or `failed K ERRNO`. No file may grow beyond
-BYTES_MAX: what a full disk does to who writes.
+Prints `saving K` before each save, and `saved K` or `failed K ERRNO` after it. No file may grow
+beyond BYTES_MAX, which has the effect of a full disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from entrenar_py.training import checkpoint
 
 
 def main(path: Path, num_floats: int, bytes_max: int | None) -> None:
-    """Saves until it is killed; with a limit, twice without it and once with it."""
+    """Save until killed. With a limit, save twice without it and once with it."""
     steps = count(1) if bytes_max is None else range(1, 4)
     for step in steps:
         if step == 3 and bytes_max is not None:

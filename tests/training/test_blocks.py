@@ -1,4 +1,4 @@
-"""The reduced vector in blocks: they cover it once, and their sums are the whole vector's bits."""
+"""The reduced vector in blocks: they cover it once, and their sums have the whole vector's bits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_ELEMENTS = 11
 
 
 def leaves(num_shards: int) -> list[Node]:
-    """One leaf a shard; numbers of all sizes, so that the order of additions shows in the bits."""
+    """Return a leaf for each shard, of all magnitudes, so that the order of additions shows."""
     rng = np.random.default_rng(num_shards)
     magnitudes = 10.0 ** rng.integers(-6, 6, (num_shards, 1))
     vectors = rng.standard_normal((num_shards, NUM_ELEMENTS)) * magnitudes
@@ -28,7 +28,7 @@ def leaves(num_shards: int) -> list[Node]:
 
 
 def cut(node: Node, part: slice) -> Node:
-    """Only `part` of a node's vector, in memory of its own."""
+    """Return `node` with only `part` of its vector, in memory of its own."""
     return Node(node.level, node.index, node.vector[part].copy(), node.loss, node.weight)
 
 
@@ -37,7 +37,7 @@ def cut(node: Node, part: slice) -> Node:
 
 @given(st.integers(1, 10**9), st.data())
 def test_parts_cover_the_vector(num_elements: int, data: st.DataObject) -> None:
-    """Each begins where the one before ends, none is empty, and sizes differ by one at most."""
+    """The blocks are contiguous and not empty, and their sizes differ by at most one."""
     count = data.draw(st.integers(1, min(num_elements, 300)))
     cutting = Blocks(num_elements, count)
     parts = [cutting.part(block) for block in range(count)]
@@ -51,13 +51,13 @@ def test_parts_cover_the_vector(num_elements: int, data: st.DataObject) -> None:
 
 
 def test_the_end_of_the_vector_goes_first() -> None:
-    """Every block once; gradients come from the last layer to the first."""
+    """Every block is sent once, last block first, as gradients arrive from the last layer on."""
     assert list(Blocks(NUM_ELEMENTS, 4).order()) == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("count", [0, NUM_ELEMENTS + 1])
 def test_no_part_is_empty(count: int) -> None:
-    """Whoever asks for none, or for more than there are elements, has made a mistake."""
+    """Fewer than one block, or more blocks than elements, are an assertion error."""
     with pytest.raises(AssertionError, match="no part is empty"):
         Blocks(NUM_ELEMENTS, count)
 
@@ -69,7 +69,7 @@ def test_no_part_is_empty(count: int) -> None:
 def test_blocks_sum_to_the_whole_vector_s_bits(
     num_shards: int, count: int, order: random.Random
 ) -> None:
-    """Whoever delivers which shards, in whatever order they come, whole or not yet."""
+    """The sum has the same bits whichever worker delivers which shards, in any order."""
     cutting, sums = Blocks(NUM_ELEMENTS, count), Sums(num_shards)
     deliveries = [
         (leaf.index % 3, block, leaf) for leaf in leaves(num_shards) for block in range(count)
@@ -94,12 +94,12 @@ def two_workers() -> tuple[Sums, list[Node]]:
 
 
 def expected() -> bytes:
-    """The bits of all four shards."""
+    """Return the sum of all four shards."""
     return reduction.root(leaves(4), 4).vector.tobytes()
 
 
 def test_a_block_counts_before_its_delivery_is_whole() -> None:
-    """And stays averaged when whoever sent it is lost; no other block of it does."""
+    """A block that was averaged stays when its sender is lost. The sender's other blocks go."""
     sums, _ = two_workers()
     assert sums.root(1).vector.tobytes() == expected()
     sums.forget(1)
@@ -108,7 +108,7 @@ def test_a_block_counts_before_its_delivery_is_whole() -> None:
 
 
 def test_what_is_lost_is_sent_again_by_another() -> None:
-    """The same shards, computed again, are not added to what is forgotten."""
+    """Shards that another worker computes again are not added to the forgotten ones."""
     sums, nodes = two_workers()
     sums.deliver(0)
     sums.forget(1)
@@ -127,7 +127,7 @@ def test_a_whole_delivery_outlives_its_worker() -> None:
 
 
 def test_what_came_twice_is_no_sum() -> None:
-    """A shard that two have delivered: an error that names it, and never twice its gradient."""
+    """A shard that two workers delivered raises an error that names it."""
     sums, nodes = two_workers()
     sums.deliver(1)
     sums.take(0, 1, cut(nodes[3], slice(None)))
@@ -136,7 +136,7 @@ def test_what_came_twice_is_no_sum() -> None:
 
 
 def test_a_step_begins_with_nothing() -> None:
-    """Neither what was whole nor what was open is left of the one before."""
+    """Clearing discards the whole and the unfinished deliveries of the step before."""
     sums, _ = two_workers()
     sums.deliver(0)
     sums.clear()
@@ -146,7 +146,7 @@ def test_a_step_begins_with_nothing() -> None:
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_memory_is_used_again(first: int) -> None:
-    """Though blocks have two sizes, and all may come before any is averaged."""
+    """Memory is reused although blocks have two sizes and all may arrive before any is averaged."""
     cutting, sums = Blocks(NUM_ELEMENTS, 4), Sums(2)
     order = [first, *(block for block in cutting.order() if block != first)]
     places: list[set[int]] = []
@@ -174,7 +174,7 @@ def test_memory_is_used_again(first: int) -> None:
 
 
 def test_a_vector_travels_as_it_is() -> None:
-    """Little-endian, bit for bit, and without a copy where that is the machine's order."""
+    """The bytes are little-endian and exact, and a view where that is the native order."""
     bits = np.array([0x80000000, 0x7FC00123, 0x00000001, 0xFF800000], "<u4")
     vector: Vector = bits.view("<f4").astype(np.float32, copy=False)
     payload = blocks.payload_of(vector[1:])
@@ -188,7 +188,7 @@ def test_a_vector_travels_as_it_is() -> None:
     [(6.0, 1.0, True), (np.inf, 1.0, False), (np.nan, 1.0, False), (6.0, float("nan"), False)],
 )
 def test_an_average_says_whether_it_is_finite(value: float, loss: float, finite: bool) -> None:
-    """It is the sum over the weight and the scale; of the loss only that is looked at."""
+    """The average is the sum over weight and scale. The loss is only checked to be finite."""
     out = np.empty(2, np.float32)
     vector = np.array([value, 3.0], np.float32)
     sums = blocks.Sums(1)

@@ -29,7 +29,7 @@ ARRAYS: checkpoint.Arrays = {
 
 @pytest.fixture(scope="module")
 def content() -> bytes:
-    """The bytes of a good checkpoint."""
+    """Return the bytes of a good checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save(Path(folder, "c"), ARRAYS, PROGRESS)
         return Path(folder, "c").read_bytes()
@@ -53,12 +53,12 @@ def _refused(content: bytes) -> str:
 
 
 def _signed(payload: bytes) -> bytes:
-    """A checkpoint whose digest is right whatever its payload says."""
+    """Return a checkpoint of `payload` with a valid digest."""
     return checkpoint.MAGIC + blake3(payload).hexdigest().encode() + b"\n" + payload
 
 
 def test_a_checkpoint_is_exact(content: bytes) -> None:
-    """Every bit of every array, dtypes, shapes, and the progress."""
+    """Load returns every bit of every array, the dtypes, the shapes and the progress."""
     arrays, progress = _load(content)
     assert _bits(arrays) == _bits(ARRAYS)
     assert progress == PROGRESS
@@ -66,7 +66,7 @@ def test_a_checkpoint_is_exact(content: bytes) -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=20))
 def test_any_bit_pattern_survives(patterns: list[int]) -> None:
-    """NaN payloads, signalling NaNs, subnormals."""
+    """NaN payloads, signalling NaNs and subnormals come back unchanged."""
     array = np.array(patterns, np.uint32).view(np.float32)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save(Path(folder, "c"), {"w": array}, {})
@@ -86,13 +86,13 @@ def test_memory_order_does_not_matter(tmp_path: Path) -> None:
 
 @given(st.data())
 def test_truncation_is_refused(content: bytes, data: st.DataObject) -> None:
-    """At any byte."""
+    """A file cut at any byte is refused."""
     _refused(content[: data.draw(st.integers(0, len(content) - 1))])
 
 
 @given(st.data())
 def test_any_flipped_bit_is_refused(content: bytes, data: st.DataObject) -> None:
-    """Wherever it is: magic, digest, header, values."""
+    """A flipped bit is refused in the magic, the digest, the header and the values."""
     changed = bytearray(content)
     changed[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     _refused(bytes(changed))
@@ -106,7 +106,7 @@ def test_appended_bytes_are_refused(content: bytes, extra: bytes) -> None:
 
 @pytest.mark.parametrize("content_", [b"", b"\n", b"PK\x03\x04", b"entrenar-checkpoint 2 x\n"])
 def test_other_files_are_refused(content_: bytes) -> None:
-    """Empty, foreign, or of another version."""
+    """Empty files, foreign files and files of another version are refused."""
     assert "not a checkpoint (its first line is not ours)" in _refused(content_)
 
 
@@ -123,12 +123,12 @@ def test_other_files_are_refused(content_: bytes) -> None:
     ],
 )
 def test_edited_content_under_a_right_digest_is_refused(payload: bytes) -> None:
-    """Someone who signs again what they edited still gets a CheckpointError."""
+    """Edited content with a recomputed digest raises CheckpointError, too."""
     assert "its content is not what save writes" in _refused(_signed(payload))
 
 
 def test_what_can_not_be_read_is_refused(tmp_path: Path) -> None:
-    """A file that is not there, and a folder."""
+    """A missing file and a folder are refused."""
     with pytest.raises(CheckpointError, match=r"can't be read \(No such file"):
         checkpoint.load(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"can't be read \(Is a directory\)"):
@@ -139,7 +139,7 @@ def test_what_can_not_be_read_is_refused(tmp_path: Path) -> None:
 def test_a_crash_while_writing_keeps_the_old_file(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the sync, and before the rename; afterwards saving works again."""
+    """A crash before the sync or the rename keeps the old file, and saving works again after it."""
     path = tmp_path / "c"
     checkpoint.save(path, ARRAYS, {"step": 1})
 
@@ -161,7 +161,7 @@ def test_a_crash_while_writing_keeps_the_old_file(
 def test_content_is_synced_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """File, rename, folder: in any other order a crash could leave an empty file in its place."""
+    """The order is sync, rename, sync of the folder. Any other could leave an empty file."""
     calls: list[str] = []
     sync, rename = os.fsync, Path.replace
 
@@ -180,7 +180,7 @@ def test_content_is_synced_before_it_gets_its_name(
 
 
 def test_groups_come_apart_as_they_went_together() -> None:
-    """Names with a slash in them included; a group that is not there is empty."""
+    """Groups come back, also with a slash in a name. A missing group is empty."""
     one, two = {"a/b": np.zeros(1, np.float32)}, {"a": np.ones(1, np.float32)}
     arrays = checkpoint.as_arrays(tensors=one, optimizer=two)
     assert list(arrays) == ["tensors/a/b", "optimizer/a"]

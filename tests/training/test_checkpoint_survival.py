@@ -1,4 +1,4 @@
-"""Survival of a checkpoint when its writer is killed, or the disk is full: for real."""
+"""A checkpoint survives when its writer is really killed, or its disk is really full."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NUM_KILLS = 12
 
 
 def saver(*arguments: object) -> subprocess.Popen[str]:
-    """The process of `tests.training.saver`."""
+    """Start the process of `tests.training.saver`."""
     command = [sys.executable, "-m", "tests.training.saver", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def require_whole(path: Path, least: int) -> int:
-    """The step of the checkpoint at `path`, which is whole and of step `least` or a later one."""
+    """Return the step of the checkpoint at `path`; it must be whole and at least step `least`."""
     arrays, progress = checkpoint.load(path)
     step = int(progress["step"])
     assert step >= least
@@ -35,7 +35,7 @@ def require_whole(path: Path, least: int) -> int:
 
 @pytest.mark.slow
 def test_kill_9_at_any_moment_loses_no_checkpoint(tmp_path: Path) -> None:
-    """Killed a random time after a save began: the one before or that one is there, whole.
+    """After a kill at a random time in a save, the old or the new checkpoint is there, whole.
 
     The moments are drawn over the time that two saves take, so some fall in every part of one.
     """
@@ -55,7 +55,7 @@ def test_kill_9_at_any_moment_loses_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_loses_no_checkpoint(tmp_path: Path) -> None:
-    """The save that does not fit fails with its reason, and leaves nothing but the one before."""
+    """A save that does not fit fails with its reason, and only the checkpoint before remains."""
     path = tmp_path / "c"
     with saver(path, NUM_FLOATS, 2 * NUM_FLOATS) as process:
         assert process.stdout is not None

@@ -17,7 +17,7 @@ NUM_DIGIT_SAMPLES = 1797
 
 
 def test_digits_are_the_published_test_set() -> None:
-    """All pixels and labels, by a digest taken of what scikit-learn's `load_digits` returns."""
+    """Pixels and labels have the digest of those that scikit-learn's `load_digits` returns."""
     pixels, labels = datasets.digits(NUM_DIGIT_SAMPLES)
     assert pixels.dtype == np.float32
     assert labels.dtype == np.int64

@@ -1,4 +1,4 @@
-"""The decoder's layers against torch's own, and what makes it a LoRA-tuned language model."""
+"""The decoder's layers agree with torch's own, and it is a language model tuned through LoRA."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model_fixture() -> decoder.ByteDecoder:
 
 @pytest.fixture(name="tensors")
 def tensors_fixture(model: decoder.ByteDecoder) -> dict[str, Tensor]:
-    """float64, every element random: adapters and norms too."""
+    """Return float64 tensors with every element random, adapters and norms included."""
     rng = np.random.default_rng(4)
     return {spec.name: torch.from_numpy(rng.normal(0, 0.3, spec.shape)) for spec in model.specs}
 
@@ -42,7 +42,7 @@ def normal(seed: int, *shape: int) -> Tensor:
 
 
 def turn(x: Tensor) -> Tensor:
-    """[heads, t, e] with each half-split pair turned as a complex number."""
+    """Rotate each half-split pair of `[heads, t, e]` as a complex number."""
     half = x.shape[-1] // 2
     frequencies = decoder.ROTARY_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.arange(x.shape[1])[:, None] * frequencies
@@ -106,7 +106,7 @@ def test_an_adapter_is_a_change_of_its_layer(
 
 
 def test_at_the_start_the_adapters_change_nothing(model: decoder.ByteDecoder) -> None:
-    """B starts at zero, so dropping all of A's input does nothing; the base loss is near ln 256."""
+    """B starts at zero, so dropping all of A's input changes nothing. The loss is near ln 256."""
     initial = model.initial(np.random.default_rng(0))
     tensors = {key: torch.from_numpy(value) for key, value in initial.items()}
     dropped = model.loss_of(tensors, model.batch(IDS), linear=F.linear, drop=torch.zeros_like)
@@ -129,7 +129,7 @@ def test_only_the_adapters_train(model: decoder.ByteDecoder) -> None:
 
 
 def reference_loss(tensors: dict[str, Tensor], line: bytes) -> Tensor:
-    """The model on one unpadded line, from torch's own layers."""
+    """Return the model's loss on one unpadded line, from torch's own layers."""
     tokens = torch.tensor(list(line))
     x = tensors["embedding.weight"][tokens[:-1]]  # [t, d]
     for block in ("blocks.0", "blocks.1"):

@@ -15,7 +15,7 @@ def _dropout(rate: float = 0.5, seed: int = 0) -> Dropout:
 
 
 def test_elements_are_zeroed_or_scaled() -> None:
-    """Nothing but 0 and x / (1 - rate), about `rate` of them 0, and a mean that is kept."""
+    """Elements are 0 or x / (1 - rate), about `rate` of them 0, and the mean stays."""
     rate, size = 0.25, 40_000
     out = _dropout(rate)(torch.ones(200, 200))
     kept = out != 0
@@ -34,7 +34,7 @@ def test_the_gradient_goes_through_the_same_mask() -> None:
 
 
 def test_the_same_stream_gives_the_same_masks() -> None:
-    """And the same digest; another stream gives others."""
+    """The same stream gives the same masks and digest, another stream gives others."""
     one, same, other = _dropout(), _dropout(), _dropout(seed=1)
     x = torch.ones(3, 40)
     assert torch.equal(one(x), same(x))
@@ -44,7 +44,7 @@ def test_the_same_stream_gives_the_same_masks() -> None:
 
 
 def test_the_digest_names_the_stream() -> None:
-    """Not how much was drawn from it: shards of two sizes that share a stream are found out."""
+    """The digest does not depend on the amount drawn: shards of two sizes share it."""
     few, many = _dropout(), _dropout()
     few(torch.ones(2, 8))
     many(torch.ones(3, 8))
@@ -54,7 +54,7 @@ def test_the_digest_names_the_stream() -> None:
 
 
 def test_the_digest_does_not_depend_on_values() -> None:
-    """Only masks are digested: a shard computed again from other weights draws the same."""
+    """Only masks are digested, so a shard computed again from other weights has the same digest."""
     one, other = _dropout(), _dropout()
     one(torch.zeros(9))
     other(torch.full((9,), 3.0))
@@ -63,23 +63,23 @@ def test_the_digest_does_not_depend_on_values() -> None:
 
 @pytest.mark.parametrize("shape", [(1,), (7,), (2, 3, 5)])
 def test_shapes_are_kept(shape: tuple[int, ...]) -> None:
-    """Whatever they are."""
+    """The result has the shape of the input, for any shape."""
     assert _dropout()(torch.ones(shape)).shape == shape
 
 
 def test_nothing_drawn_has_no_digest() -> None:
-    """A model without dropout leaves no trace of it."""
+    """The digest of a model without dropout is None."""
     assert _dropout().digest() is None
 
 
 def test_none_is_the_identity() -> None:
-    """The very same tensor."""
+    """`none` returns the tensor itself."""
     x = torch.ones(2)
     assert dropout.none(x) is x
 
 
 def test_a_batch_draws_what_its_shards_draw() -> None:
-    """One call for the whole batch gives the masks of the shards, one below the other."""
+    """One call for the whole batch gives the masks of its shards, concatenated."""
     sizes = (3, 0, 2)
     streams = [np.random.default_rng(shard) for shard in range(3)]
     whole = dropout.Dropout(0.5, dropout.ShardStreams(list(zip(streams, sizes, strict=True))))

@@ -38,7 +38,7 @@ def test_the_scale_is_the_next_power_of_two(weight_max: int, exponent: int) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shard_is_autograd_s_sum(name: str) -> None:
-    """Gradients of the summed loss in layout order, then the buffers' sums; loss and weight."""
+    """A shard's vector holds autograd's gradients of the summed loss, then the buffers' sums."""
     replica, ids = _engine(name), [3, 1, 4, 15]
     vector, loss, weight = _shard(replica, ids)
     model = replica.workload
@@ -53,7 +53,7 @@ def test_a_shard_is_autograd_s_sum(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_scale_changes_no_bit(name: str) -> None:
-    """A power of two scales the vector exactly, and neither loss nor weight."""
+    """A power of two scales the vector exactly, and leaves loss and weight alone."""
     plain, plain_loss, plain_weight = _shard(_engine(name), [0, 5, 7])
     scaled, loss, weight = _shard(_engine(name, scale=2.0**-12), [0, 5, 7])
     assert (scaled * np.float32(2.0**12)).tobytes() == plain.tobytes()
@@ -63,7 +63,7 @@ def test_the_scale_changes_no_bit(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("accumulation", [2, 3, 4, 9])
 def test_micro_batches_add_up(name: str, accumulation: int) -> None:
-    """Accumulation is one large batch within float32 rounding; more parts than samples too."""
+    """Accumulation equals one large batch within float32 rounding, also with empty parts."""
     replica, ids = _engine(name), [0, 2, 4, 6, 8]
     whole, loss, weight = _shard(replica, ids)
     vector, parts_loss, parts_weight = _shard(replica, ids, accumulation)
@@ -77,7 +77,7 @@ def test_micro_batches_add_up(name: str, accumulation: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_an_empty_shard_is_zero(name: str, accumulation: int) -> None:
-    """Zeros of the full length: loss and weight too."""
+    """An empty shard gives zeros of full length, and loss and weight 0."""
     replica = _engine(name)
     vector, loss, weight = _shard(replica, [], accumulation)
     assert vector.tobytes() == np.zeros_like(_shard(replica, [1])[0]).tobytes()
@@ -85,7 +85,7 @@ def test_an_empty_shard_is_zero(name: str, accumulation: int) -> None:
 
 
 def test_a_replica_owns_its_memory() -> None:
-    """It copies what it is given, and its three views of it agree."""
+    """A replica copies its initial tensors, and its three views of them agree."""
     model = _workload("mlp")
     initial = model.initial(np.random.default_rng(1))
     replica = Engine(model, open_backend("cpu"), initial, scale=1.0)
@@ -100,7 +100,7 @@ def test_a_replica_owns_its_memory() -> None:
 
 
 def test_a_shard_changes_nothing() -> None:
-    """No weight, buffer or `.grad` moves, so it can be computed again."""
+    """No weight, buffer or `.grad` changes, so a shard can be computed again."""
     replica = _engine("decoder")
     before = {name: array.tobytes() for name, array in replica.arrays.items()}
     first, again = _shard(replica, [1, 2]), _shard(replica, [1, 2])
@@ -110,7 +110,7 @@ def test_a_shard_changes_nothing() -> None:
 
 
 def test_buffers_move_towards_the_mean() -> None:
-    """running += 0.1 (mean - running), as torch's batch norm has it."""
+    """The update is running += 0.1 (mean - running), as in torch's batch norm."""
     replica = _engine("mlp")
     vector, _, weight = _shard(replica, [0, 1, 2])
     average = vector / np.float32(weight)
@@ -128,5 +128,5 @@ def test_buffers_move_towards_the_mean() -> None:
     [([1, 2], None), ([], None), ([1, np.nan], 1), ([np.inf, np.nan], 0), ([1, -np.inf, 2], 1)],
 )
 def test_non_finite_finds_the_first(values: list[float], place: int | None) -> None:
-    """NaN and both infinities; None when all are finite."""
+    """It finds NaN and both infinities, and returns None if all are finite."""
     assert engine.non_finite(np.array(values, np.float32)) == place

@@ -1,4 +1,4 @@
-"""Where tensors lie in the flat vector."""
+"""The places of tensors in the flat vector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ all_specs = st.lists(
 
 @given(all_specs)
 def test_slices_tile_the_vector(specs: tuple[TensorSpec, ...]) -> None:
-    """Trainable tensors in their order, then buffers in theirs, without gaps; nothing frozen."""
+    """Trainable tensors come first, then buffers, in order, without gaps or frozen tensors."""
     layout = Layout(specs)
     parts = {**layout.trainable, **layout.buffers}
     expected = [
@@ -43,7 +43,7 @@ def test_slices_tile_the_vector(specs: tuple[TensorSpec, ...]) -> None:
 
 @given(all_specs)
 def test_locate_finds_every_position(specs: tuple[TensorSpec, ...]) -> None:
-    """The inverse of the slices; outside the vector there is no tensor."""
+    """`locate` inverts the slices, and raises outside the vector."""
     layout = Layout(specs)
     found = []
     for name, part in {**layout.trainable, **layout.buffers}.items():
@@ -56,7 +56,7 @@ def test_locate_finds_every_position(specs: tuple[TensorSpec, ...]) -> None:
 
 @given(all_specs)
 def test_decayed_marks_decayed_trainable_tensors(specs: tuple[TensorSpec, ...]) -> None:
-    """1 on each of their elements, 0 elsewhere; None when there are none."""
+    """The mask is 1 on decayed tensors and 0 elsewhere, or None if none decays."""
     layout = Layout(specs)
     marks = [
         float(spec.decayed)

@@ -1,4 +1,4 @@
-"""Mean, norm, clip and step against torch's own, over many steps."""
+"""Mean, norm, clip and step agree with torch's own over many steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ UNIT_ROUNDOFF = 2.0**-24
 
 
 def _gradients(seed: int = 0) -> list[Vector]:
-    """Gradients of many magnitudes, with elements that are always 0."""
+    """Return gradients of many magnitudes, with elements that are always 0."""
     rng = np.random.default_rng(seed)
     scale = 10.0 ** rng.uniform(-4, 1, SIZE) * (np.arange(SIZE) % 7 > 0)
     return [(rng.standard_normal(SIZE) * scale).astype(np.float32) for _ in range(STEPS)]
 
 
 def _torch_weights(kind: str, weight_decay: float, start: Vector) -> list[NDArray[np.float64]]:
-    """torch.optim with a group that decays and one that does not, in float64."""
+    """Return torch.optim's weights in float64, with a group that decays and one that does not."""
     weights = torch.from_numpy(start).double()
     groups: list[dict[str, Any]] = [
         {"params": [weights[:40].clone().requires_grad_()], "weight_decay": weight_decay},
@@ -51,10 +51,10 @@ def _torch_weights(kind: str, weight_decay: float, start: Vector) -> list[NDArra
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
 def test_steps_are_torch_s(kind: str, weight_decay: float) -> None:
-    """Over 200 steps, within the float32 rounding of that many.
+    """Weights agree with torch's over 200 steps, within the float32 rounding of that many.
 
-    A step rounds a weight at most 4 times relative to the largest it has been, and its update 8
-    times (moments, root, quotient, rate) relative to the largest update; momentum carries the
+    A step rounds a weight at most 4 times relative to the largest it has been. It rounds the update
+    8 times (moments, root, quotient, rate) relative to the largest update. Momentum carries the
     error of an update on for 1 / (1 - 0.9) = 10 steps.
     """
     start = np.random.default_rng(1).standard_normal(SIZE).astype(np.float32)
@@ -76,7 +76,7 @@ def test_steps_are_torch_s(kind: str, weight_decay: float) -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
 def test_decay_without_a_decayed_group_is_none(kind: str) -> None:
-    """`decayed=None`, and a mask of zeros, are the bits of no decay."""
+    """`decayed=None` and a mask of zeros give the bits of no decay."""
     results = set()
     for rule in (
         Rule(kind, 0.0, DECAYED),
@@ -99,7 +99,7 @@ def test_decay_without_a_decayed_group_is_none(kind: str) -> None:
     ],
 )
 def test_state_starts_at_zero(kind: str, sizes: dict[str, int]) -> None:
-    """The vectors that each optimizer keeps, in their order."""
+    """Each optimizer's state has its vectors, in order, all zero."""
     state = optimizer.initial_state(kind, 5)
     assert {name: len(vector) for name, vector in state.items()} == sizes
     assert all(not vector.any() and vector.dtype == np.float32 for vector in state.values())
@@ -107,7 +107,7 @@ def test_state_starts_at_zero(kind: str, sizes: dict[str, int]) -> None:
 
 @given(st.integers(0, 99), st.floats(1e-3, 1e3))
 def test_clip_is_torch_s(seed: int, clip_norm: float) -> None:
-    """clip_grad_norm_ in float64, within the rounding of one product and one coefficient."""
+    """Clipping agrees with clip_grad_norm_ in float64, within two roundings."""
     gradient = _gradients(seed)[0]
     norm = optimizer.norm_l2(gradient)
     clipped = optimizer.clip(gradient, norm, clip_norm)
@@ -121,7 +121,7 @@ def test_clip_is_torch_s(seed: int, clip_norm: float) -> None:
 
 
 def test_what_is_small_enough_is_not_clipped() -> None:
-    """The very same vector: no bit changes, with or without a limit."""
+    """A gradient below the limit, or without one, is returned itself."""
     gradient = np.array([3, 4], np.float32)
     assert optimizer.norm_l2(gradient) == 5.0
     assert optimizer.clip(gradient, 5.0, None) is gradient
@@ -130,14 +130,14 @@ def test_what_is_small_enough_is_not_clipped() -> None:
 
 
 def test_the_norm_of_huge_gradients_is_finite() -> None:
-    """Squares that float32 could not hold."""
+    """Squares that overflow float32 still give a finite norm."""
     gradient = np.full(4, 3e38, np.float32)
     assert optimizer.norm_l2(gradient) == pytest.approx(6e38, rel=1e-7)
     assert optimizer.norm_l2(np.full(4, 1e-30, np.float32)) == pytest.approx(2e-30, rel=1e-7)
 
 
 def test_the_mean_divides_once() -> None:
-    """A new vector, correctly rounded; the sum is left alone."""
+    """The mean is a new vector, correctly rounded, and the sum stays unchanged."""
     total = np.array([1, 10, -7], np.float32)
     assert optimizer.mean(total, 3).tolist() == (total / np.float32(3)).tolist()
     assert total.tolist() == [1, 10, -7]
@@ -145,7 +145,7 @@ def test_the_mean_divides_once() -> None:
 
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adamw"])
 def test_overflow_is_silent_and_visible(kind: str) -> None:
-    """As in torch: no warning, and weights that are not finite."""
+    """Overflow gives no warning, but weights that are not finite, as in torch."""
     weights, state = np.ones(2, np.float32), optimizer.initial_state(kind, 2)
     for _ in range(3):
         gradient = np.full(2, 3e38, np.float32)

@@ -1,4 +1,4 @@
-"""The reduction tree: the same bits whoever adds, in whatever order, however often."""
+"""The reduction tree gives the same bits whoever adds, in any order, any number of times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ shard_counts = st.integers(1, 40)
 
 
 def _leaf(shard: int, seed: int = 0) -> Node:
-    """A leaf whose numbers cancel badly: magnitudes over sixteen decades, both signs."""
+    """Return a leaf whose numbers cancel badly: sixteen decades of magnitudes, both signs."""
     rng = np.random.default_rng([seed, shard])
     scale = 10.0 ** rng.uniform(-8, 8, SIZE)
     vector = (rng.standard_normal(SIZE) * scale).astype(np.float32)
@@ -28,7 +28,7 @@ def _leaf(shard: int, seed: int = 0) -> Node:
 
 
 def _defined(level: int, index: int, num_shards: int, seed: int = 0) -> Node:
-    """Node (level, index) word for word: left child plus right child, or the left child alone."""
+    """Return node (level, index) by the definition: left plus right child, or left alone."""
     if level == 0:
         return _leaf(index, seed)
     left = _defined(level - 1, 2 * index, num_shards, seed)
@@ -56,7 +56,7 @@ def _bits(node: Node) -> tuple[int, int, bytes, str, float]:
 def test_any_partition_and_any_arrival_give_the_same_bits(
     num_shards: int, seed: int, data: st.DataObject
 ) -> None:
-    """Shards dealt to any workers in any way, folded there, their nodes reduced in any order."""
+    """Shards are dealt to workers at random, folded there, and their nodes reduced in any order."""
     owners = data.draw(st.lists(st.integers(0, 7), min_size=num_shards, max_size=num_shards))
     nodes: list[Node] = []
     for worker in data.draw(st.permutations(range(8))):
@@ -71,7 +71,7 @@ def test_any_partition_and_any_arrival_give_the_same_bits(
 def test_recomputation_gives_the_same_bits(
     num_shards: int, num_workers: int, data: st.DataObject
 ) -> None:
-    """Whatever a dead worker had sent is thrown away, and computed again by others in pieces."""
+    """A dead worker's nodes are discarded, and others compute its shards again in pieces."""
     cuts = sorted(data.draw(st.sets(st.integers(0, num_shards), max_size=num_workers)))
     runs = [range(a, b) for a, b in pairwise([0, *cuts, num_shards])]
     lost = data.draw(st.integers(0, len(runs) - 1))
@@ -86,7 +86,7 @@ def test_recomputation_gives_the_same_bits(
 
 @given(shard_counts, st.data())
 def test_aggregators_can_be_stacked(num_shards: int, data: st.DataObject) -> None:
-    """Folding what was folded, any number of times over, changes nothing."""
+    """Folding nodes that are folded already changes nothing."""
     nodes = [_leaf(shard) for shard in range(num_shards)]
     for _ in range(data.draw(st.integers(0, 3))):
         nodes = data.draw(st.permutations(nodes))
@@ -108,7 +108,7 @@ def test_folded_nodes_are_few_and_in_order(num_shards: int, data: st.DataObject)
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 8, 13, 16, 37])
 @pytest.mark.parametrize("start", [0, 1, 3])
 def test_few_vectors_are_alive(num_shards: int, start: int) -> None:
-    """From the first shard on: floor(log2 n) + 1; over another run of n > 1: 2 log2(n) + 1."""
+    """At most floor(log2 n) + 1 vectors are alive from the first shard on, else 2 log2(n) + 1."""
     run = range(min(start, num_shards - 1), num_shards)
     vectors: list[weakref.ref[Vector]] = []
     alive: list[int] = []
@@ -128,7 +128,7 @@ def test_few_vectors_are_alive(num_shards: int, start: int) -> None:
 
 @given(shard_counts, st.data())
 def test_a_shard_given_twice_is_refused(num_shards: int, data: st.DataObject) -> None:
-    """A leaf, or a node above it, at any place among the others."""
+    """A repeated leaf, or a node above it, is refused at any place among the others."""
     leaves = [_leaf(shard) for shard in range(num_shards)]
     again = _defined(data.draw(st.integers(0, reduction.height(num_shards))), 0, num_shards)
     leaves.insert(data.draw(st.integers(0, num_shards)), again)
@@ -138,7 +138,7 @@ def test_a_shard_given_twice_is_refused(num_shards: int, data: st.DataObject) ->
 
 @given(shard_counts, st.data())
 def test_missing_shards_are_named(num_shards: int, data: st.DataObject) -> None:
-    """All of them, and no others."""
+    """The error names all missing shards and no others."""
     missing = sorted(data.draw(st.sets(st.integers(0, num_shards - 1), min_size=1)))
     leaves = [_leaf(shard) for shard in range(num_shards) if shard not in missing]
     with pytest.raises(ValueError) as caught:
@@ -150,7 +150,7 @@ def test_missing_shards_are_named(num_shards: int, data: st.DataObject) -> None:
     ("level", "index", "num_shards"), [(0, 5, 5), (0, 6, 5), (0, -1, 5), (4, 0, 5), (1, 3, 5)]
 )
 def test_nodes_of_another_tree_are_refused(level: int, index: int, num_shards: int) -> None:
-    """Beyond the last shard, before the first, above the root."""
+    """Nodes beyond the last shard, before the first and above the root are refused."""
     node = Node(level, index, np.zeros(1, np.float32), 0.0, 0.0)
     with pytest.raises(ValueError, match=f"index {index}.* is not of a tree over {num_shards}"):
         reduction.fold([node], num_shards)
@@ -160,7 +160,7 @@ def test_nodes_of_another_tree_are_refused(level: int, index: int, num_shards: i
     ("num_shards", "level"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (8, 3), (9, 4), (40, 6)]
 )
 def test_height(num_shards: int, level: int) -> None:
-    """ceil(log2 S)."""
+    """The height is ceil(log2 S)."""
     assert reduction.height(num_shards) == level
 
 
@@ -179,7 +179,7 @@ def test_the_ragged_edge_climbs_alone() -> None:
 
 @given(shard_counts, st.integers(0, 99))
 def test_the_sum_is_the_sum(num_shards: int, seed: int) -> None:
-    """Within height * u * sum|x| of the exact sum: each element is rounded at most once a level."""
+    """The sum is within height * u * sum|x| of the exact one: one rounding a level."""
     leaves = [_leaf(shard, seed) for shard in range(num_shards)]
     vectors: list[Vector] = [leaf.vector.copy() for leaf in leaves]
     total = reduction.root(leaves, num_shards)
@@ -190,7 +190,7 @@ def test_the_sum_is_the_sum(num_shards: int, seed: int) -> None:
 
 
 def test_negative_zero_and_nan_stay() -> None:
-    """One shard is passed through bit by bit; a NaN is never lost."""
+    """A single shard passes through bit by bit, and a NaN is never lost."""
     vector = np.array([-0.0, np.nan, np.inf], np.float32)
     bits = vector.tobytes()
     assert reduction.root([Node(0, 0, vector, 0.0, 0.0)], 1).vector.tobytes() == bits

@@ -1,4 +1,4 @@
-"""The learning rate against torch's own schedulers."""
+"""The learning rate agrees with torch's own schedulers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _optimizer() -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 100])
 def test_cosine_is_torch_s_cosine_annealing(num_steps: int) -> None:
-    """CosineAnnealingLR with T_max = num_steps and eta_min = 0."""
+    """`cosine` is CosineAnnealingLR with T_max = num_steps and eta_min = 0."""
     optimizer = _optimizer()
     scheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=num_steps)
     expected = _torch(optimizer, scheduler, num_steps)
@@ -46,7 +46,7 @@ def test_cosine_is_torch_s_cosine_annealing(num_steps: int) -> None:
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 100])
 def test_linear_is_torch_s_linear_decay(num_steps: int) -> None:
-    """LinearLR from 1 to 0 over num_steps."""
+    """`linear` is LinearLR from 1 to 0 over num_steps."""
     optimizer = _optimizer()
     scheduler = lr_scheduler.LinearLR(
         optimizer, start_factor=1.0, end_factor=0.0, total_iters=num_steps
@@ -58,7 +58,7 @@ def test_linear_is_torch_s_linear_decay(num_steps: int) -> None:
 
 @pytest.mark.parametrize("warmup_steps", [1, 3, 9, 12])
 def test_warmup_then_decay_is_torch_s_sequence(warmup_steps: int) -> None:
-    """LinearLR up, then LinearLR down: a LambdaLR of the closed form, step by step."""
+    """Warm-up and decay are LinearLR up, then down: a LambdaLR of the closed form, step by step."""
     num_steps = 9
 
     def factor(step: int) -> float:
@@ -75,7 +75,7 @@ def test_warmup_then_decay_is_torch_s_sequence(warmup_steps: int) -> None:
 
 @given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 30), st.integers(1, 30))
 def test_rates_rise_to_the_peak_and_fall(kind: str, warmup_steps: int, num_steps: int) -> None:
-    """Positive, never above the peak, rising through the warm-up and not afterwards."""
+    """Rates are positive, never above the peak, and rise only during the warm-up."""
     rates = _ours(kind, warmup_steps=warmup_steps, num_steps=num_steps)
     assert all(0 < rate <= PEAK for rate in rates)
     assert rates[:warmup_steps] == sorted(rates[:warmup_steps])
@@ -84,5 +84,5 @@ def test_rates_rise_to_the_peak_and_fall(kind: str, warmup_steps: int, num_steps
 
 
 def test_constant_is_constant() -> None:
-    """After the warm-up."""
+    """The rate stays at the peak after the warm-up."""
     assert _ours("constant", warmup_steps=1, num_steps=4) == [PEAK / 2, PEAK, PEAK, PEAK]

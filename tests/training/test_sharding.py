@@ -1,4 +1,4 @@
-"""Batches, logical shards and runs: complete, disjoint, in order."""
+"""Batches, logical shards and runs are complete, disjoint and in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ids = st.lists(st.integers(), max_size=50)
 
 @given(ids, st.integers(1, 60))
 def test_cut_keeps_everything_in_order(given_ids: list[int], num_parts: int) -> None:
-    """The parts put together are what was cut."""
+    """The parts, concatenated, are the ids that were cut."""
     parts = sharding.cut(given_ids, num_parts)
     assert len(parts) == num_parts
     assert list(chain.from_iterable(parts)) == given_ids
@@ -32,7 +32,7 @@ def test_cut_is_even(given_ids: list[int], num_parts: int) -> None:
 
 @given(st.integers(1, 40), st.sets(st.integers(0, 99), min_size=1, max_size=12))
 def test_runs_cover_every_shard_once(num_shards: int, ranks: set[int]) -> None:
-    """Whoever is there: contiguous runs in rank order, each shard in exactly one."""
+    """Any set of ranks gets contiguous runs in rank order, each shard in exactly one."""
     run_of = sharding.runs(range(num_shards), ranks)
     assert list(run_of) == sorted(ranks)
     assert list(chain.from_iterable(run_of.values())) == list(range(num_shards))
@@ -43,7 +43,7 @@ def test_runs_cover_every_shard_once(num_shards: int, ranks: set[int]) -> None:
 def test_epochs_visit_every_sample_once(
     num_samples: int, data: st.DataObject, num_epochs: int
 ) -> None:
-    """Drawing batch after batch visits each sample once an epoch; only its last batch is short."""
+    """Batches visit each sample once an epoch, and only an epoch's last batch is short."""
     batch_size = data.draw(st.integers(1, num_samples))
     orders = [
         sharding.order(num_samples, np.random.default_rng(epoch)) for epoch in range(num_epochs)
@@ -60,7 +60,7 @@ def test_epochs_visit_every_sample_once(
 
 @given(st.integers(0, 200), st.integers(0, 2**32))
 def test_an_order_is_a_permutation(num_samples: int, seed: int) -> None:
-    """Plain ints, each id once, the same for the same stream."""
+    """An order holds plain ints, each id once, and is the same for the same stream."""
     visit = sharding.order(num_samples, np.random.default_rng(seed))
     assert sorted(visit) == list(range(num_samples))
     assert all(type(sample) is int for sample in visit)
@@ -68,6 +68,6 @@ def test_an_order_is_a_permutation(num_samples: int, seed: int) -> None:
 
 
 def test_a_full_batch_at_the_end_starts_the_next_epoch() -> None:
-    """No empty batch when the sizes divide."""
+    """No batch is empty if the batch size divides the number of samples."""
     assert sharding.advance(Position(3, 6), 2, 8) == Position(4, 0)
     assert sharding.advance(Position(3, 6), 1, 8) == Position(3, 7)

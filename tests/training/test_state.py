@@ -24,7 +24,7 @@ STANDS = state.Progress(position=Position(3, 17), schedule_step=2**40)
 
 
 def _content(kind: str) -> tuple[dict[str, Array], optimizer.State]:
-    """Tensors and moments with bits that are easily lost."""
+    """Return tensors and moments with bits that are easily lost."""
     rng = np.random.default_rng(0)
     odd = np.array([-0.0, np.nan, np.inf, 1e-45], np.float32)
     tensors = {spec.name: rng.choice(odd, spec.shape).astype(np.float32) for spec in SPECS}
@@ -41,7 +41,7 @@ def _bits(arrays: dict[str, Array]) -> dict[str, tuple[str, tuple[int, ...], byt
 
 @pytest.mark.parametrize("kind", optimizer.STATE)
 def test_everything_comes_back(kind: str) -> None:
-    """Progress, every tensor and every moment, bit by bit, in the size that was foretold."""
+    """Progress, tensors and moments come back bit by bit, from `num_bytes` bytes."""
     tensors, moments = _content(kind)
     data = state.dump(SPECS, kind, STANDS, tensors, moments)
     assert len(data) == state.num_bytes(SPECS, kind)
@@ -52,7 +52,7 @@ def test_everything_comes_back(kind: str) -> None:
 
 
 def test_the_bytes_are_these() -> None:
-    """Three int64, then the tensors in their order and the moments, little-endian."""
+    """The bytes are three uint64, the tensors in order, and the moments, little-endian."""
     specs = (TensorSpec("w", (2,), "trainable", decayed=False),)
     stands = state.Progress(position=Position(1, 2), schedule_step=3)
     values = {"w": np.array([1.0, -2.0], np.float32)}
@@ -68,7 +68,7 @@ def test_the_bytes_are_these() -> None:
 
 
 def test_what_comes_back_is_a_copy() -> None:
-    """Neither the bytes nor the arrays that were dumped change with what was loaded."""
+    """Changing the loaded arrays changes neither the bytes nor the dumped arrays."""
     tensors, moments = _content("adamw")
     data = state.dump(SPECS, "adamw", STANDS, tensors, moments)
     before = bytes(data)
@@ -82,14 +82,14 @@ def test_what_comes_back_is_a_copy() -> None:
 
 @given(st.sampled_from(sorted(optimizer.STATE)), st.integers(-30, 30).filter(bool))
 def test_another_size_is_refused(kind: str, by: int) -> None:
-    """The message has what came and what is due."""
+    """The message names the size received and the size expected."""
     due = state.num_bytes(SPECS, kind)
     with pytest.raises(ValueError, match=f"a state of {due + by} bytes: {due} are due"):
         state.load(SPECS, kind, bytes(due + by))
 
 
 def test_it_is_copied_once() -> None:
-    """Neither way takes memory for more than the one copy that it gives."""
+    """Dump and load each allocate memory for one copy only."""
     specs = tuple(TensorSpec(f"w{i}", (2**18,), "trainable", decayed=False) for i in range(8))
     tensors = {spec.name: np.zeros(spec.shape, np.float32) for spec in specs}
     size = state.num_bytes(specs, "sgd")

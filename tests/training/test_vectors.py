@@ -1,4 +1,4 @@
-"""The workload `vectors`: its gradients are what anyone can draw again."""
+"""The workload `vectors`: everyone can draw its gradients again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LENGTH = 1_000
 
 
 def built(length: int = LENGTH, seed: int = 1) -> GivenVectors:
-    """Ten samples."""
+    """Return a workload of ten samples."""
     return GivenVectors(10, length=length, data=np.random.default_rng(seed))
 
 
 def drawn(model: GivenVectors, sample: int, *pieces: int) -> Array:
-    """v_`sample`, a piece at a time."""
+    """Return v_`sample`, drawn piece by piece."""
     take = model.pieces(sample)
     return np.concatenate([take(size) for size in pieces])
 
@@ -35,7 +35,7 @@ def gradient(model: GivenVectors, ids: list[int], at: float, scale: float = 1.0)
 
 
 def test_a_gradient_is_the_sum_of_given_vectors() -> None:
-    """Whatever was learned, and drawn in whatever pieces; times the scale."""
+    """The gradient does not depend on the weights or the pieces drawn, and is scaled."""
     model = built()
     expected = drawn(model, 3, LENGTH) + drawn(model, 5, 1, 7, 992)
     assert np.array_equal(gradient(model, [3, 5], at=0.0), expected)
@@ -43,14 +43,14 @@ def test_a_gradient_is_the_sum_of_given_vectors() -> None:
 
 
 def test_the_order_of_additions_shows() -> None:
-    """Three of them have other bits in another order, in a good part of the elements."""
+    """Three vectors, added in another order, differ in the bits of many elements."""
     model = built()
     a, b, c = (drawn(model, sample, LENGTH) for sample in range(3))
     assert 0.1 < np.mean((a + b) + c != a + (b + c)) < 0.9
 
 
 def test_samples_weigh_differently() -> None:
-    """One, two or three each, so that no count of samples or workers is the weight by accident."""
+    """Samples weigh one, two or three, so no count equals the weight by accident."""
     model = built()
     assert [model.weight([sample]) for sample in range(4)] == [1, 2, 3, 1]
     assert model.weight(range(10)) == 19
@@ -58,13 +58,13 @@ def test_samples_weigh_differently() -> None:
 
 
 def test_another_length_or_seed_is_another_data_set() -> None:
-    """Workers with other vectors are not let in."""
+    """Another length or seed changes the data digest, so such a worker is not admitted."""
     digests = {built().data_digest, built(LENGTH + 1).data_digest, built(seed=2).data_digest}
     assert len(digests) == 3
 
 
 def test_terms_are_given_to_the_samples_in_turn_and_weigh_alike() -> None:
-    """So that a test which states its vectors is tried with these; others are another data set."""
+    """Samples take the given vectors in turn, weigh 1, and have another digest with others."""
     model = given([[1, 2, 3], [4.5, 0, -1]])
     assert [model.weight([sample]) for sample in range(3)] == [1, 1, 1]
     assert drawn(model, 2, 1, 2).tolist() == [1, 2, 3]
@@ -81,11 +81,11 @@ def test_terms_are_given_to_the_samples_in_turn_and_weigh_alike() -> None:
     "terms", ["drown", [], [[1, 2]], [[1, 2, "3"]], [[1, 2, float("nan")]], [[1, 2, 1e39]], 7, {}]
 )
 def test_terms_that_are_none_are_refused(terms: Any) -> None:
-    """Before anything runs."""
+    """Invalid terms are refused before anything runs."""
     with pytest.raises(UsageError, match="options terms"):
         given(terms)
 
 
 def given(terms: Any) -> GivenVectors:
-    """Four samples of three elements."""
+    """Return a workload of four samples with three elements."""
     return GivenVectors(4, length=3, data=np.random.default_rng(1), terms=terms)

@@ -29,7 +29,7 @@ def built(name: str, *, num_samples: int = NUM_SAMPLES, seed: int = 1) -> Worklo
 
 
 def anywhere(model: Workload, dtype: torch.dtype, seed: int = 2) -> dict[str, Tensor]:
-    """Tensors with no zeros in them: at its start LoRA's B would hide the gradient of A."""
+    """Return tensors without zeros, since LoRA's initial B would hide the gradient of A."""
     rng = np.random.default_rng(seed)
     return {
         spec.name: torch.from_numpy(rng.normal(0, 0.3, spec.shape).astype(np.float32))
@@ -63,7 +63,7 @@ def test_initial_follows_the_specs(name: str) -> None:
 
 @every_workload
 def test_initial_is_a_function_of_its_stream(name: str) -> None:
-    """The same stream starts the same bits, another stream starts elsewhere."""
+    """The same stream gives the same starting bits, another stream gives others."""
     model = built(name)
     first, again, other = (model.initial(np.random.default_rng(seed)) for seed in (5, 5, 6))
     assert all(first[key].tobytes() == again[key].tobytes() for key in first)
@@ -131,7 +131,7 @@ def test_loss_is_a_float32_scalar_with_repeatable_bits(name: str) -> None:
 @settings(deadline=None, max_examples=20)
 @given(ids=st.lists(st.integers(0, NUM_SAMPLES - 1), min_size=1, max_size=9))
 def test_loss_and_weight_are_sums_over_samples(name: str, ids: list[int]) -> None:
-    """A batch costs and weighs what its samples do one by one, repeated ones included."""
+    """A batch's loss and weight are the sums of its samples', repeated ones included."""
     model = built(name)
     tensors = anywhere(model, torch.float32)
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "decoder"])
 def test_too_many_samples_is_a_usage_error(name: str) -> None:
-    """A data set that ends too early is refused with both numbers before anything runs."""
+    """A data set with too few samples is refused with both numbers before anything runs."""
     with pytest.raises(UsageError, match=rf"num_samples=50000 with workload={name}.*use num_"):
         built(name, num_samples=50_000)
 
@@ -218,7 +218,7 @@ def test_mlp_has_two_parameter_groups() -> None:
 
 @pytest.mark.parametrize(("name", "num_calls"), [("linear", 0), ("mlp", 2), ("decoder", 4)])
 def test_dropout_has_its_places(name: str, num_calls: int) -> None:
-    """`drop` is called once per place, in the forward pass, and its result is what goes on."""
+    """`drop` is called once at each place in the forward pass, and its result is used."""
     model = built(name)
     tensors = anywhere(model, torch.float32)
     shapes = []
