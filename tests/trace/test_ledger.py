@@ -24,7 +24,7 @@ def _text(given: trace.Trace) -> str:
 
 
 def _chained(records: list[dict[str, Any]]) -> str:
-    """A file whose chain is right whatever its records say: what a determined forger writes."""
+    """Return a file with a valid chain whatever its records are, as a determined forger can."""
     chain, lines = "", []
     for record in records:
         body = json.dumps(record)
@@ -34,12 +34,12 @@ def _chained(records: list[dict[str, Any]]) -> str:
 
 
 def test_every_kind_is_tried_here() -> None:
-    """A new kind of event must join the round trip."""
+    """The round trip below covers every kind of event."""
     assert {event.kind for event in EVENTS} == set(trace.EVENTS)
 
 
 def test_every_event_survives_the_file(tmp_path: Path) -> None:
-    """Save and load, in a folder that was not there: the same events, NaN and -0.0 included."""
+    """Events saved in a new folder load unchanged, NaN and -0.0 included."""
     path = tmp_path / "new" / "run.jsonl"
     trace.save(WHOLE, path)
     back = trace.load(path)
@@ -117,7 +117,7 @@ def _refused(path: Path, content: str | bytes) -> str:
     ("tamper", "line"), [(_edit, 1), (_drop, 1), (_swap, 1), (_repeat, 2), (_cut, 1)]
 )
 def test_tampering_names_its_line(tamper: Tamper, line: int, at: int, tmp_path: Path) -> None:
-    """Each line edited, dropped, swapped with the next, repeated, and cut in half."""
+    """A line that is edited, dropped, swapped, repeated or cut in half is named."""
     if tamper in (_drop, _swap) and at == NUM - 1:
         return  # dropping the last line is truncation, below; it has no next
     path = tmp_path / "run.jsonl"
@@ -127,7 +127,7 @@ def test_tampering_names_its_line(tamper: Tamper, line: int, at: int, tmp_path: 
 
 @pytest.mark.parametrize("kept", range(1, NUM))
 def test_truncation_between_lines_is_found(kept: int, tmp_path: Path) -> None:
-    """Whole lines missing at the end: the last line that is there is no end event."""
+    """Whole lines missing at the end are detected, because the last line is no end event."""
     message = _refused(tmp_path / "t", "".join(LINES[:kept]))
     assert f"t:{kept}: the trace is truncated" in message
 
@@ -136,7 +136,7 @@ def test_truncation_between_lines_is_found(kept: int, tmp_path: Path) -> None:
 def test_any_flipped_bit_is_found(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Whatever the bit, also one that makes the file no UTF-8: with the line it stands in."""
+    """Any flipped bit is detected with its line, even if it makes the file invalid UTF-8."""
     content = bytearray("".join(LINES).encode())
     position = data.draw(st.integers(0, len(content) - 2))  # the last line end may go
     content[position] ^= 1 << data.draw(st.integers(0, 7))
@@ -149,25 +149,25 @@ def test_any_flipped_bit_is_found(
 def test_truncation_at_any_byte_is_found(
     tmp_path_factory: pytest.TempPathFactory, length: int
 ) -> None:
-    """Only the last line end may be missing."""
+    """A cut at any byte is detected, except one that only removes the last line end."""
     _refused(tmp_path_factory.mktemp("trace") / "t", "".join(LINES)[:length])
 
 
 def test_appended_lines_are_found(tmp_path: Path) -> None:
-    """A second trace behind the first, a blank line, and garbage."""
+    """A second trace, a blank line and garbage at the end are detected."""
     for extra in (LINES[0], LINES[-1], "\n", "garbage\n"):
         assert f":{NUM + 1}: " in _refused(tmp_path / "t", "".join([*LINES, extra]))
 
 
 def test_lines_of_another_run_are_found(tmp_path: Path) -> None:
-    """A line at the same place of a longer run with another header does not fit."""
+    """A line from the same place of another run's file does not fit the chain."""
     other = replace(WHOLE, scenario=SCENARIO.with_(seed=1))
     mixed = [*LINES[:3], [line + "\n" for line in trace.dump_lines(other)][3], *LINES[4:]]
     assert "t:4: chain digest" in _refused(tmp_path / "t", "".join(mixed))
 
 
 def test_another_version_is_named(tmp_path: Path) -> None:
-    """Before anything else is read of it."""
+    """The version is checked before anything else."""
     text = "".join(LINES).replace('"version":1', '"version":2', 1)
     assert "t:1: trace version=2: this release reads version 1" in _refused(tmp_path / "t", text)
 
@@ -186,12 +186,12 @@ def test_another_version_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_trace_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
-    """Empty, binary, text, JSON of another kind."""
+    """Empty files, binary files, text and other JSON are refused."""
     assert message in _refused(tmp_path / "t", content)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    """A folder, and a file that is not there."""
+    """A folder and a missing file are refused."""
     with pytest.raises(TraceError, match=r"can't be read \(Is a directory\)"):
         trace.load(tmp_path)
     with pytest.raises(TraceError, match=r"can't be read \(No such file"):
@@ -199,7 +199,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_place_is_a_usage_error(tmp_path: Path) -> None:
-    """A file where a folder is needed, and a folder where the file should be."""
+    """A file in place of the folder, or a folder in place of the file, is a UsageError."""
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "t", tmp_path):
         with pytest.raises(UsageError, match="can't be written"):
@@ -217,7 +217,7 @@ END: dict[str, Any] = {"kind": "end", "status": "completed", "reason": ""}
 
 
 def test_the_forger_of_these_tests_can_forge(tmp_path: Path) -> None:
-    """Without a change its files load; so what is refused below is refused for its content."""
+    """The forger's files load if unchanged, so the tests below fail only for their changes."""
     (tmp_path / "t").write_text(_chained([HEADER, END]))
     assert trace.load(tmp_path / "t").end.status == "completed"
 
@@ -239,7 +239,7 @@ def test_the_forger_of_these_tests_can_forge(tmp_path: Path) -> None:
     ],
 )
 def test_forged_events_are_refused(record: dict[str, Any], tmp_path: Path) -> None:
-    """A right chain over a wrong record: the line, never a traceback."""
+    """A wrong record in a valid chain raises TraceError that names the line."""
     message = _refused(tmp_path / "t", _chained([HEADER, record, END]))
     assert "t:2: event can't be read" in message
 
@@ -255,12 +255,12 @@ def test_forged_events_are_refused(record: dict[str, Any], tmp_path: Path) -> No
     ],
 )
 def test_forged_headers_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    """The header is the scenario that will be judged: it must be one."""
+    """A header without a valid scenario is refused."""
     assert f"t:1: {message}" in _refused(tmp_path / "t", _chained([{**HEADER, **change}, END]))
 
 
 def test_a_header_may_lack_nothing(tmp_path: Path) -> None:
-    """Each key of it is needed."""
+    """A header that lacks any key is refused."""
     for name in HEADER:
         rest = {key: value for key, value in HEADER.items() if key != name}
         assert "t:1: " in _refused(tmp_path / "t", _chained([rest, END]))
@@ -274,7 +274,7 @@ def test_records_of_all_fields(tmp_path: Path) -> None:
 
 
 def test_negative_zero_keeps_its_sign(tmp_path: Path) -> None:
-    """-0.0 is another bit pattern than 0.0."""
+    """-0.0 comes back with its sign."""
     trace.save(WHOLE, tmp_path / "t")
     loss = trace.load(tmp_path / "t").of(trace.Shard)[1].loss_sum
     assert loss is not None

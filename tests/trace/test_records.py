@@ -1,4 +1,4 @@
-"""Events as records: round trips between processes, and every lie about types refused."""
+"""Events as records: round trips between processes, and refusal of wrong types."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SHARD: dict[str, Any] = {
 
 
 def test_events_survive_the_wire() -> None:
-    """Every kind of event, NaN and -0.0 included; no events are no bytes."""
+    """Every kind of event comes back, NaN and -0.0 included. No events give no bytes."""
     assert repr(trace.load_events(trace.dump_events(EVENTS))) == repr(list(EVENTS))
     assert trace.dump_events(()) == b""
     assert trace.load_events(b"") == []
 
 
 def test_the_liar_of_these_tests_can_tell_the_truth() -> None:
-    """Unchanged, the event below is read: so what is refused below is refused for its change."""
+    """The unchanged event below is read, so the changed ones are refused for their change."""
     assert len(trace.load_events(json.dumps(SHARD).encode())) == 1
 
 
@@ -75,7 +75,7 @@ def test_the_liar_of_these_tests_can_tell_the_truth() -> None:
     ],
 )
 def test_lies_about_types_are_refused(change: dict[str, Any]) -> None:
-    """A TraceError of a readable length with the place, never another exception and no event."""
+    """Each wrong type raises a TraceError of readable length that names the place."""
     told = [json.dumps(record) for record in (SHARD, {**SHARD, **change})]
     with pytest.raises(TraceError, match=r"^event 2 can't be read") as caught:
         trace.load_events("\n".join(told).encode())
@@ -93,7 +93,7 @@ def _started(progress: Any) -> bytes:
 
 @pytest.mark.parametrize("progress", [{}, {"epoch": 1, "rng": [[1], {"x": None}]}, _nested(16)])
 def test_own_words_are_kept(progress: Any) -> None:
-    """A trainer's notes of its position come back whatever they are."""
+    """A trainer's own notes on its position come back unchanged."""
     (start,) = trace.load_events(_started(progress))
     assert isinstance(start, trace.Start)
     assert start.progress == progress
@@ -101,7 +101,7 @@ def test_own_words_are_kept(progress: Any) -> None:
 
 @pytest.mark.parametrize("progress", [3, ["epoch"], None, _nested(17), _nested(300)])
 def test_own_words_are_a_mapping_and_not_deep(progress: Any) -> None:
-    """Nothing that could not be written to a file again."""
+    """Notes that could not be written to a file again are refused."""
     with pytest.raises(TraceError, match=r"progress=.*use a mapping of at most 16 levels"):
         trace.load_events(_started(progress))
 
@@ -125,14 +125,14 @@ def test_own_words_are_a_mapping_and_not_deep(progress: Any) -> None:
     ],
 )
 def test_garbage_is_no_event(garbage: bytes) -> None:
-    """Bytes, text, JSON of another kind, too deep and too long."""
+    """Bytes, text, other JSON, and records too deep or too long are refused."""
     with pytest.raises(TraceError, match=r"^event 1 can't be read"):
         trace.load_events(garbage)
 
 
 @given(st.binary() | st.text().map(str.encode))
 def test_any_bytes_are_events_or_refused(data: bytes) -> None:
-    """A TraceError, or nothing at all."""
+    """Any bytes are read as events or raise TraceError."""
     with suppress(TraceError):
         assert trace.load_events(data) == []
 
@@ -146,7 +146,7 @@ _JSON = st.recursive(
 
 @given(st.data())
 def test_whatever_is_read_can_be_told_again(data: st.DataObject) -> None:
-    """Any field of any event replaced by any JSON: refused, or read and dumped to the same."""
+    """With any field replaced by any JSON, an event is refused, or read and dumped unchanged."""
     event = data.draw(st.sampled_from(EVENTS))
     record = json.loads(trace.dump_events([event]))
     record[data.draw(st.sampled_from(sorted(record)))] = data.draw(_JSON)

@@ -9,7 +9,7 @@ from tests.trace.samples import EVENTS, WHOLE
 
 
 def test_of_and_end() -> None:
-    """Events by kind, in order; a trace without end counts as failed."""
+    """`of` returns events by kind, in order. A trace without an end counts as failed."""
     assert [shard.shard for shard in WHOLE.of(trace.Shard)] == [2, 3]
     assert WHOLE.end.status == "completed"
     cut = replace(WHOLE, events=EVENTS[:-1])

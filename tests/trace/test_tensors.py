@@ -1,4 +1,4 @@
-"""A trace keeps a tensor's bits, and a digest that sees each of them."""
+"""A trace keeps a tensor's bits, and a digest that depends on each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.trace.samples import INF, NAN, TENSORS
 
 
 def test_tensor_values_come_back_as_bits() -> None:
-    """dtype, NaN and the sign of zero; None when only the digest was kept."""
+    """`values` keeps dtype, NaN and the sign of zero, and is None if only the digest was kept."""
     values = TENSORS["w"].values()
     assert values is not None
     assert values.tobytes() == np.array([1.5, -0.0, NAN, INF], np.float32).tobytes()

@@ -1,4 +1,4 @@
-"""Traits: what a run was, in the header of its trace; and what earlier releases wrote there."""
+"""A run's traits in the header of its trace, and their counterparts in earlier releases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ END = trace.End(status="completed")
 
 
 def written(path: Path, scenario: Scenario, traits: dict[str, Any] | None) -> Path:
-    """The file of a run that has these traits in its header, or none."""
+    """Write the file of a run with these traits in its header, or without traits."""
     run = trace.Trace(scenario=scenario, environment={}, promises=(), events=(END,))
     first = {**ledger.header(run), "traits": traits}
     if traits is None:
@@ -31,7 +31,7 @@ def written(path: Path, scenario: Scenario, traits: dict[str, Any] | None) -> Pa
 
 
 def test_they_come_back_from_a_file(tmp_path: Path) -> None:
-    """All of them, with the types that they had; what is usual is not written."""
+    """All traits come back with their types. Default ones are not written."""
     traits = Traits(topology="ring", shared=True, betas=(0.8, 0.9), eps=1e-6, clipping="other")
     run = trace.Trace(scenario=OWN, environment={}, promises=(), events=(END,), traits=traits)
     trace.save(run, tmp_path / "run.jsonl")
@@ -58,7 +58,7 @@ def test_a_choice_is_one_of_those(name: str) -> None:
     ],
 )
 def test_what_is_no_trait_is_refused(record: Any, message: str, tmp_path: Path) -> None:
-    """By name, and where it stands in a file by its line."""
+    """An unknown or wrong trait is refused by name, in a file with its line."""
     with pytest.raises(UsageError, match=message):
         Traits.from_dict(record)
     with pytest.raises(TraceError, match="1: header can't be read"):
@@ -66,7 +66,7 @@ def test_what_is_no_trait_is_refused(record: Any, message: str, tmp_path: Path) 
 
 
 def test_what_earlier_releases_kept_in_options(tmp_path: Path) -> None:
-    """It is traits of somebody's own trainer, and no options of its scenario."""
+    """Options that earlier releases observed in a user's trainer are read as traits."""
     facts = {"drop_last": True, "rule": "other", "betas": [0.8, 0.9], "compressed": "float16"}
     told = OWN.with_(options={**facts, "inner_steps": 3})
     headers: tuple[dict[str, Any] | None, ...] = (None, {})
@@ -78,7 +78,7 @@ def test_what_earlier_releases_kept_in_options(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, one in systems.SYSTEMS.items() if one.trains])
 def test_what_the_systems_of_earlier_releases_were(name: str, tmp_path: Path) -> None:
-    """A trace without traits has those that its system declares, and all of its options."""
+    """A trace without traits has those of its system, and keeps all its options."""
     options: dict[str, Any] = {"schedule": "gpipe"} if name == "pipeline_parallel" else {}
     if "updates" in systems.SYSTEMS[name].options:
         options = {"updates": "server"}

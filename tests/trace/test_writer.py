@@ -1,4 +1,4 @@
-"""A ledger that grows: readable at any time, gone on with after any death, never forked."""
+"""A ledger that grows: readable at any time, continued after any death, never forked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ END = trace.End(status="completed")
 
 
 def written(path: Path, *events: trace.Event) -> Path:
-    """A ledger with these events, whose writer has died."""
+    """Write a ledger with these events, and leave it as its writer's death would."""
     one = writer.create(path, HEAD)
     one.append(events)
     one.close()
@@ -40,7 +40,7 @@ def events(path: Path) -> list[trace.Event]:
 
 
 def test_it_is_the_file_that_save_writes(tmp_path: Path) -> None:
-    """Byte for byte, in however many pieces it was written."""
+    """The file equals that of `save` byte for byte, in however many pieces it is written."""
     one = writer.create(tmp_path / "a", HEAD)
     for event in (*STARTS, LEFT, END):
         one.append([event])
@@ -54,13 +54,13 @@ def test_it_is_the_file_that_save_writes(tmp_path: Path) -> None:
 
 
 def test_no_event_has_a_field_of_the_lines_own() -> None:
-    """Each line holds its event's fields, `kind` and `chain`: no key stands in it twice."""
+    """No event has a field `kind` or `chain`, so no line has a key twice."""
     for event in trace.EVENTS.values():
         assert not {"kind", "chain"} & {field.name for field in fields(event)}
 
 
 def test_it_can_be_read_while_it_grows(tmp_path: Path) -> None:
-    """Up to what was last appended."""
+    """Readers see everything up to the last append."""
     one = writer.create(tmp_path / "l", HEAD)
     one.append(STARTS)
     assert events(tmp_path / "l") == STARTS
@@ -70,7 +70,7 @@ def test_it_can_be_read_while_it_grows(tmp_path: Path) -> None:
 
 
 def test_where_it_stands(tmp_path: Path) -> None:
-    """The standing names the ranks there, the step, and whether the run is over."""
+    """The standing has the ranks present, the step, and whether the run is over."""
     one, standing = writer.reopen(written(tmp_path / "l", *STARTS, LEFT), HEAD)
     assert standing == Standing(present=(0,), step=3, end=None)
     one.append([END])
@@ -82,7 +82,7 @@ def test_where_it_stands(tmp_path: Path) -> None:
 
 @given(data=st.data())
 def test_killed_at_any_byte(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """Whole lines stay, a cut one is removed, and what follows is one chain with them."""
+    """Whole lines stay, a partial one is removed, and new lines continue the chain."""
     path = written(tmp_path_factory.mktemp("ledger") / "l", *STARTS, LEFT)
     content = path.read_bytes()
     cut = data.draw(st.integers(0, len(content)))
@@ -96,7 +96,7 @@ def test_killed_at_any_byte(tmp_path_factory: pytest.TempPathFactory, data: st.D
 
 
 def test_a_line_that_was_cut_is_found(tmp_path: Path) -> None:
-    """By whoever only reads: it says which, and what may have happened."""
+    """A plain reader reports a partial line by number, with the likely cause."""
     path = written(tmp_path / "l", *STARTS)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(TraceError, match=r"l:3: .* it is incomplete: its writer may have been"):
@@ -104,7 +104,7 @@ def test_a_line_that_was_cut_is_found(tmp_path: Path) -> None:
 
 
 def test_there_is_none_yet(tmp_path: Path) -> None:
-    """A resumed run that had no ledger begins one."""
+    """A resumed run without a ledger creates one."""
     one, standing = writer.reopen(tmp_path / "l", HEAD)
     one.append([END])
     one.close()
@@ -113,7 +113,7 @@ def test_there_is_none_yet(tmp_path: Path) -> None:
 
 
 def test_an_old_one_is_not_overwritten(tmp_path: Path) -> None:
-    """Nor appended to by a run that begins anew."""
+    """A run that starts anew neither overwrites a ledger nor appends to it."""
     before = written(tmp_path / "l", *STARTS).read_bytes()
     with pytest.raises(UsageError, match="it is there already; go on with --resume"):
         writer.create(tmp_path / "l", HEAD)
@@ -121,7 +121,7 @@ def test_an_old_one_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_one_that_was_edited_is_not_gone_on_with(tmp_path: Path) -> None:
-    """It says which line; the file is left as it was."""
+    """An edited ledger is refused with the line, and left unchanged."""
     path = written(tmp_path / "l", *STARTS, LEFT)
     edited = path.read_bytes().replace(b"cable", b"table")
     path.write_bytes(edited)
@@ -131,14 +131,14 @@ def test_one_that_was_edited_is_not_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_one_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
-    """By the name of what differs."""
+    """A ledger of another scenario is refused with the field that differs."""
     other = trace.Trace(scenario=SCENARIO.with_(seed=1), environment={}, promises=(), events=())
     with pytest.raises(TraceError, match="it is of a run with seed=0, this one has seed=1"):
         writer.reopen(written(tmp_path / "l"), other)
 
 
 def test_two_writers_are_one_too_many(tmp_path: Path) -> None:
-    """Whoever comes second is refused while the first is there."""
+    """A second writer is refused while the first is open."""
     first = writer.create(tmp_path / "l", HEAD)
     with pytest.raises(UsageError, match="another process is writing it; stop that first"):
         writer.reopen(tmp_path / "l", HEAD)
@@ -148,7 +148,7 @@ def test_two_writers_are_one_too_many(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds a ledger all the same: nobody is writing it."""
+    """A ledger can be written without a lock, too."""
 
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -159,7 +159,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_where_none_can_be_written(tmp_path: Path) -> None:
-    """The system's own words."""
+    """The message quotes the operating system's."""
     with pytest.raises(UsageError, match=r"can't be made \(No such file or directory\)"):
         writer.create(tmp_path / "absent" / "l", HEAD)
     with pytest.raises(UsageError, match=r"can't be written \(Is a directory\)"):
@@ -167,7 +167,7 @@ def test_where_none_can_be_written(tmp_path: Path) -> None:
 
 
 def test_every_line_is_json(tmp_path: Path) -> None:
-    """For whoever reads it with other tools."""
+    """Every line is JSON that other tools can read."""
     path = written(tmp_path / "l", *STARTS, LEFT, END)
     kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
     assert kinds == ["trace", "start", "start", "membership", "end"]
