@@ -1,4 +1,4 @@
-"""Counterexamples on disk: what is saved comes back, what was touched is refused."""
+"""Counterexamples on disk: a saved one comes back, an edited one is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from entrenar_py.verdict import Counterexample, Finding, Verdict
 
 
 def found(invariant: str = "F-X-1", *, seed: int = 0) -> Saved:
-    """A falsified clause, with every kind of value in its counterexample."""
+    """Return a falsified clause with every kind of value in its counterexample."""
     scenario = Scenario(system="reference", workload="linear", world_size=2, seed=seed)
     place = Counterexample(message="it broke", step=1, sample_ids=(1, 2), scenario={"seed": seed})
     finding = Finding(
@@ -34,7 +34,7 @@ def found(invariant: str = "F-X-1", *, seed: int = 0) -> Saved:
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    """The same record, from a file that says in its name what it is of."""
+    """The same record comes back from a file that is named after its clause."""
     path = counterexamples.save(found(), tmp_path / "new" / "folder")
     assert path.name.startswith("F-X-1-")
     assert counterexamples.load(path) == found()
@@ -49,7 +49,7 @@ def test_any_id_is_a_file_name(tmp_path_factory: pytest.TempPathFactory, invaria
 
 
 def edited(change: Any, *, sealed: bool = False) -> str:
-    """A saved file after `change` of its record; `sealed`: with a digest that fits again."""
+    """Save a file with `change` applied to its record; `sealed` recomputes the digest."""
     record: dict[str, Any] = {"schema": counterexamples.VERSION, "invariant": "F-X-1"}
     record |= {"scenario": found().scenario.to_dict(), "finding": found().finding.to_dict()}
     record["digest"] = counterexamples.digest_of(record)
@@ -79,7 +79,7 @@ def edited(change: Any, *, sealed: bool = False) -> str:
     ],
 )
 def test_refused(tmp_path: Path, text: str, message: str) -> None:
-    """A file that is no counterexample, or not the one that was saved, is refused by name."""
+    """A file that is not an unchanged counterexample is refused by name."""
     path = tmp_path / "c.json"
     path.write_text(text)
     with pytest.raises(TraceError) as refusal:
@@ -89,7 +89,7 @@ def test_refused(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the working folder, then those shipped, of exactly this clause."""
+    """Counterexamples of exactly this clause: first the working folder's, then the shipped ones."""
     monkeypatch.chdir(tmp_path)
     ours = tmp_path / "shipped" / "falsification"
     monkeypatch.setattr(shipped, "falsification_folder", lambda: ours)

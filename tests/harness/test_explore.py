@@ -1,4 +1,4 @@
-"""Random scenarios: near their bases, always runnable, the same for a seed, and bounded."""
+"""Random scenarios are near their bases, always runnable, bounded, and the same for a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from entrenar_py.scenario import Scenario
 
 
 def scenario(**changes: Any) -> Scenario:
-    """Three workers, five steps."""
+    """Return a scenario with three workers and five steps."""
     usual = {"system": "reference", "workload": "linear", "world_size": 3, "seed": 5}
     return Scenario(**{**usual, **changes})
 
@@ -24,7 +24,7 @@ def scenario(**changes: Any) -> Scenario:
 def explored(
     bases: list[Scenario], *, seed: int = 0, num: int = 20, **fixed: Any
 ) -> list[Scenario]:
-    """Everything that one search visits."""
+    """Return every scenario that one search visits."""
     seen: list[Scenario] = []
 
     def visit(one: Scenario) -> bool:
@@ -36,7 +36,7 @@ def explored(
 
 
 def test_a_seed_means_its_scenarios() -> None:
-    """The same seed, the same scenarios in the same order; another seed, others."""
+    """The same seed gives the same scenarios in the same order, another seed gives others."""
     bases = [scenario(), scenario(stops=(2,))]
     first = explored(bases, seed=1)
     assert len(first) == 20
@@ -48,7 +48,7 @@ def test_a_seed_means_its_scenarios() -> None:
 
 
 def test_a_search_ends_when_told() -> None:
-    """A visit that returns True is the last; Hypothesis repeats nothing and raises nothing."""
+    """A visit that returns True is the last. Hypothesis repeats and raises nothing."""
     seen: list[Scenario] = []
 
     def visit(one: Scenario) -> bool:
@@ -60,7 +60,7 @@ def test_a_search_ends_when_told() -> None:
 
 
 def test_what_a_visit_raises_comes_out() -> None:
-    """An interrupt ends the search at once."""
+    """An interrupt in a visit ends the search at once."""
 
     def visit(one: Scenario) -> bool:
         raise KeyboardInterrupt
@@ -70,7 +70,7 @@ def test_what_a_visit_raises_comes_out() -> None:
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working folder is a user's: no cache of Hypothesis's appears in it."""
+    """Hypothesis leaves no cache in the user's working folder."""
     monkeypatch.chdir(tmp_path)
     explored([scenario()])
     assert not list(tmp_path.iterdir())
@@ -96,7 +96,7 @@ BASES = [
 @pytest.mark.parametrize("base", BASES)
 @given(data=st.data())
 def test_near_its_base(base: Scenario, data: st.DataObject) -> None:
-    """System, backends and what happens stay; sizes, seed, place of a fault move within bounds."""
+    """System, backends and faults' kinds stay; sizes, seed and a fault's place change in bounds."""
     near = data.draw(explore.around([base]))
     assert (near.system, near.backends, near.repeat) == (base.system, base.backends, base.repeat)
     assert [fault.kind for fault in near.faults] == [fault.kind for fault in base.faults]
@@ -113,20 +113,20 @@ def test_near_its_base(base: Scenario, data: st.DataObject) -> None:
 
 @given(data=st.data(), world_size=st.integers(1, 100))
 def test_fixed(data: st.DataObject, world_size: int) -> None:
-    """A fixed number of workers stays, however large."""
+    """A fixed number of workers stays, however large it is."""
     base = scenario(world_size=world_size, num_shards=100, num_samples=100)
     assert data.draw(explore.around([base], ["world_size"])).world_size == world_size
 
 
 def test_one_fault_moves() -> None:
-    """Ranks, steps and shards other than the contract's are tried."""
+    """A single fault is tried at other ranks, steps and shards than the contract's."""
     leaves = explored([BASES[3]])
     assert len({(one.faults[0].rank, one.faults[0].step) for one in leaves}) > 4
     assert len({one.faults[0].shard for one in explored([BASES[4]])}) > 3
 
 
 def test_a_fault_stays_where_it_can_strike() -> None:
-    """A shard that moves leaves its rank open; a tensor that is named stays in its workload."""
+    """A fault with a moved shard loses its rank. One that names a tensor keeps its workload."""
     fault = Fault(kind="non_finite_gradient", step=1, rank=1, shard=3, tensor="bias", value="nan")
     found = explored([scenario(faults=(fault,))])
     assert {(one.faults[0].rank, one.workload) for one in found} == {(None, "linear")}

@@ -1,4 +1,4 @@
-"""The search: known first, then planned, then explored; what it finds is shrunk and saved."""
+"""The search tries known, planned, then explored scenarios, and saves a shrunk counterexample."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Decide = Callable[[Scenario], Verdict | None]
 
 
 def scenario(**changes: Any) -> Scenario:
-    """Three workers, five steps."""
+    """Return a scenario with three workers and five steps."""
     usual = {"system": "reference", "workload": "linear", "world_size": 3, "seed": 0}
     return Scenario(**{**usual, **changes})
 
 
 @pytest.fixture(autouse=True)
 def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
-    """The scenarios run, in order; a trace is its scenario, and its end says "failed" at lr 9."""
+    """Return the scenarios that were run, in order. Runs with learning rate 9 end as failed."""
     monkeypatch.chdir(tmp_path)
     seen: list[Scenario] = []
 
@@ -47,7 +47,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
 
 
 def check_that(decide: Decide, *, explores: bool = True) -> Check:
-    """A check that says of each run what `decide` says of its scenario; None: nothing compared."""
+    """Return a check that judges each run by `decide(scenario)`; None: nothing was compared."""
 
     def judge(clause: Invariant, runs: Runs[Trace]) -> Finding:
         (trace,) = runs
@@ -69,19 +69,19 @@ def check_that(decide: Decide, *, explores: bool = True) -> Check:
 
 
 def task(decide: Decide, *planned: Scenario, explores: bool = True, **changes: Any) -> Task:
-    """A clause that `decide` decides."""
+    """Return a task whose check is made of `decide`."""
     check = check_that(decide, explores=explores)
     return Task(invariant=CLAUSE, check=check, planned=planned, **changes)
 
 
 def attempt(one: Task, **wishes: Any) -> Entry:
-    """The entry of one task."""
+    """Return the entry of one task."""
     (entry,) = falsify.falsify([one], Plan(**wishes))
     return entry
 
 
 def held(one: Scenario) -> Verdict:
-    """Holds always."""
+    """Judge every scenario as held."""
     return Verdict.HELD
 
 
@@ -96,7 +96,7 @@ def test_held(ran: list[Scenario]) -> None:
 
 
 def test_a_planned_break_ends_the_search(ran: list[Scenario]) -> None:
-    """Nothing planned after it, nothing explored; the smallest that still breaks is saved."""
+    """After a break, nothing more is tried, and the smallest scenario that breaks is saved."""
     broken = task(
         lambda one: Verdict.FALSIFIED if one.world_size > 1 else Verdict.HELD,
         scenario(world_size=1),
@@ -114,7 +114,7 @@ def test_a_planned_break_ends_the_search(ran: list[Scenario]) -> None:
 
 
 def test_a_break_found_by_exploring() -> None:
-    """Where the plan holds, exploring goes on until it breaks."""
+    """If the planned scenarios hold, exploring goes on until one breaks."""
     entry = attempt(
         task(
             lambda one: Verdict.FALSIFIED if one.optimizer == "adamw" else Verdict.HELD, scenario()
@@ -135,7 +135,7 @@ def test_known_first(ran: list[Scenario]) -> None:
 
 
 def test_no_exploring(ran: list[Scenario]) -> None:
-    """Not without examples, not for probes, not without a plan to explore around."""
+    """Nothing is explored without examples, for probes, or without a planned scenario."""
     assert attempt(task(held, scenario()), num_examples=0).num_explored == 0
     assert attempt(task(held, scenario(), explores=False)).num_explored == 0
     entry = attempt(task(held))
@@ -144,7 +144,7 @@ def test_no_exploring(ran: list[Scenario]) -> None:
 
 
 def test_probes_are_not_shrunk(ran: list[Scenario]) -> None:
-    """Their sizes lie in options that shrinking does not know."""
+    """Probes keep their scenario, because shrinking does not know their options."""
     entry = attempt(task(lambda one: Verdict.FALSIFIED, scenario(), explores=False))
     assert entry.replay is not None
     assert counterexamples.load(Path(entry.replay)).scenario == scenario()
@@ -152,7 +152,7 @@ def test_probes_are_not_shrunk(ran: list[Scenario]) -> None:
 
 
 def test_exploring_starts_from_short_runs(ran: list[Scenario]) -> None:
-    """Unless there are only long ones."""
+    """Exploring starts from long runs only if there are no short ones."""
     attempt(task(held, scenario(num_steps=104), scenario()), num_examples=10)
     assert all(one.num_steps <= 8 for one in ran[2:])
     ran.clear()
@@ -161,7 +161,7 @@ def test_exploring_starts_from_short_runs(ran: list[Scenario]) -> None:
 
 
 def test_explored_runs_without_evidence() -> None:
-    """A sound one says nothing; a failed one makes the clause inconclusive, whatever else held."""
+    """A sound explored run without evidence is ignored; a failed one makes it inconclusive."""
 
     def decide(one: Scenario) -> Verdict | None:
         return None if one.seed else Verdict.HELD
@@ -180,7 +180,7 @@ def test_uncovered() -> None:
 
 
 def test_stop_early() -> None:
-    """No entry after the first falsified one."""
+    """No entry follows the first falsified one."""
     tasks = [task(held, scenario()), task(lambda one: Verdict.FALSIFIED, scenario())]
     tasks.append(tasks[0])
     stopped = falsify.falsify(tasks, Plan(num_examples=0), stop_early=True)
@@ -210,7 +210,7 @@ def test_timeout_leaves_scenarios_out(monkeypatch: pytest.MonkeyPatch, ran: list
 
 
 def test_timeout_ends_exploring_and_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The contract's scenarios were run: exploring ends with a note, shrinking where it is."""
+    """After the contract's scenarios, a timeout ends exploring with a note, and shrinking."""
     clock = Clock(monkeypatch)
 
     def slow(one: Scenario) -> Verdict:
@@ -229,7 +229,7 @@ def test_timeout_ends_exploring_and_shrinking(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_interrupted() -> None:
-    """The current clause's result is kept, the others are named, then the interrupt is raised."""
+    """The current clause's result is yielded, later ones are named, the interrupt is raised."""
 
     def decide(one: Scenario) -> Verdict:
         if one.seed == 2:
@@ -250,7 +250,7 @@ def test_interrupted() -> None:
 
 
 def test_a_counterexample_that_cannot_be_saved() -> None:
-    """The verdict stands; a note says why there is nothing to replay."""
+    """The verdict stays, and a note says why there is nothing to replay."""
     Path("falsification").write_text("in the way")
     entry = attempt(task(lambda one: Verdict.FALSIFIED, scenario()))
     assert (entry.verdict, entry.replay) == (Verdict.FALSIFIED, None)
@@ -258,7 +258,7 @@ def test_a_counterexample_that_cannot_be_saved() -> None:
 
 
 def test_progress() -> None:
-    """Each scenario, each example and each attempt to shrink is told."""
+    """Progress is reported for each scenario, each example and each attempt to shrink."""
     told: list[tuple[str, int, int, str]] = []
     broken = task(
         lambda one: Verdict.FALSIFIED if one.optimizer == "adamw" else Verdict.HELD, scenario()
@@ -274,7 +274,7 @@ def test_progress() -> None:
 
 
 def test_replay() -> None:
-    """The one scenario alone, and its file only while it breaks."""
+    """Only the saved scenario runs, and the entry names its file only if it still breaks."""
     for verdict, again in ((Verdict.FALSIFIED, "f.json"), (Verdict.HELD, None)):
         one = task(lambda one, verdict=verdict: verdict, known=(scenario(),))  # type: ignore[misc]
         entry = falsify.replay(one, Path("f.json"))

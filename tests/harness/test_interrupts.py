@@ -1,4 +1,4 @@
-"""Ctrl-C: the first waits for a safe place, the second does not, and the handler goes again."""
+"""The first Ctrl-C waits for a safe place, the second does not, and the old handler returns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from entrenar_py.harness import interrupts
 
 
 def press_ctrl_c() -> None:
-    """A real SIGINT to this process."""
+    """Send this process a real SIGINT."""
     signal.raise_signal(signal.SIGINT)
 
 
 def test_the_first_waits_for_a_safe_place() -> None:
-    """Nothing is raised where it arrives, once is raised at the next check, and then no more."""
+    """The signal raises nothing on arrival, and KeyboardInterrupt once, at the next check."""
     with interrupts.deferred():
         interrupts.check()
         press_ctrl_c()
@@ -26,7 +26,7 @@ def test_the_first_waits_for_a_safe_place() -> None:
 
 
 def test_the_second_does_not_wait() -> None:
-    """Someone who presses twice means it."""
+    """A second Ctrl-C raises at once."""
     with interrupts.deferred():
         press_ctrl_c()
         with pytest.raises(KeyboardInterrupt):
@@ -34,7 +34,7 @@ def test_the_second_does_not_wait() -> None:
 
 
 def test_the_handler_goes() -> None:
-    """Afterwards Ctrl-C is Python's again, and what was noted is forgotten."""
+    """Afterwards Python's own handler is back, and a noted signal is forgotten."""
     before = signal.getsignal(signal.SIGINT)
     with interrupts.deferred():
         press_ctrl_c()
@@ -43,7 +43,7 @@ def test_the_handler_goes() -> None:
 
 
 def test_ignored_stays_ignored() -> None:
-    """Under nohup nobody asked for it."""
+    """A signal that is ignored, as under nohup, stays ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with interrupts.deferred():
@@ -54,7 +54,7 @@ def test_ignored_stays_ignored() -> None:
 
 
 def test_another_thread() -> None:
-    """Where no handler can be installed, nothing is, and nothing fails."""
+    """Outside the main thread no handler is installed, and nothing fails."""
     seen = []
 
     def inside() -> None:

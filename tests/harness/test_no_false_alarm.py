@@ -1,7 +1,6 @@
-"""The soak: on right trainers no check may say FALSIFIED, whatever the scenario.
+"""The soak: on correct trainers no check may report FALSIFIED, whatever the scenario.
 
-`python -m tests.harness.test_no_false_alarm 1000` tries so many scenarios instead
-of a test run's few.
+`python -m tests.harness.test_no_false_alarm 1000` tries 1000 scenarios instead of a test run's few.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def fits(check: Check, scenario: Scenario) -> bool:
 
 
 def alarms(scenario: Scenario) -> list[str]:
-    """One line per check that says FALSIFIED, and per run that failed, of all families."""
+    """Return one line for each check that reports FALSIFIED, and for each run that failed."""
     runs: dict[Scenario, Trace] = {}
     found = []
     for check in CHECKS.values():
@@ -46,7 +45,7 @@ def alarms(scenario: Scenario) -> list[str]:
 
 
 def soak(num_scenarios: int) -> None:
-    """Tries so many random scenarios; AssertionError with the smallest that alarms."""
+    """Try random scenarios; AssertionError names the smallest that raises an alarm."""
 
     @settings(max_examples=num_scenarios, deadline=None)
     @given(scenario=scenarios())
@@ -57,12 +56,12 @@ def soak(num_scenarios: int) -> None:
 
 
 def test_right_trainers_never_alarm() -> None:
-    """On the unbroken reference and textbook trainers no check says FALSIFIED."""
+    """No check reports FALSIFIED on the correct reference and textbook trainers."""
     soak(NUM_SCENARIOS)
 
 
 def main() -> None:
-    """Soaks as long as the command line says."""
+    """Soak with as many scenarios as the command line says."""
     parser = argparse.ArgumentParser(prog="python -m tests.harness.test_no_false_alarm")
     parser.add_argument("num_scenarios", type=int, help="how many random scenarios to try")
     count = parser.parse_args().num_scenarios

@@ -1,4 +1,4 @@
-"""Plans: what a command line makes of a clause's scenarios, and what it refuses."""
+"""Plans: the scenarios that a command line makes of a clause's, and those it refuses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NAN = {"kind": "non_finite_gradient", "step": 1, "value": "nan"}
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counterexamples are looked for below the working folder."""
+    """Run in a folder of its own, below which counterexamples are looked for."""
     monkeypatch.chdir(tmp_path)
 
 
 def clause(*scenarios: Mapping[str, Any], **changes: Any) -> Invariant:
-    """A clause that coverage decides."""
+    """Return a clause that coverage decides."""
     usual: dict[str, Any] = {"id": "F-DP-002", "name": "cover", "statement": ""}
     position = Position("c.yaml", 3, 5)
     return Invariant(**{**usual, "position": position, "scenarios": scenarios, **changes})
@@ -42,19 +42,19 @@ def planned(given: Plan, *scenarios: Mapping[str, Any], **changes: Any) -> tuple
 
 
 def test_a_clause_without_scenarios_takes_its_checks() -> None:
-    """As they are, under a plan that asks for nothing."""
+    """A clause without scenarios takes those of its check, unchanged by a default plan."""
     own = checks.CHECKS["coverage"].plan(clause())
     assert list(planned(Plan())) == own
 
 
 def test_seeds_are_shifted() -> None:
-    """Every scenario's own seed counts beside the plan's."""
+    """The plan's seed is added to every scenario's own."""
     seeds = [one.seed for one in planned(Plan(seed=10), {"seed": [0, 5]})]
     assert seeds == [10, 15]
 
 
 def test_trainers_are_replaced_and_probes_are_not() -> None:
-    """A matrix product is the same whatever trains."""
+    """A plan's system replaces trainers. A matrix product does not depend on the trainer."""
     wish = Plan(system="textbook", world_sizes=(2,), backends=("wgpu",))
     trainer, probe = planned(wish, {"world_size": 3}, {"system": "matmul", "world_size": 1})
     assert (trainer.system, trainer.world_size, trainer.backends) == ("textbook", 2, ("wgpu",))
@@ -62,7 +62,7 @@ def test_trainers_are_replaced_and_probes_are_not() -> None:
 
 
 def test_a_clause_about_another_trainer_is_run_on_that_one() -> None:
-    """Unless a trainer was asked for by name, whichever that is."""
+    """A clause keeps its own trainer unless the plan names one."""
     record = {"system": ["textbook", "reference"]}
     assert [one.system for one in planned(Plan(), record)] == ["textbook", "reference"]
     for system in ("reference", "textbook"):
@@ -70,7 +70,7 @@ def test_a_clause_about_another_trainer_is_run_on_that_one() -> None:
 
 
 def test_what_presupposes_common_steps_is_left_out() -> None:
-    """A system whose workers step alone leaves out clauses about common steps, and names them."""
+    """For a system whose workers step alone, clauses about common steps are left out and named."""
     clauses = [clause(), clause(id="F-DP-001", name="identity")]
     for system, left_out in (("local_sgd", ["F-DP-001"]), ("ddp", []), (None, [])):
         wish = Plan(system=system)
@@ -91,7 +91,7 @@ def test_the_same_bits_are_asked_of_those_that_promise_them() -> None:
 
 
 def test_scenarios_with_faults_that_a_system_can_not_inject() -> None:
-    """They are left out, and it is said; a clause that has no others does not apply."""
+    """They are left out with a note. A clause that has no others does not apply."""
     records = ({"faults": [LEAVE]}, {"faults": [NAN], "seed": [1, 2]}, {"system": "matmul"})
     wish = Plan(system="ddp_canonical", world_sizes=(2,))
     (task,), none = plan.divide([clause(*records)], wish)
@@ -112,7 +112,7 @@ def test_scenarios_with_faults_that_a_system_can_not_inject() -> None:
 
 
 def test_sizes_are_fitted_to_the_system_that_was_asked_for() -> None:
-    """The next powers of two, also of what has no --world-size; all else stays as it is."""
+    """Sizes become the next powers of two, with or without --world-size. All else stays."""
     record = {"num_shards": 3, "accumulation": 3, "num_samples": 3, "batch_size": 3}
     ((task,), _) = plan.divide([clause(record)], Plan(system="ddp_canonical"))
     (one,) = task.planned
@@ -126,7 +126,7 @@ def test_sizes_are_fitted_to_the_system_that_was_asked_for() -> None:
 
 
 def test_a_world_size_that_was_given_stays() -> None:
-    """The run says that the system can't have it; the number of shards is no matter then."""
+    """A given world size stays, and the run reports that the system can't have it."""
     (one,) = planned(Plan(system="ddp_canonical", world_sizes=(3,)), {})
     assert one.world_size == 3
     reason = systems.run(one).end.reason
@@ -134,7 +134,7 @@ def test_a_world_size_that_was_given_stays() -> None:
 
 
 def test_systems_of() -> None:
-    """Trainers, each once; a probe only where nothing trains."""
+    """Trainers are listed once each, probes only if there is no trainer."""
     runs = planned(Plan(), {"system": ["matmul", "textbook", "reference"], "seed": [0, 1]})
     assert plan.systems_of(runs) == "textbook, reference"
     assert plan.systems_of(runs[:2]) == "matmul"
@@ -142,7 +142,7 @@ def test_systems_of() -> None:
 
 
 def test_world_sizes() -> None:
-    """Each once; shards grow where there are too few; faults of ranks that are gone go too."""
+    """Each size is tried once. Shards grow if too few, and faults of missing ranks are dropped."""
     leaves = [{"kind": "leave", "rank": 1, "step": 1}, {"kind": "leave", "rank": 3, "step": 2}]
     record = {"world_size": [4, 5], "num_shards": 5, "faults": leaves}
     runs = planned(Plan(world_sizes=(2, 9)), record)
@@ -153,14 +153,14 @@ def test_world_sizes() -> None:
 
 
 def test_too_many_workers() -> None:
-    """Refused with the clause's place, however many."""
+    """Too many workers are refused with the clause's place, however many they are."""
     for world_size in (51, 10**9):
         with pytest.raises(UsageError, match=r"c.yaml:3:5: clause F-DP-002: world_size=.*use wor"):
             planned(Plan(world_sizes=(world_size,)), {})
 
 
 def test_fixed() -> None:
-    """A field that a person gave on the command line stays fixed when exploring."""
+    """A field given on the command line stays fixed when exploring."""
     assert Plan().fixed == ()
     assert Plan(world_sizes=(2,)).fixed == ("world_size",)
 
@@ -190,7 +190,7 @@ def test_fixed() -> None:
     ],
 )
 def test_what_can_not_be_run(record: dict[str, Any], message: str) -> None:
-    """A scenario that can't run is refused before any run, and by validation alone too."""
+    """A scenario that can't run is refused before any run, and by validation alone, too."""
     where = f"c.yaml:3:5: clause F-DP-002: .*{message}"
     with pytest.raises(UsageError, match=where):
         planned(Plan(), record)
@@ -199,7 +199,7 @@ def test_what_can_not_be_run(record: dict[str, Any], message: str) -> None:
 
 
 def test_what_the_command_line_makes_impossible_is_left_to_the_run() -> None:
-    """The contract is right; its run with one worker says why it could not be made."""
+    """The contract stays valid, and its run with one worker reports why it is impossible."""
     (one,) = planned(Plan(world_sizes=(1,)), {"faults": [LEAVE]})
     end = systems.run(one).end
     assert end.status == "failed"
@@ -207,7 +207,7 @@ def test_what_the_command_line_makes_impossible_is_left_to_the_run() -> None:
 
 
 def test_faults_of_workers_that_are_not_there() -> None:
-    """They are left out, unless nothing would go wrong: then the last worker takes the first."""
+    """Faults of missing workers are dropped. If all are, the last worker takes the first."""
     late = LEAVE | {"rank": 3}
     (one,) = planned(Plan(world_sizes=(2,)), {"world_size": 4, "faults": [late]})
     assert [(fault.kind, fault.rank) for fault in one.faults] == [("leave", 1)]
@@ -216,12 +216,12 @@ def test_faults_of_workers_that_are_not_there() -> None:
 
 
 def test_clauses_that_are_not_tried_are_not_required() -> None:
-    """Without a check nothing of a clause is run; without scenarios its check's are."""
+    """Without a check, scenarios need not be runnable. Without scenarios, the check's are."""
     plan.require_runnable([clause({"system": "magic"}, id="F-NEW"), clause()])
 
 
 def test_backends_of_a_plan() -> None:
-    """Those of a trainer, `auto` too."""
+    """A plan's backends replace a trainer's, `auto` included."""
     (one,) = planned(Plan(backends=("auto", "cpu")), {})
     assert one.backends == ("auto", "cpu")
     with pytest.raises(UsageError, match="backend='tpu': allowed are cuda, wgpu, cpu, auto"):
@@ -231,7 +231,7 @@ def test_backends_of_a_plan() -> None:
 
 
 def test_uncovered() -> None:
-    """A clause without a check has nothing planned, and says why nothing was compared."""
+    """A clause without a check has nothing planned, and reports why nothing was compared."""
     ((task,), _) = plan.divide([clause({}, id="F-NEW")], Plan())
     assert (task.check, task.scenarios) == (None, [])
     assert task.untried().reason == (
@@ -242,7 +242,7 @@ def test_uncovered() -> None:
 
 
 def test_known_counterexamples_come_first() -> None:
-    """Those of the trainer, sizes and backends asked for; probes always."""
+    """Those of the chosen trainer, sizes and backends come first, those of probes always."""
 
     def save(**changes: Any) -> Scenario:
         usual = {"system": "reference", "workload": "linear", "world_size": 2, "seed": 1}
@@ -271,7 +271,7 @@ def test_known_counterexamples_come_first() -> None:
 
 
 def test_select_keeps_the_contracts_order() -> None:
-    """All three filters hold at once."""
+    """All three filters apply together, and the contract's order stays."""
     clauses = tuple(
         clause(id=name, severity=s) for name, s in (("A", "P0"), ("B", "P1"), ("C", "P0"))
     )
@@ -287,14 +287,14 @@ def test_select_keeps_the_contracts_order() -> None:
 
 
 def test_is_trainer() -> None:
-    """A system by others is taken for a trainer, ours are known."""
+    """An unknown system counts as a trainer."""
     assert plan.is_trainer("reference")
     assert plan.is_trainer("somebody's own")
     assert not plan.is_trainer("matmul")
 
 
 def test_a_task_lists_each_scenario_once() -> None:
-    """One that broke before and is planned too is tried once."""
+    """A scenario that is both known and planned is tried once."""
     one = Scenario(system="reference", workload="linear", world_size=2, seed=0)
     task = Task(invariant=clause(), check=None, known=(one,), planned=(one, one.with_(seed=1)))
     assert task.scenarios == [one, one.with_(seed=1)]

@@ -1,4 +1,4 @@
-"""Running: once each, within a deadline, kept if asked; judging: a crash knows nothing."""
+"""Scenarios run once each, within a deadline; a crashed check is inconclusive."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CLAUSE = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml",
 
 
 def scenario(seed: int = 0) -> Scenario:
-    """Two workers, three steps."""
+    """Return a scenario with two workers and three steps."""
     return Scenario(system="reference", workload="linear", world_size=2, seed=seed, num_steps=3)
 
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
-    """The scenarios that were really run, in order; the runs themselves are empty."""
+    """Return the scenarios that were run, in order. The runs themselves are empty."""
     seen: list[Scenario] = []
 
     def run(one: Scenario) -> trace.Trace:
@@ -44,13 +44,13 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Scenario]:
 
 
 def ended(one: Scenario, status: str = "completed") -> trace.Trace:
-    """A trace in which nothing happened."""
+    """Return a trace without events other than its end."""
     events = (trace.End(status=status),)
     return trace.Trace(scenario=one, environment={}, promises=(), events=events)
 
 
 def test_each_scenario_runs_once(ran: list[Scenario], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for again, it is remembered; of too many the oldest is forgotten."""
+    """A repeated scenario is remembered. Beyond the limit the oldest is forgotten."""
     monkeypatch.setattr(runner, "REMEMBERED", 2)
     runs = Runner()
     for seed in (0, 1, 0, 1, 2, 1, 0):
@@ -59,7 +59,7 @@ def test_each_scenario_runs_once(ran: list[Scenario], monkeypatch: pytest.Monkey
 
 
 def test_traces_are_kept(tmp_path: Path) -> None:
-    """Each run's trace, in a file named after its scenario; nothing without a folder."""
+    """Each trace is saved in a file named after its scenario, or nowhere without a folder."""
     Runner().run(scenario())
     result = Runner(tmp_path).run(scenario())
     (path,) = tmp_path.iterdir()
@@ -68,7 +68,7 @@ def test_traces_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_run_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the deadline the trace has failed and says so; the alarm is off again."""
+    """After the deadline the trace has failed with that reason, and the alarm is off again."""
 
     def hang(one: Scenario) -> NoReturn:
         threading.Event().wait()
@@ -84,7 +84,7 @@ def test_a_run_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_deadline_outside_the_main_thread(ran: list[Scenario]) -> None:
-    """Signals reach the main thread only; a run elsewhere is made without."""
+    """Outside the main thread, which alone gets signals, a run has no deadline."""
     thread = threading.Thread(target=Runner(run_deadline_s=1e-9).run, args=(scenario(),))
     thread.start()
     thread.join()
@@ -95,17 +95,17 @@ Judge = Callable[[Invariant, Runs[trace.Trace]], Finding]
 
 
 def check_with(judge: Judge) -> checks.Check:
-    """A check whose family is the scenario and its repetition."""
+    """Return a check that needs the repeated run."""
     return replace(checks.CHECKS["determinism"], judge=judge)
 
 
 def held(clause: Invariant, traces: Runs[trace.Trace]) -> Finding:
-    """Holds, comparing as many things as there are traces."""
+    """Judge as held, with as many comparisons as there are traces."""
     return Finding(invariant=clause.id, verdict=Verdict.HELD, compared=len([*traces]))
 
 
 def test_a_scenario_is_judged_beside_its_family(ran: list[Scenario]) -> None:
-    """All members run; a sound family is no sign of trouble."""
+    """All runs that the check needs are made. Sound ones don't count as failed."""
     judgement = Runner().attempt(CLAUSE, check_with(held), scenario())
     assert judgement.finding.compared == 2
     assert not judgement.failed
@@ -114,7 +114,7 @@ def test_a_scenario_is_judged_beside_its_family(ran: list[Scenario]) -> None:
 
 
 def test_trouble() -> None:
-    """A crashed check and a failed run are both told from runs that had nothing to compare."""
+    """A crashed check and a failed run differ from runs with nothing to compare."""
 
     def crash(clause: Invariant, runs: Runs[trace.Trace]) -> NoReturn:
         raise KeyError("step")
@@ -128,7 +128,7 @@ def test_trouble() -> None:
 
 
 def finding(verdict: Verdict, compared: int = 1, reason: str = "", *notes: str) -> Finding:
-    """A finding on the clause."""
+    """Return a finding on the clause."""
     broken = Counterexample(message=reason) if verdict is Verdict.FALSIFIED else None
     return Finding(
         invariant="F-X",
@@ -141,7 +141,7 @@ def finding(verdict: Verdict, compared: int = 1, reason: str = "", *notes: str) 
 
 
 def test_telling() -> None:
-    """Explored runs count only if they compared something, or failed."""
+    """Explored runs count only if they compared something or failed."""
     silent, loud = finding(Verdict.INCONCLUSIVE, 0), finding(Verdict.HELD)
     broken, failed = finding(Verdict.FALSIFIED), finding(Verdict.INCONCLUSIVE, 0, "crashed")
     explored = [
@@ -154,7 +154,7 @@ def test_telling() -> None:
 
 
 def test_combine() -> None:
-    """The first break wins; comparisons add up; reasons of one verdict and all notes are kept."""
+    """The first break wins, comparisons add up, and reasons of one verdict and all notes stay."""
     held, one, two = (
         finding(Verdict.HELD, 5, "", "a"),
         finding(Verdict.FALSIFIED, 1, "one", "b"),
@@ -170,14 +170,14 @@ def test_combine() -> None:
 
 @given(verdicts=st.lists(st.sampled_from(Verdict), min_size=1))
 def test_the_worst_verdict_wins(verdicts: list[Verdict]) -> None:
-    """Whatever the order."""
+    """The worst verdict wins in any order."""
     combined = runner.combine([finding(verdict) for verdict in verdicts])
     assert combined.verdict is worst(verdicts)
     assert combined.compared == len(verdicts)
 
 
 def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
-    """A clause that held is inconclusive if the bug took no part; other verdicts stay."""
+    """If the bug took no part, held becomes inconclusive. Other verdicts stay."""
     check = checks.CHECKS["replica_identity"]
     mutated = scenario().with_(mutant="ddp-bypass")
 
@@ -198,14 +198,14 @@ def test_a_planted_bug_that_took_no_part_proves_nothing() -> None:
 
 
 def test_a_bug_in_somebodys_own_trainer_is_not_planted_here() -> None:
-    """There `mutant` is a name, and the run counts as it is."""
+    """In a user's own trainer `mutant` is only a name, and the run counts as it is."""
     theirs = ended(scenario().with_(system="mine", workload="own", mutant="my-label"))
     judgement = runner.judge(CLAUSE, check_with(held), Runs(theirs))
     assert (judgement.finding.verdict, judgement.finding.compared) == (Verdict.HELD, 1)
 
 
 def test_nothing_to_compare_anywhere() -> None:
-    """Only if no run had anything is there nothing missing."""
+    """The combination is vacuous only if every finding is."""
     open_ = finding(Verdict.INCONCLUSIVE, 0, "x")
     empty = replace(open_, vacuous=True)
     assert runner.combine([empty, empty]).vacuous

@@ -1,4 +1,4 @@
-"""Shrinking: ever simpler, still falsified, bounded, and never touching what is fixed."""
+"""Shrinking gives ever simpler falsified scenarios, bounded, and leaves fixed fields alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Claim = Callable[[Scenario], bool]
 
 
 def broken_if(claim: Claim, tried: list[Scenario]) -> Callable[[Scenario], Finding]:
-    """An attempt that falsifies exactly the scenarios for which `claim` holds."""
+    """Return an attempt that falsifies exactly the scenarios for which `claim` holds."""
 
     def attempt(scenario: Scenario) -> Finding:
         tried.append(scenario)
@@ -48,7 +48,7 @@ def broken_if(claim: Claim, tried: list[Scenario]) -> Callable[[Scenario], Findi
 
 
 def smallest(claim: Claim, **options: Any) -> tuple[Scenario, list[Scenario]]:
-    """The last scenario that shrinking LARGE gives, and all that were tried."""
+    """Return the last scenario to which LARGE is shrunk, and all that were tried."""
     tried: list[Scenario] = []
     *_, (scenario, finding) = shrink.shrink(LARGE, broken_if(claim, tried), **options)
     assert finding.verdict is Verdict.FALSIFIED
@@ -57,7 +57,7 @@ def smallest(claim: Claim, **options: Any) -> tuple[Scenario, list[Scenario]]:
 
 
 def test_everything_that_does_not_matter_goes() -> None:
-    """A break that needs two workers and a stop keeps those alone, and records values."""
+    """A break that needs two workers and a stop keeps only those, and records values."""
     found, tried = smallest(lambda one: one.world_size >= 2 and bool(one.stops))
     assert (found.world_size, found.num_steps, found.num_samples) == (2, 2, 2)
     assert (found.workload, found.optimizer, found.schedule) == ("linear", "sgd", "constant")
@@ -75,14 +75,14 @@ def test_faults_come_earlier() -> None:
 
 
 def test_nothing_simpler() -> None:
-    """Where no simpler scenario breaks, nothing is given, within MAX_RUNS attempts."""
+    """If no simpler scenario breaks, none is yielded, within MAX_RUNS attempts."""
     tried: list[Scenario] = []
     assert list(shrink.shrink(LARGE, broken_if(lambda one: False, tried))) == []
     assert len(tried) <= shrink.MAX_RUNS + 1
 
 
 def test_values_already_recorded() -> None:
-    """A scenario that records values is not run once more."""
+    """A scenario that records values is not run again."""
     tried: list[Scenario] = []
     valued = LARGE.with_(detail="values")
     list(shrink.shrink(valued, broken_if(lambda one: False, tried)))
@@ -90,7 +90,7 @@ def test_values_already_recorded() -> None:
 
 
 def test_fixed_stays() -> None:
-    """The number of workers that a person asked for is not made smaller."""
+    """A fixed number of workers is not reduced."""
     found, tried = smallest(lambda one: True, fixed=("world_size",))
     assert {one.world_size for one in tried} == {6}
     assert found.num_steps == 1

@@ -1,4 +1,4 @@
-"""Stored traces: each judged beside its family, by the clauses that it can say something about."""
+"""Stored traces are judged together with their baselines, by the clauses they are evidence for."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from entrenar_py.verdict import Verdict
 
 
 def scenario(**changes: Any) -> Scenario:
-    """Two workers, four steps."""
+    """Return a scenario with two workers and four steps."""
     usual = {"system": "reference", "workload": "linear", "world_size": 2, "seed": 0}
     return Scenario(**{**usual, "num_steps": 4, **changes})
 
 
 def run(**changes: Any) -> Trace:
-    """The trace of `scenario`."""
+    """Return the trace of `scenario`."""
     return systems.run(scenario(**changes))
 
 
 def judged(name: str, *traces: Trace, planned: tuple[Scenario, ...] = (scenario(),)) -> Entry:
-    """Judge `traces` by the check `name`."""
+    """Return the judgement of `traces` by the check `name`."""
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     task = Task(invariant=clause, check=checks.CHECKS.get(name), planned=planned)
     files = {Path(f"{number}.jsonl"): one for number, one in enumerate(traces)}
@@ -45,14 +45,14 @@ def judged(name: str, *traces: Trace, planned: tuple[Scenario, ...] = (scenario(
 
 
 def own(**changes: Any) -> Trace:
-    """The trace of `scenario` as of somebody's own trainer."""
+    """Return the trace of `scenario` as that of a user's own trainer."""
     ran = run(**{name: value for name, value in changes.items() if name != "mutant"})
     theirs = ran.scenario.with_(system="mine", workload="own", mutant=changes.get("mutant"))
     return replace(ran, scenario=theirs, promises=())
 
 
 def edited(one: Trace, kind: type[trace.Shard | trace.Update], **changes: Any) -> Trace:
-    """`one` with `changes` in every event of `kind` of rank 1."""
+    """Return `one` with `changes` in every event of `kind` of rank 1."""
     events = (
         replace(event, **changes) if isinstance(event, kind) and event.rank == 1 else event
         for event in one.events
@@ -61,19 +61,19 @@ def edited(one: Trace, kind: type[trace.Shard | trace.Update], **changes: Any) -
 
 
 def test_planned_and_others() -> None:
-    """Runs that the clause plans, and any other training run: all count, none was explored."""
+    """Planned runs and all other training runs count. None counts as explored."""
     entry = judged("replica_identity", run(), run(seed=1), run(system="textbook"))
     assert (entry.verdict, entry.num_scenarios, entry.num_explored) == (Verdict.HELD, 3, 0)
 
 
 def test_a_run_by_others_is_a_training_run() -> None:
-    """Its system is not ours, so it is judged like any trainer's."""
+    """A run of an unknown system is judged like any trainer's."""
     theirs = replace(run(), scenario=scenario(system="their own"))
     assert judged("replica_identity", theirs).verdict is Verdict.HELD
 
 
 def test_beside_its_family() -> None:
-    """A run is compared with those it was compared with when it was run, if they are there."""
+    """A stored run is compared with its original baselines, if they are stored, too."""
     alone = judged("determinism", run())
     assert alone.verdict is Verdict.INCONCLUSIVE
     assert alone.finding.reason.startswith("no scenario was run twice: record a second run")
@@ -97,7 +97,7 @@ CLIP = {"knob": "clip", "value": "0.5", "usual": "1e9", "beside": {}}
     ],
 )
 def test_a_malformed_pair(tmp_path: Path, pair: object, words: str) -> None:
-    """Is refused with the file that has it, what it holds and what is allowed."""
+    """A malformed pair is refused with its file, its value and the allowed ones."""
     theirs, file = own(), tmp_path / "run.jsonl"
     odd = replace(theirs, scenario=theirs.scenario.with_(options={"pair": pair}))
     trace.save(odd, file)
@@ -108,7 +108,7 @@ def test_a_malformed_pair(tmp_path: Path, pair: object, words: str) -> None:
 
 
 def test_a_malformed_seed_of_the_network(tmp_path: Path) -> None:
-    """So is one from which that of the twin can't be made."""
+    """A network seed that is not a whole number is refused with its file."""
     file = tmp_path / "run.jsonl"
     odd = scenario(system="ring", options={"network_seed": "x"})
     trace.save(replace(run(), scenario=odd), file)
@@ -117,8 +117,9 @@ def test_a_malformed_seed_of_the_network(tmp_path: Path) -> None:
 
 
 def test_the_nearest_other_trace_is_put_beside() -> None:
-    """Where a baseline is missing the reason says how the nearest trace misses it; a copy of the
-    trace itself is none.
+    """If a baseline is missing, the reason names the fields in which the nearest trace differs.
+
+    A copy of the trace itself does not count.
     """
     entry = judged("determinism", run(), run(repeat=1, seed=7))
     assert entry.finding.reason.endswith("the nearest other trace differs in seed (7, needed 0)")
@@ -135,7 +136,7 @@ def test_what_differs_in_detail_alone_is_of_the_family() -> None:
 
 @pytest.mark.parametrize("label", ["broken-one", None])
 def test_no_trace_is_judged_by_another_experiment(label: str | None) -> None:
-    """A run that differs in its mutant explains what is missing, and breaks no one."""
+    """A run with another mutant appears in the reason, but is not used as a baseline."""
     label_of_other = None if label else "broken-one"
     alone = own(world_size=1, mutant=label)
     losses = [replace(one, loss=(one.loss or 0.0) * 1.5) for one in alone.of(trace.Update)]
@@ -147,13 +148,13 @@ def test_no_trace_is_judged_by_another_experiment(label: str | None) -> None:
 
 
 def test_no_trace_is_its_own_baseline() -> None:
-    """A run that calls itself the repetition is not compared with itself."""
+    """A run whose scenario is a repetition is not compared with itself."""
     assert judged("determinism", run(repeat=1)).verdict is Verdict.INCONCLUSIVE
 
 
 @pytest.mark.parametrize("ranks", [{1}, {0, 1}])
 def test_a_blind_trace_is_not_hidden_by_a_good_one(ranks: set[int]) -> None:
-    """The reason names the blind trace's file, whether one rank lacks the fact or all do."""
+    """The reason names the file of the trace that lacks a fact, on one rank or on all."""
     good, blind = own(), own(seed=9)
     events = tuple(
         replace(one, weights={})
@@ -169,7 +170,7 @@ def test_a_blind_trace_is_not_hidden_by_a_good_one(ranks: set[int]) -> None:
 
 
 def test_a_blind_pair_is_not_hidden_by_a_good_one() -> None:
-    """Two runs that are each other's baselines don't excuse each other."""
+    """A pair that lacks a fact is reported although another pair holds."""
     pairs = [
         replace(own(seed=seed, world_size=world_size), promises=("bitwise",))
         for seed in (0, 9)
@@ -183,7 +184,7 @@ def test_a_blind_pair_is_not_hidden_by_a_good_one() -> None:
 
 
 def test_a_baseline_is_not_asked_for_what_it_is_beside() -> None:
-    """Alone it says nothing on how a gradient is weighted; the run that it is beside does."""
+    """A missing weight is reported for the pair, not for the baseline alone."""
     pair = own(detail="values"), own(detail="values", world_size=1)
     assert judged("weighting", *pair).verdict is Verdict.HELD
     entry = judged("weighting", edited(pair[0], trace.Shard, weight=0.0), pair[1])
@@ -191,7 +192,7 @@ def test_a_baseline_is_not_asked_for_what_it_is_beside() -> None:
 
 
 def test_runs_with_nothing_to_compare_are_passed_over() -> None:
-    """One worker has no replica; where no run has one the reason names the files, a few of them."""
+    """One worker has no replica. If no run has one, the reason names the files, at most a few."""
     alone = [own(seed=seed, world_size=1) for seed in range(5)]
     assert judged("replica_identity", *alone, own()).verdict is Verdict.HELD
     reason = judged("replica_identity", *alone).finding.reason
@@ -208,13 +209,13 @@ def test_a_break_names_its_file() -> None:
 
 
 def test_probes_say_that_they_are() -> None:
-    """A training trace is no evidence for them, and the reason says what to run."""
+    """A training trace is no evidence for a probe, and the reason says what to run."""
     entry = judged("matmul", run(), planned=(scenario(system="matmul", world_size=1),))
     assert "--only F-X and without --judge" in entry.finding.reason
 
 
 def test_two_traces_of_one_scenario() -> None:
-    """Both are judged: the broken one is not hidden by the sound one, in either order."""
+    """Both are judged. The sound one does not hide the broken one, in either order."""
     sound = run()
     update = sound.of(trace.Update)[-1]
     drifted = replace(update, weights={"weight": trace.TensorRecord("0" * 32)})
@@ -232,7 +233,7 @@ def test_probes_are_left_to_their_clauses() -> None:
 
 
 def test_failed_runs_count() -> None:
-    """A failed run is never passed over, planned or not."""
+    """A failed run always counts, planned or not."""
     failed = replace(run(seed=3), events=(trace.End(status="failed", reason="it crashed"),))
     entry = judged("replica_identity", run(), failed)
     assert entry.verdict is Verdict.INCONCLUSIVE
@@ -240,12 +241,12 @@ def test_failed_runs_count() -> None:
 
 
 def test_uncovered() -> None:
-    """A clause without a check stays open."""
+    """A clause without a check is inconclusive."""
     assert judged("no such check", run()).verdict is Verdict.INCONCLUSIVE
 
 
 def test_load(tmp_path: Path) -> None:
-    """Files, and folders of them in the order of their names; nothing else in a folder counts."""
+    """Files load in the order given, folders in the order of names, without other files."""
     folder = tmp_path / "t"
     for name, seed in (("b.jsonl", 1), ("a.jsonl", 0), ("notes.txt", 2)):
         trace.save(run(seed=seed), folder / name)
@@ -271,7 +272,7 @@ def test_environment() -> None:
 
 
 def test_a_pattern_that_no_shell_has_filled_in(tmp_path: Path) -> None:
-    """It means the files that it fits; one that fits none is refused, and so is a plain name."""
+    """A pattern loads the files that match. Without a match it is refused, as a missing file is."""
     for seed in (0, 1):
         trace.save(run(seed=seed), tmp_path / f"run-{seed}.jsonl")
     found = stored.load([tmp_path / "run-*.jsonl", tmp_path / "run-1.jsonl"])
@@ -287,7 +288,7 @@ def test_a_pattern_that_no_shell_has_filled_in(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_command", [False, True])
 def test_who_wants_to_hear_of_judgements(is_command: bool) -> None:
-    """Hears of each trace once, with those that it was judged beside."""
+    """The listener gets each trace once, with those it is compared with."""
     clause = Invariant(id="F-X", name="x", statement="", position=Position("c.yaml", 3, 5))
     task = Task(invariant=clause, check=checks.CHECKS["parity"], planned=(scenario(),))
     traces = {Path(f"{size}.jsonl"): run(world_size=size) for size in (2, 1)}
