@@ -45,14 +45,15 @@ LARGE = {
 
 
 class Process:
-    """One command, forked from a process that has torch loaded; `anew` it is started as a person
-    does. `lines` are what it said so far, on both outputs.
+    """One command in a process, forked from one that has torch loaded; `anew` starts it afresh.
+
+    `lines` holds its output so far, standard output and standard error together.
     """
 
     def __init__(
         self, arguments: Sequence[object], *, limit_bytes: int | None = None, anew: bool = False
     ) -> None:
-        """No file that it writes gets longer than `limit_bytes`."""
+        """Start the process. No file that it writes may grow beyond `limit_bytes`."""
         told = [*map(str, arguments)]
         self._process: subprocess.Popen[str] | nursery.Child
         if anew:
@@ -66,7 +67,7 @@ class Process:
         self.lines: list[str] = []
 
     def until(self, pattern: str) -> re.Match[str]:
-        """Reads on until a line matches; AssertionError, with all it said, if none does."""
+        """Read until a line matches; AssertionError with all the output if none does."""
         for line in self._output:
             self.lines.append(line.rstrip("\n"))
             if found := re.search(pattern, line):
@@ -74,16 +75,16 @@ class Process:
         raise AssertionError(f"it never said {pattern!r}: {self.lines}")
 
     def signal(self, number: int) -> None:
-        """Sends a signal."""
+        """Send a signal."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Ends it at once, in the middle of whatever it does (SIGKILL)."""
+        """Kill the process with SIGKILL, and wait for its end."""
         self._process.kill()
         self.code()
 
     def code(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait for the end of the process, and return its exit code."""
         self.lines += [line.rstrip("\n") for line in self._output]
         code = self._process.wait(ENDING_S)
         self._output.close()
@@ -91,16 +92,16 @@ class Process:
 
     @property
     def text(self) -> str:
-        """All that it said so far."""
+        """The output so far."""
         return "\n".join(self.lines)
 
     @property
     def pid(self) -> int:
-        """Its number."""
+        """The process id."""
         return self._process.pid
 
     def dismiss(self) -> None:
-        """Leaves nothing running."""
+        """Kill the process if it still runs, and close its output."""
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(ENDING_S)
@@ -118,23 +119,23 @@ class Cluster:
         self.processes: list[Process] = []
 
     def configure(self, training: dict[str, Any] = TRAINING, **service: Any) -> Path:
-        """The configuration; JSON is YAML."""
+        """Write the configuration, as JSON, which is YAML, too."""
         path = self.folder / "run.yaml"
         usual = {"listen": self.address, "secret_file": "secret"}
         path.write_text(json.dumps({**training, **usual, **service}))
         return path
 
     def coordinator(self, *options: object, **how: Any) -> Process:
-        """A coordinator, which listens at the cluster's address as soon as it can."""
+        """Start a coordinator, which listens at the cluster's address."""
         return self._start(["coordinator", self.folder / "run.yaml", *options], **how)
 
     def worker(self, *options: object, secret: Path | None = None, **how: Any) -> Process:
-        """A worker of the coordinator at the cluster's address, which may be there later."""
+        """Start a worker, before or after the coordinator at the cluster's address."""
         given = ["--coordinator", self.address, "--secret-file", secret or self.secret]
         return self._start(["worker", *given, "--patience-s", PATIENCE_S, *options], **how)
 
     def verify(self, *options: object) -> Process:
-        """Looks at the ledger `ledger.jsonl`."""
+        """Start a verification of the ledger `ledger.jsonl`."""
         return self._start(["ledger", "verify", self.folder / "ledger.jsonl", *options])
 
     def _start(self, arguments: Sequence[object], **how: Any) -> Process:
@@ -145,7 +146,7 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """A cluster of which nothing is left running."""
+    """Yield a cluster, and leave none of its processes running."""
     made = Cluster(folder)
     try:
         yield made
@@ -162,11 +163,11 @@ def _weights(training: str) -> str:
 
 
 def weights(training: dict[str, Any]) -> str:
-    """Return what the reference holds after the last step, undisturbed, on one worker."""
+    """Return the digest of the reference's last weights, from one undisturbed worker."""
     return _weights(json.dumps(training))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """The records in `metrics.jsonl`."""
+    """Return the records in `metrics.jsonl`."""
     text = (folder / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]

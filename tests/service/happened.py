@@ -1,4 +1,4 @@
-"""A step as a coordinator tells of it."""
+"""A step as a coordinator reports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from entrenar_py.service.run_events import Last, StepMade
 
 
 def made(step: int = 0, **changes: Any) -> StepMade:
-    """The step `step` of ten, by two workers."""
+    """Return the event of step `step` of ten, by two workers."""
     usual: dict[str, Any] = {
         "num_steps": 10,
         "loss": 2.25,

@@ -1,4 +1,4 @@
-"""A host and its workers without a network: what they carry is handed over by the test."""
+"""A host and its workers without a network: the test carries their messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.systems.by_hand import Hands
 
 
 def scenario_of(**changes: Any) -> Scenario:
-    """Two workers and four steps."""
+    """Return a scenario with two workers and four steps."""
     usual: dict[str, Any] = {"workload": "linear", "world_size": 2, "seed": 0, "num_steps": 4}
     return Scenario(system="parameter_server", **{**usual, **changes})
 
@@ -34,26 +34,26 @@ def host_of(
     checkpoint: Path | None = None,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Host:
-    """A host that tells `heard`."""
+    """Return a host that appends its events to `heard`."""
     listeners = [] if heard is None else [heard.append]
     return Host(scenario, checkpoint_path=checkpoint, listeners=listeners, clock=clock)
 
 
 def head_of(scenario: Scenario) -> trace.Trace:
-    """The first line of its ledger."""
+    """Return the trace whose header a ledger of `host` starts with."""
     here = environment.describe()
     return trace.Trace(scenario=scenario, environment=here, promises=(), events=())
 
 
 def record(host: Host, path: Path) -> Writer:
-    """Has `host` write a new ledger at `path`: by this writer."""
+    """Make `host` write a new ledger at `path`, and return the writer."""
     ledger = writer.create(path, head_of(host.scenario))
     host.write_to(ledger, writer.Standing())
     return ledger
 
 
 class Noticed(Server):
-    """The server of a host, which hears of all that it does, as over a network."""
+    """A host's server that notifies the host of each effect, as the network driver does."""
 
     def __init__(self, host: Host) -> None:
         self.__dict__ = host.server.__dict__  # one state, with two sets of methods
@@ -85,7 +85,7 @@ class Noticed(Server):
 
 
 def meet(host: Host, *, step: int = 0) -> Hands:
-    """Everyone joins before `step`."""
+    """Let all workers join before `step`."""
     hands = Hands(Noticed(host), {})
     for rank in range(host.scenario.world_size):
         by_hand.join(hands, rank, step=step)
@@ -93,7 +93,7 @@ def meet(host: Host, *, step: int = 0) -> Hands:
 
 
 def train(hands: Hands, steps: Sequence[int]) -> None:
-    """All of them make these steps."""
+    """Let all workers make these steps."""
     for step in steps:
         for rank, shards in by_hand.shards_of(hands).items():
             by_hand.deliver(hands, rank, step, shards)

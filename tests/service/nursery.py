@@ -1,7 +1,8 @@
-"""Starts `entrenar` processes from one that has torch loaded: it takes seconds to load.
+"""Forks `entrenar` processes from one that has torch loaded, since loading takes seconds.
 
-`start` forks one, with its output in a pipe. Run as a script this is the process that forks: a
-request and its pipe at a time, answered with the new process's id, and later how it ended.
+`start` forks one, with its output in a pipe. Run as a script, this module is the forking process.
+It takes a request and its pipe at a time, and answers with the new process id and later the exit
+code.
 """
 
 from __future__ import annotations
@@ -26,36 +27,36 @@ MESSAGE_BYTES_MAX = 2**16
 
 
 class Child:
-    """One process; `output` is what it says, on both outputs, as a text file."""
+    """One forked process. `output` is its standard output and error, as a text file."""
 
     def __init__(self, nursery: Nursery, pid: int, output: int) -> None:
         self._nursery, self.pid = nursery, pid
         self.stdout = os.fdopen(output, encoding="utf-8")
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs."""
+        """Return the exit code, or None while the process runs."""
         return self._nursery.code_of(self.pid, wait_s=0)
 
     def wait(self, timeout_s: float) -> int:
-        """Its exit code, once it has ended; TimeoutError if it goes on for longer."""
+        """Return the exit code once the process has ended; TimeoutError if that takes longer."""
         code = self._nursery.code_of(self.pid, wait_s=timeout_s)
         if code is None:
             raise TimeoutError(f"process {self.pid} has not ended after {timeout_s} s")
         return code
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, if it has not ended."""
+        """Send a signal, if the process has not ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kill the process."""
         self.send_signal(signal.SIGKILL)
 
 
 class Nursery:
-    """The process that forks; it ends with this one."""
+    """The forking process, which ends with this one."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -68,7 +69,7 @@ class Nursery:
             )
 
     def start(self, arguments: Sequence[str], *, limit_bytes: int | None) -> Child:
-        """Forks `entrenar` with `arguments`."""
+        """Fork `entrenar` with `arguments`."""
         ours, theirs = os.pipe()
         request = json.dumps({"arguments": arguments, "limit_bytes": limit_bytes}).encode()
         socket.send_fds(self._socket, [request], [theirs])
@@ -78,7 +79,7 @@ class Nursery:
         return Child(self, said["began"], ours)
 
     def code_of(self, pid: int, *, wait_s: float) -> int | None:
-        """How `pid` ended; None if it has not after `wait_s`."""
+        """Return the exit code of `pid`, or None if it still runs after `wait_s`."""
         while pid not in self._codes:
             if not select([self._socket], [], [], wait_s)[0]:
                 return None
@@ -86,7 +87,7 @@ class Nursery:
         return self._codes[pid]
 
     def close(self) -> None:
-        """Forks nobody any more."""
+        """End the forking process."""
         self._socket.close()
         self._process.wait()
 
@@ -100,7 +101,7 @@ class Nursery:
 
 
 def start(arguments: Sequence[str], *, limit_bytes: int | None) -> Child:
-    """`entrenar` with `arguments`; no file that it writes gets longer than `limit_bytes`."""
+    """Start `entrenar` with `arguments`; no file that it writes may grow beyond `limit_bytes`."""
     return _nursery().start(arguments, limit_bytes=limit_bytes)
 
 
@@ -115,7 +116,7 @@ def _nursery() -> Nursery:
 
 
 def serve(asked: socket.socket) -> None:
-    """Forks until nobody asks any more."""
+    """Fork on request until the socket is closed."""
     from entrenar_py.service import coordinator, retraining, worker  # noqa: F401  (bring torch)
 
     woken, wakes = socket.socketpair()
@@ -151,7 +152,7 @@ def _tell_ended(asked: socket.socket) -> None:
 
 
 def _become(output: int, *, arguments: list[str], limit_bytes: int | None) -> NoReturn:
-    """Is the command from here on."""
+    """Run the command in this forked process, and exit."""
     from entrenar_py.service import cli
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

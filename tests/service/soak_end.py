@@ -1,7 +1,7 @@
-"""Signals at the very end of a run, again and again: `python -m tests.service.soak_end [TIMES]`.
+"""Sends signals at the very end of runs: `python -m tests.service.soak_end [TIMES]`.
 
-Each time coordinator and worker are told to end a random moment after they said "completed"; the
-exit code must be that of a complete run.
+Coordinator and worker get SIGTERM at a random moment after they print "completed". Their exit code
+must be that of a complete run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LATEST_S = 0.2  # by then most have ended
 
 
 def once(star: Cluster, chance: random.Random) -> None:
-    """One run, in which both are told to end when it is over."""
+    """Make one run, and signal both processes when it is over."""
     for path in (star.folder / "state", star.folder / "ledger.jsonl"):
         path.unlink(missing_ok=True)
     ending = [star.coordinator(), star.worker()]
@@ -33,7 +33,7 @@ def once(star: Cluster, chance: random.Random) -> None:
 
 
 def main(times: int) -> None:
-    """Raises AssertionError, with all it said, for a process with another exit code."""
+    """Repeat runs; AssertionError, with the output, for a process with another exit code."""
     chance = random.Random(0)
     with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as star:
         star.configure(checkpoint={"path": "state", "every_steps": 5}, ledger="ledger.jsonl")

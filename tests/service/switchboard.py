@@ -1,4 +1,4 @@
-"""A relay before a coordinator: all connections through it can be reset at once."""
+"""A relay in front of a coordinator, which can reset all connections at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK_BYTES = 2**16
 
 
 class Switchboard:
-    """Passes connections at `address` on to the coordinator's, in a thread of its own."""
+    """Relays connections at `address` to the coordinator's, in a thread of its own."""
 
     def __init__(self, beyond: str) -> None:
         self._host, _, port = beyond.rpartition(":")
@@ -40,7 +40,7 @@ class Switchboard:
         return done.result()
 
     def close(self) -> None:
-        """End it, and all connections."""
+        """Stop relaying, and close all connections."""
         self._loop.call_soon_threadsafe(self._server.close)
         self.reset()
         self._do(asyncio.sleep(0.05))  # each connection's task hears of its end

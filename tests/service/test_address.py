@@ -1,4 +1,4 @@
-"""Addresses: what is one, and what is said of what is none."""
+"""Addresses are parsed, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from entrenar_py.service.address import Address
     ],
 )
 def test_an_address_reads_as_it_is_written(text: str, expected: Address) -> None:
-    """By name and by number, both families; and back."""
+    """Names and numbers of both families are parsed and formatted again unchanged."""
     assert address.parse(text, port_min=1) == expected
     assert str(expected) == text.strip()
 
@@ -43,7 +43,7 @@ def test_an_address_reads_as_it_is_written(text: str, expected: Address) -> None
     ],
 )
 def test_what_is_no_address_is_refused(text: str, message: str) -> None:
-    """With what was given, and what one looks like."""
+    """The message quotes the text and shows examples of addresses."""
     with pytest.raises(UsageError) as caught:
         address.parse(text, port_min=1)
     assert message in str(caught.value)
@@ -51,20 +51,20 @@ def test_what_is_no_address_is_refused(text: str, message: str) -> None:
 
 
 def test_a_label_that_is_too_long_is_refused() -> None:
-    """And quoted in part."""
+    """The message quotes a part of the name."""
     with pytest.raises(UsageError, match="not a valid host name") as caught:
         address.parse("a" * 70_000 + ":80", port_min=1)
     assert len(str(caught.value)) < 2000
 
 
 def test_any_free_port() -> None:
-    """Only for who listens."""
+    """Port 0 is only allowed for listening."""
     assert address.parse("localhost:0", port_min=0) == Address("localhost", 0)
 
 
 @given(st.text(max_size=30))
 def test_any_text_is_an_address_or_refused(text: str) -> None:
-    """Nothing else happens."""
+    """Any text is parsed or raises UsageError."""
     try:
         found = address.parse(text, port_min=1)
     except UsageError:

@@ -1,4 +1,4 @@
-"""`entrenar` as a person meets it: what is wrong is said in a line, with its own exit code."""
+"""The command `entrenar` reports each error in one line, with its own exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEAVY = ("torch", "numpy", "rich", "yaml", "wgpu", "blake3", "asyncio")
 
 
 def test_help_is_instant() -> None:
-    """Nothing heavy is imported for it."""
+    """`--help` imports nothing heavy."""
     code = (
         "import sys\nfrom entrenar_py.service import cli\n"
         "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
@@ -47,7 +47,7 @@ def test_what_is_invalid(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exit code 2, one line, and nothing ran."""
+    """Invalid input gives exit code 2 and one line, and nothing runs."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(arguments) == exit_codes.INVALID
     output = capsys.readouterr()
@@ -80,7 +80,7 @@ def test_what_goes_wrong(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each kind of error has its exit code; a bug shows where it is."""
+    """Each kind of error has its exit code, and a bug shows its traceback."""
 
     def fail(path: Path, *, replay: bool) -> NoReturn:
         raise error

@@ -1,4 +1,4 @@
-"""The coordinator's configuration: what it says, and where a wrong one is wrong."""
+"""The coordinator's configuration: valid ones load, problems are reported with their place."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ secret_file: secret
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a secret in it."""
+    """Return a folder with a secret in it."""
     (tmp_path / "secret").write_bytes(b"  open sesame, soon \n")
     return tmp_path
 
 
 def load(folder: Path, text: str) -> config.Config:
-    """The configuration that `text` is."""
+    """Return the configuration of the YAML `text`."""
     path = folder / "run.yaml"
     path.write_text(text, encoding="utf-8")
     return config.load(path)
 
 
 def problems(folder: Path, text: str) -> list[str]:
-    """Return what is wrong with `text`, without the folder."""
+    """Return the problems of `text`, without the folder in them."""
     with pytest.raises(ContractError) as caught:
         load(folder, text)
     return [one.replace(f"{folder}/", "") for one in caught.value.problems]
 
 
 def test_the_least_of_one(folder: Path) -> None:
-    """Everything else is as the docs say."""
+    """The smallest configuration has the defaults of the docs."""
     found = load(folder, SMALL)
     assert found == config.Config(
         scenario=Scenario(system="parameter_server", workload="mlp", world_size=2, seed=1),
@@ -61,7 +61,7 @@ def test_the_least_of_one(folder: Path) -> None:
 
 
 def test_all_of_one(folder: Path) -> None:
-    """Every key counts; paths are seen from the file's own folder."""
+    """Every key is used, and paths start from the file's own folder."""
     found = load(
         folder,
         SMALL.replace("world_size: 2", "world_size: 3")
@@ -190,7 +190,7 @@ updates: server
     ],
 )  # fmt: skip
 def test_a_wrong_one_says_where(folder: Path, text: str, expected: list[str]) -> None:
-    """File, line and column of every problem, all at once; nothing is silently ignored."""
+    """Every problem is reported at once with file, line and column."""
     found = problems(folder, text)
     assert len(found) == len(expected), found
     for line, start in zip(found, expected, strict=True):
@@ -198,14 +198,14 @@ def test_a_wrong_one_says_where(folder: Path, text: str, expected: list[str]) ->
 
 
 def test_a_mesh(folder: Path) -> None:
-    """It is a system of its own; what it does not have may be said to be absent."""
+    """A mesh is a system of its own. An option that it lacks may be turned off explicitly."""
     found = load(folder, f"{SMALL}topology: mesh\naudit_share: 0\nupdates: workers\n").scenario
     assert (found.system, found.options) == ("mesh", {})
     systems.require_possible(found)
 
 
 def test_tls(folder: Path) -> None:
-    """With a CA workers must show a certificate; a file that is unfit is named."""
+    """With a CA workers must show a certificate. The error names an unfit file."""
     authority = Authority(folder, "ca")
     own = authority.signed("coordinator")
     names = f"cert: {own.cert.name}, key: {own.key.name}"
@@ -222,7 +222,7 @@ def test_tls(folder: Path) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    """It is said which."""
+    """The error names the missing file."""
     with pytest.raises(
         ContractError, match=r"absent\.yaml:1:1: error: can't be read: No such file"
     ):
@@ -230,7 +230,7 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 def test_a_nul_is_in_no_path(folder: Path) -> None:
-    """Each is told at its place."""
+    """Each path with a NUL is reported at its place."""
     text = SMALL + 'ledger: "a\\0"\nmetrics: "\\0"\ncheckpoint: {path: "b\\0", every_steps: 1}\n'
     assert problems(folder, text) == [
         "run.yaml:5:9: error: ledger='a\\x00': a path can't contain a NUL; remove it",
@@ -240,7 +240,7 @@ def test_a_nul_is_in_no_path(folder: Path) -> None:
 
 
 def test_a_checkpoint_behind_a_link_is_what_the_link_leads_to(folder: Path) -> None:
-    """Both names are of one file: it has one lock, and a rename does not take the link's place."""
+    """A link is resolved, so both names have one lock, and a rename does not replace the link."""
     (folder / "link").symlink_to("real")
     found = load(folder, SMALL + "checkpoint: {path: link, every_steps: 1}\n").checkpoint
     assert found is not None
@@ -248,7 +248,7 @@ def test_a_checkpoint_behind_a_link_is_what_the_link_leads_to(folder: Path) -> N
 
 
 def test_a_secret_that_is_too_short(tmp_path: Path) -> None:
-    """It would be guessed; nothing of it is shown."""
+    """A short secret is refused, because it could be guessed, and is not printed."""
     path = tmp_path / "secret"
     path.write_bytes(b" short \n")
     with pytest.raises(UsageError, match="5 bytes; use at least 16") as caught:
@@ -257,7 +257,7 @@ def test_a_secret_that_is_too_short(tmp_path: Path) -> None:
 
 
 def test_every_key_has_its_place() -> None:
-    """A field of a scenario is a key, or is left out on purpose; none is in both tables."""
+    """Each scenario field is a key or left out on purpose. No key is in both tables."""
     left_out = {"system", "backends", "faults", "stops", "repeat", "detail", "mutant", "options"}
     assert {*config_keys.TRAINING} | left_out == {*Scenario.__dataclass_fields__}
     assert not {*config_keys.TRAINING} & {*config_keys.SERVICE}
@@ -265,7 +265,7 @@ def test_every_key_has_its_place() -> None:
 
 
 def test_the_example_in_the_docs(folder: Path) -> None:
-    """It can be copied."""
+    """The docs' example is a valid configuration."""
     page = (Path(__file__).parents[2] / "docs" / "entrenar.md").read_text(encoding="utf-8")
     text = page.partition("<<'EOF'\n")[2].partition("EOF\n")[0]
     (folder / "run.secret").write_bytes(b"open sesame, soon")

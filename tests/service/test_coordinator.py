@@ -1,4 +1,4 @@
-"""The coordinator's command in this process: what it refuses before anything runs, and a run."""
+"""The coordinator's command in this process: refusals before anything runs, and a whole run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE = {"path": "state", "every_steps": 5}
 
 @pytest.fixture
 def star(tmp_path: Path) -> Iterator[Cluster]:
-    """A folder to run in; torch's threads and the signals are afterwards as before."""
+    """Yield a cluster, and restore torch's threads and the signal handlers afterwards."""
     before = torch.get_num_threads()
     handlers = {number: signal.getsignal(number) for number in signals.NUMBERS}
     with cluster(tmp_path) as made:
@@ -41,7 +41,7 @@ def refusal(star: Cluster, capsys: pytest.CaptureFixture[str], *options: str) ->
 def test_an_old_checkpoint_is_not_overwritten(
     star: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever forgot --resume is told, and nothing is touched."""
+    """An existing checkpoint without --resume is refused, and nothing is changed."""
     star.configure(checkpoint=STATE)
     (star.folder / "state").write_bytes(b"precious")
     assert "it is there already; go on with --resume" in refusal(star, capsys)
@@ -49,13 +49,13 @@ def test_an_old_checkpoint_is_not_overwritten(
 
 
 def test_nothing_to_resume(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run without checkpoints can't be gone on with."""
+    """A run without checkpoints can't be resumed."""
     star.configure()
     assert "the configuration has no checkpoint to go on from" in refusal(star, capsys, "--resume")
 
 
 def test_a_checkpoint_of_another_run(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is refused by the name of what differs, a damaged one by its digest."""
+    """Another run's checkpoint is refused by the differing field, a damaged one by its digest."""
     star.configure(checkpoint=STATE)
     other = Scenario(system="parameter_server", **{**TRAINING, "optimizer": "adamw"})
     progress = {"step": 1, "scenario": other.to_dict()}
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_another_run(star: Cluster, capsys: pytest.CaptureFixtur
 
 
 def test_a_port_that_is_taken(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """The system's words; and no ledger is left that would be in the way the next time."""
+    """The message quotes the operating system's, and no new ledger is left behind."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
         star.address = at
@@ -77,7 +77,7 @@ def test_a_port_that_is_taken(star: Cluster, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_place_that_is_none(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """For the ledger and the metrics; said before anyone has waited for a worker."""
+    """A bad path of ledger or metrics is reported before any worker is awaited."""
     star.configure(ledger="absent/ledger.jsonl")
     assert "can't be written (No such file or directory)" in refusal(star, capsys)
     star.configure(metrics="absent/metrics.jsonl")
@@ -85,7 +85,7 @@ def test_a_place_that_is_none(star: Cluster, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_run_and_its_end(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """Complete, and complete when it is resumed."""
+    """A run completes, and is still complete when it is resumed."""
     path = star.configure(checkpoint=STATE, ledger="ledger.jsonl", metrics="metrics.jsonl")
     worker = star.worker()
     done = f"step 12, weights {weights(TRAINING)}"
@@ -98,7 +98,7 @@ def test_a_run_and_its_end(star: Cluster, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_nobody_comes(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """The run is given up after `gather_s`, its state is kept, and it can be gone on with."""
+    """Without workers the run ends after `gather_s`, its state is saved, and it can be resumed."""
     timing = {"heartbeat_s": 0.01, "dead_after_s": 1.0, "gather_s": 0.05}
     path = star.configure(checkpoint=STATE, timing=timing)
     assert cli.main(["coordinator", str(path)]) == exit_codes.WRONG
@@ -108,7 +108,7 @@ def test_nobody_comes(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_worker_in_this_process(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says what it computes on, when it takes part, and how it ended."""
+    """A worker prints its backend, the start of its part, and the end of the run."""
     star.configure()
     coordinator = star.coordinator()
     coordinator.until("listens at")

@@ -1,4 +1,4 @@
-"""Two coordinators never share a file, and one that can't write its files says so at the start."""
+"""Coordinators never share a file, and report files that they can't write at the start."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STATE = {"path": "state", "every_steps": 5}
 
 
 def claim(path: Path, *, warned: list[str] | None = None) -> None:
-    """Takes the lock and lets go of it."""
+    """Take the lock and release it."""
     with file_locks.claimed(path, "checkpoint", warn=(warned if warned is not None else []).append):
         pass
 
 
 def test_the_second_is_told_who_has_it(tmp_path: Path) -> None:
-    """Process, host and since when; afterwards nothing is left, and it is free."""
+    """The error names process, host and time. After release the lock is free and its file gone."""
     path = tmp_path / "state"
     host = os.uname().nodename
     with file_locks.claimed(path, "checkpoint", warn=print):
@@ -38,7 +38,7 @@ def test_the_second_is_told_who_has_it(tmp_path: Path) -> None:
 
 
 def test_a_holder_that_is_killed_holds_nothing(tmp_path: Path) -> None:
-    """SIGKILL: the kernel lets go, and what is left of the lock is in nobody's way."""
+    """After SIGKILL the kernel releases the lock, and the lock file left over does not matter."""
     path, (read, write) = tmp_path / "state", os.pipe()
     child = os.fork()
     if child == 0:
@@ -67,7 +67,7 @@ def test_a_holder_that_is_killed_holds_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_a_lock_that_others_wrote_into(tmp_path: Path, content: bytes) -> None:
-    """Nothing of it is printed."""
+    """Untrusted content of the lock file is not printed."""
     (tmp_path / "state.lock").write_bytes(content)
     with (tmp_path / "state.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -76,14 +76,14 @@ def test_a_lock_that_others_wrote_into(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_lock_that_is_no_file(tmp_path: Path) -> None:
-    """Nobody waits at a FIFO."""
+    """A FIFO in place of the lock file is refused without blocking."""
     os.mkfifo(tmp_path / "state.lock")
     with pytest.raises(UsageError, match=r"state\.lock is no regular file"):
         claim(tmp_path / "state")
 
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run goes on, and it is said what nobody sees to."""
+    """The run goes on with a warning."""
 
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -98,7 +98,7 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_lock_that_is_removed_while_it_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever had it ends just then: what was locked is not the file that others see; once more."""
+    """If its holder removes the lock file just then, the new file there is locked instead."""
     path, usual, times = tmp_path / "state", fcntl.flock, []
 
     def late(file: int, operation: int) -> None:
@@ -127,7 +127,7 @@ def test_a_lock_that_is_removed_while_it_is_taken(
 def test_a_checkpoint_that_can_not_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, problem: str
 ) -> None:
-    """Is told at the start, at the real door, in one line; nothing is left."""
+    """The command reports it in one line at the start, and leaves nothing behind."""
     with cluster(tmp_path) as star:
         os.mkfifo(tmp_path / "pipe")
         path = star.configure(checkpoint={**STATE, "path": name}, ledger="ledger.jsonl")
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_can_not_be_written(
 
 
 def test_a_file_system_that_is_read_only(tmp_path: Path) -> None:
-    """The kernel's own, in which nobody may make a file."""
+    """A read-only file system of the kernel is reported like any other."""
     with pytest.raises(UsageError, match="can't be written"):
         claim(Path("/sys/kernel/state"))
 
@@ -148,7 +148,7 @@ def test_a_file_system_that_is_read_only(tmp_path: Path) -> None:
 def test_two_coordinators_without_a_ledger(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second is told before it listens, whichever way it spells the path."""
+    """The second is refused before it listens, however its path is spelled."""
     with cluster(tmp_path) as star:
         first = star.configure(checkpoint=STATE)
         (tmp_path / "link").symlink_to(tmp_path)
@@ -160,7 +160,7 @@ def test_two_coordinators_without_a_ledger(
 
 
 def test_one_file_for_two_things(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each would destroy the other."""
+    """Two purposes for the same file are refused, because each would destroy the other."""
     with cluster(tmp_path) as star:
         path = star.configure(checkpoint=STATE, ledger="./state")
         assert cli.main(["coordinator", str(path)]) == exit_codes.INVALID

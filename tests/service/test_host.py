@@ -1,4 +1,4 @@
-"""A server that may run for weeks: what it keeps, writes and tells, and what it survives."""
+"""A host that may run for weeks: its memory, ledger, checkpoints and events, and its failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 class Broken:
-    """A ledger on a disk that is full."""
+    """A ledger on a full disk."""
 
     def append(self, events: object) -> None:
         raise FULL
@@ -32,12 +32,12 @@ class Broken:
 
 
 def notes(heard: list[Happening]) -> list[str]:
-    """Return what was noted, by name."""
+    """Return the notes by name."""
     return [one.what for one in heard if isinstance(one, Noted)]
 
 
 def test_nothing_that_grows_is_kept(tmp_path: Path) -> None:
-    """Between two steps all that was recorded is in the ledger, and none of it in memory."""
+    """Between two steps all recorded events are in the ledger and none in memory."""
     host = host_of(scenario_of())
     record(host, tmp_path / "l")
     hands = meet(host)
@@ -54,14 +54,14 @@ def test_nothing_that_grows_is_kept(tmp_path: Path) -> None:
 
 
 def test_without_a_ledger_nothing_is_kept_either() -> None:
-    """Nobody asks for it."""
+    """Without a ledger recorded events are discarded."""
     host = host_of(scenario_of())
     train(meet(host), range(4))
     assert host.server.recorder.drain() == []
 
 
 def test_every_step_is_told() -> None:
-    """With its loss, who made it, and the traffic since the one before."""
+    """Each step is reported with its loss, its workers, and the traffic since the one before."""
     heard: list[Happening] = []
     host = host_of(scenario_of(), heard=heard)
     host.traffic = lambda: (100 * (1 + len(heard)), 7)
@@ -75,7 +75,7 @@ def test_every_step_is_told() -> None:
 
 
 def test_who_leaves_is_told_and_recorded(tmp_path: Path) -> None:
-    """At once: a process that dies next takes nothing of it along."""
+    """A departure is in the ledger at once, and survives the death of the process."""
     heard: list[Happening] = []
     host = host_of(scenario_of(), heard=heard)
     written = record(host, tmp_path / "l")
@@ -88,13 +88,13 @@ def test_who_leaves_is_told_and_recorded(tmp_path: Path) -> None:
 
 
 def _reopened(host: Host, written: Writer, path: Path) -> tuple[Writer, Standing]:
-    """The ledger as the next process finds it: this one has died, or ended."""
+    """Reopen the ledger as the next process does, after the end or death of this one."""
     written.close()
     return writer.reopen(path, head_of(host.scenario))
 
 
 def test_a_halt_is_told_and_recorded(tmp_path: Path) -> None:
-    """With its reason."""
+    """A halt is reported and recorded with its reason."""
     heard: list[Happening] = []
     host = host_of(scenario_of(), heard=heard)
     record(host, tmp_path / "l")
@@ -111,7 +111,7 @@ def test_a_halt_is_told_and_recorded(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
-    """Another process takes the state up where it was, and ends on the same bits."""
+    """Another process restores the state, and ends on the same bits."""
     scenario, path = scenario_of(optimizer="adamw"), tmp_path / "c"
     first, straight = host_of(scenario, checkpoint=path), host_of(scenario)
     train(meet(first), range(2))
@@ -135,7 +135,7 @@ def test_a_state_is_saved_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", ["failed", "halted"])
 def test_a_run_that_can_not_go_on_keeps_its_state(tmp_path: Path, status: str) -> None:
-    """Nobody came any more, or a value was not finite: what was made until then is not lost."""
+    """A run that failed or was halted saves the steps made until then."""
     host = host_of(scenario_of(), checkpoint=tmp_path / "c")
     train(meet(host), range(3))
     host.finish(Finish(status, "because"))
@@ -143,7 +143,7 @@ def test_a_run_that_can_not_go_on_keeps_its_state(tmp_path: Path, status: str) -
 
 
 def test_without_a_place_nothing_is_saved() -> None:
-    """A run that is stopped then loses its state, as was wished."""
+    """Without a checkpoint path saving does nothing."""
     heard: list[Happening] = []
     host = host_of(scenario_of(), heard=heard)
     host.save(0)
@@ -151,7 +151,7 @@ def test_without_a_place_nothing_is_saved() -> None:
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    """By the name of what differs."""
+    """The message names the field that differs."""
     host = host_of(scenario_of(), checkpoint=tmp_path / "c")
     host.save(0)
     other = host_of(scenario_of(learning_rate=0.1), checkpoint=tmp_path / "c")
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_names_no_run_is_refused(tmp_path: Path) -> None:
-    """Such as one of a trainer in one process."""
+    """A checkpoint without a scenario, as of a trainer in one process, is refused."""
     host = host_of(scenario_of(), checkpoint=tmp_path / "c")
     checkpoint.save(tmp_path / "c", {}, host.server.progress(0))
     with pytest.raises(CheckpointError, match="it is of a run with system=None"):
@@ -171,12 +171,12 @@ def test_a_checkpoint_that_names_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_to_go_on_from(tmp_path: Path) -> None:
-    """A run that was killed before its first checkpoint begins again."""
+    """A run killed before its first checkpoint starts from the beginning."""
     assert host_of(scenario_of(), checkpoint=tmp_path / "c").resume() == 0
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failed save is told, the run goes on, and the next one is as good as ever."""
+    """The failed save is reported, the run goes on, and the next save succeeds."""
     heard: list[Happening] = []
     host = host_of(scenario_of(), heard=heard, checkpoint=tmp_path / "c")
     hands = meet(host)
@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_broken_ledger_ends_the_run(tmp_path: Path) -> None:
-    """It is given up, once, and no checkpoint is written that is newer than the ledger."""
+    """A broken ledger ends the run once, and no checkpoint newer than the ledger is written."""
     reasons: list[str] = []
     host = host_of(scenario_of(), checkpoint=tmp_path / "c")
     host.give_up = reasons.append
@@ -218,7 +218,7 @@ def test_a_broken_ledger_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_who_was_there_when_it_died_has_left(tmp_path: Path) -> None:
-    """The ledger says so before anyone comes back."""
+    """The resumed ledger records the departures of ranks that were present at the death."""
     host = host_of(scenario_of())
     written = record(host, tmp_path / "l")
     train(meet(host), range(2))
@@ -232,7 +232,7 @@ def test_who_was_there_when_it_died_has_left(tmp_path: Path) -> None:
 
 
 def test_after_an_end_nobody_was_there(tmp_path: Path) -> None:
-    """A run that was stopped in order had told its workers; its end stays in the ledger."""
+    """After an orderly stop no departures are added, and the End event stays in the ledger."""
     host = host_of(scenario_of())
     written = record(host, tmp_path / "l")
     train(meet(host), range(2))
@@ -249,7 +249,7 @@ def test_after_an_end_nobody_was_there(tmp_path: Path) -> None:
 
 
 def test_a_run_is_over_once(tmp_path: Path) -> None:
-    """Resumed when it is complete already, it adds nothing."""
+    """Resuming a complete run adds nothing to the ledger."""
     host = host_of(scenario_of())
     written = record(host, tmp_path / "l")
     host.finish(Finish("completed"))

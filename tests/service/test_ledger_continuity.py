@@ -1,4 +1,4 @@
-"""A checkpoint and its ledger: one that lost lines is refused, and one that lacks steps says so."""
+"""A checkpoint and its ledger: one with lost lines is refused, one with a gap reports it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SCENARIO = scenario_of(num_steps=6)
 
 
 class Run:
-    """A run of six steps in one folder, whose coordinator dies and comes back."""
+    """A run of six steps in one folder, whose coordinator dies and is started again."""
 
     def __init__(self, folder: Path) -> None:
         self.ledger, self.checkpoint = folder / "l", folder / "c"
         self.heard: list[Happening] = []
 
     def host(self) -> Host:
-        """A coordinator; another one is dead by then."""
+        """Return a new coordinator's host. The one before is dead by then."""
         return host_of(SCENARIO, checkpoint=self.checkpoint, heard=self.heard)
 
     def begin(self, *, steps: int = 4, save_at: int = 3, with_ledger: bool = True) -> None:
-        """Makes the first steps, is saved before one of them, and is killed."""
+        """Make the first steps, save before one of them, and kill the coordinator."""
         host = self.host()
         written = record(host, self.ledger) if with_ledger else None
         hands = meet(host)
@@ -46,7 +46,7 @@ class Run:
             written.close()
 
     def go_on(self, *, to: int = 6, save_at: int | None = None) -> None:
-        """Resumes, makes the steps up to `to`; it's over if these are all, killed if not."""
+        """Resume and make the steps up to `to`. The coordinator is killed unless these are all."""
         host = self.host()
         first = host.resume()
         host.write_to(*writer.reopen(self.ledger, head_of(SCENARIO), since=host.since))
@@ -60,11 +60,11 @@ class Run:
         host.close()
 
     def lines(self) -> list[dict[str, Any]]:
-        """Those of the ledger."""
+        """Return the ledger's lines."""
         return [json.loads(line) for line in self.ledger.read_text().splitlines()]
 
     def cut(self, num_lines: int) -> None:
-        """Keeps the first lines of the ledger."""
+        """Keep only the first lines of the ledger."""
         kept = self.ledger.read_bytes().splitlines(keepends=True)[:num_lines]
         self.ledger.write_bytes(b"".join(kept))
 
@@ -73,7 +73,7 @@ class Run:
         return next(one.text for one in self.heard if isinstance(one, Noted) and one.what == what)
 
     def change_note(self, change: dict[str, Any] | None) -> None:
-        """Has the checkpoint say this of the ledger, or be one of a build that said nothing."""
+        """Replace the checkpoint's entry for the ledger, or remove it as in an earlier build."""
         arrays, progress = checkpoint.load(self.checkpoint)
         del progress["ledger"]
         checkpoint.save(self.checkpoint, arrays, {**progress, **(change or {})})
@@ -81,18 +81,18 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Not yet begun."""
+    """Return a run that has not begun."""
     return Run(tmp_path)
 
 
 def verified(run: Run, capsys: pytest.CaptureFixture[str], *, replay: bool = False) -> str:
-    """Return what is said of a ledger that is right."""
+    """Verify the ledger, which must be right, and return the output."""
     assert ledger_verification.verify(run.ledger, replay=replay) == exit_codes.DONE
     return capsys.readouterr().out
 
 
 def test_a_checkpoint_names_the_ledgers_last_line(run: Run) -> None:
-    """By its number and digest, of what was there when it was written."""
+    """A checkpoint has the number and digest of the ledger's last line when it was written."""
     run.begin()
     named = checkpoint.load(run.checkpoint)[1]["ledger"]
     assert run.lines()[named["line"] - 1]["chain"] == named["chain"]
@@ -101,7 +101,7 @@ def test_a_checkpoint_names_the_ledgers_last_line(run: Run) -> None:
 
 
 def test_what_is_made_again_is_told(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """A ledger that holds what led to the checkpoint is gone on with; steps after it come twice."""
+    """A ledger that goes past the checkpoint is continued, and has the later steps twice."""
     run.begin(steps=5)
     run.go_on()
     said = verified(run, capsys, replay=True)
@@ -125,7 +125,7 @@ def test_one_that_lost_lines_is_refused(run: Run, num_lines: int) -> None:
 
 
 def test_one_of_another_run_is_refused(run: Run) -> None:
-    """A ledger of another run is refused, though of the same scenario and as long."""
+    """Another run's ledger is refused even if scenario and length are the same."""
     run.begin()
     with run.ledger.open("rb") as file:
         reader = Reader(file, run.ledger)
@@ -141,9 +141,7 @@ def test_one_of_another_run_is_refused(run: Run) -> None:
 def test_without_its_ledger_a_new_one_says_what_it_lacks(
     run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Moved away by someone who means it: the gap is an event, `verify` names it, and what is there
-    can be trained again.
-    """
+    """A new ledger records the gap, `verify` reports it, and the steps in it can be retrained."""
     run.begin()
     named = checkpoint.load(run.checkpoint)[1]["ledger"]
     run.ledger.rename(run.ledger.with_name("old"))
@@ -160,7 +158,7 @@ def test_without_its_ledger_a_new_one_says_what_it_lacks(
 
 
 def test_a_new_one_is_gone_on_with(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """Killed before it is saved again, and after: it is the right one for that checkpoint."""
+    """A new ledger is continued after a kill, before or after the next save."""
     run.begin()
     run.ledger.rename(run.ledger.with_name("old"))
     run.go_on(to=4)
@@ -171,7 +169,7 @@ def test_a_new_one_is_gone_on_with(run: Run, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_checkpoint_of_an_earlier_build(run: Run) -> None:
-    """Names no line: it is gone on with, that this was not checked is said, and steps are."""
+    """A checkpoint without a line is resumed with a note, and only its step is checked."""
     run.begin()
     run.change_note(None)
     run.go_on(to=4)
@@ -184,7 +182,7 @@ def test_a_checkpoint_of_an_earlier_build(run: Run) -> None:
 
 
 def test_a_run_that_kept_no_ledger(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """And keeps one from now on: it says since when."""
+    """A ledger added on resume records since when."""
     run.begin(with_ledger=False)
     run.go_on()
     said = verified(run, capsys)
@@ -201,7 +199,7 @@ def test_a_run_that_kept_no_ledger(run: Run, capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_a_note_that_is_none(run: Run, note: Any) -> None:
-    """The checkpoint is refused by name."""
+    """A checkpoint with a malformed entry for the ledger is refused by name."""
     run.begin()
     run.change_note({"ledger": note})
     with pytest.raises(CheckpointError, match=r"ledger=.*does not name a line of a ledger"):
@@ -209,7 +207,7 @@ def test_a_note_that_is_none(run: Run, note: Any) -> None:
 
 
 def test_steps_that_are_not_there(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """A chain that someone made anew around a hole is found by its steps."""
+    """A chain rebuilt around missing steps is detected by the steps."""
     run.begin()
     run.go_on()
     read = trace.load(run.ledger)
@@ -221,7 +219,7 @@ def test_steps_that_are_not_there(run: Run, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_one_that_begins_late(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """As earlier builds began one anew: that nothing says why is said."""
+    """A ledger that begins late without a gap, as of earlier builds, is reported as unexplained."""
     run.begin()
     run.go_on()
     read = trace.load(run.ledger)

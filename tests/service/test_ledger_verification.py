@@ -1,4 +1,4 @@
-"""Ledgers verified: whole, broken anywhere, contradicting themselves, or no ledgers at all."""
+"""Ledger verification: whole ledgers, broken ones, contradictions, and other files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = Attempt(backend="cpu", served=True, device="here")
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """As in the service: how a sum is split over threads is part of its order."""
+    """Use one torch thread, as in the service, since threads change the order of a sum."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,7 +33,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def ledger(path: Path, *, steps: int = 4, end: Finish | None = None, **changes: Any) -> Path:
-    """The ledger of a real run of `steps` steps, ended or not."""
+    """Return the ledger of a real run of `steps` steps, ended or not."""
     host = host_of(scenario_of(**changes))
     written = record(host, path)
     train(meet(host), range(steps))
@@ -44,21 +44,21 @@ def ledger(path: Path, *, steps: int = 4, end: Finish | None = None, **changes: 
 
 
 def changed(path: Path, change: Callable[[Trace], Trace]) -> Path:
-    """The same file after a change by someone who makes the chain anew."""
+    """Return the file after a change, with its chain recomputed."""
     trace.save(change(trace.load(path)), path)
     return path
 
 
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
-    """A complete run's ledger."""
+    """Return a complete run's ledger."""
     return ledger(tmp_path / "l", end=Finish("completed"))
 
 
 def verdict(
     path: Path, capsys: pytest.CaptureFixture[str], *, replay: bool = False
 ) -> tuple[int, str]:
-    """The exit code, and the last line."""
+    """Return the exit code and the last line of the verification."""
     code = ledger_verification.verify(path, replay=replay)
     return code, capsys.readouterr().out.splitlines()[-1]
 
@@ -67,7 +67,7 @@ def verdict(
 
 
 def test_a_whole_one(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It says how far the run came."""
+    """The output says how far the run came."""
     code, said = verdict(whole, capsys)
     assert code == exit_codes.DONE
     assert "steps 0 to 3 of 0 to 3, weights " in said
@@ -75,7 +75,7 @@ def test_a_whole_one(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_that_is_not_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A killed coordinator leaves a ledger that is right as far as it goes."""
+    """A killed coordinator leaves a ledger that is valid as far as it goes."""
     code, said = verdict(ledger(tmp_path / "l"), capsys)
     assert code == exit_codes.DONE
     assert said.endswith(" after step 3; not over there")
@@ -115,7 +115,7 @@ def test_a_broken_one(
     damage: Callable[[list[str]], None],
     line: int,
 ) -> None:
-    """The first bad line is named."""
+    """The output names the first bad line."""
     lines = whole.read_text().splitlines(keepends=True)
     damage(lines)
     whole.write_text("".join(lines))
@@ -134,7 +134,7 @@ def test_no_ledger(tmp_path: Path, content: str) -> None:
 
 
 def test_one_that_contradicts_itself(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two workers hold different weights after one step, and someone made the chain fit."""
+    """Two workers hold different weights after one step in a valid chain."""
 
     def forge(read: Trace) -> Trace:
         events = list(read.events)
@@ -168,7 +168,7 @@ def test_one_that_contradicts_itself(whole: Path, capsys: pytest.CaptureFixture[
 def test_the_same_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any]
 ) -> None:
-    """Whatever is trained, and however many took part."""
+    """Retraining gives the ledger's bits for any workload and number of workers."""
     code, said = verdict(ledger(tmp_path / "l", **changes), capsys, replay=True)
     assert code == exit_codes.DONE, said
     assert said.startswith("verified: trained again on cpu (")
@@ -176,7 +176,7 @@ def test_the_same_bits(
 
 
 def _poison(read: Trace) -> Trace:
-    """All workers agree on weights that training does not give."""
+    """Give all workers the same weights, but not those of the training."""
     events = tuple(
         replace(one, weights={**one.weights, "weight": trace.TensorRecord("0" * 32)})
         if isinstance(one, trace.Update) and one.step == 2
@@ -187,7 +187,7 @@ def _poison(read: Trace) -> Trace:
 
 
 def test_other_bits(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first step and the tensor are named; a chain made anew does not help."""
+    """The output names the first differing step and tensor, although the chain is valid."""
     code, said = verdict(changed(whole, _poison), capsys, replay=True)
     assert code == exit_codes.WRONG
     assert said.startswith("different: step 2, tensor weight: training again gives ")
@@ -198,7 +198,7 @@ def test_other_bits(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_another_scenario(
     whole: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
 ) -> None:
-    """A ledger that claims to be of a run that it is not of."""
+    """A ledger with another run's scenario in its header is detected."""
     claimed = changed(whole, lambda read: replace(read, scenario=read.scenario.with_(**change)))
     code, said = verdict(claimed, capsys, replay=True)
     assert code == exit_codes.WRONG
@@ -238,7 +238,7 @@ def test_what_can_not_be_decided(
     change: Callable[[Trace], Trace],
     said: str,
 ) -> None:
-    """Bits that nobody can repeat here are neither right nor wrong; nor is nothing."""
+    """A ledger whose bits can't be repeated here, or without steps, is inconclusive."""
     code, line = verdict(changed(whole, change), capsys, replay=True)
     assert code == exit_codes.INCONCLUSIVE
     assert said in line
@@ -248,7 +248,7 @@ def test_what_can_not_be_decided(
 def test_a_backend_that_is_not_here(
     whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is named."""
+    """The output names the missing backend."""
 
     def absent() -> backends.Backend:
         raise BackendUnavailable("no such thing")
@@ -263,7 +263,7 @@ def test_a_backend_that_is_not_here(
 
 
 def test_a_halted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Training again halts in the same step; a halt that nothing led to is found."""
+    """Retraining must halt in the same step. A halt without a cause is detected."""
     diverges = {"learning_rate": 1e18, "num_steps": 40}
     scenario = scenario_of(**diverges)
     path = tmp_path / "l"
@@ -290,7 +290,7 @@ def test_a_halted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def _quiet() -> np.errstate:
-    """Overflow is what is wanted."""
+    """Ignore overflow warnings, since these tests overflow on purpose."""
     return np.errstate(all="ignore")
 
 
@@ -303,7 +303,7 @@ def _quiet() -> np.errstate:
     ids=["own", "mutant"],
 )
 def test_no_service_made_it(tmp_path: Path, scenario: Scenario) -> None:
-    """A trace of another trainer is judged by other means."""
+    """A trace of another trainer is refused, and the message names the command for it."""
     path = tmp_path / "l"
     events = (
         trace.Update(
@@ -317,5 +317,5 @@ def test_no_service_made_it(tmp_path: Path, scenario: Scenario) -> None:
 
 
 def test_lines_are_json(whole: Path) -> None:
-    """As every ledger's."""
+    """Every line of the ledger is JSON."""
     assert all(json.loads(line) for line in whole.read_text().splitlines())

@@ -1,4 +1,4 @@
-"""A mesh as a service: workers exchange the gradient, the coordinator only steers."""
+"""A mesh as a service: workers exchange gradients, the coordinator only controls the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STATE = {"path": "state", "every_steps": 7}
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[Cluster]:
-    """A folder to run in."""
+    """Yield a cluster."""
     with cluster(tmp_path) as made:
         yield made
 
@@ -47,8 +47,9 @@ def is_verified(mesh: Cluster) -> bool:
 
 
 def test_a_gradient_of_more_than_one_block(mesh: Cluster) -> None:
-    """Over 1 MiB, and a worker is killed in the middle: the reference's bits; little of it passes
-    the coordinator.
+    """With over 1 MiB of gradient and a worker killed, the bits are the reference's.
+
+    Few bytes pass the coordinator.
     """
     mesh.configure(LARGE, wait_for=2, **MESH)
     serving = mesh.coordinator()
@@ -66,8 +67,9 @@ def test_a_gradient_of_more_than_one_block(mesh: Cluster) -> None:
 
 
 def test_a_killed_coordinator_goes_on_where_it_was(mesh: Cluster) -> None:
-    """SIGKILL in the middle of a run over TLS: started again it takes up the checkpoint, and the
-    workers, which are ahead of it, come back and go on from there.
+    """After SIGKILL in a run over TLS, a new coordinator resumes from the checkpoint.
+
+    The workers, which are ahead of it, reconnect and go on from there.
     """
     authority = Authority(mesh.folder, "ca")
     own = authority.signed("coordinator")
@@ -87,7 +89,7 @@ def test_a_killed_coordinator_goes_on_where_it_was(mesh: Cluster) -> None:
 
 
 def test_all_links_to_the_coordinator_break_at_once(mesh: Cluster) -> None:
-    """Both workers come back and still hold the state: the run goes on, without a checkpoint."""
+    """Both workers reconnect with the state, and the run goes on without a checkpoint."""
     mesh.configure(LONG, wait_for=2, **MESH)
     serving = mesh.coordinator()
     serving.until(r"listens at")
@@ -104,8 +106,9 @@ def test_all_links_to_the_coordinator_break_at_once(mesh: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_stopped_coordinator_asks_for_the_state(mesh: Cluster) -> None:
-    """SIGTERM: it finishes its step, is given the state, saves it, and goes on there when resumed;
-    somebody else comes then.
+    """On SIGTERM the coordinator finishes its step, gets the state from a worker, and saves it.
+
+    The resumed run goes on from there with another worker.
     """
     mesh.configure(LONG, checkpoint={**STATE, "every_steps": 1000}, **MESH)
     first, early = mesh.coordinator(), mesh.worker()
@@ -127,7 +130,7 @@ def test_a_stopped_coordinator_asks_for_the_state(mesh: Cluster) -> None:
 
 
 def met(tmp_path: Path, heard: list[Happening]) -> tuple[Host, Member]:
-    """A host, and the only worker of its run, before step 0."""
+    """Return a host and the only worker of its run, before step 0."""
     scenario = scenario_of(world_size=1).with_(system="mesh")
     host = Host(scenario, checkpoint_path=tmp_path / "c", listeners=[heard.append])
     member = Member(scenario)
@@ -139,7 +142,7 @@ def met(tmp_path: Path, heard: list[Happening]) -> tuple[Host, Member]:
 
 
 def make(host: Host, member: Member, step: int) -> None:
-    """The worker computes, averages and makes `step`, and says that it did."""
+    """Let the worker compute, average and make `step`, and report it."""
     server, exchange = Noticed(host), member.exchange
     nodes = member.work(step, range(host.scenario.num_shards))
     assert isinstance(nodes, list)
@@ -159,7 +162,7 @@ def make(host: Host, member: Member, step: int) -> None:
 
 
 def test_a_step_is_told_by_who_made_it(tmp_path: Path) -> None:
-    """Once, with its loss, which nobody else computes."""
+    """Each step is reported once, with the loss from the worker."""
     heard: list[Happening] = []
     host, member = met(tmp_path, heard)
     for step in range(2):
@@ -172,8 +175,9 @@ def test_a_step_is_told_by_who_made_it(tmp_path: Path) -> None:
 
 
 def test_only_a_state_that_is_here_is_saved(tmp_path: Path) -> None:
-    """The workers were ahead, and are gone: the checkpoint is of the step whose state was given,
-    and so is what is said at the end.
+    """If the workers are ahead and lost, the checkpoint is of the last state that was sent.
+
+    The final note names that step, too.
     """
     heard: list[Happening] = []
     host, member = met(tmp_path, heard)
@@ -195,7 +199,7 @@ def test_only_a_state_that_is_here_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_worker_without_a_certificate(mesh: Cluster) -> None:
-    """Over TLS the others would not believe it: it is told what to give."""
+    """Over TLS a worker needs a certificate, and the message names the options."""
     scenario = json.dumps(scenario_of().with_(system="mesh").to_dict()).encode()
     told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0)
     authority = Authority(mesh.folder, "ca")
@@ -206,7 +210,7 @@ def test_a_worker_without_a_certificate(mesh: Cluster) -> None:
 
 
 def test_a_port_that_is_taken(mesh: Cluster) -> None:
-    """It is said which, and how to go on."""
+    """The message names the port, and how to go on."""
     mesh.configure(topology="mesh")
     serving = mesh.coordinator()
     with socket.create_server(("127.0.0.1", 0)) as taken:

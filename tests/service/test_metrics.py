@@ -1,4 +1,4 @@
-"""The file of numbers: a JSON object a line, whatever happened to who wrote before."""
+"""The file of metrics: one JSON object a line, also after its writer was killed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NOTE = Noted(what="left", step=3, text="worker 1 left")
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Its records."""
+    """Return the file's records."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_line_for_each(tmp_path: Path) -> None:
-    """With all that was told, and when."""
+    """Each event is a line with all its fields and the time."""
     metrics = Metrics(tmp_path / "m")
     metrics(made(4))
     metrics(NOTE)
@@ -48,7 +48,7 @@ def test_a_line_for_each(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_is_not_left_behind(tmp_path: Path) -> None:
-    """Such as of a run that could not begin; one that was there before stays."""
+    """A new file that stays empty is removed, one that existed before is kept."""
     Metrics(tmp_path / "m").close()
     assert not (tmp_path / "m").exists()
     (tmp_path / "m").touch()
@@ -57,7 +57,7 @@ def test_an_empty_file_is_not_left_behind(tmp_path: Path) -> None:
 
 
 def test_it_goes_on_behind_what_is_there(tmp_path: Path) -> None:
-    """Also behind a line whose writer was killed in the middle of it."""
+    """New lines are appended, also after a partial line of a killed writer."""
     for _ in range(2):
         metrics = Metrics(tmp_path / "m")
         metrics(NOTE)
@@ -73,23 +73,23 @@ def test_it_goes_on_behind_what_is_there(tmp_path: Path) -> None:
 
 
 def test_where_none_can_be_written(tmp_path: Path) -> None:
-    """Said before anything ran."""
+    """A bad path is reported before anything runs."""
     with pytest.raises(UsageError, match=r"metrics .*: can't be written \(Is a directory\)"):
         Metrics(tmp_path)
 
 
 class Full:
-    """A file on a disk that is full."""
+    """A file on a full disk."""
 
     def write(self, data: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
 
 def test_a_full_disk_stops_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said once; the run is worth more than its numbers."""
+    """A full disk gives one warning and does not end the run."""
     metrics = Metrics(tmp_path / "m")
     metrics.close()
     metrics._file = Full()  # type: ignore[assignment]

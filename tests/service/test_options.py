@@ -1,4 +1,4 @@
-"""The command line of `entrenar`: its help, what it takes, what it refuses."""
+"""The command line of `entrenar`: its help, its options, and its refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_help(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each reads as its golden file."""
+    """Each command's help equals its golden file."""
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as left:
         options.parse(arguments.split())
@@ -41,7 +41,7 @@ def test_help(
 
 
 def test_what_a_worker_is_given() -> None:
-    """The rest has defaults; a backend is never another than the one asked for."""
+    """The other options have defaults, and the backend is exactly the requested one."""
     given = options.parse(WORKER.split())
     assert given.coordinator == Address("trainer.example", 7411)
     assert (given.secret_file, given.backend) == (Path("s"), "cpu")
@@ -53,7 +53,7 @@ def test_what_a_worker_is_given() -> None:
 
 
 def test_every_backend_can_be_asked_for() -> None:
-    """By its name, by its index where there may be several, and by none that is no backend's."""
+    """Each backend is accepted by name, and by index where there may be several. Others are not."""
     for name in (*backends.BACKENDS, AUTO, "wgpu:1", "cuda:0"):
         assert options.parse([*WORKER.split(), "--backend", name]).backend == name
     for name in ("tpu", "cpu:0", "wgpu:", "wgpu:one", "wgpu:-1", "auto:1"):
@@ -62,7 +62,7 @@ def test_every_backend_can_be_asked_for() -> None:
 
 
 def test_every_exit_code_has_its_line() -> None:
-    """And none is that of a Python that crashed in another sense."""
+    """Every exit code has a meaning in the help."""
     assert {*exit_codes.OF_FINISH.values()} <= {*exit_codes.MEANINGS}
     assert len({*exit_codes.MEANINGS.values()}) == len(exit_codes.MEANINGS)
 
@@ -89,7 +89,7 @@ def test_every_exit_code_has_its_line() -> None:
     ],
 )
 def test_refused(line: str, message: str) -> None:
-    """A command line that makes no sense is refused by the option's name."""
+    """An invalid command line is refused with the option's name."""
     with pytest.raises(UsageError) as refusal:
         options.parse(line.split())
     assert message in str(refusal.value)

@@ -16,7 +16,7 @@ LEFT = Noted(what="left", step=3, text="worker 1 left in step 3: [Errno 104] Con
 
 
 def lines(*told: tuple[float, Happening]) -> list[str]:
-    """Return what a log shows of these, each told at its time."""
+    """Return a log's lines for these events, each shown at its time."""
     now = [0.0]
     file = io.StringIO()
     listener = Lines(Console(file=file, width=60, markup=False), clock=lambda: now[0])
@@ -26,7 +26,7 @@ def lines(*told: tuple[float, Happening]) -> list[str]:
 
 
 def test_a_step_in_a_line() -> None:
-    """Loss, pace, workers, traffic, exchange, and who was waited for."""
+    """The line has loss, pace, workers, traffic, exchange, and the slowest worker."""
     assert summary(made()) == (
         "loss 2.25  80 steps/s  workers 0,2  in 20.8 kB out 1.23 MB  exchange 7.25 ms  "
         "reduce 0.25 ms  last worker 2, 3.5 ms behind"
@@ -41,7 +41,7 @@ def test_a_step_in_a_line() -> None:
 
 
 def test_a_log_is_not_flooded() -> None:
-    """Steps and checkpoints now and then, and the last step; what else happens always, whole."""
+    """Steps and checkpoints are printed now and then, the last step and other notes always."""
     soon = LINE_EVERY_S / 2
     shown = lines(
         (0.0, made(0)),
@@ -60,7 +60,7 @@ def test_a_log_is_not_flooded() -> None:
 
 
 def test_a_terminal_shows_a_bar() -> None:
-    """With how many steps are made; notes stand above it."""
+    """The bar shows the number of steps, and notes stand above it."""
     file = io.StringIO()
     console = Console(file=file, width=200, force_terminal=True)
     with progress.opened(console, num_steps=10) as listener:
@@ -73,7 +73,7 @@ def test_a_terminal_shows_a_bar() -> None:
 
 
 def test_a_log_gets_lines() -> None:
-    """Where nobody watches there is no bar."""
+    """A log gets lines and no bar."""
     file = io.StringIO()
     with progress.opened(Console(file=file, width=60), num_steps=10) as listener:
         listener(made(0))

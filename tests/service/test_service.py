@@ -24,14 +24,15 @@ from tests.systems.mischief import Mischief
 
 @pytest.fixture
 def star(tmp_path: Path) -> Iterator[Cluster]:
-    """A folder to run in."""
+    """Yield a cluster."""
     with cluster(tmp_path) as made:
         yield made
 
 
 def test_workers_learn_from_the_coordinator_what_to_train(star: Cluster) -> None:
-    """They are given an address and a secret, no more, and end on the reference's bits; the ledger
-    proves it, has every audit, and neither contract finds anything wrong in it.
+    """Workers get only an address and a secret, and end on the reference's bits.
+
+    The ledger proves it, has every audit, and both contracts hold on it.
     """
     star.configure(wait_for=2, ledger="ledger.jsonl", metrics="metrics.jsonl", audit_share=0.25)
     coordinator = star.coordinator(anew=True)
@@ -59,8 +60,9 @@ def test_workers_learn_from_the_coordinator_what_to_train(star: Cluster) -> None
 
 
 def test_a_killed_coordinator_goes_on_where_it_was(star: Cluster) -> None:
-    """SIGKILL in the middle of a run: started again it takes up the checkpoint and the ledger, the
-    workers come back by themselves, and the weights end on the same bits.
+    """After SIGKILL a new coordinator resumes from checkpoint and ledger.
+
+    The workers reconnect by themselves, and the weights end on the same bits.
     """
     service: dict[str, Any] = {
         "checkpoint": {"path": "state", "every_steps": 3},
@@ -82,7 +84,7 @@ def test_a_killed_coordinator_goes_on_where_it_was(star: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_killed_coordinator_that_updates_goes_on_where_it_was(star: Cluster) -> None:
-    """The moments were its own, and are in the checkpoint: the weights end on the same bits."""
+    """The optimizer's moments come from the checkpoint, and the weights end on the same bits."""
     service: dict[str, Any] = {
         "checkpoint": {"path": "state", "every_steps": 3},
         "ledger": "ledger.jsonl",
@@ -102,7 +104,7 @@ def test_a_killed_coordinator_that_updates_goes_on_where_it_was(star: Cluster) -
 
 @pytest.mark.slow
 def test_a_killed_worker_is_replaced(star: Cluster) -> None:
-    """The run waits when its last worker is killed in the middle of it; the same bits."""
+    """The run waits after its last worker is killed in a step, and ends on the same bits."""
     star.configure(LONG)
     coordinator, victim = star.coordinator(), star.worker()
     coordinator.until(r"step 1/400")
@@ -114,7 +116,7 @@ def test_a_killed_worker_is_replaced(star: Cluster) -> None:
 
 
 def test_a_gradient_of_more_than_one_block(star: Cluster) -> None:
-    """Over 1 MiB it travels in parts, as in the harness; a worker is killed in the middle of it."""
+    """Over 1 MiB of gradient is sent in blocks, and a worker is killed meanwhile."""
     star.configure(LARGE, wait_for=2)
     coordinator = star.coordinator()
     victim, other = star.worker("--rank", 1), star.worker("--rank", 0)
@@ -127,7 +129,7 @@ def test_a_gradient_of_more_than_one_block(star: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_worker_says_goodbye(star: Cluster) -> None:
-    """SIGTERM: it tells the coordinator why it goes, and the others go on."""
+    """On SIGTERM a worker tells the coordinator its reason, and the others go on."""
     star.configure(LONG, wait_for=2)
     coordinator = star.coordinator()
     leaving, other = star.worker("--rank", 1), star.worker("--rank", 0)
@@ -144,7 +146,7 @@ def test_a_worker_says_goodbye(star: Cluster) -> None:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
 def test_a_stopped_coordinator_keeps_everything(star: Cluster, number: signal.Signals) -> None:
-    """It finishes its step, saves it, tells the workers why, and goes on there when resumed."""
+    """It finishes and saves its step, tells the workers, and goes on from there when resumed."""
     service: dict[str, Any] = {
         "checkpoint": {"path": "state", "every_steps": 1000},
         "ledger": "ledger.jsonl",
@@ -171,8 +173,9 @@ def test_a_stopped_coordinator_keeps_everything(star: Cluster, number: signal.Si
 
 
 def test_a_run_that_is_complete_stays_complete(star: Cluster) -> None:
-    """Also if it is told to end just then: the exit code is that of what it said last. Resumed it
-    says so, and computes nothing.
+    """A signal after the end does not change the exit code.
+
+    Resumed, the coordinator reports a complete run and computes nothing.
     """
     star.configure(checkpoint={"path": "state", "every_steps": 5}, ledger="ledger.jsonl")
     first, worker = star.coordinator(), star.worker()
@@ -191,7 +194,7 @@ def test_a_run_that_is_complete_stays_complete(star: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_loses_nothing(star: Cluster) -> None:
-    """A failed save is said, the run goes on to its end, and the last checkpoint is whole."""
+    """A failed save is reported, the run goes on to its end, and the last checkpoint is whole."""
     big: dict[str, Any] = {**LONG, "workload": "mlp", "width": 64}
     star.configure(big, checkpoint={"path": "state", "every_steps": 1000})
     first = star.coordinator()
@@ -210,8 +213,9 @@ def test_a_full_disk_loses_nothing(star: Cluster) -> None:
 
 @pytest.mark.slow
 def test_a_ledger_without_a_gap(star: Cluster) -> None:
-    """When it can't be written the run ends, with no checkpoint that is newer than the ledger; with
-    room again it goes on, and the ledger is whole.
+    """A run whose ledger can't be written ends without a checkpoint newer than the ledger.
+
+    With room again it goes on, and the ledger is whole.
     """
     service: dict[str, Any] = {
         "checkpoint": {"path": "state", "every_steps": 2},
@@ -232,8 +236,9 @@ def test_a_ledger_without_a_gap(star: Cluster) -> None:
 
 
 def test_who_is_not_let_in(star: Cluster, tmp_path: Path) -> None:
-    """A wrong secret, a rank that there is not, a host that there is not: each is said, and the run
-    goes on without them.
+    """A wrong secret, an unknown rank and an unknown host are each reported to the worker.
+
+    The run goes on without it.
     """
     star.configure()
     coordinator = star.coordinator()
@@ -251,8 +256,9 @@ def test_who_is_not_let_in(star: Cluster, tmp_path: Path) -> None:
 
 
 def test_strangers_in_the_middle_of_a_run(star: Cluster) -> None:
-    """Some hundred of them that reset, drip, flood, replay and guess: both workers stay, and the
-    weights end on the same bits (ten thousand: `make soak-real`).
+    """About a hundred strangers reset, drip, flood, replay and guess in the middle of a run.
+
+    Both workers stay, and the weights end on the same bits. `make soak-real` tries ten thousand.
     """
     star.configure(LONG, wait_for=2)
     coordinator = star.coordinator()
@@ -271,7 +277,7 @@ def test_strangers_in_the_middle_of_a_run(star: Cluster) -> None:
 
 
 def test_a_worker_may_be_stopped_while_it_waits(star: Cluster) -> None:
-    """Nobody is there yet: it goes at once."""
+    """A worker that waits for a coordinator stops at once."""
     worker = star.worker()
     worker.until("tries again")
     worker.signal(signal.SIGTERM)
@@ -279,7 +285,7 @@ def test_a_worker_may_be_stopped_while_it_waits(star: Cluster) -> None:
 
 
 def test_over_tls(star: Cluster) -> None:
-    """A worker that trusts the coordinator and shows its own certificate takes part, no other."""
+    """Only a worker that trusts the coordinator and shows its own certificate takes part."""
     authority = Authority(star.folder, "ca")
     own, worker = authority.signed("coordinator"), authority.signed("worker")
     files = {"cert": own.cert.name, "key": own.key.name, "ca": authority.ca.name}
@@ -303,7 +309,7 @@ def test_over_tls(star: Cluster) -> None:
     ],
 )
 def test_a_run_on_other_devices(star: Cluster, other: str, code: int, said: str) -> None:
-    """On one kind it can be replayed bit for bit; on several by nobody, and that is said."""
+    """A run on one kind of device can be replayed bit for bit. One on several is inconclusive."""
     try:
         open_backend("wgpu")
     except BackendUnavailable as error:

@@ -1,4 +1,4 @@
-"""How long a step took, and who was waited for."""
+"""The time that a step took, and the worker that delivered last."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from entrenar_py.service.stopwatch import STEPS_AVERAGED, Stopwatch, Times
 
 
 class Clock:
-    """Shows what it is set to."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -19,7 +19,7 @@ class Clock:
 
 
 def deliver(watch: Stopwatch, clock: Clock, *when: float) -> None:
-    """Worker 0 delivers after the first of these seconds, worker 1 after the second, ..."""
+    """Let worker 0 deliver after the first of these seconds, worker 1 after the second, ..."""
     began = clock.now
     for rank, seconds in sorted(enumerate(when), key=lambda pair: pair[1]):
         clock.now = began + seconds
@@ -27,7 +27,7 @@ def deliver(watch: Stopwatch, clock: Clock, *when: float) -> None:
 
 
 def test_a_step_is_timed() -> None:
-    """Its whole time, that of its exchange, and that of its reduction."""
+    """A step has its whole time, the exchange's, and the reduction's."""
     clock = Clock()
     watch = Stopwatch(clock)
     watch.begin()
@@ -45,7 +45,7 @@ def test_a_step_is_timed() -> None:
 
 
 def test_the_pace_is_over_the_last_steps() -> None:
-    """It follows a change of pace, and does not jump with every step."""
+    """The pace follows a lasting change, but does not jump with every step."""
     clock = Clock()
     watch = Stopwatch(clock)
     for seconds in [1.0] * 5 + [0.5] * STEPS_AVERAGED:
@@ -65,7 +65,7 @@ def test_the_pace_is_over_the_last_steps() -> None:
     ],
 )
 def test_who_was_last(when: tuple[float, ...], expected: Last | None) -> None:
-    """And how long after the median of all who delivered; alone nobody is last."""
+    """The last worker has its delay after the median of all. A single worker is not last."""
     clock = Clock()
     watch = Stopwatch(clock)
     watch.begin()
@@ -74,7 +74,7 @@ def test_who_was_last(when: tuple[float, ...], expected: Last | None) -> None:
 
 
 def test_a_worker_that_takes_over_shards_delivers_later() -> None:
-    """Its last delivery counts; and with a new step all begin anew."""
+    """A worker's last delivery counts, and a new step starts from zero."""
     clock = Clock()
     watch = Stopwatch(clock)
     watch.begin()

@@ -1,4 +1,4 @@
-"""A worker of the service in its parts: what it computes on, and what it has recorded of that."""
+"""A worker of the service in its parts: its backend, and its events."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.systems.by_hand import PROOF
 
 
 def absent() -> Backend:
-    """A device that is not there."""
+    """Raise BackendUnavailable, as for a missing device."""
     raise BackendUnavailable("no such thing")
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with nothing but a CPU."""
+    """Make this a machine with only a CPU."""
     monkeypatch.setitem(backends.BACKENDS, "cuda", absent)
     monkeypatch.setitem(backends.BACKENDS, "wgpu", absent)
 
 
 @pytest.mark.usefixtures("alone")
 def test_what_serves_is_taken_and_what_failed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """`auto` goes down the chain; each try is an event of the ledger, and a line."""
+    """`auto` goes down the chain, and each attempt is an event of the ledger and a line."""
     backend, attempts = worker.opened("auto")
     assert backend.name == "cpu"
     assert [(one.backend, one.served) for one in attempts] == [
@@ -45,13 +45,13 @@ def test_what_serves_is_taken_and_what_failed_is_told(capsys: pytest.CaptureFixt
 
 @pytest.mark.usefixtures("alone")
 def test_a_backend_asked_for_by_name_is_that_or_none() -> None:
-    """Never another one in silence."""
+    """A backend requested by name is never replaced silently."""
     with pytest.raises(BackendUnavailable, match="no such thing"):
         worker.opened("cuda")
 
 
 def test_every_stay_records_the_device() -> None:
-    """So a ledger knows on what its run was computed, also after a coordinator's death."""
+    """Each session records the device, so the ledger has it also after a coordinator's death."""
     host = host_of(scenario_of())
     stay = _stay()
     scenario = json.dumps(host.scenario.to_dict()).encode()
@@ -70,13 +70,13 @@ def test_every_stay_records_the_device() -> None:
 
 
 def _stay() -> worker.Stay:
-    """A worker on the CPU that has asked nobody yet."""
+    """Return a worker on the CPU that has not connected yet."""
     given = options.parse(["worker", "--coordinator", "h:1", "--secret-file", "s"])
     return worker.Stay(given, b"the secret", None, *worker.opened("cpu"))
 
 
 def test_a_stay_is_shown_without_its_secret() -> None:
-    """A bound method shows what it is bound to, in logs, too."""
+    """Its repr, which logs of bound methods show, has no secret."""
     assert "the secret" not in repr(_stay()._leave)
 
 
@@ -85,7 +85,7 @@ RING = b'{"system": "ring", "workload": "linear", "world_size": 2, "seed": 0}'
 
 @pytest.mark.parametrize("scenario", [b"", b"[]", b'{"seed": 0}', b'{"sead": 0}', b"\xff", RING])
 def test_a_scenario_of_another_release(scenario: bytes) -> None:
-    """It is said that it can't be read, and what to do."""
+    """The message says that it can't be read, and what to do."""
     stay = _stay()
     told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0)
     with pytest.raises(SystemFailure, match="use one release on both ends"):
