@@ -1,4 +1,4 @@
-"""The protocol, sans-I/O: bytes to messages, and the machines that say what follows from a message.
+"""The wire protocol without I/O: a codec for messages, and state machines that return effects.
 
-No clock, socket, process, randomness or arithmetic in here: whoever drives a machine brings them.
+Nothing here uses a clock, socket, process or random numbers, or adds gradients: drivers do that.
 """

@@ -1,6 +1,6 @@
-"""An applicant asks what a run is, and checks that the answer is of one that knows the secret.
+"""An applicant asks a coordinator for its run, and checks that the coordinator knows the secret.
 
-A machine as the others are. It is no worker: its driver builds one from the answer, and connects
+It is a state machine, but not a worker. Its driver builds a worker from the answer, and connects
 again.
 """
 
@@ -18,7 +18,7 @@ from entrenar_py.protocol.terms import UNKNOWN, greet
 
 
 class Applicant:
-    """The machine, for one connection. `offer` is what it was told, once it was."""
+    """The state machine of one connection. `offer` is the coordinator's answer, None before."""
 
     def __init__(self, peer: Peer, nonce: str, *, secret: bytes, backend: str) -> None:
         """`peer` is the connection, `nonce` 32 random hex digits."""
@@ -29,7 +29,7 @@ class Applicant:
         self._expected = ""  # the coordinator's proof
 
     def receive(self, message: Message) -> list[Effect]:
-        """Take a message; ProtocolError for an illegal one, and for a wrong coordinator's."""
+        """Return the effects of a message; ProtocolError if it is illegal or its proof is wrong."""
         if not isinstance(message, APPLICANT_MAY_HEAR[self.phase]):
             raise ProtocolError(f"{type(message).__name__} to an applicant that is {self.phase}")
         match message:

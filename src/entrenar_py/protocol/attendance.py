@@ -1,6 +1,6 @@
-"""The peers of a coordinator: those connected, those that take part, those silent for too long.
+"""The peers of a coordinator: which are connected, which take part, which were silent too long.
 
-How the run goes on is the coordinator's own affair.
+How the run proceeds is decided in `coordinator`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from entrenar_py.protocol.phases import MEMBERS
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
 
-CONVICTIONS_MAX = 2  # a bit that fell over once is forgiven; who is caught so often is not let in
+CONVICTIONS_MAX = 2  # one flipped bit is forgiven; a rank caught this often is refused
 
 
 class Attendance:
-    """Every connection of one coordinator. Times are seconds on any clock that does not go back."""
+    """Every connection of one coordinator. Times are seconds on a monotonic clock."""
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing) -> None:
         self.run, self.secret, self.timing = run, secret, timing
@@ -28,7 +28,7 @@ class Attendance:
         self._convicted: Counter[int] = Counter()  # rank -> how often an audit caught it
 
     def heard(self, peer: Peer, now: float) -> None:
-        """A whole frame came from `peer`, whatever it is part of; a stranger gains no time."""
+        """Note that a whole frame of `peer` came. A peer without a proof gains no time by it."""
         member = self.peers.get(peer)
         if member is not None and member.phase is not Phase.CHALLENGED:
             member.heard = now
@@ -39,7 +39,7 @@ class Attendance:
         return [do.Send(peer, challenge)]
 
     def _admit(self, peer: Peer, member: Member, hello: say.Hello) -> list[Effect]:
-        """Answers a hello: whoever may take part waits from now on, any other's connection ends."""
+        """Answer a hello: an admitted worker waits from now on, any other connection ends."""
         answer = terms.admit(
             hello,
             member.challenge,
@@ -53,7 +53,7 @@ class Attendance:
             del self.peers[peer]
             return [do.Send(peer, answer), do.Close(peer, f"refused: {answer.reason}")]
         if answer.rank is None:
-            del self.peers[peer]  # it comes again when it has built what the run needs
+            del self.peers[peer]  # an applicant, which will connect again as a worker
             offer = do.Send(peer, terms.offer(self.timing, answer.proof))
             return [do.Secure(peer, answer.key), offer, do.Close(peer, "told what the run is")]
         member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
@@ -61,19 +61,19 @@ class Attendance:
         return [do.Secure(peer, answer.key)]
 
     def _barred(self) -> set[int]:
-        """The ranks that nobody may have any more."""
+        """Return the ranks that may not join any more."""
         return {rank for rank, times in self._convicted.items() if times >= CONVICTIONS_MAX}
 
     def _overdue(self, now: float) -> list[tuple[Peer, str]]:
-        """Those who are to be given up, and why."""
-        found = []
+        """Return the peers to disconnect, each with the reason."""
+        overdue = []
         for peer, member in self.peers.items():
             loading_s = now - member.welcomed if member.phase is Phase.LOADING else 0.0
             if self._is_silent(member, now):
-                found.append((peer, f"silent for {now - member.heard:.1f} s"))
+                overdue.append((peer, f"silent for {now - member.heard:.1f} s"))
             elif loading_s >= self.timing.gather_s:
-                found.append((peer, f"has loaded for {loading_s:.0f} s"))
-        return found
+                overdue.append((peer, f"has loaded for {loading_s:.0f} s"))
+        return overdue
 
     def _is_silent(self, member: Member, now: float) -> bool:
         stranger = member.phase is Phase.CHALLENGED
@@ -81,33 +81,33 @@ class Attendance:
         return now - member.heard >= patience
 
     def _beat(self, now: float) -> list[Effect]:
-        """Tells those who were let in that we live, where it is time to."""
+        """Send heartbeats to the admitted peers for which one is due."""
         effects: list[Effect] = []
         for peer, member in self.peers.items():
-            told = member.phase is Phase.CHALLENGED or now - member.said < self.timing.heartbeat_s
-            if not told:
+            is_due = now - member.said >= self.timing.heartbeat_s
+            if is_due and member.phase is not Phase.CHALLENGED:
                 member.said = now
                 effects.append(do.Send(peer, say.Heartbeat()))
         return effects
 
     def _members(self) -> dict[Peer, Member]:
-        """Those who take part."""
+        """Return the peers that take part in steps."""
         return self._peers_in(*MEMBERS)
 
     def _peers_in(self, *phases: Phase) -> dict[Peer, Member]:
         return {peer: member for peer, member in self.peers.items() if member.phase in phases}
 
     def _tell(self, message: say.Message, phase: Phase) -> list[Effect]:
-        """Sends `message` to every member, which is in `phase` then."""
+        """Send `message` to every member, and put each into `phase`."""
         members = self._members()
         for member in members.values():
             member.phase = phase
         return [do.Send(peer, message) for peer in members]
 
     def _dismiss(self, farewell: say.Message, reason: str) -> list[Effect]:
-        """Tells everyone who was let in, and ends every connection."""
-        there = [peer for peer, m in self.peers.items() if m.phase is not Phase.CHALLENGED]
-        told = [do.Send(peer, farewell) for peer in there]
-        closed = [do.Close(peer, reason) for peer in self.peers]
+        """Send `farewell` to every admitted peer, and close every connection."""
+        admitted = [peer for peer, m in self.peers.items() if m.phase is not Phase.CHALLENGED]
+        sends = [do.Send(peer, farewell) for peer in admitted]
+        closes = [do.Close(peer, reason) for peer in self.peers]
         self.peers.clear()
-        return [*told, *closed]
+        return [*sends, *closes]

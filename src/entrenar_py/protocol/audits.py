@@ -1,6 +1,6 @@
-"""One shard that several workers compute, so that a wrong value shows: whom to ask, who is wrong.
+"""Audits: several workers compute the same shard, and their copies are compared bit for bit.
 
-What a copy is worth shows only beside another worker's: one that two workers agree on counts.
+A copy that two workers agree on counts. Here is decided whom to ask, and which worker is wrong.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Audit:
-    """The ranks that compute one shard now, and those whose `copies` are whole, in that order.
+    """The audit of one shard. `asked` holds the ranks that are computing a copy.
 
-    A worker may have given several copies, where nobody else is left to ask. `disputed` is who gave
-    copies on which no two agreed, whoever of them is gone by now. `alike` is what was found when
-    copies were compared: of each the number of the first one with the same bits.
+    `copies` holds the rank of each complete copy, in the order of completion; a rank that had to
+    compute it again is there twice. `disputed` holds all ranks that disagreed, even if they have
+    left. `alike` gives for each compared copy the index of the first copy with the same bits.
     """
 
     asked: list[int] = field(default_factory=list)
@@ -24,32 +24,32 @@ class Audit:
     alike: tuple[int, ...] = ()
 
     def end_copy(self, rank: int) -> None:
-        """The copy of `rank` is whole."""
+        """Record that the copy of `rank` is complete."""
         self.asked.remove(rank)
         self.copies.append(rank)
 
     def forget(self, rank: int) -> bool:
-        """`rank` is gone, and what it gave with it; whether it had a part in this."""
+        """Remove `rank`, which has left, and its copies; return whether it took part."""
         if rank not in (*self.asked, *self.copies):
             return False
-        self.asked = [one for one in self.asked if one != rank]
-        self.copies = [one for one in self.copies if one != rank]
+        self.asked = [other for other in self.asked if other != rank]
+        self.copies = [other for other in self.copies if other != rank]
         return True
 
     def is_one_word(self) -> bool:
-        """Return whether all copies are of one worker, and another had another: it may be wrong."""
+        """Return whether all copies are of one disputed worker, which may be the wrong one."""
         return len(set(self.copies)) == 1 and self.disputed.issuperset(self.copies)
 
     def second(self, present: Collection[int], turn: int) -> int | None:
-        """Return a rank to ask besides those that were; None where no other is `present`.
+        """Return another rank to ask; None if every rank that is `present` was asked.
 
-        `turn` is another for each shard and step, so that everyone audits everyone in time.
+        `turn` differs for each shard and step, so that over time every worker audits every other.
         """
         others = sorted(set(present).difference(self.asked, self.copies))
         return others[turn % len(others)] if others else None
 
     def another(self, present: Collection[int], turn: int) -> int | None:
-        """Return a rank to ask if no two agree: a third, or each once more; None: there is none."""
+        """Return the rank to ask after a dispute: a third, else one of both again, else None."""
         if len(set(self.copies)) > 2:
             return None
         third = self.second(present, turn)
@@ -61,17 +61,17 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`copy` is the number of the copy that counts, `culprit` who gave another; None: nobody."""
+    """`copy` is the index of the copy that counts, `culprit` the rank that differs, or None."""
 
     copy: int
     culprit: int | None
 
 
 def verdict(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
-    """Return what two workers agree on, and which does not; None if that can't be said.
+    """Return the copy that two workers agree on, and the rank that differs; None if undecided.
 
-    Of each copy `copies` is the rank, `alike` the number of the first copy with the same bits. A
-    worker that is alone, since nobody else is there, counts unaudited.
+    `copies` holds the rank of each copy, `alike` the index of the first copy with the same bits.
+    Equal copies of a single worker count, too.
     """
     if len(set(copies)) == len(set(alike)) == 1:
         return Verdict(0, None)

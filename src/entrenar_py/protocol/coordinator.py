@@ -1,16 +1,16 @@
-"""The coordinator of a star: who takes part, who computes what, and when a step is made.
+"""The coordinator of a star: admits workers, assigns shards, and decides when a step is made.
 
-A machine: it is told what came (a connection, a message, a tick of the clock, the end of work that
-it asked for) and returns what is to be done (`effects`). A step goes
+It is a state machine: its methods take events (a connection, a message, a tick of the clock, the
+end of work that it requested) and return `effects`. A step goes
 
     gathering -> computing -> staging -> applying -> gathering (of the next step)
 
-A block of the gradient is averaged as soon as it is there of every shard, and goes to everyone
-while later blocks are still on their way. A step is made when everyone holds all blocks, and is
-made here only when a worker said that it made it: if everyone dies before, the step did not happen,
-and is computed again by whoever comes; the same bits come out. Where the coordinator updates it is
-the same with the new weights in place of the average: made beside those in use, when all blocks
-are averaged.
+A block of the gradient is averaged as soon as every shard has delivered it, and is sent to every
+worker while later blocks are still on their way. The step is committed when all workers hold all
+blocks. The coordinator makes it once a worker reports that it has. If all workers are lost before,
+the step did not happen, and is computed again, with the same bits. If the coordinator updates, it
+sends new weights in place of the average: it computes them when all blocks are averaged, and keeps
+those in use until then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from entrenar_py.protocol.terms import Run, Timing
 
 
 class Coordinator(Dealing):
-    """The machine. Times are seconds on any clock that does not go back."""
+    """The state machine. Times are seconds on a monotonic clock."""
 
     may_say = PEER_MAY_SAY
 
@@ -46,16 +46,16 @@ class Coordinator(Dealing):
         self._stopping: str | None = None
         self._gathering_since = now
 
-    # --- what is told to it -----------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def connected(self, peer: Peer, nonce: str, now: float, host: str = "") -> list[Effect]:
-        """A new connection, from `host`; `nonce` is 32 random hex digits."""
+        """Take a new connection from `host`; `nonce` is 32 random hex digits."""
         if self.stage is Stage.OVER:
             return [do.Close(peer, "the run is over")]
         return self._challenge(peer, nonce, now, host)
 
     def receive(self, peer: Peer, message: say.Message, now: float) -> list[Effect]:
-        """A whole message. What is not legal now ends that connection, and nothing else."""
+        """Return the effects of a whole message. One that is illegal now ends its connection."""
         member = self.peers.get(peer)
         if member is None:
             return []  # closed from here, while this was on its way
@@ -71,17 +71,17 @@ class Coordinator(Dealing):
             return self._throw_out(peer, str(error), now)
 
     def lost(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """The connection is gone."""
+        """Note that the connection to `peer` is lost."""
         return self._drop(peer, reason, now) if peer in self.peers else []
 
     def broken(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """Throw out a peer whose bytes made no sense."""
+        """Throw out a peer that sent malformed bytes."""
         return self._throw_out(peer, reason, now) if peer in self.peers else []
 
     def reduced(
         self, step: int, block: int, loss: float, weight: float, now: float
     ) -> list[Effect]:
-        """`block` of the average of `step` is there and finite."""
+        """Take the result of Reduce: `block` of the average is finite, and goes to all workers."""
         assert (self.stage, self.step) == (Stage.COMPUTING, step)
         self._reducing.remove(block)
         last = not (self._missing or self._reducing)
@@ -91,37 +91,37 @@ class Coordinator(Dealing):
         return self._spread([average], last=last, now=now)
 
     def prepared(self, step: int, loss: float, weight: float, now: float) -> list[Effect]:
-        """`step` is made, beside the state in use."""
+        """Take the result of Prepare: the new weights are computed, and go to all workers."""
         assert (self.stage, self.step) == (Stage.COMPUTING, step)
         assert not self._missing
         assert not self._reducing
         blocks = reversed(range(self.run.num_blocks))
-        weights = [say.Weights(step=step, block=one, loss=loss, weight=weight) for one in blocks]
+        weights = [say.Weights(step=step, block=b, loss=loss, weight=weight) for b in blocks]
         return self._spread(weights, last=True, now=now)
 
     def _spread(
         self, messages: Sequence[say.Average | say.Weights], *, last: bool, now: float
     ) -> list[Effect]:
-        """Sends to everyone what is to be held; behind the `last` of it all of it is staged."""
+        """Send blocks to all workers; with the `last` of them the run waits for Staged."""
         members = self._members()
-        told: list[Effect] = [do.Send(peer, one) for one in messages for peer in members]
+        sends: list[Effect] = [do.Send(peer, message) for message in messages for peer in members]
         if last:
             self.stage = Stage.STAGING
             for member in members.values():
                 member.phase = Phase.STAGING
-        return told + self._settle(now)
+        return sends + self._settle(now)
 
     def compared(
         self, step: int, shard: int, ranks: Sequence[int], alike: Sequence[int], now: float
     ) -> list[Effect]:
-        """Take which copies of an audited shard have the same bits; `ranks` gave them."""
+        """Take the result of Compare: `ranks` gave the copies, `alike` groups equal ones."""
         audit = self._audits.get(shard) if self.stage is Stage.COMPUTING else None
         if audit is None or audit.asked or audit.copies != list(ranks):
-            return []  # somebody was dropped in between, and it was asked for anew
+            return []  # a worker was dropped meanwhile: another comparison follows
         audit.alike = tuple(alike)
-        found = audits.verdict(audit.copies, alike)
-        if found is not None and not audit.is_one_word():
-            return self._conclude(shard, found, now)
+        verdict = audits.verdict(audit.copies, alike)
+        if verdict is not None and not audit.is_one_word():
+            return self._conclude(shard, verdict, now)
         audit.disputed.update(ranks)
         rank = audit.another(self._witnesses(audit), step + shard)
         if rank is not None:
@@ -133,11 +133,11 @@ class Coordinator(Dealing):
         return [self._end_audit(shard), *self._halt(do.Stop(step, None, reason, shard=shard))]
 
     def refused(self, step: int, reason: str) -> list[Effect]:
-        """Halt: what was reduced is not finite, and nobody makes `step`."""
+        """Halt the run before `step`, because its average is not finite."""
         return self._halt(do.Stop(step, None, reason))
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: heartbeats to send, peers to give up, a run to give up."""
+        """Send the heartbeats that are due; give up silent peers, or a run that waits too long."""
         effects: list[Effect] = []
         for peer, why in self._overdue(now):
             if peer in self.peers:  # the run may end with the first of them
@@ -154,16 +154,16 @@ class Coordinator(Dealing):
         return self._end(do.Finish("failed", reason), say.Shutdown(problem=say.brief(reason)))
 
     def _loads(self) -> bool:
-        """Return whether a worker that came in time loads the state: it has as long again."""
+        """Return whether a worker that came in time is loading: it has another `gather_s`."""
         until = self._gathering_since + self.timing.gather_s
         return any(
             one.phase is Phase.LOADING and one.welcomed < until for one in self.peers.values()
         )
 
     def stop(self, reason: str, now: float, *, at_once: bool = False) -> list[Effect]:
-        """Ends the run before its next step, with a checkpoint, and tells the workers why.
+        """End the run before its next step, with a checkpoint, and tell the workers why.
 
-        The step in work is finished first; `at_once` gives it up.
+        The current step is finished first; with `at_once` it is abandoned.
         """
         if self.stage is Stage.OVER:
             return []
@@ -185,13 +185,13 @@ class Coordinator(Dealing):
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def _conclude(self, shard: int, found: audits.Verdict, now: float) -> list[Effect]:
-        """Ends an audit, and the stay of who was caught: nothing that it delivered can be used."""
-        effects = self._count_copy(shard, found)
-        if found.culprit is not None:
-            self._convicted[found.culprit] += 1
+    def _conclude(self, shard: int, verdict: audits.Verdict, now: float) -> list[Effect]:
+        """End an audit, and drop the worker that it caught with all that this one delivered."""
+        effects = self._count_copy(shard, verdict)
+        if verdict.culprit is not None:
+            self._convicted[verdict.culprit] += 1
             reason = f"caught: shard {shard} of step {self.step} is not what others compute"
-            effects += self._drop(self._ranks()[found.culprit], reason, now)
+            effects += self._drop(self._ranks()[verdict.culprit], reason, now)
         return [*effects, *self._release()]
 
     def _non_finite(
@@ -231,19 +231,19 @@ class Coordinator(Dealing):
     # --- how the run goes on ----------------------------------------------------------------------
 
     def _settle(self, now: float) -> list[Effect]:
-        """Goes on as far as who is where allows."""
+        """Advance the run as far as the phases of the peers allow."""
         effects: list[Effect] = []
         while (turn := self._next(now)) is not None:
             effects += turn
         return effects
 
     def _next(self, now: float) -> list[Effect] | None:
-        """One move of the run; None while it has to wait."""
+        """Return the effects of the run's next move; None if it has to wait."""
         members = self._members()
         if self.stage is Stage.OVER:
             return None
         if not members and self.stage is not Stage.GATHERING:
-            # Everyone died. What was made is made; what was not is done again by whoever comes.
+            # All workers are lost. A step that one of them made counts; else it is computed again.
             return self._gather(self.step + self._made, now)
         phases = {member.phase for member in members.values()}
         if self.stage is Stage.GATHERING:
@@ -255,7 +255,7 @@ class Coordinator(Dealing):
         return None
 
     def _is_staged(self) -> bool:
-        """Return whether each worker was sent everything that it must hold to commit."""
+        """Return whether every worker was sent all that it must hold for a commit."""
         return self.stage is Stage.STAGING
 
     def _commit(self) -> list[Effect]:
@@ -272,7 +272,7 @@ class Coordinator(Dealing):
         return [do.Gather(step)]
 
     def _begin(self, now: float) -> list[Effect] | None:
-        """Saves if it is time, lets in who waits, then hands out the step; None to wait."""
+        """Save if due, admit waiting workers, then hand out the step; None to wait."""
         over = self.step == self.run.num_steps
         waiting = {} if over else self._peers_in(Phase.WAITING)
         due = self.step in self.run.saves and self.step != self._saved
@@ -293,7 +293,7 @@ class Coordinator(Dealing):
         return self._hand_out(self._members()) if self._is_complete() else None
 
     def _is_complete(self) -> bool:
-        """Return whether all are there for whom the step has to wait."""
+        """Return whether all workers are there for which the step has to wait."""
         there = {member.rank for member in self._members().values()}
         awaited = set(self.run.awaited.get(self.step, ())) - self._barred()
         enough = len(there) >= (1 if self._begun else self.run.num_awaited)
@@ -304,18 +304,18 @@ class Coordinator(Dealing):
         return True
 
     def _fetch(self, now: float) -> list[Effect] | None:
-        """Gets it; None while it is on its way."""
-        raise AssertionError("the coordinator of a star has it")
+        """Request the state from a worker; None while it is on its way."""
+        raise AssertionError("the coordinator of a star has the state")
 
     def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
         self._begun, self.stage = True, Stage.COMPUTING
         return self._deal(members)
 
     def _throw_out(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """Ends the connection of a peer that broke the protocol; who was let in is told why.
+        """Close the connection of a peer that broke the protocol; tell an admitted one why.
 
-        Ends the run where that goes on and on: the same rank, for the same reason, and no step made
-        in between. It would come back for ever.
+        End the run if the same rank is thrown out repeatedly for the same reason, with no step made
+        in between, because it would come back for ever.
         """
         member = self.peers[peer]
         if member.phase in (Phase.CHALLENGED, Phase.WAITING, Phase.ASKED):
@@ -328,7 +328,7 @@ class Coordinator(Dealing):
         return [do.Send(peer, told), *self._drop(peer, reason, now)]
 
     def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """Ends a connection, for whatever reason, and goes on without it."""
+        """Close a connection, and go on without it."""
         member = self.peers.pop(peer)
         effects: list[Effect] = [do.Close(peer, reason)]
         if member.phase in MEMBERS and self.stage is not Stage.OVER:

@@ -1,6 +1,6 @@
-"""The effects that a machine wants. A driver does them in order and tells what came of them.
+"""The effects that a machine requests. A driver carries them out in order and reports the results.
 
-`Peer` is the driver's own name for a connection; a machine only compares and hands it back.
+`Peer` is the driver's key for a connection; a machine only compares it and passes it back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Peer: TypeAlias = Hashable
 
 @dataclass_transform(frozen_default=True)
 class Effect:
-    """One thing to do. Every kind of it is a frozen dataclass."""
+    """One action for the driver. Every subclass is a frozen dataclass."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)
@@ -33,28 +33,28 @@ class Send(Effect):
 
 
 class Secure(Effect):
-    """From now on all frames of `peer` are keyed with `key`, those sent and those read."""
+    """Use `key` for all later frames of `peer`, sent and received."""
 
     peer: Peer
     key: bytes
 
 
 class Close(Effect):
-    """End the connection once everything before was sent; `reason` is for the log."""
+    """Close the connection once everything before was sent; `reason` is for the log."""
 
     peer: Peer
     reason: str
 
 
 class Finish(Effect):
-    """It is over: `completed`, `halted`, `failed`, or `stopped` by who started it."""
+    """The machine is done: `completed`, `halted`, `failed`, or `stopped` by the user."""
 
     status: str
     reason: str = ""
 
 
 class Dial(Effect):
-    """Connect to worker `rank` at `address` ("host:port"); then say `dialed`, or `undialable`."""
+    """Connect to worker `rank` at `address` ("host:port"); then call `dialed` or `undialable`."""
 
     rank: int
     address: str
@@ -64,9 +64,9 @@ class Dial(Effect):
 
 
 class Keep(Effect):
-    """The message just received from `rank` is in order: its payload counts.
+    """Accept the message just received from `rank`: its payload counts.
 
-    What belongs to a delivery counts when that is whole (`Deliver`).
+    A payload that is part of a delivery counts once that is complete (`Deliver`).
     """
 
     rank: int
@@ -74,38 +74,38 @@ class Keep(Effect):
 
 
 class Deliver(Effect):
-    """Keep what `rank` began to deliver with its last Computed: it is whole, whichever dies."""
+    """Keep the delivery that `rank` began with its last Computed, even if the worker dies."""
 
     rank: int
 
 
 class Copy(Effect):
-    """The message just received from `rank` is of its copy of an audited shard: keep it apart."""
+    """Keep the message just received from `rank` apart: it is part of a copy for an audit."""
 
     rank: int
     message: Message
 
 
 class EndCopy(Effect):
-    """The copy of `shard` that `rank` began with its last Computed is whole."""
+    """Complete the copy of `shard` that `rank` began with its last Computed."""
 
     rank: int
     shard: int
 
 
 class Compare(Effect):
-    """Nobody computes a copy of `shard` any more: say with `compared` which have the same bits."""
+    """Compare the copies of `shard`, all complete; then call `compared` with the result."""
 
     step: int
     shard: int
 
 
 class Conclude(Effect):
-    """The audit of `shard` is over: the copy with the number `copy` counts, the others are void.
+    """End the audit of `shard`: the copy with index `copy` counts, the others are void.
 
-    Numbers are in the order in which copies became whole; `alike` is for each that of the first one
-    with the same bits. `culprit` gave another; None where nobody did. Without a `copy` nobody can
-    say which is right. `disputed` is who ever disagreed.
+    Copies are in the order of completion; `alike` gives for each the index of the first one with
+    the same bits. `culprit` is the rank whose copy differs, or None. `copy` is None if it is
+    unknown which copy is right. `disputed` are the ranks that ever disagreed.
     """
 
     step: int
@@ -125,7 +125,7 @@ class Joined(Effect):
 
 
 class Left(Effect):
-    """`rank` takes part no more, in the middle of `step`; what it had not delivered is void."""
+    """`rank` left during `step`; what it had not delivered is void."""
 
     rank: int
     step: int
@@ -133,26 +133,26 @@ class Left(Effect):
 
 
 class Gather(Effect):
-    """`step` is next: what was delivered of a step that did not happen is void."""
+    """`step` is next; deliveries for a step that was not made are void."""
 
     step: int
 
 
 class Reduce(Effect):
-    """`block` of every shard of `step` is there: add, average; then say `reduced` or `refused`."""
+    """Average `block`, which every shard of `step` has; then call `reduced` or `refused`."""
 
     step: int
     block: int
 
 
 class Prepare(Effect):
-    """All of `step` is averaged: make it beside the state in use; then say `prepared`."""
+    """Compute the weights after `step` without using them yet; then call `prepared`."""
 
     step: int
 
 
 class Apply(Effect):
-    """A worker made `step`: make it here, too, or use what was prepared."""
+    """Make `step` here, as a worker has made it, or use what was prepared."""
 
     step: int
 
@@ -164,7 +164,7 @@ class Save(Effect):
 
 
 class Stop(Effect):
-    """Nobody makes `step`: `rank` `said` that a value is not finite, or `shard` is in dispute."""
+    """Halt before `step`: `rank` `said` that a value is not finite, or `shard` is in dispute."""
 
     step: int
     rank: int | None
@@ -177,16 +177,16 @@ class Stop(Effect):
 
 
 class Load(Effect):
-    """Take over the state in the message just received: it is `rank`'s before `step`."""
+    """Take over the state before `step` from the message just received, as worker `rank`."""
 
     rank: int
     step: int
 
 
 class Compute(Effect):
-    """Compute `shards` of `step`, beside everything else; then say `computed`, with this effect.
+    """Compute `shards` of `step` in the background; then call `computed` with this effect.
 
-    `ticket` is another for each, so that what was begun in an earlier stay is told from this one.
+    `ticket` is different for each, which tells work begun before a reconnection from later work.
     """
 
     ticket: int
@@ -195,42 +195,42 @@ class Compute(Effect):
 
 
 class Hold(Effect):
-    """Keep the block in the message just received: of the average of `step`, or of new weights."""
+    """Hold the block in the message just received: of the average of `step`, or of new weights."""
 
     step: int
     block: int
 
 
 class Contribute(Effect):
-    """Count `node`, which was computed here, for a block that is averaged here."""
+    """Count `node`, which this worker computed, for a block that this worker averages."""
 
     node: TreeNode
 
 
 class Combine(Effect):
-    """Add what was computed here to `block` in the message just received, or begin with it."""
+    """Add this worker's part of `block` to the sum just received, or start the sum with it."""
 
     step: int
     block: int
 
 
 class Regroup(Effect):
-    """Forget what other workers sent of the step in work; `round` begins, or goes on."""
+    """Forget what other workers sent for the current step; `round` begins or continues."""
 
     round: int
 
 
 class Postpone(Effect):
-    """Keep the message just received from `peer`, and tell of it again after `Again`."""
+    """Keep the message just received from `peer`, and deliver it to the machine after `Again`."""
 
     peer: Peer
 
 
 class Again(Effect):
-    """Tell once more what was postponed."""
+    """Deliver all postponed messages to the machine again."""
 
 
 class Make(Effect):
-    """Make `step` with the average held, or use the weights held."""
+    """Make `step` with the average that is held, or use the weights that are held."""
 
     step: int

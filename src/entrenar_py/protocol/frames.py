@@ -7,22 +7,21 @@ first carries the header and the first chunk, the others a chunk each. The prefi
             4     version
             5     tag of the message
             6     1 for a message's first frame, 0 for a later one
-            7     0 to the coordinator, 1 from it: no end can be told its own words
+            7     0 to the coordinator, 1 from it: no end accepts its own frames
             8-15  number of this frame in its direction, from 0
            16-19  bytes of the header, 0 in a later frame
            20-23  bytes of the chunk
            24-31  bytes of the message's whole payload
            32-47  checksum: GMAC of bytes 0-31, the header and the chunk; its nonce is bytes 4-15
 
-All integers are little-endian. The number makes a frame that was lost, repeated or put elsewhere
-look as wrong as a flipped bit does; the key is the session's (`handshake`), so that nobody else
-can write a frame of it.
+All integers are little-endian. The number reveals a frame that was lost, repeated or reordered. The
+key is the session's (`handshake`), so nobody else can write a frame of the session.
 
-The checksum is GMAC (NIST SP 800-38D): AES-256-GCM that encrypts nothing. Processors have
-instructions for it: 64 MB take 5 ms where keyed BLAKE3 takes 11. XXH3 would take 2.5, but anyone
-could forge it. GMAC is lost if a key ever meets a nonce twice; here the nonce holds direction and
-number, which no two frames of a session share, and a session's key is of two fresh nonces. Frames
-without a key have the key of zeros: against damage that is a checksum like any.
+The checksum is GMAC (NIST SP 800-38D), which is AES-256-GCM without a text to encrypt. Processors
+have instructions for it: 64 MB take 5 ms, against 11 ms with keyed BLAKE3. XXH3 would take 2.5 ms,
+but anyone could forge it. GMAC is insecure if a key is ever used with the same nonce twice. Here
+the nonce holds direction and number, which no two frames of a session share, and a session's key is
+derived from two fresh nonces. Frames before that use a key of zeros, which still reveals damage.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from entrenar_py.protocol.messages import MESSAGES, VERSION, Challenge, Hello, M
 
 MAGIC = b"ENTP"
 CHUNK_BYTES = 2**22
-JOINED_BYTES_MAX = 2**17  # a frame up to which copying costs less than three calls
+JOINED_BYTES_MAX = 2**17  # up to this size copying a frame costs less than three calls
 HEADER_BYTES_MAX = 2**21  # room for the longest list of the longest numbers
-UNKEYED_HEADER_BYTES_MAX = 2**12  # all that a stranger can make this end set aside
+UNKEYED_HEADER_BYTES_MAX = 2**12  # the most that a stranger can make this end allocate
 
 FIELDS = struct.Struct("<4sBBBBQIIQ")
 _NONCE = slice(4, 16)  # of the fields: version, tag, first, direction, number
@@ -54,13 +53,13 @@ _CHECKSUM_BYTES = 16
 PREFIX_BYTES = FIELDS.size + _CHECKSUM_BYTES
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-# How many payload bytes a message of this kind may bring now; 0 for none.
+# Returns the most payload bytes that a message of this kind may have now; 0 for none.
 Limit = Callable[[type[Message]], int]
-# Memory for a message's payload of so many bytes, just as long: see Decoder.
+# Returns memory of exactly so many bytes for a message's payload: see Decoder.
 Room = Callable[[Message, int], memoryview]
 
 
-# Before a session has a key these three alone may come, and they never have it.
+# Only these messages are legal before a session has a key, and their frames never use it.
 NO_KEY = bytes(32)
 TO_COORDINATOR, FROM_COORDINATOR = 0, 1
 UNKEYED = (Challenge, Hello, Refuse)
@@ -68,19 +67,19 @@ UNKEYED = (Challenge, Hello, Refuse)
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A whole message; `payload` is the room it was given, empty if it carries nothing."""
+    """A whole message; `payload` is the memory from `room`, empty if it carries nothing."""
 
     message: Message
     payload: memoryview
 
 
 def new_room(message: Message, num_bytes: int) -> memoryview:
-    """Memory of its own for a payload, not zeroed: that would cost more than receiving it."""
+    """Return new memory for a payload, not zeroed: that would cost more than receiving it."""
     return np.empty(num_bytes, np.uint8).data
 
 
 class Encoder:
-    """One direction of one connection, at the end that writes; `key` is the session's."""
+    """Encodes one direction of a connection; `key` is the session's."""
 
     def __init__(self, key: bytes = NO_KEY, *, direction: int = TO_COORDINATOR) -> None:
         self.key = key
@@ -88,7 +87,7 @@ class Encoder:
         self._number = 0
 
     def encode(self, message: Message, payload: Buffer = b"") -> Iterator[bytes | memoryview]:
-        """The frames of `message`: each its prefix with the header, then a view of its chunk."""
+        """Yield each frame of `message`: its prefix with the header, then a view of its chunk."""
         whole = memoryview(payload).cast("B")
         assert message.carries or not whole.nbytes, f"{message} carries nothing"
         header = headers.dump(message)
@@ -108,14 +107,14 @@ class Encoder:
 
 
 class Decoder:
-    """One direction of one connection, at the end that reads; `key` is the session's.
+    """Decodes one direction of a connection; `key` is the session's.
 
-    Fill `buffer()` and tell `filled` how much was written there: what is complete comes back.
+    Write received bytes into `buffer()`, and call `filled` with their number.
 
-    `room` is asked for the memory of a payload once its size is known to be within `limit`, never
-    for an empty one. It raises ProtocolError for a message that it has no room for. The memory is
-    the decoder's until the message comes back from `filled`, and the receiver's from then on: both
-    the message that `room` is shown and what is written there may be damaged until then.
+    `room` returns the memory for a payload. It is called once the size is known to be within
+    `limit`, and never for an empty payload; it may raise ProtocolError. The decoder owns the memory
+    until `filled` returns the message, and the receiver from then on. Until then both the message
+    that `room` gets and the bytes in the memory are unverified, and may be damaged.
     """
 
     def __init__(
@@ -131,27 +130,27 @@ class Decoder:
         self._limit, self._room = limit, room
         self._number = 0
         self._received: Received | None = None  # the message in work, until its last frame
-        self._at = 0  # bytes of its payload that came
+        self._at = 0  # number of its payload bytes that came
         self._prefix = bytearray(PREFIX_BYTES)
         self._header = bytearray()
         self._chunk = memoryview(b"")
-        self._rest = memoryview(self._prefix)  # of the part in work: prefix, header or chunk
+        self._rest = memoryview(self._prefix)  # unfilled rest of the prefix, header or chunk
         self._advance: Callable[[], Received | None] = self._end_prefix
 
     @property
     def num_frames(self) -> int:
-        """Return the number of whole frames that came: bytes alone may be of a damaged length."""
+        """Return the number of complete frames whose checksum was right."""
         return self._number
 
     def buffer(self) -> memoryview:
-        """Return where the next bytes go; never empty."""
+        """Return the memory for the next bytes; it is never empty."""
         return self._rest
 
     def filled(self, num_bytes: int) -> Received | None:
-        """Takes the `num_bytes` written to `buffer()`; the message that they complete, if any.
+        """Take `num_bytes` written to `buffer()`; return the message that they complete, or None.
 
-        ProtocolError for what is no frame, or one that is damaged, out of turn or too long:
-        nothing more can be read from this peer then.
+        Raises ProtocolError for a frame that is malformed, damaged, out of turn or too long.
+        Nothing more can be read from this peer then.
         """
         self._rest = self._rest[num_bytes:]
         done = None
@@ -160,7 +159,7 @@ class Decoder:
         return done
 
     def feed(self, data: Buffer) -> Iterator[Received]:
-        """Take all of `data`; the messages that it completes, each as soon as it is whole."""
+        """Take all of `data`, and yield each message as soon as it is complete."""
         left = memoryview(data)
         while left.nbytes:
             num_bytes = min(self._rest.nbytes, left.nbytes)
@@ -191,7 +190,7 @@ class Decoder:
         self._advance = self._end_header
 
     def _due_first(self, kind: type[Message], header_bytes: int, whole_bytes: int) -> int:
-        """The bytes of payload due with and after a message's first frame."""
+        """Return the payload bytes that are due with and after a message's first frame."""
         name, longest = kind.__name__, header_bytes_max(kind)
         keyed = kind in UNKEYED or self.key != NO_KEY
         _require(keyed, f"{name} from a stranger: prove yourself first")
@@ -208,7 +207,7 @@ class Decoder:
     def _due_later(
         self, received: Received, kind: type[Message], header_bytes: int, whole_bytes: int
     ) -> int:
-        """The bytes of payload due with and after a later frame of the message in work."""
+        """Return the payload bytes that are due with and after a later frame of a message."""
         known = type(received.message) is kind and header_bytes == 0
         _require(known, "a frame of another message came in between")
         whole = len(received.payload)
@@ -249,12 +248,12 @@ class Decoder:
 
 
 def header_bytes_max(kind: type[Message]) -> int:
-    """Return how long the header of a message of this kind may be."""
+    """Return the most bytes that the header of a message of this kind may have."""
     return UNKEYED_HEADER_BYTES_MAX if kind in UNKEYED else HEADER_BYTES_MAX
 
 
 def checksum_of(key: bytes, fields: Buffer, header: Buffer, chunk: Buffer) -> bytes:
-    """The checksum of one frame: of its fields, its header and its chunk."""
+    """Return the checksum of a frame with these fields, header and chunk."""
     nonce = bytes(fields[_NONCE])
     if len(header) + len(chunk) <= JOINED_BYTES_MAX:
         return _cipher(key).encrypt(nonce, b"", b"".join((fields, header, chunk)))

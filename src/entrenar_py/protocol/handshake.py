@@ -1,8 +1,8 @@
-"""Proofs of a shared secret by both ends, without sending it, and the session's key.
+"""Both ends prove that they know a secret without sending it, and derive the session's key.
 
-HMAC-SHA256 over what both sides said first (the nonces are fresh, so no proof is worth anything a
-second time), with a word that tells the directions and the uses apart. Without a secret the proofs
-still bind a session to its nonces, but keep nobody out.
+Proofs and key are HMAC-SHA256 over a word for their use, the challenge and the hello. Both messages
+hold fresh nonces, so no proof can be used twice. With an empty secret the proofs still bind a
+session to its nonces, but anyone can compute them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ NONCE_BYTES = 16
 
 
 def proof_of_worker(secret: bytes, challenge: Challenge, hello: Hello) -> str:
-    """64 hex digits that only who knows `secret` can give; `hello.proof` itself does not count."""
+    """Return 64 hex digits that prove the worker knows `secret`; `hello.proof` is not covered."""
     return _mac(secret, b"worker", challenge, hello).hex()
 
 
 def proof_of_coordinator(secret: bytes, challenge: Challenge, hello: Hello) -> str:
-    """The other direction: that the one who sent the challenge knows `secret` too."""
+    """Return 64 hex digits that prove the sender of `challenge` knows `secret`, too."""
     return _mac(secret, b"coordinator", challenge, hello).hex()
 
 
 def session_key(secret: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    """32 bytes: the key of every later frame's checksum, in both directions."""
+    """Return the 32-byte key for the checksums of all later frames, in both directions."""
     return _mac(secret, b"session", challenge, hello)
 
 

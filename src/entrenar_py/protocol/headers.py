@@ -1,4 +1,4 @@
-"""A message's fields as bytes, and back: one canonical JSON object, and nothing that is not one."""
+"""Converts a message's fields to canonical JSON bytes and back, and rejects all other bytes."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def parse(tag: int, header: bytes) -> Message:
 
 
 def _require_few(kind: type[Message], header: bytes) -> None:
-    """ProtocolError for more values than a header can have: JSON would make 25 bytes of each."""
-    num_fields = len(fields(kind)) + 1  # one more is better named than counted
-    in_texts = TEXT_CHARS_MAX * num_fields  # where such a mark is no structure
+    """Raise ProtocolError for a header with too many values, before JSON spends memory on them."""
+    num_fields = len(fields(kind)) + 1  # one unknown field gets a better message later
+    in_texts = TEXT_CHARS_MAX * num_fields  # marks inside of strings
     for mark, most in ((b",", LIST_MAX), (b":", num_fields), (b"[", num_fields), (b"{", 1)):
         if header.count(mark) > most + in_texts:
             raise ProtocolError(
@@ -62,7 +62,7 @@ def _record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-# Made once: `json.dumps` and `json.loads` with options of one's own make them each time.
+# Made once: `json.dumps` and `json.loads` with options would make new ones on each call.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 _DECODER = json.JSONDecoder(object_pairs_hook=_record)
 

@@ -1,8 +1,8 @@
-"""A worker's links to the other workers of a mesh: who connects, who proves what, who is silent.
+"""A worker's links to the other workers of a mesh: connections, handshakes and timeouts.
 
-Of two workers the one of lower rank connects. The handshake is the coordinator's: who is connected
-to challenges, who connects says hello, both prove that they know the secret. What is to be said
-before that is done waits.
+Of two workers the one of lower rank connects. The handshake is as with the coordinator: the worker
+that accepts sends a challenge, the one that connects sends a hello, and both prove that they know
+the secret. Messages for a worker wait until its link is ready.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ AGAIN = "it has connected again"
 
 @dataclass(slots=True)
 class Link:
-    """One connection. `rank` is the other's, once it has said; `proof` what it is to prove."""
+    """One connection. `rank` is the other worker's, once known; `proof` is expected from it."""
 
     nonce: str
     heard: float
     said: float
     rank: int | None = None
     proof: str = ""
-    dial: do.Dial | None = None  # how it was made, if from here
+    dial: do.Dial | None = None  # the effect that made it, if made by this worker
     ready: bool = False
 
 
 @dataclass(slots=True)
 class Links:
-    """All of one worker's. `own` is its rank, once it has a group; `addresses` are the others'."""
+    """All links of one worker. `own` is its rank in the group; `addresses` are the others'."""
 
     terms: Terms
     secret: bytes
@@ -57,13 +57,13 @@ class Links:
     _waiting: dict[int, list[Message]] = field(default_factory=dict)
 
     def group(self, own: int, addresses: Mapping[int, str]) -> list[Effect]:
-        """From now on this worker is `own`, and talks to those at `addresses`."""
+        """Take up a new group, in which this worker's rank is `own`; connect where needed."""
         self.own, self.addresses = own, addresses
         self._waiting.clear()
         dials = {do.Dial(rank, address) for rank, address in addresses.items() if rank > own}
         effects: list[Effect] = []
         for peer, link in list(self._links.items()):
-            # Who connected to us may know of a later group than we do.
+            # Links made by others stay: they may know of a later group than this worker does.
             if link.dial is not None and link.dial not in dials:
                 effects += self._close(peer, "it is not in the group any more")
         there = {link.dial for link in self._links.values()} | self._dialing
@@ -72,7 +72,7 @@ class Links:
         return [*effects, *wanted]
 
     def say(self, rank: int, message: Message) -> list[Effect]:
-        """Tells `rank`, now or when it can be told."""
+        """Send `message` to `rank`, now or once the link to it is ready."""
         for peer, link in self._links.items():
             if link.rank == rank and link.ready:
                 return [do.Send(peer, message)]
@@ -80,23 +80,23 @@ class Links:
         return []
 
     def rank_of(self, peer: Peer) -> int | None:
-        """Return the rank at the other end, if that is proved."""
+        """Return the rank at the other end; None before the handshake is complete."""
         link = self._links.get(peer)
         return link.rank if link is not None and link.ready else None
 
     def has(self, peer: Peer) -> bool:
-        """Return whether `peer` is one of these."""
+        """Return whether `peer` is one of these links."""
         return peer in self._links
 
-    # --- what is told to it -----------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def accepted(self, peer: Peer, nonce: str, now: float) -> list[Effect]:
-        """Someone has connected."""
+        """Send a challenge to a peer that has connected."""
         self._links[peer] = Link(nonce, now, now)
         return [do.Send(peer, Challenge(version=VERSION, nonce=nonce))]
 
     def dialed(self, peer: Peer, dial: do.Dial, nonce: str, now: float) -> list[Effect]:
-        """The connection that was asked for is there."""
+        """Take up the connection that `dial` requested."""
         self._dialing.discard(dial)
         if self.addresses.get(dial.rank) != dial.address:
             return [do.Close(peer, "it is not in the group any more")]
@@ -104,20 +104,21 @@ class Links:
         return []
 
     def undialable(self, dial: do.Dial) -> bool:
-        """It can't be made; whether it is still wanted."""
+        """Note that `dial` failed; return whether its connection is still wanted."""
         self._dialing.discard(dial)
         return self.addresses.get(dial.rank) == dial.address
 
     def heard(self, peer: Peer, now: float) -> None:
-        """A whole frame came."""
+        """Note that a whole frame of `peer` came."""
         link = self._links.get(peer)
         if link is not None and link.ready:
             link.heard = now
 
     def greet(self, peer: Peer, message: Message, now: float) -> tuple[list[Effect], int | None]:
-        """A message of a link that is not ready; ProtocolError for what does not belong there.
+        """Take a message of a link that is not ready; ProtocolError if it is not due.
 
-        Also which rank, if any, has another link with it: what went over that may be lost.
+        Return the effects, and the rank whose older link was closed for this one, or None. Messages
+        on the older link may be lost.
         """
         link = self._links[peer]
         match message:
@@ -132,12 +133,12 @@ class Links:
         raise ProtocolError(f"{type(message).__name__} from a worker that has proved nothing")
 
     def lost(self, peer: Peer, reason: str) -> tuple[list[Effect], int | None]:
-        """A link is gone, or what came over it made no sense; whose it was, if in the group."""
+        """Close a link that broke or misbehaved; also return its rank if that is in the group."""
         rank = self._links[peer].rank
         return self._close(peer, reason), rank if rank in self.addresses else None
 
     def tick(self, now: float) -> tuple[list[Effect], list[tuple[Peer, str]]]:
-        """Time has passed: heartbeats to send, and who is silent."""
+        """Return the heartbeats that are due, and the silent peers, each with the reason."""
         effects: list[Effect] = []
         silent = []
         for peer, link in self._links.items():
@@ -150,11 +151,12 @@ class Links:
         return effects, silent
 
     def close(self) -> list[Effect]:
-        """Ends them all."""
+        """Close all links and forget the group."""
         self.own, self.addresses = None, {}
         self._dialing.clear()
         self._waiting.clear()
-        return [one for peer in list(self._links) for one in self._close(peer, "the stay is over")]
+        reason = "the stay is over"
+        return [effect for peer in list(self._links) for effect in self._close(peer, reason)]
 
     # --- small things -----------------------------------------------------------------------------
 
@@ -179,8 +181,8 @@ class Links:
             return [do.Send(peer, refusal), *self._close(peer, f"refused: {refusal.reason}")], None
         if hello.rank in (None, self.own):
             raise ProtocolError(f"Hello rank={hello.rank}: this worker's own, or no rank")
-        before = [old for old, one in self._links.items() if one.rank == hello.rank]
-        effects = [one for old in before for one in self._close(old, AGAIN)]
+        before = [old for old, other in self._links.items() if other.rank == hello.rank]
+        effects = [effect for old in before for effect in self._close(old, AGAIN)]
         link.rank = hello.rank
         key = handshake.session_key(self.secret, challenge, hello)
         proof = handshake.proof_of_coordinator(self.secret, challenge, hello)
@@ -189,7 +191,7 @@ class Links:
         return [*effects, *accepted, *ready], hello.rank if before else None
 
     def _ready(self, peer: Peer, link: Link, now: float) -> list[Effect]:
-        assert link.rank is not None, "it has said who it is"
+        assert link.rank is not None, "known since the hello"
         link.ready, link.heard = True, now
         return [do.Send(peer, message) for message in self._waiting.pop(link.rank, [])]
 

@@ -1,10 +1,10 @@
-"""The coordinator of a mesh: it steers, and the blocks pass from worker to worker.
+"""The coordinator of a mesh: it directs the workers, which send each other the blocks.
 
-As in a star a step is computed, staged by everyone, and then made. What is different: what a worker
-computed dies with it, also what it had delivered, so that others compute it again, and the exchange
-of the step begins again in a new round. The state is with the workers: one of them is asked for it
-when it is to be saved, or somebody comes. Should all connections break at once, the workers come
-back, and one of them still holds it: each is asked in turn.
+As in a star a step is computed, staged by every worker, and then made. All results of a lost worker
+are lost, however: others compute its shards again, and the exchange starts again in a new round.
+Only the workers hold the state. The coordinator requests it from one of them to save it, or to
+admit a worker. If all connections break at once, it asks each worker that comes back in turn
+whether it still holds the state.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from entrenar_py.protocol.phases import MEMBERS, MESH_PEER_MAY_SAY, Stage
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
 
-ROUNDS_MAX = 3  # of one step with the same workers: who can't reach each other by then, never will
+ROUNDS_MAX = 3  # complaints in one step after which the worker complained of most is thrown out
 
 
 class MeshCoordinator(Coordinator):
-    """The machine. Times are seconds on any clock that does not go back."""
+    """The state machine. Times are seconds on a monotonic clock."""
 
     may_say = MESH_PEER_MAY_SAY
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
         super().__init__(run, secret=secret, timing=timing, now=now)
         self._round = 0
-        self._group: list[Peer] = []  # who was told of this round
-        self._held = run.first_step  # the step before which the state is here
+        self._group: list[Peer] = []  # the workers of this round
+        self._held = run.first_step  # the state before this step is here
         self._may_hold: set[int] = set()  # ranks lost since the step was handed out
-        self._committed = False  # all were told to make the step in work, then all were lost
-        self._complaints: Counter[Peer] = Counter()  # of and about whom, in this step
-        self._num_rounds = 0  # that this step was begun again for them
-        self._told: tuple[int, int] | None = None  # who complained last, and of whom
+        self._committed = False  # all were told to make the current step, then all were lost
+        self._complaints: Counter[Peer] = Counter()  # by and about each worker, in this step
+        self._num_rounds = 0  # how often this step's exchange was to begin again
+        self._told: tuple[int, int] | None = None  # the last complaint: its sender, and about whom
 
     def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
         ours, secret = self.run.terms, self.secret
         entitled = terms.refusal(hello, member.challenge, ours, secret=secret) is None
-        if entitled and hello.port is None:  # a stranger learns nothing; who asks has none yet
+        if entitled and hello.port is None:  # `super` answers strangers and applicants
             raise ProtocolError("Hello port=null: in a mesh every worker has to listen")
         host = f"[{member.host}]" if ":" in member.host else member.host
         member.address = f"{host}:{hello.port}"
@@ -79,7 +79,7 @@ class MeshCoordinator(Coordinator):
         return [do.Keep(member.in_rank(), said), *self._settle(now)]
 
     def _made_before(self, member: Member, said: say.Applied, now: float) -> list[Effect]:
-        """A worker that comes back made the step as it was told to: go on with the next one."""
+        """A returning worker has made the step as it was told to: continue with the next step."""
         if not self._committed:
             raise ProtocolError(f"Applied step={said.step}: nobody was told to make it")
         member.phase = Phase.WAITING
@@ -94,10 +94,10 @@ class MeshCoordinator(Coordinator):
     def _unreachable(
         self, peer: Peer, member: Member, said: say.Unreachable, now: float
     ) -> list[Effect]:
-        """Begins another round; the third time, without the one that was complained of most.
+        """Begin another round; at the third complaint throw out the worker with most complaints.
 
-        What breaks one connection may be told by both of its ends, by the second one in the round
-        that the first one's word began: that is no time more.
+        Both ends may complain about one broken connection, the second end in the round that began
+        with the first end's complaint. Such a pair counts once.
         """
         if said.round != self._round:
             return []
@@ -148,8 +148,8 @@ class MeshCoordinator(Coordinator):
         return self.stage is Stage.COMPUTING
 
     def _commit(self) -> list[Effect]:
-        whole: list[Effect] = [do.Deliver(one.in_rank()) for one in self._members().values()]
-        return [*whole, *super()._commit()]
+        members = self._members().values()
+        return [*(do.Deliver(member.in_rank()) for member in members), *super()._commit()]
 
     def _gather(self, step: int, now: float) -> list[Effect]:
         self._committed = step == self.step and self.stage is Stage.APPLYING
@@ -175,7 +175,7 @@ class MeshCoordinator(Coordinator):
         return [do.Send(peer, say.Fetch(step=self.step))]
 
     def _give_up(self, waited: float) -> list[Effect]:
-        """Also say if it is the state that no worker came back with."""
+        """Give up the run; the reason may be that no worker came back with the state."""
         is_lost = not (self._members() or self._has_state(self.step))
         return self._lost_state() if is_lost else super()._give_up(waited)
 
@@ -211,7 +211,7 @@ class MeshCoordinator(Coordinator):
         return [*self._regroup(members), *assigned]
 
     def _regroup(self, members: Mapping[Peer, Member]) -> list[Effect]:
-        """A new round, with `members`."""
+        """Begin a new round with `members`."""
         self._round += 1
         self._group = list(members)
         for member in members.values():
@@ -219,11 +219,11 @@ class MeshCoordinator(Coordinator):
                 member.phase = Phase.READY
         addresses = {member.in_rank(): member.address for member in members.values()}
         ranks = sorted(addresses)
-        has = {shard: one.in_rank() for one in members.values() for shard in one.to_send()}
+        holders = {shard: m.in_rank() for m in members.values() for shard in m.to_send()}
         group = say.Group(
             step=self.step,
             round=self._round,
-            holders=tuple(has[shard] for shard in range(self.run.num_shards)),
+            holders=tuple(holders[shard] for shard in range(self.run.num_shards)),
             ranks=tuple(ranks),
             addresses=tuple(addresses[rank] for rank in ranks),
         )

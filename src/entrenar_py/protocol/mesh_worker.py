@@ -1,7 +1,7 @@
-"""A worker of a mesh: averages the blocks that are its own, and gets the others from their owners.
+"""A worker of a mesh: averages the blocks that it owns, and gets the others from their owners.
 
-To the coordinator it is a worker as in a star, but its gradients go to the other workers. A step's
-exchange is of one round; what comes of a later step or round than this worker has heard of waits.
+To the coordinator it is a worker as in a star, but it sends its gradients to the other workers. An
+exchange belongs to one step and round. Messages of a later one wait until this worker reaches it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IN_A_ROUND = (Phase.READY, Phase.COMPUTING, Phase.STAGED)
 
 
 class MeshWorker(Worker):
-    """The machine. `port` is where the others reach it."""
+    """The state machine. `port` is where the other workers connect to it."""
 
     may_hear = MESH_WORKER_MAY_HEAR
     parts: tuple[type[say.Message], ...] = (
@@ -47,22 +47,22 @@ class MeshWorker(Worker):
         super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)
         self.links = Links(terms, secret, backend, timing)
         self._group: say.Group | None = None
-        self._holders: Sequence[int] = ()  # of each shard of `step`, the rank that has it
-        self._own: list[say.TreeNode] = []  # of `step`, all that was computed here
-        self._missing: dict[int, set[int]] = {}  # own block not yet averaged -> shards not there
+        self._holders: Sequence[int] = ()  # for each shard of `step`, the rank that computes it
+        self._own: list[say.TreeNode] = []  # all nodes of `step` that were computed here
+        self._missing: dict[int, set[int]] = {}  # owned block -> shards that have not come
         self._num_postponed = 0
-        self._holds_state = False  # that before `step`, also while it is away
-        self._made: int | None = None  # the last step that it made of that state
+        self._holds_state = False  # whether the state before `step` is here, even if disconnected
+        self._made: int | None = None  # the last step made since the state was loaded
 
-    # --- what is told to it of the others ---------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def undialable(self, dial: do.Dial, reason: str) -> list[Effect]:
-        """It can't be made."""
+        """Complain to the coordinator that `dial` failed, if it is still wanted."""
         wanted = self.links.undialable(dial)
         return self._complain(dial.rank, reason) if wanted else []
 
     def receive_from(self, peer: Peer, message: say.Message, now: float) -> list[Effect]:
-        """A whole message of another worker. What is not legal ends that link, and its round."""
+        """Return the effects of another worker's message. An illegal one ends link and round."""
         if not self.links.has(peer):
             return []  # closed from here, while this was on its way
         rank = self.links.rank_of(peer)
@@ -77,31 +77,31 @@ class MeshWorker(Worker):
             return self.lost_link(peer, str(error))
 
     def lost_link(self, peer: Peer, reason: str) -> list[Effect]:
-        """The link to another worker is gone, or what came over it made no sense."""
+        """Close a link that broke or misbehaved, and complain to the coordinator."""
         if not self.links.has(peer):
             return []
         effects, rank = self.links.lost(peer, reason)
         return effects if rank is None else [*effects, *self._complain(rank, reason)]
 
     def reduced(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
-        """An own `block` of the average of `step` is there and finite."""
+        """Take the result of Reduce: an owned block is finite, and goes to the other workers."""
         group = self._group
         if group is None:
-            return []  # the stay in which it was asked for is over
+            return []  # requested over a connection that has ended
         average = say.Average(step=step, round=group.round, block=block, loss=loss, weight=weight)
         return [*self._spread(average), *self._has(block)]
 
     def overflowed(self, step: int, block: int) -> list[Effect]:
-        """It is not finite: the coordinator halts the run."""
+        """Report that an owned block of the average is not finite: the coordinator will halt."""
         overflow = do.Send(self._peer, say.Overflow(step=step, block=block))
         return [] if self._group is None else [overflow]
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: heartbeats to send, and who is silent to give up."""
+        """Send the heartbeats that are due, and disconnect from peers that are silent too long."""
         effects = super().tick(now)
-        told, silent = self.links.tick(now)
-        lost = [one for peer, reason in silent for one in self.lost_link(peer, reason)]
-        return [*effects, *told, *lost]
+        heartbeats, silent = self.links.tick(now)
+        lost = [effect for peer, reason in silent for effect in self.lost_link(peer, reason)]
+        return [*effects, *heartbeats, *lost]
 
     # --- a round ----------------------------------------------------------------------------------
 
@@ -122,9 +122,9 @@ class MeshWorker(Worker):
                 return super()._turn(message)
 
     def _asked_back(self, fetch: say.Fetch) -> list[Effect]:
-        """Answers a coordinator that has lost every worker: with the state, if it is here still.
+        """Answer a coordinator that has lost every worker: send the state, if it is still here.
 
-        Where the step was made before the connection broke, it says that first.
+        If the step was made before the connection broke, report that first.
         """
         if self._holds_state and fetch.step == self.step:
             return [do.Send(self._peer, say.State(step=self.step))]
@@ -134,7 +134,7 @@ class MeshWorker(Worker):
         return [do.Send(self._peer, say.Leave(reason=reason)), *self._drop(reason)]
 
     def broken(self, reason: str) -> list[Effect]:
-        """Object to bytes that made no sense; these may have been a state."""
+        """End the connection after malformed bytes, which may have overwritten the state."""
         self._holds_state = False
         return super().broken(reason)
 
@@ -163,7 +163,7 @@ class MeshWorker(Worker):
         return self._start_round()
 
     def _start_round(self) -> list[Effect]:
-        """Begins the exchange of `step`, from nothing but what was computed here."""
+        """Begin the exchange of `step` with only the nodes that were computed here."""
         group = self._group
         assert group is not None
         self.phase = Phase.COMPUTING if self._work else Phase.READY
@@ -178,27 +178,27 @@ class MeshWorker(Worker):
         return [] if self._group is None else self._send(nodes)
 
     def _send(self, nodes: Sequence[say.TreeNode]) -> list[Effect]:
-        """Every node's blocks to their owners."""
+        """Send each node to the owner of its block."""
         assert self._group is not None
         assert self.rank is not None
         effects: list[Effect] = []
         for node in nodes:
-            said = replace(node, round=self._group.round)
+            message = replace(node, round=self._group.round)
             owner = self._owner(node.block)
             if owner == self.rank:
-                effects += [do.Contribute(said), *self._count(owner, said)]
+                effects += [do.Contribute(message), *self._count(owner, message)]
             else:
-                effects += self.links.say(owner, said)
+                effects += self.links.say(owner, message)
         return effects
 
     def _spread(self, average: say.Average) -> list[Effect]:
-        """Tells everyone else of an own block."""
+        """Send an averaged block to all other workers."""
         assert self._group is not None
         others = [rank for rank in self._group.ranks if rank != self.rank]
-        return [one for rank in others for one in self.links.say(rank, average)]
+        return [effect for rank in others for effect in self.links.say(rank, average)]
 
     def _owner(self, block: int) -> int:
-        """The rank that averages `block`."""
+        """Return the rank that averages `block`."""
         assert self._group is not None
         return self._group.ranks[block % len(self._group.ranks)]
 
@@ -209,7 +209,7 @@ class MeshWorker(Worker):
         group = self._group
         if group is None or message.round > group.round or message.step > self.step:
             return self._postpone(peer)
-        # What is of an earlier step was needed then: who says it now withholds what is due.
+        # An earlier step could not end without its messages: one that comes now is illegal.
         if message.round < group.round and message.step == self.step:
             return []  # was on its way when the round ended
         self._require_step(message.step)
@@ -225,7 +225,7 @@ class MeshWorker(Worker):
         return [do.Hold(self.step, message.block), *self._has(message.block)]
 
     def _postpone(self, peer: Peer) -> list[Effect]:
-        """Waits with a message for the round that it is of; there can't be many."""
+        """Postpone a message of a later round; ProtocolError if more come than a round can have."""
         self._num_postponed += 1
         most = self._num_blocks * (len(self._holders) + 1)
         if self._group is not None and self._num_postponed > most:
@@ -233,7 +233,7 @@ class MeshWorker(Worker):
         return [do.Postpone(peer)]
 
     def _count(self, rank: int, node: say.TreeNode) -> list[Effect]:
-        """Counts a node of an own block, which is averaged when all shards are there."""
+        """Count a node of an owned block, and average the block once all shards are there."""
         under = reduction.shards_under(node.level, node.index, len(self._holders))
         missing = self._missing.get(node.block, set())
         theirs = all(self._holders[shard] == rank for shard in under)
@@ -249,7 +249,7 @@ class MeshWorker(Worker):
         return [do.Reduce(self.step, node.block)]
 
     def _has(self, block: int) -> list[Effect]:
-        """`block` of the average is here; with the last one the step can be made."""
+        """Record that `block` of the average is here; after the last one report Staged."""
         self._held.add(block)
         if len(self._held) < self._num_blocks:
             return []
@@ -260,10 +260,10 @@ class MeshWorker(Worker):
     def _complain(self, rank: int, reason: str) -> list[Effect]:
         if self._group is None or self.phase not in IN_A_ROUND:
             return []
-        said = say.Unreachable(round=self._group.round, rank=rank, reason=say.brief(reason))
-        return [do.Send(self._peer, said)]
+        complaint = say.Unreachable(round=self._group.round, rank=rank, reason=say.brief(reason))
+        return [do.Send(self._peer, complaint)]
 
-    # --- the end of a stay ------------------------------------------------------------------------
+    # --- the end of a connection ------------------------------------------------------------------
 
     def _drop(self, reason: str) -> list[Effect]:
         self._group = None

@@ -1,8 +1,8 @@
-"""The messages that peers exchange: one record a message, one table of them all.
+"""The messages that peers exchange: a record for each, and a table of all.
 
-A message is a small record of plain fields, and for some a payload of raw bytes (tensors in the
-manifest's order, little-endian, or trace events as JSON lines). The table `MESSAGES` is the only
-definition: the codec, the machines and the docs read it.
+A message is a small record of plain fields. Some kinds also carry a payload of raw bytes: tensors
+in the manifest's order, little-endian, or trace events as JSON lines. Codec, machines and docs all
+read the table `MESSAGES`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VERSION = 2
 TEXT_CHARS_MAX = 1_000
 LIST_MAX = 2**16
 
-# Lower-case hex digits: 32 that are fresh, 64 that are an HMAC-SHA256.
+# Lower-case hex digits: a nonce has 32 random ones, a proof the 64 of an HMAC-SHA256.
 Nonce: TypeAlias = str
 Proof: TypeAlias = str
 
@@ -24,9 +24,9 @@ Proof: TypeAlias = str
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 @dataclass(frozen=True)
 class Message:
-    """One thing said. `tag` names it on the wire; `carries` says what its payload is, if any.
+    """A message. `tag` is its kind on the wire; `carries` names its payload, empty for none.
 
-    Every kind of it is a frozen dataclass, whose fields are its header.
+    Every subclass is a frozen dataclass, whose fields are the message's header.
     """
 
     tag: ClassVar[int]
@@ -338,5 +338,5 @@ MESSAGES: dict[int, type[Message]] = {
 
 
 def brief(text: str) -> str:
-    """Return `text` as a message may hold it: one that is too long loses its middle."""
+    """Return `text` without its middle if it is too long for a message."""
     return escaping.shortened(text, chars_max=TEXT_CHARS_MAX)

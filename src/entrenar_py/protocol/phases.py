@@ -1,6 +1,6 @@
-"""The phases of a peer, what it may say in each, and what follows: the only tables of moves.
+"""Tables of the protocol's phases: the messages legal in each, and the moves between them.
 
-The machines read what is legal, and the tables and diagrams in the docs are drawn from all of it.
+The machines read which messages are legal; tables and diagrams in the docs are made from all of it.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class Stage(StrEnum):
 class PeerPhase(StrEnum):
     """The phase of one peer, as the coordinator sees it."""
 
-    CHALLENGED = "challenged"  # connected; nothing but a hello is looked at
+    CHALLENGED = "challenged"  # connected, and must say hello
     WAITING = "waiting"  # may join at the next boundary between steps
     LOADING = "loading"  # the state is on its way to it
     READY = "ready"  # has nothing to do
     COMPUTING = "computing"  # has shards to deliver
-    STAGING = "staging"  # all of the average, or of the new weights, is on its way to it
-    STAGED = "staged"  # holds it
+    STAGING = "staging"  # all of the average, or of the new weights, was sent to it
+    STAGED = "staged"  # holds all of that
     APPLYING = "applying"  # was told to make the step
     GIVING = "giving"  # was asked for its state
-    ASKED = "asked"  # waits, and was asked for the state it may hold from before
+    ASKED = "asked"  # waits, and was asked for a state that it may still hold
 
 
-# What a peer may say where it stands; anything else ends the connection. Heartbeats and leaving are
-# legal wherever a peer was let in.
+# The messages that a peer may send in each phase; any other one ends the connection. An admitted
+# peer may also send those of ALWAYS.
 PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.CHALLENGED: (Hello,),
     PeerPhase.WAITING: (),
@@ -74,8 +74,8 @@ PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.STAGED: (),
     PeerPhase.APPLYING: (Applied,),
 }
-# In a mesh blocks pass by the coordinator; what a peer says of the others may come at any time,
-# and of a round that is over by then.
+# In a mesh blocks go from worker to worker. Reports about the exchange may come in most phases, and
+# about a round that is over by then.
 MESH_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.CHALLENGED: (Hello,),
     PeerPhase.WAITING: (),
@@ -110,7 +110,7 @@ class WorkerPhase(StrEnum):
     OVER = "over"
 
 
-# Where a worker was let in: who is thrown out there is told why.
+# The phases of an admitted worker. In these, the end that breaks off tells the other one why.
 TAKING_PART = (WorkerPhase.READY, WorkerPhase.COMPUTING, WorkerPhase.STAGED)
 
 WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
@@ -146,9 +146,9 @@ APPLICANT_MAY_HEAR: Mapping[ApplicantPhase, tuple[type[Message], ...]] = {
 }
 
 
-# --- what follows -----------------------------------------------------------------------------
-# The machines make these moves and no others (tests/protocol hold them to it); a message is named
-# by what it is, whoever says it. A connection may end anywhere, and a run too.
+# --- moves ------------------------------------------------------------------------------------
+# The machines make these moves and no others, which tests/protocol checks. Each is named by a
+# message, whichever end sends it. A connection and a run may also end in any phase.
 
 RUN_MOVES: tuple[tuple[Stage, str, Stage], ...] = (
     (Stage.GATHERING, "Assign", Stage.COMPUTING),

@@ -1,8 +1,8 @@
-"""A worker of a ring: every block is summed on its way around, and its average goes around again.
+"""A worker of a ring: each block is summed on its way around, then its average goes around.
 
-The classic all-reduce, with the steering of a mesh. Each worker sends 2 (N - 1) / N of the vector
-to the next one. Sums are added in the order of the ring: every worker gets the same bits, and so
-does every run, but another number of workers makes other roundings.
+This is the classic ring all-reduce, coordinated as in a mesh. Each worker sends 2 (N - 1) / N of
+the vector to the next one. Sums are added in ring order, so every worker and every run gets the
+same bits. A different number of workers rounds differently.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from entrenar_py.training import reduction
 
 
 class RingWorker(MeshWorker):
-    """The machine. The next one is who stands after it in the group, the first after the last."""
+    """The state machine. The next worker is the next rank of the group, cyclically."""
 
     parts: tuple[type[Message], ...] = (Partial, Average)
-    _is_computed = False  # all that is this worker's in this round
-    _combined: frozenset[int] = frozenset()  # blocks that have passed here
+    _is_computed = False  # whether all of this worker's shards are
+    _combined: frozenset[int] = frozenset()  # blocks to which this worker added its part
 
     def combined(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
-        """Take what came of `block` up to here."""
+        """Average the partial sum of `block` if this worker owns it, else send it to the next."""
         assert self._group is not None
         if self._owner(block) == self.rank:
             return [do.Reduce(step, block)]
@@ -40,7 +40,7 @@ class RingWorker(MeshWorker):
         return super()._start_round()
 
     def _send(self, nodes: Sequence[TreeNode]) -> list[Effect]:
-        """Begins with the blocks that start here, once all is computed: none can be added later."""
+        """Start the blocks that begin here, once every shard of this worker is computed."""
         under = [
             reduction.shards_under(node.level, node.index, len(self._holders)) for node in self._own
         ]
@@ -50,7 +50,7 @@ class RingWorker(MeshWorker):
             return []
         self._is_computed = True
         first = [block for block in reversed(range(self._num_blocks)) if not self._hops(block)]
-        return [*(one for block in first for one in self._combine(block)), do.Again()]
+        return [*(effect for block in first for effect in self._combine(block)), do.Again()]
 
     def _part(self, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
         if rank != self._neighbour(-1):
@@ -78,13 +78,13 @@ class RingWorker(MeshWorker):
         return [] if following == self._owner(average.block) else self.links.say(following, average)
 
     def _hops(self, block: int) -> int:
-        """Return how many workers a block passes before this one; its owner is the last of all."""
+        """Return how many workers add to `block` before this one; its owner adds last."""
         assert self._group is not None
         ranks = self._group.ranks
         return (self._place() - block - 1) % len(ranks)
 
     def _neighbour(self, places: int) -> int:
-        """The rank that many places further on."""
+        """Return the rank `places` further on in the ring."""
         assert self._group is not None
         ranks = self._group.ranks
         return ranks[(self._place() + places) % len(ranks)]

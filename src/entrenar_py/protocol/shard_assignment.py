@@ -1,8 +1,8 @@
-"""The shards of the step in work: which worker computes which, and what of it is there.
+"""Assigns the shards of the current step to workers, and counts what they deliver.
 
-A shard that is audited is given to two workers, and counts when two agree on it. Until every audit
-of the step is over nothing is averaged, and what a worker delivered goes with it: what it said may
-turn out to be wrong.
+An audited shard is assigned to two workers, and counts when two agree on it. Nothing is averaged
+until every audit of the step is over. If a worker leaves before that, all that it delivered for the
+step is void: an audit might have shown that it was wrong.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from entrenar_py.training import reduction, sharding
 
 
 class Dealing(Attendance):
-    """The shards of one step at a time, in the hands of who takes part."""
+    """Assigns the shards of one step at a time to the workers that take part."""
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing) -> None:
         super().__init__(run, secret=secret, timing=timing)
         self.step = run.first_step
-        self._missing: dict[int, set[int]] = {}  # block -> shards not yet there
-        self._reducing: set[int] = set()  # blocks that are there, and not yet averaged
-        self._audits: dict[int, Audit] = {}  # shard -> its audit, as long as that is not over
+        self._missing: dict[int, set[int]] = {}  # block -> shards not yet delivered
+        self._reducing: set[int] = set()  # blocks that are delivered, and not yet averaged
+        self._audits: dict[int, Audit] = {}  # shard -> its audit, while that is open
 
-    # --- dealing ----------------------------------------------------------------------------------
+    # --- assignment -------------------------------------------------------------------------------
 
     def _deal(self, members: Mapping[Peer, Member]) -> list[Effect]:
-        """Hands all shards out, those that are audited to two workers each."""
+        """Assign all shards of the step, the audited ones to two workers each."""
         shards = range(self.run.num_shards)
         self._missing = {block: set(shards) for block in range(self.run.num_blocks)}
         self._audits = {shard: Audit() for shard in sorted(self.run.audited(self.step))}
@@ -42,7 +42,7 @@ class Dealing(Attendance):
         return [*assigned, *(effect for shard in self._audits for effect in self._pursue(shard))]
 
     def _assign(self, shards: Sequence[int], members: Mapping[Peer, Member]) -> list[Effect]:
-        """Hands `shards` out in runs; a member that has some takes more behind them."""
+        """Assign `shards` to `members` in runs, after the assignments that they have already."""
         peer_of = {member.in_rank(): peer for peer, member in members.items()}
         effects: list[Effect] = []
         for rank, run in sharding.runs(shards, peer_of).items():
@@ -61,23 +61,23 @@ class Dealing(Attendance):
         return [do.Send(peer, Assign(step=self.step, shards=shards))]
 
     def _replace(self, lost: Member, members: Mapping[Peer, Member]) -> list[Effect]:
-        """Gives to `members` what `lost` had to deliver, and what can't be taken for delivered."""
+        """Assign to `members` what `lost` had to deliver, and what is void because it is lost."""
         for block, missing in self._missing.items():
             missing.update(lost.covered.get(block, ()), lost.delivered)
         orphaned = [shard for shard in lost.to_send() if shard not in self._audits]
-        audited = [shard for shard, one in self._audits.items() if one.forget(lost.in_rank())]
+        audited = [shard for shard, audit in self._audits.items() if audit.forget(lost.in_rank())]
         assigned = self._assign(orphaned, members) if orphaned else []
         return [*assigned, *(effect for shard in audited for effect in self._pursue(shard))]
 
     # --- audits -----------------------------------------------------------------------------------
 
     def _ask(self, rank: int, shard: int) -> list[Effect]:
-        """Has `rank` compute an audited shard, by itself: it can't tell that it is one."""
+        """Assign an audited shard to `rank`; the message does not show that it is audited."""
         self._audits[shard].asked.append(rank)
         return self._give(self._ranks()[rank], (shard,))
 
     def _pursue(self, shard: int) -> list[Effect]:
-        """Has two compute an audited shard, if there are two, and what came compared."""
+        """Have two workers compute an audited shard, if there are two; compare complete copies."""
         audit, effects = self._audits[shard], list[Effect]()
         while len(audit.asked) + len(audit.copies) < 2:
             rank = audit.second(self._witnesses(audit), self.step + shard)
@@ -87,16 +87,16 @@ class Dealing(Attendance):
         return effects if audit.asked else [*effects, do.Compare(self.step, shard)]
 
     def _witnesses(self, audit: Audit) -> list[int]:
-        """Return the ranks that can be asked: another backend rounds differently, and is right."""
+        """Return the ranks that can be asked: on the same backend, as others round differently."""
         members = {member.in_rank(): member for member in self._members().values()}
-        parts = {members[rank].backend for rank in (*audit.asked, *audit.copies)}
-        return [rank for rank, one in members.items() if not parts or one.backend in parts]
+        used = {members[rank].backend for rank in (*audit.asked, *audit.copies)}
+        return [rank for rank, member in members.items() if not used or member.backend in used]
 
-    def _count_copy(self, shard: int, found: Verdict) -> list[Effect]:
-        """The audit of `shard` is over, and one copy of it counts."""
+    def _count_copy(self, shard: int, verdict: Verdict) -> list[Effect]:
+        """End the audit of `shard`: the copy that `verdict` names counts."""
         for missing in self._missing.values():
             missing.discard(shard)
-        return [self._end_audit(shard, found.copy, found.culprit)]
+        return [self._end_audit(shard, verdict.copy, verdict.culprit)]
 
     def _end_audit(
         self, shard: int, copy: int | None = None, culprit: int | None = None
@@ -106,20 +106,20 @@ class Dealing(Attendance):
         return do.Conclude(self.step, shard, audit.alike, copy, culprit, disputed)
 
     def _release(self) -> list[Effect]:
-        """After the last audit: what was delivered stays, and what is whole is averaged."""
+        """Once all audits are over, keep what was delivered, and average every complete block."""
         if self._audits:
             return []
-        kept = [one for member in self._members().values() for one in self._keep_whole(member)]
+        kept = [keep for member in self._members().values() for keep in self._keep_whole(member)]
         blocks = sorted(self._missing, reverse=True)
-        return [*kept, *(one for block in blocks for one in self._reduce(block))]
+        return [*kept, *(effect for block in blocks for effect in self._reduce(block))]
 
-    # --- what comes -------------------------------------------------------------------------------
+    # --- delivery ---------------------------------------------------------------------------------
 
-    def _computed(self, peer: Peer, member: Member, said: Computed, now: float) -> list[Effect]:
-        self._require_step(said.step)
-        member.begin_delivery(said)
+    def _computed(self, peer: Peer, member: Member, message: Computed, now: float) -> list[Effect]:
+        self._require_step(message.step)
+        member.begin_delivery(message)
         rank = member.in_rank()
-        return [do.Keep(rank, said) if self._copied(member) is None else do.Copy(rank, said)]
+        return [do.Keep(rank, message) if self._copied(member) is None else do.Copy(rank, message)]
 
     def _node(self, peer: Peer, member: Member, node: TreeNode, now: float) -> list[Effect]:
         self._require_step(node.step)
@@ -135,7 +135,7 @@ class Dealing(Attendance):
         return [*effects, *self._reduce(node.block)]
 
     def _copied(self, member: Member) -> int | None:
-        """The audited shard that `member` delivers a copy of; None if it delivers its own."""
+        """Return the audited shard that `member` is delivering a copy of; None if not audited."""
         shard = member.assigned[0][0]
         return shard if shard in self._audits else None
 
@@ -146,14 +146,14 @@ class Dealing(Attendance):
         return [do.EndCopy(rank, shard), *self._pursue(shard)]
 
     def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
-        """Counts what is new in a node: nothing, of a block that is there already."""
+        """Count the shards of a node as delivered, unless its block was complete already."""
         if node.block not in self._missing:
             return []
         self._missing[node.block].difference_update(under)
         return [do.Keep(member.in_rank(), node)]
 
     def _reduce(self, block: int) -> list[Effect]:
-        """Has `block` averaged, if it is there of every shard and was not before."""
+        """Request the average of `block` once every shard of it is delivered."""
         if self._missing.get(block) != set():
             return []
         del self._missing[block]
@@ -161,7 +161,7 @@ class Dealing(Attendance):
         return [do.Reduce(self.step, block)]
 
     def _keep_whole(self, member: Member) -> list[Effect]:
-        """Keep what `member` delivered, whichever worker dies; not while an audit is open."""
+        """Keep what `member` delivered even if it leaves; nothing while an audit is open."""
         if self._audits or member.delivering or not member.delivered:
             return []
         member.delivered.clear()

@@ -1,4 +1,4 @@
-"""The terms of a run: what all agree on, how long each waits, and which peers may come in."""
+"""The terms of a run: its identity, its timeouts, and which peers may join."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from entrenar_py.errors import UsageError
 from entrenar_py.protocol import handshake
 from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Offer, Refuse
 
-# Digests whole; a stranger's texts no longer than that.
+# Shows a digest in full, and shortens longer texts: they may be a stranger's.
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = 70
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """The identity of a run: names and digests that all that take part must have, too."""
+    """The identity of a run: name and digests, which must be the same for every participant."""
 
     run: str
     manifest: str
     data: str
 
 
-# Of one who does not know the run, and asks what it is.
+# Sent by an applicant, which asks which run this is.
 UNKNOWN = Terms(run="", manifest="", data="")
 
 
@@ -37,11 +37,11 @@ def _none(step: int) -> Collection[int]:
 class Run:
     """One run from `first_step` to `num_steps`, by at most `world_size` workers at a time.
 
-    It goes on with any one of them, but waits before its own first step until `num_awaited` are
-    there, and before a step of `awaited` until those ranks are. The reduced vector travels in
-    `num_blocks` parts. A checkpoint is written before each step of `saves`. `resumed`: it started
-    from one. The shards of a step that `audited` gives are computed by a second worker, too.
-    `server_updates`: the coordinator makes the steps and sends new weights, in place of averages.
+    It waits for `num_awaited` workers before its first step, later for at least one; before a step
+    in `awaited` it also waits for the ranks listed there. The reduced vector travels in
+    `num_blocks` parts. A checkpoint is written before each step in `saves`. `resumed`: the run
+    started from a checkpoint. `audited(step)` are the shards that a second worker computes, too.
+    `server_updates`: the coordinator makes the steps and sends new weights in place of averages.
     """
 
     terms: Terms
@@ -60,12 +60,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """The times to wait, in seconds.
+    """The timeouts, in seconds.
 
-    Either end says something every `heartbeat_s`, whatever it does, and is dead after
-    `dead_after_s` of silence. A connection has `hello_s` to be made, and as long to prove itself.
-    When there are too few workers a run waits for `gather_s`, and ends then; each of them has as
-    long to load the state.
+    Either end sends something at least every `heartbeat_s`, and counts as dead after `dead_after_s`
+    of silence. A connection must be made within `hello_s`, and pass the handshake within as long
+    again. A run with too few workers fails after `gather_s`. A worker has `gather_s` to load the
+    state.
     """
 
     heartbeat_s: float = 5.0
@@ -88,14 +88,14 @@ class Timing:
 
 
 def offer(timing: Timing, proof: str) -> Offer:
-    """Return what an applicant is told; the scenario is its payload."""
+    """Return the answer to an applicant; its payload is the scenario."""
     heartbeat_s, dead_after_s = float(timing.heartbeat_s), float(timing.dead_after_s)
     return Offer(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, proof=proof)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """A hello with its proof, the proof that is due in answer, and the session's key."""
+    """A hello with its proof, the proof expected in answer, and the session's key."""
 
     hello: Hello
     expected: str
@@ -133,9 +133,9 @@ def greet(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Someone who knows the secret: its rank, our proof for the answer, and the session's key.
+    """A peer that knows the secret: its rank, the proof for the answer, and the session's key.
 
-    One that only asks what the run is has no rank.
+    The rank of an applicant is None.
     """
 
     rank: int | None = None
@@ -153,10 +153,10 @@ def admit(
     taken: Collection[int | None],
     barred: Collection[int] = (),
 ) -> Admission | Refuse:
-    """Return the answer to `hello`: the secret comes first, so a stranger learns nothing else.
+    """Return the answer to `hello`. The secret is checked first, so a stranger learns nothing else.
 
-    `taken` are the ranks of those who are there, `barred` those that nobody may have. One who does
-    not care gets the lowest free rank.
+    `taken` are the ranks in use, `barred` those that nobody may have. A hello without a rank gets
+    the lowest free one.
     """
     asks = Terms(run=hello.run, manifest=hello.manifest, data=hello.data) == UNKNOWN
     refused = refusal(hello, challenge, UNKNOWN if asks else terms, secret=secret)
@@ -182,7 +182,7 @@ def admit(
 
 
 def refusal(hello: Hello, challenge: Challenge, terms: Terms, *, secret: bytes) -> Refuse | None:
-    """Why whoever said `hello` can't take part in a run of `terms` at all; None if it can."""
+    """Return why the sender of `hello` can't take part in a run of `terms`; None if it can."""
     right = handshake.proof_of_worker(secret, challenge, hello)
     if not hmac.compare_digest(right.encode(), hello.proof.encode()):
         return Refuse(reason="wrong secret", retry=False)

@@ -1,7 +1,7 @@
-"""A worker of a star: proves itself, takes the state, computes its shards, steps when told.
+"""A worker of a star: proves itself, loads the state, computes its shards, and steps when told.
 
-A machine, as the coordinator is. It has one peer, the coordinator; who drives it names the
-connection, and makes a new one when it is lost.
+It is a state machine like the coordinator, which is its only peer. Its driver connects, and again
+when the connection is lost.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from entrenar_py.protocol.terms import Terms, Timing, greet
 
 
 class Worker:
-    """The machine. Times are seconds on any clock that does not go back."""
+    """The state machine. Times are seconds on a monotonic clock."""
 
     may_hear = WORKER_MAY_HEAR
 
@@ -45,16 +45,16 @@ class Worker:
         self._nonce = ""
         self._heard = self._said = 0.0
         self._expected = ""  # the coordinator's proof
-        self._work: deque[do.Compute] = deque()  # the first is in work
+        self._work: deque[do.Compute] = deque()  # the first one is being computed
         self._tickets = count()
         self._num_blocks = 0
-        self._thrown_out = Expulsions()  # since it made a step
-        self._held: set[int] = set()  # blocks of what goes down in `step`
+        self._thrown_out = Expulsions()  # since the last step that it made
+        self._held: set[int] = set()  # received blocks of the average or weights of `step`
 
-    # --- what is told to it -----------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------------
 
     def connected(self, peer: Peer, nonce: str, now: float) -> list[Effect]:
-        """A new connection to the coordinator; `nonce` is 32 random hex digits."""
+        """Take a new connection to the coordinator; `nonce` is 32 random hex digits."""
         self._peer, self._nonce = peer, nonce
         self._heard = self._said = now
         self._work.clear()
@@ -62,11 +62,11 @@ class Worker:
         return []
 
     def heard(self, now: float) -> None:
-        """A whole frame came."""
+        """Note that a whole frame came."""
         self._heard = now
 
     def receive(self, message: say.Message, now: float) -> list[Effect]:
-        """A whole message. What is not legal now ends the connection."""
+        """Return the effects of a whole message. One that is illegal now ends the connection."""
         self._heard = now
         try:
             if not isinstance(message, self.may_hear[self.phase]):
@@ -76,11 +76,11 @@ class Worker:
             return self._object(str(error))
 
     def lost(self, reason: str) -> list[Effect]:
-        """The connection is gone."""
+        """Note that the connection is lost."""
         return [] if self.phase in (Phase.AWAY, Phase.OVER) else self._drop(reason)
 
     def broken(self, reason: str) -> list[Effect]:
-        """Object to bytes that made no sense, if they came from a coordinator."""
+        """End the connection, because malformed bytes came over it."""
         if self.phase in (Phase.AWAY, Phase.OVER):
             return []
         return self._object(reason)
@@ -91,7 +91,7 @@ class Worker:
         return [do.Send(self._peer, say.Leave(reason=say.brief(reason))), *self._depart(reason)]
 
     def leave(self, reason: str) -> list[Effect]:
-        """Goes for good, and says why if there is someone to say it to."""
+        """Leave for good, and tell the coordinator why if it is connected."""
         if self.phase in (Phase.AWAY, Phase.OVER):
             self.phase = Phase.OVER
             return [do.Finish("failed", f"left: {reason}")]
@@ -100,13 +100,13 @@ class Worker:
         return [*said, *self._end(do.Finish("failed", f"left: {reason}"))]
 
     def wants(self, asked: do.Compute) -> bool:
-        """Return whether `asked` is still to be done: not if the stay that it is of is over."""
+        """Return whether `asked` is still to be done: not once its connection has ended."""
         return bool(self._work) and self._work[0] == asked
 
     def computed(
         self, asked: do.Compute, outcome: Sequence[say.TreeNode] | say.NonFinite
     ) -> list[Effect]:
-        """Take what came of `asked`: tree nodes in all blocks, or a shard that isn't finite."""
+        """Take the result of `asked`: tree nodes of all blocks, or a shard that isn't finite."""
         if not self.wants(asked):
             return []
         self._work.popleft()
@@ -119,7 +119,7 @@ class Worker:
         return [computed, *self._deliver(outcome), *next_one]
 
     def tick(self, now: float) -> list[Effect]:
-        """Time has passed: a heartbeat to send, a coordinator to give up."""
+        """Send a heartbeat if one is due; disconnect from a coordinator that is silent too long."""
         if self.phase in (Phase.AWAY, Phase.OVER):
             return []
         silence = now - self._heard
@@ -130,7 +130,7 @@ class Worker:
         self._said = now
         return [do.Send(self._peer, say.Heartbeat())]
 
-    # --- what follows from a message --------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
 
     def _turn(self, message: say.Message) -> list[Effect]:
         match message:
@@ -191,7 +191,7 @@ class Worker:
         return self._end(do.Finish("failed", f"refused: {refuse.reason}"))
 
     def _depart(self, reason: str) -> list[Effect]:
-        """Ends a stay that broke the protocol, whoever of both did; for good the third time."""
+        """End the connection after a breach of protocol by either end; the third time for good."""
         times = self._thrown_out.count(self.rank, reason)
         if times < THROWN_OUT_MAX:
             return self._drop(reason)
@@ -204,7 +204,7 @@ class Worker:
         return [self._work[0]] if len(self._work) == 1 else []
 
     def _deliver(self, nodes: Sequence[say.TreeNode]) -> list[Effect]:
-        """Sends what was computed to who adds it."""
+        """Send the computed nodes to the process that adds them."""
         return [do.Send(self._peer, node) for node in nodes]
 
     def _hold(self, message: say.Average | say.Weights) -> list[Effect]:
