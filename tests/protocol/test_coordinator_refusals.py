@@ -67,23 +67,26 @@ def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        ([node(block=1)], "its shards are not all owed"),
+        ([node(block=1)], "not all of its shards are due"),
         ([ALL, node(block=2)], "TreeNode block=2: it comes when block 3 is whole"),
         ([ALL, node(block=2**63 - 1)], "it comes when block 9223372036854775808 is whole"),
         ([ALL, node()], "TreeNode block=0: it comes when block 1 is whole"),
         ([ALL, node(level=1, block=1), node()], "TreeNode block=0: it comes when block 1 is whole"),
-        ([ALL, node(block=1), node(block=1)], "its shards are not all owed"),
-        ([ALL, node(0, 0, 4, 1)], "TreeNode block=1 level=0 index=4: its shards are not all owed"),
-        ([ALL, node(0, 2, 1, 1)], "its shards are not all owed"),
-        ([ALL, node(0, 0, 2**63 - 1, 1)], "its shards are not all owed"),
-        ([ALL, node(0, 0, 0, 1), node(0, 0, 0, 1)], "its shards are not all owed"),
-        ([ALL, node(0, 1, 0, 1), node(0, 0, 1, 1)], "its shards are not all owed"),
-        ([ALL, node(0, 0, 3, 1), node(block=1)], "its shards are not all owed"),
-        ([computed(0, 1)], "not assigned, or said before"),
-        ([computed(0, 1, 2, 3, 3)], "not assigned, or said before"),
-        ([computed()], "not assigned, or said before"),
-        ([ALL, ALL], "not assigned, or said before"),
-        ([ALL, node(block=1), ALL], "not assigned, or said before"),
+        ([ALL, node(block=1), node(block=1)], "not all of its shards are due"),
+        (
+            [ALL, node(0, 0, 4, 1)],
+            "TreeNode block=1 level=0 index=4: not all of its shards are due",
+        ),
+        ([ALL, node(0, 2, 1, 1)], "not all of its shards are due"),
+        ([ALL, node(0, 0, 2**63 - 1, 1)], "not all of its shards are due"),
+        ([ALL, node(0, 0, 0, 1), node(0, 0, 0, 1)], "not all of its shards are due"),
+        ([ALL, node(0, 1, 0, 1), node(0, 0, 1, 1)], "not all of its shards are due"),
+        ([ALL, node(0, 0, 3, 1), node(block=1)], "not all of its shards are due"),
+        ([computed(0, 1)], "not the next assignment, or already reported"),
+        ([computed(0, 1, 2, 3, 3)], "not the next assignment, or already reported"),
+        ([computed()], "not the next assignment, or already reported"),
+        ([ALL, ALL], "not the next assignment, or already reported"),
+        ([ALL, node(block=1), ALL], "not the next assignment, or already reported"),
     ],
 )
 def test_a_delivery_is_what_was_asked_for(said: list[Message], complaint: str) -> None:
@@ -188,7 +191,7 @@ def test_who_is_thrown_out_is_told_why() -> None:
     """It comes back; what a stranger or one that waits breaks is told to nobody."""
     star, link = alone()
     effects = star.say_above(link, computed(7))
-    reason = "thrown out: Computed shards=(7,): not assigned, or said before"
+    reason = "thrown out: Computed shards=(7,): not the next assignment, or already reported"
     assert effects[0] == do.Send(link.peer, Refuse(reason=reason, retry=True))
     assert star.finish().status == "completed"
 
@@ -206,7 +209,7 @@ def test_a_run_that_only_throws_out_ends() -> None:
     told, _, finish = _breaks(star, station, 9)
     problem = (
         "worker 0 was thrown out 3 times before step 0 was made, each time for the same reason: "
-        "Computed shards=(9,): not assigned, or said before"
+        "Computed shards=(9,): not the next assignment, or already reported"
     )
     assert isinstance(told, do.Send)
     assert told.message == Shutdown(problem=problem)

@@ -124,7 +124,7 @@ def test_any_value_in_any_field(kind: type[Message], data: st.DataObject, value:
         (2, {"rank": "0"}, "Hello rank='0': use a whole number"),
         (2, {"run": 1}, "Hello run=1: use text of at most 1000 characters"),
         (2, {"run": "x" * (TEXT_CHARS_MAX + 1)}, r"Hello run='x+\.\.\.x+': use text of at most"),
-        (2, {"backend": "\ud800"}, r"Hello backend='\\ud800': use whole characters"),
+        (2, {"backend": "\ud800"}, r"Hello backend='\\ud800': use valid Unicode"),
         (2, {"nonce": "0" * 31}, "Hello nonce='0.*0': use 32 lower-case hex digits"),
         (2, {"nonce": "0" * 32 + "\n"}, "Hello nonce=.*: use 32 lower-case hex digits"),
         (2, {"nonce": "٣" * 32}, "Hello nonce=.*: use 32 lower-case hex digits"),

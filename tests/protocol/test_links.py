@@ -254,7 +254,7 @@ def test_all_are_closed_at_the_end_of_a_stay() -> None:
     """And nobody is in the group any more."""
     one, _ = linked()
     one.accepted("in", HERE, 0.0)
-    over = [do.Close(peer, "the stay is over") for peer in ("out", "in")]
+    over = [do.Close(peer, "this worker left its group") for peer in ("out", "in")]
     assert one.close() == over
     assert not one.undialable(TO_2)
     assert one.dialed("late", TO_2, HERE, 0.0) != []

@@ -411,7 +411,7 @@ def test_what_was_not_assigned_is_refused(shards: tuple[int, ...]) -> None:
     """With three workers the first has shards 0 and 1, and no others."""
     mesh, stations = started()
     closed = closing(say(mesh, stations[0], Computed(step=0, shards=shards)))
-    assert closed.reason.endswith("not assigned, or said before")
+    assert closed.reason.endswith("not the next assignment, or already reported")
 
 
 def test_all_was_computed_by_who_has_staged() -> None:

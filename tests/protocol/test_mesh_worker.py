@@ -106,7 +106,7 @@ def test_an_average_that_is_not_finite_is_told() -> None:
     machine = linked()
     assert machine.overflowed(5, 4) == [do.Send(PEER, Overflow(step=5, block=4))]
     effects = machine.receive(Halt(step=5, reason="overflow"), 0.0)
-    over = [do.Close(peer, "the stay is over") for peer in ("in", "out")]
+    over = [do.Close(peer, "this worker left its group") for peer in ("in", "out")]
     assert effects == [*over, do.Close(PEER, "overflow"), do.Finish("halted", "overflow")]
 
 
@@ -197,7 +197,7 @@ def test_no_more_waits_than_a_round_can_have() -> None:
     for _ in range(5 * 5):
         assert machine.receive_from("in", early, 0.0) == [do.Postpone("in")]
     (closed, *_) = machine.receive_from("in", early, 0.0)
-    assert closed == do.Close("in", "more early messages of a round than one can have")
+    assert closed == do.Close("in", "more early messages than a round can have")
 
 
 @pytest.mark.parametrize(

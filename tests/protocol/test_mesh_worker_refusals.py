@@ -88,7 +88,7 @@ def test_what_is_not_legal_ends_the_stay(phase: WorkerPhase, kind: type[Message]
     machine.phase = phase
     effects = machine.receive(SAMPLES[kind][0], 0.0)
     reason = f"{kind.__name__} to a worker that is {phase}"
-    over = [do.Close(peer, "the stay is over") for peer in ("in", "out")]
+    over = [do.Close(peer, "this worker left its group") for peer in ("in", "out")]
     assert effects == [do.Send(PEER, Leave(reason=reason)), do.Close(PEER, reason), *over]
     assert machine.receive_from("in", Heartbeat(), 0.0) == []
 
@@ -130,7 +130,7 @@ def test_a_silent_worker_is_complained_of() -> None:
 def test_there_is_nobody_to_complain_to_between_stays() -> None:
     """Links that break while it is away are of no round."""
     machine = linked()
-    over = [do.Close(peer, "the stay is over") for peer in ("in", "out")]
+    over = [do.Close(peer, "this worker left its group") for peer in ("in", "out")]
     assert machine.lost("cut") == [do.Close(PEER, "cut"), *over]
     assert machine.lost_link("in", "cut") == []
     assert machine.undialable(TO_2, "refused") == []

@@ -71,7 +71,7 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > TEXT_CHARS_MAX:
         raise ValueError(f"use text of at most {TEXT_CHARS_MAX} characters")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError("use whole characters: half of a surrogate pair is none")
+        raise ValueError("use valid Unicode: lone surrogates are not allowed")
     return value
 
 

@@ -155,7 +155,7 @@ class Links:
         self.own, self.addresses = None, {}
         self._dialing.clear()
         self._waiting.clear()
-        reason = "the stay is over"
+        reason = "this worker left its group"
         return [effect for peer in list(self._links) for effect in self._close(peer, reason)]
 
     # --- small things -----------------------------------------------------------------------------

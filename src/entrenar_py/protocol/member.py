@@ -48,7 +48,7 @@ class Member:
         """Raise ProtocolError unless `computed` is the first one for the first assignment."""
         if computed.shards != self.assigned[0] or self.delivering:
             raise ProtocolError(
-                f"Computed shards={computed.shards}: not assigned, or said before"
+                f"Computed shards={computed.shards}: not the next assignment, or already reported"
             )
 
     def begin_delivery(self, computed: Computed) -> None:
@@ -70,7 +70,7 @@ class Member:
         if not under or not due.issuperset(under):
             raise ProtocolError(
                 f"TreeNode block={block} level={node.level} index={node.index}: "
-                "its shards are not all owed"
+                "not all of its shards are due"
             )
         came.update(under)
 

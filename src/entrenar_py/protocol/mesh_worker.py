@@ -229,7 +229,7 @@ class MeshWorker(Worker):
         self._num_postponed += 1
         most = self._num_blocks * (len(self._holders) + 1)
         if self._group is not None and self._num_postponed > most:
-            raise ProtocolError("more early messages of a round than one can have")
+            raise ProtocolError("more early messages than a round can have")
         return [do.Postpone(peer)]
 
     def _count(self, rank: int, node: say.TreeNode) -> list[Effect]:

@@ -82,7 +82,7 @@ class Timing:
         if self.heartbeat_s >= self.dead_after_s:
             raise UsageError(
                 f"heartbeat_s={self.heartbeat_s} with dead_after_s={self.dead_after_s}: "
-                "every worker would be dead before it is heard; use a shorter heartbeat",
+                "every worker would count as dead between two heartbeats; use a shorter heartbeat",
                 field="heartbeat_s",
             )
 
