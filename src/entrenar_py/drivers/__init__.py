@@ -1,1 +1,1 @@
-"""Drivers give the protocol's machines clocks, connections and hands: simulated, or real."""
+"""Drivers carry out the effects of the protocol's machines: in virtual time, or over TCP."""

@@ -1,4 +1,4 @@
-"""Work in a thread beside the loop's, told to the loop when it is done."""
+"""Runs work in a thread, and calls back in the event loop when it is done."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Outcome = TypeVar("Outcome")
 
 
 class Task(Generic[Outcome]):
-    """`work` in a thread of `executor`, then `done` with what it returned, in the running loop.
+    """Calls `work` in a thread of `executor`, then `done` with its result in the running loop.
 
-    What `work` raises goes to the loop's exception handler. It is given the task, and should return
-    soon once that is `stopped`.
+    An exception of `work` goes to the loop's exception handler. The argument of `work` is the task;
+    it should return soon once the task is `stopped`.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Task(Generic[Outcome]):
         self._future = executor.submit(self._run)
 
     def stop(self) -> None:
-        """Returns when nothing of it goes on; `done` will not be called."""
+        """Stop the work and wait for its end; `done` will not be called."""
         self.stopped = True
         if not self._future.cancel():
             wait([self._future])
@@ -47,14 +47,14 @@ class Task(Generic[Outcome]):
 
 
 class Thread:
-    """For tasks that are done in the order in which they were given."""
+    """One thread, which runs tasks in the order in which they were given."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
         self._tasks: deque[Task[Any]] = deque()
 
     def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
-        """Calls `work` there, then `done` in the running loop."""
+        """Call `work` in the thread, then `done` in the running loop."""
 
         def finish(outcome: Outcome) -> None:
             self._tasks.popleft()
@@ -63,12 +63,12 @@ class Thread:
         self._tasks.append(Task(self._thread, lambda _: work(), finish))
 
     def forget(self) -> None:
-        """Returns when nothing is done there; of what was given, nothing more will be heard."""
+        """Stop all tasks and wait for their end; `done` is not called for any of them."""
         for task in reversed(self._tasks):  # the last ones first: they are not begun
             task.stop()
         self._tasks.clear()
 
     def close(self) -> None:
-        """Ends the thread; nothing more can be given to it."""
+        """Stop all tasks and end the thread; it takes no more."""
         self.forget()
         self._thread.shutdown()

@@ -1,7 +1,6 @@
-"""The door of a coordinator, or of a worker of a mesh: takes connections up, and secures them.
+"""Accepts connections for a coordinator or a mesh worker, and does the TLS handshake.
 
-What goes wrong with a connection ends that connection, and is noted; what goes wrong here is
-raised.
+An error of one connection ends that connection, and is noted. Any other error is raised.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from typing import Any
 from entrenar_py.drivers import tls
 from entrenar_py.drivers.pending_connections import Attention, Places
 
-TAKEN_UP_MAX = 16  # in one turn: a burst of strangers must not keep those who are there waiting
-# The process, or the machine, has no more of what a connection needs.
+TAKEN_UP_MAX = 16  # in one turn of the loop: a burst of strangers must not delay the workers
+# The process, or the machine, has run out of files or memory.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
 REST_S = 1.0  # until the next try then
-# One connection is gone, or unwanted by a firewall, before it was taken up (accept(2)).
+# Errors of accept(2) about one connection, which is lost or which a firewall forbids.
 _OF_ONE = {
     getattr(errno, name)
     for name in (
@@ -33,7 +32,7 @@ _OF_ONE = {
     )
     if hasattr(errno, name)
 }
-GRACES = 40  # in the time for a proof; over TLS half as many, for its handshake
+GRACES = 40  # in `patience_s`; over TLS half as many, which leaves time for the handshake
 LOOKS = 10  # in a grace
 NOTED_MAX = 64
 STRANGERS_MAX = 256
@@ -43,7 +42,7 @@ NO_PLACE = "no place for one more"
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """One connection that came in from `host`. `end` ends it at once, for the reason given."""
+    """One accepted connection from `host`. `end` closes it at once, for a given reason."""
 
     host: str
     end: Callable[[str], Any]
@@ -51,16 +50,16 @@ class Visit:
 
 
 class Door:
-    """Takes up connections from `listeners`, which it owns, for as long as it is open.
+    """Accepts connections from `listeners`, which it owns, until it is closed.
 
-    `opened` gets every socket that is ready to be used, and its visit. It sets the visit's `end`,
-    and tells the door when the peer `proved` itself, was `sent_away`, and `left`. A connection has
-    `patience_s` for the handshake that `context` wants, and as long again for its proof.
+    `opened` is called with every socket that is ready for use, and its visit. The callee sets the
+    visit's `end`, and calls `proved`, `sent_away` and `left` when that has happened. `patience_s`
+    limits the TLS handshake, if there is a `context`.
 
-    There are `strangers_max` `Places` for those that have proved nothing, and for those that were
-    sent away but are still there. While all are taken, others wait in the kernel. `num_ended`
-    counts the connections that ended without a proof; `ended` are the last of them: from where, and
-    why.
+    There are `strangers_max` `Places` for connections that have proved nothing, and for those that
+    were sent away but are not closed yet. While all are taken, others wait in the kernel.
+    `num_ended` counts the connections that ended without a proof; `ended` holds host and reason of
+    the last ones.
     """
 
     def __init__(
@@ -75,7 +74,9 @@ class Door:
         self._listeners, self._opened = set(listeners), opened
         grace_s = patience_s / GRACES * (1 if context is None else 2)
         self._places: Places[Visit] = Places(_affordable(strangers_max), grace_s=grace_s)
-        self._held: list[tuple[socket.socket, socket.socket, Visit]] = []  # who waits, and at which
+        self._held: list[
+            tuple[socket.socket, socket.socket, Visit]
+        ] = []  # (listener, socket, visit)
         self._context, self._patience_s = context, patience_s
         self._securing: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -88,7 +89,7 @@ class Door:
             self._await(listener)
 
     def close(self) -> None:
-        """Nobody is taken up any more; who was not ready yet is turned away."""
+        """Stop accepting; close the connections that wait or are in the handshake."""
         for listener in self._listeners:
             self._loop.remove_reader(listener)
             listener.close()
@@ -102,25 +103,25 @@ class Door:
             self._looking.cancel()
 
     def proved(self, visit: Visit) -> None:
-        """It may stay, and needs no place any more."""
+        """Note that the peer proved itself: it needs no place any more."""
         visit.has_proved = True
         self._places.release(visit)
 
     def sent_away(self, visit: Visit, reason: str) -> None:
-        """It will soon be gone; until then it has a place."""
+        """Note that the connection is being closed; it takes a place until it has `left`."""
         if not visit.has_proved:
             self._note(visit.host, reason)
         self._places.linger(visit)
 
     def left(self, visit: Visit) -> None:
-        """It is gone."""
+        """Note that the connection is closed."""
         self._places.release(visit)
 
     def _note(self, host: str, reason: str) -> None:
         self.num_ended += 1
         self.ended.append((host, reason))
 
-    # --- taking up --------------------------------------------------------------------------------
+    # --- accepting --------------------------------------------------------------------------------
 
     def _await(self, listener: socket.socket) -> None:
         if listener not in self._listeners:  # closed while it rested
@@ -131,7 +132,7 @@ class Door:
             self._rest(listener, error)
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
-        """Tries again later, if `error` is one that passes; raises it if not."""
+        """Try again later if `error` may pass; else raise it."""
         if error.errno not in _EXHAUSTED:
             raise error
         self._loop.remove_reader(listener)
@@ -140,7 +141,7 @@ class Door:
     def _take_up(self, listener: socket.socket) -> None:
         for _ in range(TAKEN_UP_MAX):
             try:
-                # Only here the address is sure to be told: who has reset its connection has none.
+                # Only `accept` is sure to return the address: a connection reset later has none.
                 sock, place = listener.accept()
             except (BlockingIOError, InterruptedError):
                 return
@@ -158,7 +159,7 @@ class Door:
                 return
 
     def _meet(self, sock: socket.socket, visit: Visit) -> bool:
-        """Has a connection prove itself; False if there is no place for it yet."""
+        """Let a connection prove itself; return False if there is no place for it yet."""
         goes = self._places.enter(visit, visit.host, self._seconds())
         if goes is visit:
             return False
@@ -184,18 +185,18 @@ class Door:
 
     def _secured(self, sock: socket.socket, visit: Visit, task: asyncio.Task[None]) -> None:
         self._securing.discard(task)
-        sock.close()  # of a task cancelled before it began; else there is nothing left in it
+        sock.close()  # open only if the task was cancelled before it began
         if task.cancelled():
             self._places.release(visit)
             self._note(visit.host, f"TLS: {NO_PLACE if self._listeners else 'the run is over'}")
         else:
-            task.result()  # what `opened` raises goes where it goes without TLS, too
+            task.result()  # raises what `opened` raised, for the loop's exception handler
 
     # --- time -------------------------------------------------------------------------------------
 
     def _seconds(self) -> float:
-        """The time by which guests have to make room: while anybody is here it passes in looks,
-        one after whatever the connections had to say.
+        """Return the time by which graces are measured. While there are connections without a
+        proof it advances only in `_look`, after the loop has read what they sent.
         """
         if self._looking is None:
             self._attention.look(self._loop.time())
@@ -216,7 +217,7 @@ class Door:
 
 
 def _affordable(strangers_max: int) -> int:
-    """As many strangers as leave most of the files that a process may open to the run."""
+    """Return `strangers_max`, or less: at most a quarter of the files that a process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = soft == resource.RLIM_INFINITY
     return strangers_max if unlimited else max(1, min(strangers_max, soft // SHARE_OF_FILES))

@@ -1,7 +1,7 @@
 """An end of the protocol: a machine, its codecs and its hands, without the network.
 
-A driver tells an end what bytes came and what time it is; the end does what its machine wants done
-and writes to the driver's `Wire`. Hands do the arithmetic and keep the record.
+A driver passes received bytes and the time to an end. The end carries out the effects of its
+machine, and writes to the driver's `Wire`. Hands do the arithmetic and keep the record.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from entrenar_py.protocol.worker import Worker
 
 Outcome = TypeVar("Outcome")
 
-# What is to be done, and the message of which it follows.
+# An effect, and the message that it follows from.
 Follow: TypeAlias = tuple[Effect, Received | None]
 
 
-# Is told of each effect when it was done.
+# Called with each effect after it was carried out.
 Notify = Callable[[Effect], None]
 
 
 def unnoticed(effect: Effect) -> None:
-    """Nobody wants to know."""
+    """Ignore the effect."""
 
 
 def payload_of(received: Received | None) -> Buffer:
-    """Return the payload of the message of which an effect follows."""
+    """Return the payload of the message that an effect follows from."""
     assert received is not None, "what is kept was received"
     return received.payload
 
 
 class Wire(Protocol):
-    """The way of an end's bytes."""
+    """Where an end writes its messages."""
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        """Sends `message`, which `buffers` are, after everything before."""
+        """Send `message`, which is encoded in `buffers`, after everything before."""
         ...
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Ends the connection once all is sent; nothing of it is told to the end any more."""
+        """Close the connection once everything is sent; the end gets no more events of it."""
         ...
 
 
 class Beside(Protocol):
-    """A thread, or a simulated one, to which an end leaves work that takes a while."""
+    """A thread, or a simulated one, for an end's longer work."""
 
     def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
-        """Calls `work`, and tells the end later what came of it; all in the order given."""
+        """Call `work` there, then `done` with its result, one call of `run` after the other."""
         ...
 
     def forget(self) -> None:
-        """Returns when nothing of what was given goes on; nothing more of it is told."""
+        """Stop all work and wait for its end; `done` is not called for it."""
         ...
 
 
@@ -105,7 +105,7 @@ class MemberHands(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The codecs of one connection, and the part of the machine that hears of it."""
+    """The codecs of one connection, and the methods of the machine that take its events."""
 
     stream: Stream
     heard: Callable[[float], None]
@@ -117,7 +117,7 @@ class Connection:
 class End:
     """The connections of one machine, and the effects that all machines have.
 
-    `finished` is its Finish effect, once there is one.
+    `finished` is the machine's Finish effect, None before.
     """
 
     machine: Coordinator | Worker
@@ -131,7 +131,7 @@ class End:
         proved: Callable[[Peer], None],
         notify: Notify,
     ) -> None:
-        """`proved` is told which peer has proved to know the secret."""
+        """`proved` is called with each peer that has proved to know the secret."""
         self._wire, self._clock = wire, clock
         self._proved, self._notify = proved, notify
         self._sizes = self.hands.sizes()
@@ -140,12 +140,12 @@ class End:
         self._connections: dict[Peer, Connection] = {}
 
     def buffer(self, peer: Peer) -> memoryview | None:
-        """Return where the next bytes of `peer` go; None if they go nowhere any more."""
+        """Return the memory for the next bytes of `peer`; None if its connection is closed."""
         connection = self._connections.get(peer)
         return None if connection is None else connection.stream.decoder.buffer()
 
     def filled(self, peer: Peer, num_bytes: int) -> None:
-        """Take the `num_bytes` that were written to `buffer`."""
+        """Take the `num_bytes` that were written to `buffer(peer)`."""
         now, connection = self._clock(), self._connections[peer]
         decoder = connection.stream.decoder
         num_frames = decoder.num_frames
@@ -160,25 +160,25 @@ class End:
             self._do(connection.broken(str(error)))
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """The connection is gone."""
+        """Tell the machine that the connection is lost."""
         if peer in self._connections:
             self._do(self._connections[peer].lost(reason))
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Tell the machine the time."""
         self._do(self.machine.tick(self._clock()))
 
     def _stream(self, direction: int, meter: Meter) -> Stream:
         return Stream(self._sizes, self.hands.room, direction, meter)
 
     def _require(self, peer: Peer, received: Received) -> None:
-        """ProtocolError if the hands find fault with what came."""
+        """Raise ProtocolError if the hands reject the message."""
         raise NotImplementedError
 
     def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:
-        """Does everything that is wanted, and what follows from that, in order.
+        """Carry out the `wanted` effects, and those that follow from them, in order.
 
-        `received` is the message of which it follows.
+        `received` is the message that they follow from.
         """
         waiting = deque((effect, received) for effect in wanted)
         while waiting:
@@ -208,7 +208,7 @@ class End:
 
 
 class CoordinatorEnd(End):
-    """The coordinator."""
+    """The coordinator's end."""
 
     machine: Coordinator
     hands: ServerHands
@@ -224,12 +224,12 @@ class CoordinatorEnd(End):
         proved: Callable[[Peer], None] = lambda peer: None,
         notify: Notify = unnoticed,
     ) -> None:
-        """`beside` is where blocks are reduced, copies compared and steps prepared."""
+        """`beside` reduces blocks, compares copies and prepares steps."""
         self.machine, self.hands, self._beside = machine, hands, beside
         super().__init__(wire, clock, proved=proved, notify=notify)
 
     def connected(self, peer: Peer, nonce: str, host: str = "") -> None:
-        """Someone connected from `host`; `nonce` is 32 random hex digits."""
+        """Take a connection from `host`; `nonce` is 32 random hex digits."""
         machine, clock = self.machine, self._clock
         self._connections[peer] = Connection(
             self._stream(FROM_COORDINATOR, self.meter),
@@ -241,7 +241,7 @@ class CoordinatorEnd(End):
         self._do(machine.connected(peer, nonce, clock(), host))
 
     def stop(self, reason: str, *, at_once: bool) -> None:
-        """The run is to end: after the step in work, or `at_once`."""
+        """End the run after the current step, or `at_once`."""
         self._do(self.machine.stop(reason, self._clock(), at_once=at_once))
 
     def _require(self, peer: Peer, received: Received) -> None:
@@ -261,7 +261,7 @@ class CoordinatorEnd(End):
             case do.Left():
                 hands.left(effect)
             case do.Gather(step):
-                self._beside.forget()  # it was of a step that is over, or did not happen
+                self._beside.forget()  # its work is for a step that is over, or did not happen
                 hands.gather(step)
             case do.Copy(rank, message):
                 hands.copy(rank, message, payload_of(received))
@@ -285,7 +285,7 @@ class CoordinatorEnd(End):
         return []
 
     def _work(self, effect: do.Compare | do.Reduce | do.Prepare) -> None:
-        """Leaves work to `beside`, and tells the machine what came of it."""
+        """Do the work of `effect` in `beside`, then tell the machine its result."""
         work: Callable[[], Any]
         took: Callable[..., list[Effect]]
         match effect:
@@ -299,7 +299,7 @@ class CoordinatorEnd(End):
                 work, took = partial(self.hands.prepare, step), partial(self.machine.prepared, step)
 
         def done(outcome: Any) -> None:
-            if isinstance(outcome, str):  # of a block whose average is not finite
+            if isinstance(outcome, str):  # why the average is not finite
                 self._do(self.machine.refused(step, outcome))
             else:
                 self._do(took(*outcome, self._clock()))
@@ -308,8 +308,8 @@ class CoordinatorEnd(End):
 
 
 class WorkerEnd(End):
-    """A worker. What it computes is left to the driver: `compute` gets the effect and answers later
-    with `computed`. `speak` may have it lie. `meter` counts what it exchanges with the coordinator.
+    """A worker's end. The driver's `compute` takes an effect, and calls `computed` later. `speak`
+    may change messages into lies. `meter` counts the messages from and to the coordinator.
     """
 
     machine: Worker
@@ -329,11 +329,11 @@ class WorkerEnd(End):
     ) -> None:
         self.machine, self.hands = machine, hands
         self._compute, self._speak = compute, speak
-        self.num_stays = 0  # how often it was let in
+        self.num_stays = 0  # how often it was admitted
         super().__init__(wire, clock, proved=proved, notify=notify)
 
     def connected(self, peer: Peer, nonce: str) -> None:
-        """Connected to the coordinator; `nonce` is 32 random hex digits."""
+        """Take a connection to the coordinator; `nonce` is 32 random hex digits."""
         machine, stream = self.machine, self._stream(TO_COORDINATOR, self.meter)
         self._connections[peer] = Connection(
             stream, machine.heard, machine.receive, machine.broken, machine.lost
@@ -341,11 +341,11 @@ class WorkerEnd(End):
         self._do(machine.connected(peer, nonce, self._clock()))
 
     def computed(self, asked: do.Compute, outcome: list[TreeNode] | NonFinite) -> None:
-        """Take what came of `asked`."""
+        """Take the result of `asked`."""
         self._do(self.machine.computed(asked, outcome))
 
     def leave(self, reason: str) -> None:
-        """This worker is to go, and to say why."""
+        """Leave for good, and tell the coordinator why if it is connected."""
         self._do(self.machine.leave(reason))
 
     def _require(self, peer: Peer, received: Received) -> None:

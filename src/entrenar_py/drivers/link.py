@@ -1,8 +1,8 @@
-"""One connection, on a socket that never blocks: no byte is copied on this side of the kernel.
+"""One connection, on a non-blocking socket. It copies no bytes outside of the kernel.
 
-Many bytes are moved by threads, one in each direction: so a tensor comes, another one goes, and
-something is computed, all at the same time. OpenSSL allows one thread at a time on a connection:
-over TLS they take turns, a record each.
+Threads do large transfers, one in each direction, so that receiving, sending and computing overlap.
+OpenSSL allows one thread at a time on a connection, so over TLS the threads take turns, a record
+each.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from entrenar_py.drivers.message_faults import Fate, Meddling, bent
 from entrenar_py.protocol.frames import Buffer
 
 FAREWELL_S = 2.0  # how long the last messages may take
-# What one connection may read or write before the others have their turn.
+# The bytes that one connection may read or write before the others have their turn.
 TURN_BYTES = 2**22
-# Small messages that wait together are sent together; a chunk goes as soon as it is asked for, so
-# that it is on its way while the next one's checksum is computed.
+# Small messages are sent together, up to this size. A chunk is sent as soon as it is taken from the
+# queue, so that it is on its way while the next one's checksum is computed.
 GATHERED_BYTES = 2**16
-PIECES_MAX = 2**9  # a kernel takes 2**10 at once, and says that the message is too long if not
-# From so many on they are moved by a thread: it takes some 0.1 ms to wake it, and to hear of it.
+PIECES_MAX = 2**9  # a kernel takes 2**10 in one call, and returns an error for more
+# From this size on a thread moves the bytes; to wake it and get its result takes about 0.1 ms.
 BULK_BYTES = 2**20
 PATIENCE_MS = 2  # how long a thread waits for the socket before it leaves that to the loop
 
-# TLS has words of its own: it may have to read before it can write, and the other way round.
+# TLS may have to read before it can write, and to write before it can read.
 _NOT_NOW = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_WASTE = memoryview(bytearray(2**16))  # for what comes when nobody listens any more
+_WASTE = memoryview(bytearray(2**16))  # for received bytes that are discarded
 
 
 class Link:
-    """Owns `sock`, connected and not blocking, plain or TLS, from now to its end.
+    """Owns `sock`, which is connected and non-blocking, plain or TLS, until the connection ends.
 
-    What comes is read into `buffer`, then told to `filled`; where `buffer` gives None it is thrown
-    away. `lost` is told once why the connection ended, never before the call that ended it has
-    returned. What they raise goes to the loop's exception handler.
+    Bytes are received into the memory that `buffer` returns, then `filled` is called; if `buffer`
+    returns None they are discarded. `lost` is called once with the reason why the connection ended,
+    never before the call that ended it has returned. Exceptions of these functions go to the loop's
+    exception handler.
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class Link:
         self._socket: socket.socket | None = sock
         self._fd = sock.fileno()  # a loop given the socket itself has the kernel describe it
         self._queue: deque[Iterator[Buffer]] = deque()
-        self._pieces: deque[memoryview] = deque()  # asked for, and not yet sent
-        self._held = b""  # of a message that is to come after the next one
+        self._pieces: deque[memoryview] = deque()  # taken from the queue, and not yet sent
+        self._held = b""  # a message that is to be sent after the next one
         self._paused = self._closing = False
         self._mute = self._deaf = False  # nothing more is written; nothing more is read
         self._awaits_reading = self._awaits_writing = False
@@ -74,11 +75,11 @@ class Link:
         self._await_reading(True)
 
     def write(self, buffers: Iterable[Buffer], befalls: Meddling | None = None) -> None:
-        """Queues `buffers`, in order. Each is asked for when it can be sent, and is not copied: it
-        must stay as it is until the other end has it.
+        """Queue `buffers`, in order. Each is taken when it can be sent, and is not copied: it must
+        not change until the other end has received it.
 
-        `befalls` is what happens to them on purpose: to the bytes or the connection, not to the
-        process, which is its driver's affair.
+        `befalls` is a fault to inject into the bytes or the connection. Faults of the process are
+        left to the driver.
         """
         if self._socket is None:
             return
@@ -89,9 +90,8 @@ class Link:
         self._pump()
 
     def close(self) -> None:
-        """Ends the connection once all is sent and heard; after FAREWELL_S in any case.
-
-        Nothing is written any more to what `buffer` gave.
+        """Send what is queued, and end the connection when the other end has closed it, too, or
+        after FAREWELL_S. Nothing more is written to memory that `buffer` returned.
         """
         self._closing = True
         if self._filling is not None:
@@ -105,7 +105,7 @@ class Link:
     # --- reading ----------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Reads what has come, or as much of it as is fair."""
+        """Read what has come, up to TURN_BYTES."""
         left = TURN_BYTES
         while left > 0 and self._socket is not None and not self._deaf:
             place = self._buffer(self)
@@ -125,7 +125,7 @@ class Link:
                 self.abort("closed by the other end")
                 return
             if place is None:
-                break  # one piece a turn: who says what nobody hears has no claim to more
+                break  # one piece a turn is enough for bytes that are discarded
             self._filled(self, num_bytes)
             left -= num_bytes
         if self._is_pending():
@@ -133,7 +133,7 @@ class Link:
         self._await_reading(not self._deaf)
 
     def _is_pending(self) -> bool:
-        """Return whether the rest of a decrypted record waits: the kernel knows nothing of it."""
+        """Return whether decrypted bytes wait in OpenSSL, of which the kernel knows nothing."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return False
         with self._turn:
@@ -170,7 +170,7 @@ class Link:
                     self.abort(problem)
                 elif num_bytes:
                     self._read()
-                else:  # it may be long before more comes: no thread waits for that
+                else:  # the loop waits for more, which may take long
                     self._await_reading(not self._deaf)
 
         self._filling = Task(self._threads, work, done)
@@ -190,10 +190,10 @@ class Link:
     # --- writing ----------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Sends what is queued, or as much of it as is taken now and fair."""
+        """Send what is queued, up to TURN_BYTES or what the socket takes now."""
         left = TURN_BYTES
         if self._sending is not None:
-            return  # it comes here again when that is done
+            return  # the thread's end calls this again
         while left > 0 and self._socket is not None and not self._paused and self._gather():
             if self._pieces[-1].nbytes >= BULK_BYTES:
                 self._await_writing(False)
@@ -212,7 +212,7 @@ class Link:
         self._say_farewell()
 
     def _send_beside(self, sock: socket.socket) -> None:
-        """Sends what is queued in a thread, also what is queued meanwhile."""
+        """Send what is queued in a thread, including what is queued meanwhile."""
 
         def work(task: Task[tuple[bool, str | None]]) -> tuple[bool, str | None]:
             stalled = True
@@ -233,7 +233,7 @@ class Link:
             stalled, problem = outcome
             if problem is not None:
                 self.abort(problem)
-            elif stalled:  # it may be long before more is taken: no thread waits for that
+            elif stalled:  # the loop waits until more can be sent, which may take long
                 self._await_writing(True)
             else:
                 self._pump()
@@ -241,9 +241,9 @@ class Link:
         self._sending = Task(self._threads, work, done)
 
     def _gather(self) -> bool:
-        """Ask for as many pieces as are sent at once; return whether there are any.
+        """Take as many pieces from the queue as are sent at once; return whether there are any.
 
-        Empty ones are left out: sending one would never get anywhere.
+        Empty pieces are left out: sending one would make no progress.
         """
         waiting = sum(piece.nbytes for piece in self._pieces)
         while self._queue and waiting < GATHERED_BYTES and len(self._pieces) < PIECES_MAX:
@@ -256,10 +256,10 @@ class Link:
         return bool(self._pieces)
 
     def _send(self, sock: socket.socket) -> int:
-        """Sends the first of the pieces; how many bytes were taken."""
+        """Send the first pieces; return how many bytes were taken."""
         if isinstance(sock, ssl.SSLSocket):
             with self._turn:
-                return sock.send(self._pieces[0])  # it can't gather
+                return sock.send(self._pieces[0])  # TLS sockets have no `sendmsg`
         return sock.sendmsg(self._pieces)
 
     def _drop(self, num_bytes: int) -> None:
@@ -281,11 +281,11 @@ class Link:
             self.abort(str(error))
 
     def _say_farewell(self) -> None:
-        """Says that nothing more will come, if the last is sent.
+        """Shut the socket down for writing, if it is to close and everything is sent.
 
-        Not closed at once: with bytes unread that would reset the connection, and what was said
-        last could be lost. The other end closes when it has read it. TLS has a farewell of its own,
-        which needs an answer; the messages before it say all that it could say.
+        It is not closed at once: with unread bytes that would reset the connection, and the last
+        messages could be lost. The other end closes when it has read them. TLS's own closing alert
+        is left out, because it needs an answer and says no more than the last messages.
         """
         if self._socket is not None and self._closing and not (self._queue or self._pieces):
             self._closing = False
@@ -294,10 +294,10 @@ class Link:
             except OSError as error:
                 self.abort(str(error))
 
-    # --- the end, and what befalls ----------------------------------------------------------------
+    # --- the end, and faults ----------------------------------------------------------------------
 
     def abort(self, reason: str = "aborted") -> None:
-        """Ends the connection at once: closes the socket, and tells so soon."""
+        """Close the socket at once; `lost` is called soon after."""
         if self._socket is None:
             return
         self._await_reading(False)
@@ -315,15 +315,15 @@ class Link:
         self._loop.call_soon(self._tell, reason)
 
     def _tell(self, reason: str) -> None:
-        if not self.ended.done():  # as it is when who waited was cancelled
-            self.ended.set_result(None)  # who waits goes on after this call, even if `lost` raises
+        if not self.ended.done():  # it is if a task that awaited it was cancelled
+            self.ended.set_result(None)  # waiters go on after this call, even if `lost` raises
         self._lost(self, reason)
 
     def _bend(self, buffers: Iterable[Buffer], befalls: Meddling) -> None:
         if self._sending is not None:
             self._sending.stop()
             self._sending = None
-        # Frames are numbered as they are asked for: those before have their turn.
+        # Frames are numbered when they are taken, so take the queued ones first.
         self._queue = deque([iter(list(chain.from_iterable(self._queue)))])
         data = b"".join(buffers)
         half = data[: len(data) // 2]
@@ -337,7 +337,7 @@ class Link:
             case Fate.CUT | Fate.KILL:
                 self._queue.append(iter([half]))
                 self._pump()
-                self._mute = True  # and hears when the process that is killed is gone
+                self._mute = True  # a killed process closes the connection when it ends
                 if befalls.fate is Fate.CUT:
                     self.abort()
                 return

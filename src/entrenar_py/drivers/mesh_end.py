@@ -40,14 +40,14 @@ class Exchange(Protocol):
 
 
 class TreeExchange(Exchange, Protocol):
-    """A mesh's: nodes are added along the tree."""
+    """The arithmetic of a mesh: nodes are added along the reduction tree."""
 
     def keep(self, rank: int, node: TreeNode, payload: Buffer) -> None: ...
     def contribute(self, node: TreeNode) -> None: ...
 
 
 class RingExchange(Exchange, Protocol):
-    """A ring's: each worker adds its own part to what passes."""
+    """The arithmetic of a ring: each worker adds its own part to a block, and passes it on."""
 
     def combine(
         self, block: int, message: Partial | None, payload: Buffer
@@ -63,8 +63,8 @@ class MeshHands(MemberHands, Protocol):
 
 
 class MeshEnd(WorkerEnd):
-    """`dial` is the driver's: it connects, and says `dialed` or `undialable`. `links_meter` counts
-    what this worker exchanges with the others.
+    """A mesh worker's end. The driver's `dial` connects, then calls `dialed` or `undialable`.
+    `links_meter` counts the messages from and to other workers.
     """
 
     machine: MeshWorker
@@ -84,28 +84,28 @@ class MeshEnd(WorkerEnd):
         proved: Callable[[Peer], None] = lambda peer: None,
         notify: Notify = unnoticed,
     ) -> None:
-        """`beside` is where blocks are reduced."""
+        """`beside` reduces blocks."""
         super().__init__(machine, hands, wire, clock, compute, speak, proved=proved, notify=notify)
         self.links_meter = Meter()
         self._dial, self._beside = dial, beside
         self._postponed: list[tuple[Peer, Received]] = []
 
     def accepted(self, peer: Peer, nonce: str) -> None:
-        """Someone has connected; `nonce` is 32 random hex digits."""
+        """Take a connection from another worker; `nonce` is 32 random hex digits."""
         self._link(peer, FROM_COORDINATOR)
         self._do(self.machine.links.accepted(peer, nonce, self._clock()))
 
     def dialed(self, peer: Peer, dial: do.Dial, nonce: str) -> None:
-        """Take a connection that was asked for."""
+        """Take the connection that `dial` requested; `nonce` is 32 random hex digits."""
         self._link(peer, TO_COORDINATOR)
         self._do(self.machine.links.dialed(peer, dial, nonce, self._clock()))
 
     def undialable(self, dial: do.Dial, reason: str) -> None:
-        """It can't be."""
+        """Tell the machine that `dial` failed."""
         self._do(self.machine.undialable(dial, reason))
 
     def _link(self, peer: Peer, direction: int) -> None:
-        """A connection to another worker, on which this one sends in `direction`."""
+        """Set up a connection to another worker, on which this one sends in `direction`."""
         lost = partial(self.machine.lost_link, peer)
         self._connections[peer] = Connection(
             self._stream(direction, self.links_meter),
@@ -132,9 +132,9 @@ class MeshEnd(WorkerEnd):
                     lambda reduced: self._do(self._reduced(step, reduced, block)),
                 )
             case do.Combine(step, block):
-                return [(one, None) for one in self._combined(step, block, received)]
+                return [(follow, None) for follow in self._combined(step, block, received)]
             case do.Regroup(number):
-                self._beside.forget()  # it was of a round that is over
+                self._beside.forget()  # its work is for a round that is over
                 self.hands.regroup(number)
             case do.Load() | do.Finish():
                 self._beside.forget()
@@ -163,10 +163,10 @@ class MeshEnd(WorkerEnd):
         return self.machine.combined(step, block, *total)
 
     def _again(self) -> list[Follow]:
-        told, self._postponed = self._postponed, []
+        postponed, self._postponed = self._postponed, []
         now = self._clock()
         return [
             (effect, received)
-            for peer, received in told
+            for peer, received in postponed
             for effect in self.machine.receive_from(peer, received.message, now)
         ]

@@ -1,4 +1,4 @@
-"""Faults that befall a worker or a message on purpose: the same in virtual and in real time."""
+"""Faults that are injected into a worker or a message, in virtual and in real time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.protocol.messages import Message
 
 
 class Fate(StrEnum):
-    """The fates of a message on its way."""
+    """The faults that a message can meet on its way."""
 
     KILL = "kill"  # the worker dies: half of what it sends has left, none of what it gets arrives
     CUT = "cut"  # the connection breaks in the middle of it, and both ends hear of it
@@ -23,37 +23,37 @@ class Fate(StrEnum):
     DUPLICATE = "duplicate"  # it comes twice
     REORDER = "reorder"  # it comes after the next one
     TRUNCATE = "truncate"  # its second half is lost, what follows is not
-    FLIP = "flip"  # one bit of it is another
+    FLIP = "flip"  # one bit of it is inverted
 
 
 @dataclass(frozen=True, slots=True)
 class Meddling:
-    """The fate of one message; None is none."""
+    """The fault of one message, or None; FREEZE and DELAY last for `seconds`."""
 
     fate: Fate | None
     seconds: float = 0.0
 
 
-# (rank or None before it has one, whether it goes to the coordinator, message) -> what befalls it
+# (rank or None before it has one, whether it goes to the coordinator, message) -> its fault
 Meddle = Callable[[int | None, bool, Message], Meddling | None]
 
 
-# A message and what it carries; and what a worker says for it.
+# A message and its payload; and a function that returns what the worker sends in place of them.
 Said: TypeAlias = tuple[Message, Buffer]
 Speak = Callable[[Message, Buffer], Iterable[Said]]
 
 
 def truthfully(message: Message, payload: Buffer) -> list[Said]:
-    """Just that."""
+    """Return `message` as it is."""
     return [(message, payload)]
 
 
 def unmeddled(rank: int | None, up: bool, message: Message) -> None:
-    """Nothing befalls anything."""
+    """Inject no fault."""
 
 
 def bent(meddling: Meddling, data: bytes, rng: random.Random) -> bytes:
-    """Return what is sent for `data`: other bytes for fates that change them, else `data`."""
+    """Return the bytes to send in place of `data`, changed if the fault changes bytes."""
     match meddling.fate:
         case Fate.DUPLICATE:
             return data + data

@@ -1,8 +1,8 @@
-"""Places for connections that have proved nothing yet: how many there are, and whose turn it is to
-go when one more comes.
+"""Places for connections that have proved nothing yet: how many there are, and which of them is
+closed when one more comes.
 
-Who proves itself needs no place any more. So whoever fills them all can only delay the others, and
-the delay is bounded: nobody keeps a place against those who wait for one.
+A connection that proves itself frees its place. So whoever takes all places can only delay others,
+and the delay is bounded: no place is kept for long while a connection waits for it.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ Guest = TypeVar("Guest", bound=Hashable)
 
 
 class Places(Generic[Guest]):
-    """Room for `most` guests, shared out by address. Times are seconds that do not go back.
+    """Places for `most` connections, here guests, shared by address. Times are monotonic seconds.
 
-    When there is no room for one more, the first to go is
+    If all places are taken when a new guest comes, the one that loses its place is
 
-    1. the oldest of those that were told to go, and only linger;
-    2. else the oldest of the address with the most guests, the new one counted in: at once if that
-       address has more than the new guest's, else if it has been here for `grace_s`, which is time
-       enough for a proof;
-    3. else nobody: the new guest has to wait, for no longer than `grace_s`.
+    1. the oldest that was told to go, and is still connected;
+    2. else the oldest guest of the address with the most guests, including the new one: at once if
+       that address has more guests than the new one's, else only if it has been here for `grace_s`,
+       which is enough for a proof;
+    3. else none: the new guest has to wait, for `grace_s` at most.
 
-    So one address can't keep all places from the others; and among guests of one address none goes
-    before it had its chance, however many come after it.
+    So one address can't keep all places from the others. Among guests of one address each has
+    `grace_s` for its proof, however many come after it.
     """
 
     def __init__(self, most: int, *, grace_s: float) -> None:
-        assert most > 0, "somebody has to get in"
+        assert most > 0, "there must be a place"
         self.most, self.grace_s = most, grace_s
-        self._waiting: dict[str, dict[Guest, float]] = {}  # by address; since when, oldest first
+        self._waiting: dict[str, dict[Guest, float]] = {}  # address -> when each came
         self._lingering: dict[Guest, None] = {}
-        self._addresses: dict[Guest, str] = {}  # of those who wait
+        self._addresses: dict[Guest, str] = {}  # of the guests in `_waiting`
 
     def __len__(self) -> int:
         return len(self._addresses) + len(self._lingering)
 
     def enter(self, guest: Guest, host: str, now: float) -> Guest | None:
-        """Gives `guest`, from `host`, a place. Returns who has to go for that, and has none any
-        more, if anyone; `guest` itself if it has to wait.
+        """Give `guest`, from `host`, a place. Return the guest that has lost its place for that, or
+        None; `guest` itself if it has to wait.
         """
         address = shared_address(host)
         goes = None if len(self) < self.most else self._first_to_go(address, now)
@@ -54,7 +54,7 @@ class Places(Generic[Guest]):
         return goes
 
     def release(self, guest: Guest) -> None:
-        """`guest` needs no place any more, if it had one: it is gone, or has proved itself."""
+        """Free the place of `guest`, if it has one: it has disconnected or proved itself."""
         self._lingering.pop(guest, None)
         address = self._addresses.pop(guest, None)
         if address is not None:
@@ -64,7 +64,7 @@ class Places(Generic[Guest]):
                 del self._waiting[address]
 
     def linger(self, guest: Guest) -> None:
-        """`guest`, with a place or without, was told to go: it takes one until it is gone."""
+        """Note that `guest` was told to go: it takes a place until it has disconnected."""
         self.release(guest)
         self._lingering[guest] = None
 
@@ -72,18 +72,18 @@ class Places(Generic[Guest]):
         """Return the guest that makes room for one from `address`; None if all have to wait."""
         if self._lingering:
             return next(iter(self._lingering))
-        counts = {one: len(there) for one, there in self._waiting.items()}
+        counts = {host: len(there) for host, there in self._waiting.items()}
         wanted = counts[address] = counts.get(address, 0) + 1
         most = max(counts.values())
-        crowded = [one for one in self._waiting if counts[one] == most]
+        crowded = [host for host in self._waiting if counts[host] == most]
         oldest, since = min(
-            (next(iter(self._waiting[one].items())) for one in crowded), key=lambda item: item[1]
+            (next(iter(self._waiting[host].items())) for host in crowded), key=lambda item: item[1]
         )
         return oldest if most > wanted or now - since >= self.grace_s else None
 
 
 def shared_address(host: str) -> str:
-    """Return what one end may be thought to hold: an IPv4 address, or a /64 of IPv6."""
+    """Return the addresses that one host may have to itself: an IPv4 address, or a /64 of IPv6."""
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:
@@ -92,9 +92,9 @@ def shared_address(host: str) -> str:
 
 
 class Attention:
-    """Counts the seconds in which somebody listened: of a longer pause no more than `most_s`.
+    """A clock for graces: of a pause in which this process read nothing it counts only `most_s`.
 
-    What came in a pause was not heard in it, so a guest's grace does not pass either.
+    A proof that came in such a pause is still unread, so a guest's grace must not run out in it.
     """
 
     def __init__(self, now: float, *, most_s: float) -> None:
@@ -102,7 +102,7 @@ class Attention:
         self._most_s, self._last = most_s, now
 
     def look(self, now: float) -> float:
-        """Listens again: the seconds so far."""
+        """Note that this process reads now; return the seconds counted so far."""
         self.seconds += min(now - self._last, self._most_s)
         self._last = now
         return self.seconds

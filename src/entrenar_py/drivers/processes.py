@@ -1,7 +1,7 @@
-"""Worker processes: forked from a parent that has everything loaded, told what to do over a pipe.
+"""Worker processes: forked from a fork server with all modules loaded, given jobs over a pipe.
 
 A process that is done waits for the next job; one that died is replaced. None outlives the process
-that started it: the end of the pipe ends it, whatever it is doing.
+that started it.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class Job:
-    """The worker's end of its pipe: jobs come, answers go back, and notes while a job is done."""
+    """The worker's end of its pipe: it receives jobs, and sends notes and one answer for each."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self.fileno = pipe.fileno
 
     def next(self) -> bytes | None:
-        """The next job; None when there will be none."""
+        """Return the next job; None when there will be no more."""
         try:
             return self._pipe.recv_bytes()
         except EOFError:
             return None
 
     def note(self, text: bytes) -> None:
-        """Says something while the job is being done."""
+        """Send a note while the job is being done."""
         self._pipe.send_bytes(b"+" + text)
 
     def answer(self, text: bytes) -> None:
-        """Says how the job went."""
+        """Send the result of the job."""
         self._pipe.send_bytes(b"=" + text)
 
 
 @dataclass(eq=False)
 class Hand:
-    """One worker process. `answer` is what it said at the end of its job; None before."""
+    """One worker process. `answer` is the result of its job; None before."""
 
     process: BaseProcess
     pipe: Connection
     answer: bytes | None = None
 
     def heard(self) -> bytes | None:
-        """Reads what the process said: a note; None if that was the answer, or it is gone."""
+        """Read a message of the process. Return a note; None for the answer or a closed pipe."""
         try:
             said = self.pipe.recv_bytes()
         except (EOFError, OSError):
@@ -66,19 +66,19 @@ class Hand:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process's id."""
         assert self.process.pid is not None, "it was started"
         return self.process.pid
 
     def kill(self) -> None:
-        """Ends the process at once, also one that is stopped."""
+        """End the process at once, even if it is stopped."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
 class Crew:
-    """Processes that run `main`: each does `one_job` and ends, or is used again when it is idle."""
+    """Processes that run `main`. With `one_job` each ends after its job, else it gets more jobs."""
 
     def __init__(
         self, main: Callable[[Connection], None], *, preload: Sequence[str], one_job: bool = False
@@ -90,7 +90,7 @@ class Crew:
         self._busy: list[Hand] = []
 
     def give(self, job: bytes) -> Hand:
-        """Gives `job` to an idle process, or to a new one."""
+        """Give `job` to an idle process, or to a new one."""
         alive = [hand for hand in self._idle if hand.process.is_alive()]
         hand = alive[0] if alive else self._new()
         self._idle = alive[1:]
@@ -100,7 +100,7 @@ class Crew:
         return hand
 
     def gather(self, timeout_s: float) -> None:
-        """Waits until everyone has answered or died; who does neither in time is killed."""
+        """Wait until all processes have answered or died; kill those that do neither in time."""
         deadline = time.monotonic() + timeout_s
         for hand in self._busy:
             while hand.answer is None and hand.process.is_alive():
@@ -114,7 +114,7 @@ class Crew:
         self._busy.clear()
 
     def dismiss(self) -> None:
-        """Ends every process."""
+        """End every process."""
         for hand in (*self._idle, *self._busy):
             hand.pipe.close()
             hand.process.join(ENDING_S)
@@ -132,11 +132,11 @@ class Crew:
 
 
 def _run(main: Callable[[Connection], None], pipe: Connection) -> None:
-    """Runs `main` in a new process, which dies when the first process does, even if it is stopped.
+    """Run `main` in a new process, which ends with the first process, even while it is stopped.
 
-    A stopped process does not notice the end of its pipe, but the kernel kills it with the fork
-    server, its parent. That one ends with the last writer of its own pipe: every child is given a
-    writer, for children it never has here, and must not keep it.
+    A stopped process does not notice the end of its pipe, but the kernel kills it together with its
+    parent, the fork server. The fork server ends when the last writer of its own pipe is closed.
+    Every child inherits such a writer, and has to close it here.
     """
     os.close(_forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     _forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Asks a coordinator over TCP what its run is, and again until one answers."""
+"""Asks a coordinator over TCP which run it has, and tries again until one answers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from entrenar_py.protocol.handshake import NONCE_BYTES
 from entrenar_py.protocol.messages import Message, Offer
 
 ANSWER_S = 10.0  # from connecting to the answer
-CLOSE_S = 1.0  # until a connection that was given up is gone
+CLOSE_S = 1.0  # for closing a connection
 SCENARIO_BYTES_MAX = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """The run as a coordinator that knows the secret tells of it: a JSON object, and seconds."""
+    """The answer of a coordinator that knows the secret. `scenario` is a JSON object."""
 
     scenario: bytes
     heartbeat_s: float
@@ -50,9 +50,9 @@ async def ask(
     patience_s: float,
     alone: Callable[[str], None],
 ) -> Told | do.Finish:
-    """Return what the coordinator says; `failed` if it refuses, or none answers in `patience_s`.
+    """Return the coordinator's answer; `failed` if it refuses, or none answers in `patience_s`.
 
-    With `context` over TLS. `alone` is told why there is no answer, each time that it tries again.
+    A `context` is for TLS. `alone` is called before each new try with the reason for it.
     """
     since = time.monotonic()
     wait_s = sockets.BACKOFF_S[0]
@@ -74,10 +74,10 @@ async def ask(
 
 
 def reason(error: Exception, host: str) -> str:
-    """Why `host` could not be asked, in words that say which part of an address is wrong."""
+    """Return why `host` could not be asked; an unknown host is named."""
     if isinstance(error, socket.gaierror):
         return f"unknown host {host!r} ({error.strerror})"
-    return str(error) or "closed by the other end"  # as asyncio says it of a handshake: not at all
+    return str(error) or "closed by the other end"  # asyncio may give no text
 
 
 async def _connect(
@@ -89,13 +89,13 @@ async def _connect(
         return await _talk(reader, writer, Applicant(0, nonce, secret=secret, backend=backend))
     finally:
         writer.transport.abort()
-        with contextlib.suppress(OSError):  # what ended it, which asyncio logs if no one takes it
+        with contextlib.suppress(OSError):  # why it ended, which asyncio would log otherwise
             async with asyncio.timeout(CLOSE_S):
                 await writer.wait_closed()
 
 
 async def _talk(reader: StreamReader, writer: StreamWriter, machine: Applicant) -> Told | do.Finish:
-    """Does what `machine` wants until it is finished."""
+    """Carry out the effects of `machine` until it is finished."""
     decoder = Decoder(_limit, direction=FROM_COORDINATOR)
     encoder = Encoder(direction=TO_COORDINATOR)
     while data := await reader.read(SCENARIO_BYTES_MAX):

@@ -1,8 +1,8 @@
 """The protocol in virtual time: every machine, one seeded scheduler, no sockets.
 
-Bytes arrive in order on each connection, as they do over TCP, after a delay that is drawn; what a
-worker computes takes a time that is drawn. Same seed, same run. `meddle` sees every message on its
-way and may say what happens to it.
+Bytes arrive in order on each connection, as over TCP, after a random delay. Computing takes a
+random time. The same seed gives the same run. `meddle` is called for every message and may inject a
+fault.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FAREWELL_S = 1.0  # how long the last messages may take
 
 
 class Simulation:
-    """One run. `start` starts workers, `run` lets time pass until the coordinator is finished."""
+    """One run. `start` starts a worker, `run` advances time until the coordinator is finished."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Simulation:
         self._tick(lambda: self.coordinator.tick(), lambda: True)
 
     def start(self, rank: int | None, backend: str, speak: Speak = truthfully) -> Node:
-        """A new worker process, which connects at once; `rank` is the one it asks for."""
+        """Start a worker process, which connects at once and requests `rank`, if given."""
         node = Node(self._num_started)
         node.end = self._new_end(node, rank, backend, speak)
         self._num_started += 1
-        self.nodes = [*(one for one in self.nodes if one.alive), node]
+        self.nodes = [*(other for other in self.nodes if other.alive), node]
         self._connect(node)
         self._tick(lambda: self._to(node, node.end.tick), lambda: node.alive)
         return node
@@ -99,21 +99,21 @@ class Simulation:
         return WorkerEnd(machine, member, wire, clock, compute, speak)
 
     def visit(self, guest: Guest) -> None:
-        """Somebody connects who is no worker."""
+        """Connect a client that is no worker."""
         peer = next(self._numbers)
         self._guests[peer] = guest
         self.coordinator.connected(peer, self._nonce())
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Has `action` done when `seconds` have passed."""
+        """Schedule `action` in `seconds`."""
         self._time.later(seconds, action)
 
     def restart(self, run: Run, hands: ServerHands) -> None:
-        """The coordinator's process is gone, with its connections; another one takes up `run`."""
+        """End the coordinator's process and its connections; start another one for `run`."""
         for connection in self._connections.values():
             if connection.to is not None:
                 continue
-            connection.dead = True  # what is on its way up has nowhere to go
+            connection.dead = True  # bytes on their way to the coordinator are lost
             if not connection.ended:
                 connection.ended = True
                 self._end(connection, "the coordinator died", up=False)
@@ -124,12 +124,12 @@ class Simulation:
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
         kind = MeshCoordinator if issubclass(self._worker, MeshWorker) else Coordinator
         machine = kind(run, secret=self._secret, timing=self._timing, now=self.now)
-        self._reducing.forget()  # what another process did
+        self._reducing.forget()  # work of the previous process
         down, clock = SimulatedWire(self._tell, self._sent_away), self._time.clock
         return CoordinatorEnd(machine, hands, down, clock, self._reducing, notify=self._notify)
 
     def run(self, *, until_s: float) -> do.Finish:
-        """The coordinator's Finish; `failed` if it is not finished after `until_s`."""
+        """Return the coordinator's Finish; `failed` if it is not finished after `until_s`."""
         while self.coordinator.finished is None and self.now <= until_s:
             self._time.next()
         ended = self.now
@@ -146,7 +146,7 @@ class Simulation:
         return self._time.now
 
     def _tick(self, tick: Callable[[], None], going: Callable[[], bool]) -> None:
-        """Calls `tick` every TICK_S for as long as it is `going`."""
+        """Call `tick` every TICK_S, until `going` returns False."""
 
         def again() -> None:
             if going():
@@ -156,7 +156,7 @@ class Simulation:
         self.later(self._random.uniform(0, TICK_S), again)
 
     def _to(self, node: Node, action: Callable[[], None]) -> None:
-        """Has a worker do `action`: not if it is dead, and later if it is frozen."""
+        """Do `action` in a worker: not if it is dead, and later if it is frozen."""
         if node.alive and node.frozen_until > self.now:
             self._time.at(node.frozen_until, lambda: self._to(node, action))
         elif node.alive:
@@ -164,7 +164,7 @@ class Simulation:
             self._settle(node)
 
     def _settle(self, node: Node) -> None:
-        """Lets a worker's process end, or connect again, as its machine says."""
+        """End a worker's process if its machine is finished, or reconnect it if disconnected."""
         if node.end.finished is not None:
             node.alive = False
         elif node.connection is None and not node.calling:
@@ -172,7 +172,7 @@ class Simulation:
             self.later(RECONNECT_S, lambda: self._connect(node))
 
     def _work(self, node: Node, asked: do.Compute) -> None:
-        """Has a worker compute, which takes its time."""
+        """Compute in a worker, which takes a random time."""
 
         def done() -> None:
             if node.end.machine.wants(asked):
@@ -183,8 +183,8 @@ class Simulation:
         self.later(takes_s, lambda: self._to(node, done))
 
     def _beside(self, process: Callable[[Action], None]) -> Later:
-        """Return where a process reduces blocks. The times have a source of their own: what else is
-        drawn is the same, however many blocks there are.
+        """Return the simulated thread in which a process reduces blocks. It has its own generator,
+        so that all other random values do not depend on the number of blocks.
         """
         drawn = random.Random(f"{self._seed} {self._num_started}")
         return Later(self._time, drawn, REDUCING_S, process)
@@ -200,9 +200,9 @@ class Simulation:
         self.coordinator.connected(connection.peer, self._nonce(), HOST)
 
     def _dial(self, node: Node, dial: do.Dial) -> None:
-        """Connects `node` to another worker, whose port is its number."""
+        """Connect `node` to another worker, whose port is its number."""
         number = int(dial.address.rpartition(":")[2])
-        to = next((one for one in self.nodes if one.number == number and one.alive), None)
+        to = next((other for other in self.nodes if other.number == number and other.alive), None)
 
         def connect() -> None:
             assert isinstance(node.end, MeshEnd)
@@ -225,7 +225,7 @@ class Simulation:
         return self._random.randbytes(NONCE_BYTES).hex()
 
     def _tell(self, peer: Peer, message: Message, data: bytes) -> None:
-        """The coordinator says `message` to `peer`, a worker or a guest."""
+        """Send `message` of the coordinator to `peer`, a worker or a guest."""
         if peer in self._guests:
             guest = self._guests[peer]
             self.later(LATENCY_S[1], lambda: self._talk(peer, guest.heard(data), guest.pace_s))
@@ -233,7 +233,7 @@ class Simulation:
             self._send(self._connections[peer], False, message, data)
 
     def _said(self, node: Node, peer: Peer, message: Message, data: bytes) -> None:
-        """A worker says `message` to `peer`, the coordinator or another worker."""
+        """Send `message` of a worker to `peer`, the coordinator or another worker."""
         connection = self._connections.get(peer)
         if node.alive and connection is not None:
             self._send(connection, connection.node is node, message, data)
@@ -242,14 +242,14 @@ class Simulation:
         end = self.coordinator
 
         def arrive(piece: bytes) -> None:
-            if end is self.coordinator:  # else another one has taken its place
+            if end is self.coordinator:  # else it was restarted
                 feed(end, peer, piece)
 
         for place, piece in enumerate(pieces, start=1):
             self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
 
     def _send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
-        """Puts a message on its way, or what is left of it. Between workers it is the sender's."""
+        """Send a message, with a fault if `meddle` wants one; between workers in the sender."""
         if connection.dead or connection.ended:
             return
         sender = connection.end(not up)
@@ -303,7 +303,7 @@ class Simulation:
         self._time.at(way.arrives, arrive)
 
     def _break(self, connection: Connection, reason: str) -> None:
-        """Ends a connection; each end hears of it once everything before has arrived."""
+        """Break a connection; each end notices once everything before has arrived."""
         connection.ended = True
         self._end(connection, reason, up=True)
         self._end(connection, reason, up=False)
@@ -321,7 +321,7 @@ class Simulation:
         self._time.at(max(way.arrives, self.now) + LATENCY_S[0], lose)
 
     def _sent_away(self, peer: Peer, reason: str) -> None:
-        """The coordinator says nothing more; the worker hears so after what was said before."""
+        """Close a connection for the coordinator; the worker notices after the last message."""
         if self._guests.pop(peer, None) is not None:
             return
         connection = self._connections.pop(peer)
@@ -330,7 +330,7 @@ class Simulation:
             self._end(connection, f"closed by the coordinator: {reason}", up=False)
 
     def _closed(self, node: Node, peer: Peer, reason: str) -> None:
-        """The worker says nothing more on a connection."""
+        """Close a connection for a worker."""
         own, connection = node.connection, self._connections.get(peer)
         if own is not None and own.peer == peer:
             node.connection, connection = None, own  # the coordinator may have closed it before

@@ -13,7 +13,7 @@ from entrenar_py.protocol.messages import Message
 
 @dataclass(slots=True)
 class Direction:
-    """One way of a connection: when its last bytes arrive, and what waits to be reordered."""
+    """One direction of a connection: when its last bytes arrive, and bytes `held` to reorder."""
 
     arrives: float = 0.0
     held: bytes = b""
@@ -21,8 +21,8 @@ class Direction:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A worker's process. `connection` is that to the coordinator, `frozen_until` when it goes on;
-    `calling`: it will connect soon.
+    """A worker's process. `connection` is that to the coordinator; until `frozen_until` it does
+    nothing; `calling`: it will connect soon.
     """
 
     number: int
@@ -33,7 +33,7 @@ class Node:
     calling: bool = False
 
     def lose(self, connection: Connection, reason: str) -> None:
-        """A connection is gone."""
+        """Tell the worker that `connection` is lost."""
         if self.connection is connection:
             self.connection = None
         self.end.lost(connection.peer, reason)
@@ -41,9 +41,9 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """From a worker to the coordinator, or to worker `to`; both call it `peer`.
+    """A connection of `node` to the coordinator, or to worker `to`; both ends know it as `peer`.
 
-    `dead`: nothing passes. `ended`: nothing more is said on it.
+    `dead`: all bytes are lost. `ended`: nothing more is sent on it.
     """
 
     peer: int
@@ -55,24 +55,24 @@ class Connection:
     ended: bool = False
 
     def end(self, up: bool) -> Node | None:
-        """Return who is at its upper or lower end; None is the coordinator."""
+        """Return the worker at its upper or lower end; None for the coordinator."""
         return self.to if up else self.node
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWire:
-    """The way of a simulated end's bytes: `send` gets a message's in one piece."""
+    """Takes the bytes of a simulated end: `send` gets those of a message in one piece."""
 
     send: Callable[[Peer, Message, bytes], None]
     close: Callable[[Peer, str], None]
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        """Send `message`, which `buffers` are."""
+        """Send `message`, which is encoded in `buffers`."""
         self.send(peer, message, b"".join(buffers))
 
 
 def feed(end: End, peer: Peer, data: bytes) -> None:
-    """Has `data` of `peer` arrive, as much at a time as the end takes; drops what it takes not."""
+    """Deliver `data` of `peer`, as much at a time as the end takes; drop what it does not take."""
     left = memoryview(data)
     while left.nbytes and (place := end.buffer(peer)) is not None:
         num_bytes = min(place.nbytes, left.nbytes)

@@ -1,4 +1,4 @@
-"""Sockets that connect and that listen: by name, by IPv4 and by IPv6, with room for a stream."""
+"""Sockets that connect and listen, by host name, IPv4 and IPv6, with large kernel buffers."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-# As much as the kernel takes at once, where nothing else is asked for: with its usual 128 KiB a
-# large tensor costs hundreds of wake-ups. A connection that is silent takes none of it.
+# The default size of the kernel's buffers: with its usual 128 KiB a large tensor costs hundreds of
+# wake-ups. A connection without traffic uses none of it.
 BUFFER_BYTES = 2**22
-# From one try to the next, at first and at most. No longer: where many want to come in (`Places`) a
-# worker may be sent away some times before it is its turn.
+# Seconds from one try to the next, at first and at most. It stays short because a worker may be
+# sent away several times before it gets one of the `Places`.
 BACKOFF_S = (0.05, 0.5)
-# Connections not taken up yet: a burst of strangers must not keep a worker out. A kernel may allow
-# fewer (net.core.somaxconn).
+# Connections that wait in the kernel: a burst of strangers must not keep a worker out. The kernel
+# may allow fewer (net.core.somaxconn).
 BACKLOG = 2**12
 
 _ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
-# Of IPv4 and its (host, port), or IPv6 and its (host, port, flow, scope).
+# Family and socket address: (host, port) for IPv4, (host, port, flow, scope) for IPv6.
 Address = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
 async def resolve(host: str, port: int) -> list[Address]:
-    """Every address that `host` stands for, each once. OSError if there is none."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys((family, place) for family, _, _, _, place in found))
+    """Return every address of `host`, each once. OSError if there is none."""
+    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, place) for family, _, _, _, place in infos))
 
 
 def is_loopback(address: Address) -> bool:
@@ -38,7 +38,7 @@ def is_loopback(address: Address) -> bool:
 
 
 async def connect(host: str, port: int, *, buffer_bytes: int = BUFFER_BYTES) -> socket.socket:
-    """Return a connection to the first address of `host` that takes it; OSError if none does."""
+    """Return a connection to the first address of `host` that accepts it; OSError if none does."""
     loop, problems = asyncio.get_running_loop(), []
     for family, place in await resolve(host, port):
         with ExitStack() as failing:
@@ -54,10 +54,10 @@ async def connect(host: str, port: int, *, buffer_bytes: int = BUFFER_BYTES) -> 
 
 
 async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
-    """Returns when the other end has said something, and leaves it unread.
+    """Return when the other end has sent something, and leave it unread; a TLS record counts.
 
-    OSError, and `sock` is closed then: ConnectionResetError if the other end has closed it without
-    a word, TimeoutError if it says nothing for `patience_s`. Over TLS a word is one of TLS.
+    Otherwise close `sock` and raise an OSError: ConnectionResetError if the other end closed it
+    without sending anything, TimeoutError if it sends nothing for `patience_s`.
     """
     loop = asyncio.get_running_loop()
     with ExitStack() as failing:
@@ -72,7 +72,7 @@ async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
 async def ready(
     sock: socket.socket, watch: Callable[..., None], unwatch: Callable[..., bool]
 ) -> None:
-    """Returns when `sock` can be read or written; `watch` and `unwatch` are the loop's for that."""
+    """Return when `sock` is ready; `watch` and `unwatch` are the loop's, for reading or writing."""
     event = asyncio.Event()
     watch(sock, event.set)
     try:
@@ -84,11 +84,11 @@ async def ready(
 def listen(
     addresses: Sequence[Address], *, buffer_bytes: int = BUFFER_BYTES
 ) -> list[socket.socket]:
-    """Return sockets that listen at `addresses`, all at one port: a free one where theirs is 0.
+    """Return sockets that listen at `addresses`, all at one port: a free one if their port is 0.
 
-    The kernel may hold `buffer_bytes` of a connection, in each direction. An address that this
-    machine does not have (`localhost` may stand for one) is left out. OSError if none is left, or
-    one is taken.
+    `buffer_bytes` is the size of the kernel's buffers of a connection, in each direction. An
+    address that this machine does not have is left out; `localhost` may stand for one. OSError if
+    none is left, or one is in use.
     """
     listeners: list[socket.socket] = []
     problems = []
@@ -125,7 +125,7 @@ def _listener(
 
 
 def _new(family: socket.AddressFamily, buffer_bytes: int) -> socket.socket:
-    """A socket that never blocks. What is accepted from it inherits its buffers."""
+    """Return a non-blocking socket. Connections accepted from it inherit its buffer sizes."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

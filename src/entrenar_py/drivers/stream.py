@@ -1,4 +1,4 @@
-"""The codecs of one connection, and how much of what goes through them: see `Meter`."""
+"""The codecs of one connection, and counts of the messages that they encode and decode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.protocol.messages import Message
 
 @dataclass(slots=True)
 class Count:
-    """Whole messages of one kind, their payloads, and all bytes, with prefixes and headers."""
+    """Counts for one kind of message; `bytes` includes prefixes, headers and payloads."""
 
     messages: int = 0
     payload_bytes: int = 0
@@ -21,10 +21,10 @@ class Count:
 
 
 class Meter:
-    """Counts of what went over connections, by the name of the message.
+    """Counts what went over connections, by the kind of message.
 
-    What was sent counts when its bytes are taken for writing, by threads of connections. A message
-    that was not whole is in no count but that of bytes.
+    Sent bytes count when they are taken for writing, which threads of connections do. A message
+    that was sent in part counts in `bytes` only.
     """
 
     def __init__(self) -> None:
@@ -33,19 +33,19 @@ class Meter:
         self._lock = Lock()
 
     def write(self, message: Message, num_bytes: int) -> None:
-        """So many bytes of `message` are taken."""
+        """Count `num_bytes` of `message` as sent."""
         with self._lock:
             self.sent[type(message).__name__].bytes += num_bytes
 
     def wrote(self, message: Message, payload_bytes: int) -> None:
-        """Count a message as whole."""
+        """Count `message` as sent completely."""
         with self._lock:
             count = self.sent[type(message).__name__]
             count.messages += 1
             count.payload_bytes += payload_bytes
 
     def read(self, received: Received, num_bytes: int) -> None:
-        """A whole message came, of so many bytes."""
+        """Count a whole received message of `num_bytes`."""
         with self._lock:
             count = self.got[type(received.message).__name__]
             count.messages += 1
@@ -54,31 +54,31 @@ class Meter:
 
 
 class Stream:
-    """One connection's codecs; what goes through them is counted in `meter`."""
+    """The codecs of one connection; `meter` counts their messages."""
 
     def __init__(
         self, sizes: Mapping[type[Message], int], room: Room, direction: int, meter: Meter
     ) -> None:
-        """`sizes` are the most payload bytes of a message, 0 where there is none; what is sent goes
-        in `direction`.
+        """`sizes` gives the most payload bytes of each kind of message, 0 for the others;
+        `direction` is that of the frames to send.
         """
         self.decoder = Decoder(lambda kind: sizes.get(kind, 0), direction=1 - direction, room=room)
         self.encoder, self._meter = Encoder(direction=direction), meter
-        self._came_bytes = 0  # of the message in work
+        self._came_bytes = 0  # of the message that is being received
 
     def secure(self, key: bytes) -> None:
-        """All later frames are keyed, in both directions."""
+        """Use `key` for all later frames, in both directions."""
         self.decoder.key = self.encoder.key = key
 
     def encode(self, message: Message, payload: Buffer) -> Iterator[Buffer]:
-        """The bytes of `message`, in order, each to be taken when it can be sent."""
+        """Yield the bytes of `message` in pieces; take each one when it can be sent."""
         for buffer in self.encoder.encode(message, payload):
             self._meter.write(message, memoryview(buffer).nbytes)
             yield buffer
         self._meter.wrote(message, memoryview(payload).nbytes)
 
     def filled(self, num_bytes: int) -> Received | None:
-        """As the decoder's."""
+        """Take `num_bytes` as `Decoder.filled` does, and count the message that they complete."""
         self._came_bytes += num_bytes
         received = self.decoder.filled(num_bytes)
         if received is not None:

@@ -1,7 +1,7 @@
-"""The protocol over TCP: the same machines on connections of this and other processes.
+"""The protocol over TCP: the same machines, connected within a process or between processes.
 
-A payload is read into its own memory and written from it, a chunk at a time as the connection takes
-them, so that nothing is held twice.
+A payload is received into its final memory and sent from it, a chunk at a time, so nothing is held
+twice.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from entrenar_py.protocol.worker import Worker
 
 TICKS_A_HEARTBEAT = 4
 SECRET_BYTES_MIN = 16
-DIED = do.Finish("died")  # what a coordinator says that is gone
+DIED = do.Finish("died")  # the Finish of a coordinator that died
 
 
 class CoordinatorServer:
-    """The coordinator of one run, listening."""
+    """The coordinator of one run, as a TCP server."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class CoordinatorServer:
         self._tick_s = timing.heartbeat_s / TICKS_A_HEARTBEAT
         self._meddle = meddle
         self._visits: dict[Link, Visit] = {}
-        self.bytes_in = self.bytes_out = 0  # of the protocol, whoever said them
-        self.over_s = math.inf  # when the run was, by `time.monotonic`
+        self.bytes_in = self.bytes_out = 0  # of the protocol, with all peers
+        self.over_s = math.inf  # when the run was over, by `time.monotonic`
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
         self._door: Door  # once it listens
         self._dead = False
@@ -82,13 +82,13 @@ class CoordinatorServer:
         context: ssl.SSLContext | None = None,
         buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> tuple[str, int]:
-        """Listens at all addresses of `host`, at a free port if `port` is 0; the first of them.
+        """Listen at all addresses of `host`, and return the first one and its port.
 
-        With `context` over TLS. `buffer_bytes` is what the kernel may hold of a connection.
+        `port` 0 is any free one. A `context` is for TLS. `buffer_bytes` is the size of the kernel's
+        buffers of a connection.
 
-        Raises UsageError where others could take part: from other machines, with no secret that
-        keeps them out and no TLS that demands a certificate. OSError if an address is taken, or
-        there is none.
+        UsageError if other machines can connect, the secret is too short and no TLS certificate is
+        required of them. OSError if an address is in use, or there is none.
         """
         addresses = await sockets.resolve(host, port)
         if not all(map(sockets.is_loopback, addresses)):
@@ -104,16 +104,16 @@ class CoordinatorServer:
         return name[0], name[1]
 
     async def finish(self) -> do.Finish:
-        """The Finish of the run, when all that was said last is sent.
+        """Return the Finish of the run, once the last messages are sent.
 
-        Raises what the hands or the machine raise, wherever that was.
+        Raises what the hands or the machine raised at any time.
         """
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
         try:
             finish = await self._finished
             self._door.close()
-            # Nobody waits for a stranger, which need not go.
+            # Not for strangers, which need not disconnect.
             leaving = [link.ended for link, visit in self._visits.items() if visit.has_proved]
             if leaving:
                 await asyncio.wait(leaving, timeout=FAREWELL_S)
@@ -126,12 +126,12 @@ class CoordinatorServer:
             self._beside.close()
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
-        """Has the run end: when the step in work is made, or `at_once`."""
+        """End the run when the current step is made, or `at_once`."""
         self.end.stop(reason, at_once=at_once)
         self._look()
 
     def die(self) -> None:
-        """Is gone at once, as if its process were: `finish` gives DIED, and nobody is told."""
+        """End at once and without messages, as if the process had died: `finish` returns DIED."""
         self._dead = True
         self._ticking.cancel()
         self._beside.forget()
@@ -142,23 +142,21 @@ class CoordinatorServer:
             self._finished.set_result(DIED)
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        """Sends a message."""
+        """Send a message."""
         member = self.end.machine.peers.get(peer)
         rank = None if member is None else member.rank
         assert isinstance(peer, Link)
         peer.write(self._counted(buffers), self._meddle(rank, False, message))
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Ends a connection."""
+        """Close a connection."""
         assert isinstance(peer, Link)
         self._door.sent_away(self._visits[peer], reason)
         peer.close()
 
     @property
     def strangers(self) -> tuple[int, list[tuple[str, str]]]:
-        """The number of connections that ended with nothing proved; from where the last of them
-        came, and why each of these ended.
-        """
+        """The number of connections that ended without a proof; (host, reason) of the last ones."""
         return self._door.num_ended, list(self._door.ended)
 
     def _opened(self, sock: socket.socket, visit: Visit) -> None:
@@ -199,14 +197,14 @@ class CoordinatorServer:
             self._finished.set_result(self.end.finished)
 
     def _broke(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Something here raised: no run goes on after that."""
+        """End the run after an exception in the loop; `finish` raises it."""
         loop.default_exception_handler(context)
         if "exception" in context and not self._finished.done():
             self._finished.set_exception(context["exception"])
 
 
 def _require_protection(host: str, secret: bytes, context: ssl.SSLContext | None) -> None:
-    """UsageError if anyone could take part in a run that listens at `host`."""
+    """Raise UsageError if anyone could take part in a run that listens at `host`."""
     if len(secret) < SECRET_BYTES_MIN and not (context and tls.proves_identity(context)):
         raise UsageError(
             f"host={host}: other machines can connect there, and the secret of {len(secret)} bytes "
@@ -216,7 +214,7 @@ def _require_protection(host: str, secret: bytes, context: ssl.SSLContext | None
 
 
 class WorkerClient:
-    """A worker that connects to a coordinator, and again when the connection is lost."""
+    """A worker that connects to a coordinator, and reconnects when the connection is lost."""
 
     def __init__(
         self,
@@ -229,8 +227,8 @@ class WorkerClient:
         notify: Notify = unnoticed,
         buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> None:
-        """`alone` is told why there is no coordinator, each time that it tries again.
-        `buffer_bytes` is what the kernel may hold of a connection.
+        """`alone` is called before each new try with the reason why there is no connection.
+        `buffer_bytes` is the size of the kernel's buffers of a connection.
         """
         self._alone = alone
         self.buffer_bytes = buffer_bytes
@@ -250,9 +248,9 @@ class WorkerClient:
         patience_s: float,
         context: ssl.SSLContext | None = None,
     ) -> do.Finish:
-        """Takes part until the run is over; `failed` after `patience_s` without being let in.
+        """Take part until the run is over; `failed` after `patience_s` without being admitted.
 
-        With `context` over TLS. Raises what the hands or the machine raise, wherever that was.
+        A `context` is for TLS. Raises what the hands or the machine raised at any time.
         """
         since = time.monotonic()
         wait_s = sockets.BACKOFF_S[0]
@@ -260,7 +258,7 @@ class WorkerClient:
         self._tick()
         try:
             while self.end.finished is None:
-                if self._computing is not None:  # of a stay that is over: it still uses the replica
+                if self._computing is not None:  # for the last connection: it uses the replica
                     await asyncio.wait([self._computing])
                 problem = await self._stay(host, port, context)
                 if self._error is not None:
@@ -281,32 +279,32 @@ class WorkerClient:
     def new_end(
         self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify
     ) -> WorkerEnd:
-        """Return what this client drives."""
+        """Return the end that this client drives."""
         clock = time.monotonic
         return WorkerEnd(machine, hands, self, clock, self.compute, speak, notify=notify)
 
     def prepare(self, sock: socket.socket) -> None:
-        """Gets ready for a stay over `sock`, which is connected to the coordinator. OSError, and
-        `sock` is closed then, if it can't.
+        """Called with each `sock` that is connected to the coordinator, for subclasses. If that
+        fails, close `sock` and raise OSError.
         """
 
     def leave(self, reason: str) -> None:
-        """Goes for good, and says why to the coordinator if there is one."""
+        """Leave for good, and tell the coordinator why if it is connected."""
         self.end.leave(reason)
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        """Sends a message."""
+        """Send a message."""
         assert isinstance(peer, Link)
         peer.write(buffers, self._meddle(self.end.machine.rank, True, message))
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         assert isinstance(peer, Link)
         self._reason = reason
         peer.close()
 
     async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
-        """One connection, to its end; why this worker was not let in, if it was not."""
+        """Connect until the connection ends; return why it was not admitted, None if it was."""
         stays = self.end.num_stays
         try:
             sock = await self.connect(host, port, context)
@@ -326,7 +324,7 @@ class WorkerClient:
         return self._reason if self.end.num_stays == stays else None
 
     async def connect(self, host: str, port: int, context: ssl.SSLContext | None) -> socket.socket:
-        """A connection to who is there; OSError (also TimeoutError) if it can't be."""
+        """Return a connection, over TLS with a `context`; OSError or TimeoutError if it fails."""
         patience_s = self.end.machine.timing.hello_s
         async with asyncio.timeout(patience_s):
             sock = await sockets.connect(host, port, buffer_bytes=self.buffer_bytes)
@@ -335,7 +333,7 @@ class WorkerClient:
         return await tls.secured(sock, context, server_side=False, host=host, patience_s=patience_s)
 
     def compute(self, asked: do.Compute) -> None:
-        """Has it computed, beside everything else."""
+        """Compute `asked` in a thread."""
         work: Callable[[int, tuple[int, ...]], list[TreeNode] | NonFinite] = self.end.hands.work
 
         def computed(outcome: asyncio.Future[list[TreeNode] | NonFinite]) -> None:
@@ -353,7 +351,7 @@ class WorkerClient:
         self.end.tick()
 
     def _broke(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Something here raised: this worker does not go on after that."""
+        """End this worker after an exception in the loop; `run` raises it."""
         loop.default_exception_handler(context)
         self._error = self._error or context.get("exception")
         if self._link is not None:

@@ -1,7 +1,7 @@
-"""A worker of a mesh over TCP: beside the coordinator it hears other workers, and connects to some.
+"""A worker of a mesh over TCP: other workers connect to it, and it connects to others.
 
-They reach it at the address from which it reaches the coordinator; over TLS it is at that address a
-server, too, with a certificate that names it.
+They reach it at its own address of the connection to the coordinator. Over TLS it is a server
+there, with a certificate that must name that address.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class MeshClient(WorkerClient):
         listen_port: int = 0,
         buffer_bytes: int = sockets.BUFFER_BYTES,
     ) -> None:
-        """`door_context` is for who connects to this worker, at `listen_port`; 0 is any free one.
-        All else is a worker's.
+        """`door_context` is the TLS context for workers that connect to this one at `listen_port`
+        (0: any free one). The other arguments are those of WorkerClient.
         """
         super().__init__(
             *(machine, hands),
@@ -69,11 +69,11 @@ class MeshClient(WorkerClient):
         self._context: ssl.SSLContext | None = None
         self._door: Door | None = None
         self._host = ""
-        self._links: dict[Link, Visit | None] = {}  # None of those made from here
+        self._links: dict[Link, Visit | None] = {}  # None if this worker connected
         self._dialing: set[asyncio.Task[None]] = set()
 
     def new_end(self, machine: Worker, hands: MemberHands, speak: Speak, notify: Notify) -> MeshEnd:
-        """Return what this client drives; machine and hands are a mesh's."""
+        """Return the end that this client drives; `machine` and `hands` are those of a mesh."""
         assert isinstance(machine, MeshWorker)
         mesh = cast(MeshHands, hands)
         clock, self._beside = time.monotonic, Thread()
@@ -91,9 +91,9 @@ class MeshClient(WorkerClient):
         patience_s: float,
         context: ssl.SSLContext | None = None,
     ) -> do.Finish:
-        """Takes part until the run is over, as any worker.
+        """Take part until the run is over; see WorkerClient.
 
-        UsageError for TLS to the coordinator alone.
+        UsageError if only one of `context` and `door_context` is given.
         """
         if (context is None) != (self._door_context is None):
             raise UsageError("TLS in a mesh: give each worker a certificate and its key")
@@ -110,10 +110,9 @@ class MeshClient(WorkerClient):
             self._beside.close()
 
     def prepare(self, sock: socket.socket) -> None:
-        """Listens where this host can be reached as the coordinator is.
+        """Listen at the local address of `sock`, which is connected to the coordinator.
 
-        OSError, and `sock` is closed then, if it can't. UsageError where the port is taken that it
-        was told to have.
+        If that fails, close `sock` and raise OSError, or UsageError if `listen_port` can't be had.
         """
         with ExitStack() as failing:
             failing.callback(sock.close)
@@ -144,7 +143,7 @@ class MeshClient(WorkerClient):
         self.end.machine.port = listeners[0].getsockname()[1]
 
     def close(self, peer: Peer, reason: str) -> None:
-        """Ends a connection."""
+        """Close a connection."""
         if isinstance(peer, Link) and peer in self._links:
             visit = self._links[peer]
             if visit is not None and self._door is not None:
@@ -154,7 +153,7 @@ class MeshClient(WorkerClient):
             super().close(peer, reason)
 
     def dial(self, dial: do.Dial) -> None:
-        """Connects to another worker, beside everything else."""
+        """Connect to another worker, in a task of its own."""
         task = asyncio.get_running_loop().create_task(self._dial(dial))
         self._dialing.add(task)
         task.add_done_callback(self._dialed)
@@ -162,22 +161,22 @@ class MeshClient(WorkerClient):
     def _dialed(self, task: asyncio.Task[None]) -> None:
         self._dialing.discard(task)
         if not task.cancelled():
-            task.result()  # what went wrong here goes where all of that goes
+            task.result()  # raises what it raised, for the loop's exception handler
 
     async def _dial(self, dial: do.Dial) -> None:
         host, _, port = dial.address.rpartition(":")
         try:
             sock = await self._reach(host.strip("[]"), int(port))
-        except (OSError, OverflowError, ValueError) as error:  # the last two: of what is no port
+        except (OSError, OverflowError, ValueError) as error:  # the last two: not a port
             self.end.undialable(dial, str(error) or "no answer in time")
             return
         self.end.dialed(self._new_link(sock, None), dial, secrets.token_hex(NONCE_BYTES))
 
     async def _reach(self, host: str, port: int) -> socket.socket:
-        """A connection to another worker, which has begun to speak. OSError if there is none.
+        """Return a connection on which the other worker has sent something, or raise OSError.
 
-        A door at which strangers crowd may send this worker away without a word, and that is no
-        reason for a complaint: it comes again, for as long as a proof may take.
+        A worker with too many strangers may close the connection before it sends anything. Then
+        try again, for `hello_s` in all, before the coordinator hears a complaint.
         """
         patience_s = self.end.machine.timing.hello_s
         until = time.monotonic() + patience_s

@@ -1,7 +1,7 @@
-"""TLS for a connection: contexts from files, and the handshake. Version 1.3 and no other.
+"""TLS for a connection, version 1.3 only: contexts from files, and the handshake.
 
-Whoever gives `ca` wants a certificate from the other end that it has signed; a coordinator without
-one takes anyone who can say the run's secret.
+An end with a `ca` requires that the other end shows a certificate signed by it. A coordinator
+without one accepts any worker that knows the run's secret.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ BYTES_MAX = 2**24  # a bundle of all public CAs has a quarter of a MiB
 
 
 def server_context(*, cert: Path, key: Path, ca: Path | None = None) -> ssl.SSLContext:
-    """Return a coordinator's context; with `ca` it takes up only workers that show a certificate.
+    """Return a coordinator's context; with `ca` it accepts only workers that show a certificate.
 
-    All are PEM files: `cert` a certificate and those between it and a CA's, `key` its private key
-    without a passphrase. UsageError, naming the file, for one that is missing or unfit.
+    All are PEM files. `cert` holds a certificate and any intermediate ones, `key` its private key
+    without a passphrase. UsageError, naming the file, if one is missing or unfit.
     """
     context = _context(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0  # no session is taken up again
@@ -37,10 +37,10 @@ def server_context(*, cert: Path, key: Path, ca: Path | None = None) -> ssl.SSLC
 def client_context(
     *, ca: Path, cert: Path | None = None, key: Path | None = None
 ) -> ssl.SSLContext:
-    """Return a worker's context: which coordinator it believes, and what it shows, if anything.
+    """Return a worker's context: it trusts coordinators signed by `ca`, and shows `cert` if given.
 
-    PEM files as for a server. The coordinator's certificate must name the host, or the address,
-    that the worker connects to. UsageError as there, and for one of `cert` and `key` alone.
+    All are PEM files, as for a coordinator. The coordinator's certificate must name the host or
+    address that the worker connects to. UsageError for an unfit file, or `cert` without `key`.
     """
     if (cert is None) != (key is None):
         given, missing = ("key", "cert") if cert is None else ("cert", "key")
@@ -65,14 +65,14 @@ async def secured(
     host: str | None = None,
     patience_s: float,
 ) -> ssl.SSLSocket:
-    """`sock` once both ends have shown what the other one wants to see; `host` is the coordinator's
-    name for a worker.
+    """Return `sock` wrapped in TLS, after the handshake. A worker gives the coordinator's name as
+    `host`.
 
-    Raises OSError (ssl.SSLError, TimeoutError), and `sock` is closed then.
+    Raises OSError (ssl.SSLError, TimeoutError), and closes `sock` then.
     """
     with ExitStack() as failing:
         failing.callback(sock.close)
-        sock.getpeername()  # of one that is reset already, `ssl` would leave the file open
+        sock.getpeername()  # raises if it is reset: `ssl` would leave the file open then
         wrapped = failing.enter_context(
             context.wrap_socket(
                 sock, server_side=server_side, server_hostname=host, do_handshake_on_connect=False
@@ -130,5 +130,5 @@ def _require_file(name: str, path: Path) -> None:
 
 
 def _no_passphrase() -> str:
-    """Asked for by a key that is encrypted; without this OpenSSL would ask whoever is there."""
+    """Called for an encrypted key; without this OpenSSL would prompt for a passphrase."""
     raise ValueError("the key is encrypted")

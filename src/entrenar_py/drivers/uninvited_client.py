@@ -1,6 +1,6 @@
-"""Somebody who connects to a coordinator once, says something, and listens until it is sent away.
+"""A client that connects to a coordinator once, sends some bytes, and reads until disconnected.
 
-It is no worker: it takes no part even if it is let in, but it notices.
+It is no worker: it takes no part even if it is admitted, but it records that it was.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ CHUNK_BYTES = 2**16
 
 
 class Guest:
-    """One visitor, which answers the challenge all at once or by a byte every `pace_s` seconds.
+    """One client, which answers the challenge all at once, or with a byte every `pace_s` seconds.
 
-    `let_in` is whether it was spoken to as a worker is, `answer` what it was told.
+    `let_in` is whether it was admitted as a worker, `answer` the coordinator's answer.
     """
 
     def __init__(self, says: Callable[[Challenge], bytes], *, pace_s: float | None = None) -> None:
@@ -28,12 +28,12 @@ class Guest:
         self._decoder = Decoder(lambda kind: 0, direction=FROM_COORDINATOR)
 
     def heard(self, data: bytes) -> list[bytes]:
-        """Takes what came from the coordinator; the pieces that it says to that."""
+        """Take bytes from the coordinator; return the pieces to send in answer."""
         if self.let_in:
             return []
         try:
-            said = b"".join(self._said_to(one.message) for one in self._decoder.feed(data))
-        except ProtocolError:  # it has no key: only who was let in is spoken to with one
+            said = b"".join(self._said_to(got.message) for got in self._decoder.feed(data))
+        except ProtocolError:  # a frame with a key, which only an admitted worker gets
             self.let_in, self.answer = True, "as a worker"
             return []
         if self.pace_s is None:
@@ -50,7 +50,7 @@ class Guest:
 
 
 async def visit(guest: Guest, host: str, port: int) -> None:
-    """One connection, to its end."""
+    """Connect `guest` to the coordinator; return when the connection has ended."""
     try:
         reader, writer = await asyncio.open_connection(host, port)
     except OSError:  # the run is over
@@ -60,7 +60,7 @@ async def visit(guest: Guest, host: str, port: int) -> None:
         while data := await reader.read(CHUNK_BYTES):
             saying.append(asyncio.create_task(_say(writer, guest.heard(data), guest.pace_s or 0)))
     except OSError:
-        pass  # sent away
+        pass  # disconnected
     finally:
         for task in saying:
             task.cancel()

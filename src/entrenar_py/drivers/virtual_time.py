@@ -1,4 +1,4 @@
-"""Virtual time: what is to be done when, in one order for everyone."""
+"""Virtual time: scheduled actions, done one after the other in the order of their times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Outcome = TypeVar("Outcome")
 
 
 class Timeline:
-    """`now` is in seconds from the beginning."""
+    """A queue of scheduled actions. `now` is the virtual time in seconds from the beginning."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -21,30 +21,30 @@ class Timeline:
         self._queue: list[tuple[float, int, Action]] = []
 
     def clock(self) -> float:
-        """Return the time."""
+        """Return the virtual time."""
         return self.now
 
     def at(self, when: float, action: Action) -> None:
-        """Has `action` done at a time, after everything that was said before for the same time."""
+        """Schedule `action` at a time, after all that was scheduled before for the same time."""
         heapq.heappush(self._queue, (when, next(self._numbers), action))
 
     def later(self, seconds: float, action: Action) -> None:
-        """Has `action` done when `seconds` have passed."""
+        """Schedule `action` in `seconds`."""
         self.at(self.now + seconds, action)
 
     def next(self) -> None:
-        """Goes to the next thing that is to be done, and does it."""
+        """Advance to the next scheduled action, and do it."""
         self.now, _, action = heapq.heappop(self._queue)
         action()
 
     def has_until(self, when: float) -> bool:
-        """Return whether something is to be done up to then."""
+        """Return whether an action is scheduled for that time or before."""
         return bool(self._queue) and self._queue[0][0] <= when
 
 
 class Later:
-    """Work beside everything else, one piece after the other, each of which takes a time drawn from
-    `takes_s`. `process` is whose work it is: it does the actions it is given, if it still can."""
+    """A simulated background thread: it does one piece of work after the other, each of which takes
+    a random time from `takes_s`. `process` does an action in the process that owns the thread."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Later:
     ) -> None:
         self._timeline, self._random, self._takes_s = timeline, drawn, takes_s
         self._process = process
-        self._free_at = 0.0  # all that was given is done then
+        self._free_at = 0.0  # when all work so far is done
         self._epoch = 0
 
     def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
-        """Calls `work`, then `done` with what came of it, after a while."""
+        """Schedule `work`, then `done` with its result."""
         epoch = self._epoch
 
         def finish() -> None:
@@ -71,6 +71,6 @@ class Later:
         self._timeline.at(self._free_at, lambda: self._process(finish))
 
     def forget(self) -> None:
-        """Forget what was given: nothing more of it will be heard."""
+        """Drop all work; `done` is not called for it."""
         self._epoch += 1
         self._free_at = 0.0
