@@ -399,7 +399,7 @@ def test_nobody_listens_unprotected(
         with pytest.raises(UsageError) as caught:
             await _server(secret).listen("0.0.0.0", 0, context=context)
         assert str(caught.value).startswith("host=0.0.0.0: other machines can connect there")
-        assert f"the secret of {len(secret)} bytes keeps nobody out" in str(caught.value)
+        assert f"the secret of {len(secret)} bytes is too short to stop them" in str(caught.value)
 
     go(story())
 

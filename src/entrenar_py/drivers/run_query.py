@@ -63,7 +63,7 @@ async def ask(
         except TimeoutError:
             problem = f"no answer within {ANSWER_S:g} s"
             if context is None:
-                problem += "; a coordinator that uses TLS answers no one without it: give --tls-ca"
+                problem += "; a coordinator with TLS does not answer plain TCP: give --tls-ca"
         except (OSError, ProtocolError) as error:
             problem = reason(error, host)
         if time.monotonic() - since > patience_s:

@@ -208,8 +208,8 @@ def _require_protection(host: str, secret: bytes, context: ssl.SSLContext | None
     if len(secret) < SECRET_BYTES_MIN and not (context and tls.proves_identity(context)):
         raise UsageError(
             f"host={host}: other machines can connect there, and the secret of {len(secret)} bytes "
-            f"keeps nobody out; give one of at least {SECRET_BYTES_MIN} bytes, or TLS with a CA "
-            "that the workers' certificates must be of, or listen at 127.0.0.1"
+            f"is too short to stop them; give one of at least {SECRET_BYTES_MIN} bytes, or TLS "
+            "with a CA that signs the workers' certificates, or listen at 127.0.0.1"
         )
 
 
