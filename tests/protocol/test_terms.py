@@ -126,7 +126,7 @@ def test_every_refusal_fits_its_frame(name: str, data: st.DataObject) -> None:
         ({"dead_after_s": "soon"}, "dead_after_s='soon': use a number"),
         ({"gather_s": float("inf")}, "gather_s=inf"),
         ({"hello_s": True}, "hello_s=True"),
-        ({"heartbeat_s": 30.0}, "dead before it is heard"),
+        ({"heartbeat_s": 30.0}, "dead between two heartbeats"),
     ],
 )
 def test_what_is_no_time(changes: dict[str, Any], message: str) -> None:
