@@ -1,4 +1,4 @@
-"""Copies of audited shards with nothing in them but right or wrong, and what must hold of them."""
+"""Copies of audited shards without data, only right or wrong, and the rules of audits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RIGHT = 0
 
 
 class Copies:
-    """Those of one step. What is wrong is wrong in its own way: no two workers agree on it."""
+    """The copies of one step. Each wrong copy is different, so no two workers agree on it."""
 
     def __init__(self) -> None:
         self.concluded: set[int] = set()
@@ -23,11 +23,11 @@ class Copies:
         self._ways = count(1)
 
     def go_wrong(self, rank: int, times: int = 1) -> None:
-        """The next copy of `rank` will be wrong, or so many; it was not told so before."""
+        """Make the next `times` copies of `rank` wrong, unless this was requested before."""
         self._wrong.setdefault(rank, times)
 
     def take(self, rank: int, message: Message) -> None:
-        """A copy is of one shard, and one at a time."""
+        """A worker sends one copy at a time, of one shard."""
         if isinstance(message, Computed):
             assert rank not in self._open
             (shard,) = message.shards
@@ -37,7 +37,7 @@ class Copies:
             self._open[rank][1].append(message.block)
 
     def end(self, rank: int, shard: int, num_blocks: int) -> None:
-        """It is whole, block by block from the last."""
+        """A complete copy has every block, from the last to the first."""
         assert self._open.pop(rank) == (shard, list(reversed(range(num_blocks))))
         got = RIGHT
         if self._wrong.get(rank, 0):
@@ -52,7 +52,7 @@ class Copies:
         return [rank for rank, _ in whole], [values.index(got) for got in values]
 
     def conclude(self, effect: do.Conclude) -> None:
-        """Nothing wrong counts that a second one has seen, and nobody is caught who was right."""
+        """No wrong copy counts against another worker's, and no right worker is caught."""
         whole = self._whole.pop(effect.shard)
         self.concluded.add(effect.shard)
         if effect.copy is None:
@@ -70,13 +70,13 @@ class Copies:
         self.culprits += sorted(wrong)
 
     def forget(self, rank: int) -> None:
-        """It is gone, and they with it."""
+        """Remove the copies of `rank`, which is lost."""
         self._open.pop(rank, None)
         for shard, whole in self._whole.items():
             self._whole[shard] = [one for one in whole if one[0] != rank]
 
     def clear(self) -> None:
-        """Another step, or the same one again."""
+        """Begin another step, or the same one again."""
         self.concluded.clear()
         self._open.clear()
         self._whole.clear()

@@ -1,7 +1,4 @@
-"""A mesh of bare machines: messages pass from hand to hand; no bytes, no clock, no socket.
-
-What a message carries stands in `tests.protocol.stations`.
-"""
+"""A mesh of machines without bytes, clock or sockets; `stations` defines the payloads."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from tests.protocol.stations import NOTHING, Payload, Said, Station, Wire
 
 
 class Mesh:
-    """One coordinator, any number of workers, and time that passes when it is told to."""
+    """One coordinator, any number of workers, and a clock that `wait` advances."""
 
     def __init__(self, run: Run, *, timing: Timing = TIMING, host: str = "host") -> None:
         self.run, self.timing, self.now = run, timing, 0.0
@@ -41,7 +38,7 @@ class Mesh:
     # --- what happens -----------------------------------------------------------------------------
 
     def arrive(self, rank: int | None = None) -> Station:
-        """A new worker, which connects."""
+        """Add a worker, which connects."""
         number = len(self.stations)
         machine = MeshWorker(
             TERMS, secret=SECRET, backend="cpu", rank=rank, port=number, timing=self.timing
@@ -51,14 +48,14 @@ class Mesh:
         return self.stations[-1]
 
     def connect(self, station: Station) -> None:
-        """A worker that is away connects to the coordinator."""
+        """Connect a worker to the coordinator again."""
         wire = station.wire = self._wire(station, None)
         peer = wire.peer
         self._below(station, station.machine.connected(peer, self._nonce(), self.now))
         self._above(self.coordinator.connected(peer, self._nonce(), self.now, self._host))
 
     def answer(self, station: Station, dial: do.Dial) -> None:
-        """Somebody is at the address, or it is refused."""
+        """Answer a dial: connect to the worker at the address, or refuse if that has finished."""
         self.dials.remove((station, dial))
         to = self.stations[int(dial.address.rpartition(":")[2])]
         if to.finished is not None:
@@ -69,7 +66,7 @@ class Mesh:
         self._below(to, to.machine.links.accepted(peer, self._nonce(), self.now))
 
     def hear(self, wire: Wire, end: Station | None) -> None:
-        """The next of what is on its way to `end`; or that the other has closed."""
+        """Deliver the next message on its way to `end`, or the close of the other end."""
         if not wire.queues[end]:
             self._lose(wire, end, "closed by the other")
             return
@@ -82,27 +79,27 @@ class Mesh:
             self._below(end, end.machine.receive_from(wire.peer, said[0], self.now), said)
 
     def say_above(self, wire: Wire, message: Message, payload: Payload = NOTHING) -> None:
-        """The coordinator gets this message, whoever wrote it."""
+        """Deliver a message to the coordinator, from an honest worker or not."""
         effects = self.coordinator.receive(wire.peer, message, self.now)
         self._above(effects, (message, payload))
 
     def work(self, station: Station) -> None:
-        """A worker ends its first computation."""
+        """Finish the first computation of a worker."""
         asked = station.jobs.popleft()
         self._below(station, station.machine.computed(asked, nodes(self.run, asked)))
 
     def cut(self, wire: Wire) -> None:
-        """A connection breaks: what was on its way is lost, and both ends hear of it."""
+        """Break a connection: messages on their way are lost, and both ends notice."""
         for end, queue in wire.queues.items():
             queue.clear()
             self._lose(wire, end, "cut")
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
-        """Somebody wants the run to end."""
+        """Stop the run from outside."""
         self._above(self.coordinator.stop(reason, self.now, at_once=at_once))
 
     def wait(self, seconds: float) -> None:
-        """Time passes, and everyone looks at the clock."""
+        """Advance the clock, and tick every machine."""
         self.now += seconds
         self._above(self.coordinator.tick(self.now))
         for station in self.stations:
@@ -121,19 +118,19 @@ class Mesh:
         return actions
 
     def until(self, holds: Callable[[], bool]) -> None:
-        """Lets things happen, one at a time, until `holds`."""
+        """Do possible actions, one at a time, until `holds` returns True."""
         while not holds():
             actions = self.ready()
             assert actions, "nothing more would happen"
             actions[0]()
 
     def deliver(self) -> None:
-        """Lets everything happen that is on its way."""
+        """Do possible actions until there are none."""
         while actions := self.ready():
             actions[0]()
 
     def finish(self, *, within_s: float = 600.0) -> do.Finish:
-        """Lets all arrive, whoever is away come back, and whoever is awaited come."""
+        """Deliver all, reconnect workers, add those that are awaited, until the run ends."""
         until = self.now + within_s
         self.deliver()
         while self.finished is None:

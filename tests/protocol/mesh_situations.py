@@ -1,4 +1,4 @@
-"""How far a worker of a mesh has come when a test begins."""
+"""Workers of a mesh in the state in which a test begins."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ NEXT = replace(GROUP, round=2)
 
 
 def node(block: int, level: int, index: int, *, round_: int = 1, step: int = 5) -> TreeNode:
-    """A node of a tree over four shards."""
+    """Return a node of a tree over four shards."""
     return TreeNode(
         step=step, round=round_, block=block, level=level, index=index, loss=1.0, weight=1.0
     )
 
 
 def average(block: int, *, round_: int = 1, step: int = 5) -> Average:
-    """A block of the average."""
+    """Return a block of the average."""
     return Average(step=step, round=round_, block=block, loss=1.0, weight=4.0)
 
 
@@ -61,7 +61,7 @@ def hello_of(rank: int) -> Hello:
 
 
 def entered() -> MeshWorker:
-    """Worker 1, with the state before step 5, of a vector in five blocks."""
+    """Return worker 1 with the state before step 5, of a vector in five blocks."""
     machine = MeshWorker(TERMS, secret=SECRET, backend="cpu", port=1, timing=TIMING)
     machine.connected(PEER, NONCE, 0.0)
     (sent, _) = machine.receive(CHALLENGE, 0.0)
@@ -74,7 +74,7 @@ def entered() -> MeshWorker:
 
 
 def linked() -> MeshWorker:
-    """The same in round 1, linked with worker 0, by "in", and with worker 2, by "out"."""
+    """Return worker 1 in round 1, linked with worker 0 as "in" and with worker 2 as "out"."""
     machine = entered()
     machine.receive(GROUP, 0.0)
     machine.links.accepted("in", NONCE, 0.0)
@@ -90,7 +90,7 @@ def linked() -> MeshWorker:
 
 
 def computes(machine: MeshWorker) -> list[Effect]:
-    """Return the effects of computing shards 1 and 2, which are no node together."""
+    """Return the effects of computing shards 1 and 2, which have no node in common."""
     (asked,) = machine.receive(Assign(step=5, shards=(1, 2)), 0.0)
     assert isinstance(asked, do.Compute)
     return machine.computed(asked, OWN)

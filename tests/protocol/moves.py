@@ -1,4 +1,4 @@
-"""Follows a machine through its table of moves: what it does is in there, and where it stands."""
+"""Follows a machine through its table of moves: every message and phase must be allowed by it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ Phase = TypeVar("Phase", bound=StrEnum)
 
 
 class Follower(Generic[Phase]):
-    """One machine's place. A message that no move names leaves it where it is; `taken` are the
-    moves that it made.
-    """
+    """Follows one machine. Messages that no move names are ignored. `taken` are its moves."""
 
     def __init__(self, moves: Sequence[tuple[Phase, type[Message], Phase]], place: Phase) -> None:
         self.places = {place}
@@ -24,7 +22,7 @@ class Follower(Generic[Phase]):
         self._last: set[tuple[Phase, type[Message], Phase]] = set()
 
     def passed(self, message: Message) -> None:
-        """`message` was said or heard; AssertionError if no move allows it here."""
+        """Take a message sent or received; AssertionError if no move allows it here."""
         if type(message) in self._named:
             made = {one for one in self._moves if one[0] in self.places and one[1] is type(message)}
             assert made, f"{type(message).__name__} passed in {self.places}"
@@ -32,7 +30,7 @@ class Follower(Generic[Phase]):
             self._last, self.places = made, {after for _, _, after in made}
 
     def stands(self, place: Phase) -> None:
-        """It stands there now; AssertionError if no move led there."""
+        """Take the machine's phase; AssertionError if no move led there."""
         assert place in self.places, f"in {place}, where its moves lead to {self.places}"
         self._confirm({place})
         self.places = {place}

@@ -1,7 +1,7 @@
-"""A record of the coordinator's effects, with empty data, and the invariants that must hold.
+"""A record of the coordinator's effects, without data, and the invariants that must hold.
 
-The payload of a block of a tree node is the shards under it, that of an average its step, all
-that was added, and its block; the state is a tuple of what was added in each step.
+The payload of a tree node's block is the list of shards under the node. That of an average is its
+step, all that was added, and its block. The state is a tuple with what was added in each step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOTHING = np.zeros(0, np.float32)
 
 
 def nodes(run: Run, asked: do.Compute) -> list[TreeNode]:
-    """The tree nodes of what was asked, in all blocks, in the order in which they go."""
+    """Return the tree nodes of a computation in all blocks, in the order in which they are sent."""
     leaves = [reduction.Node(0, shard, _NOTHING, 1.0, 1.0) for shard in asked.shards]
     return [
         TreeNode(
@@ -52,20 +52,20 @@ def nodes(run: Run, asked: do.Compute) -> list[TreeNode]:
 
 
 def under(run: Run, node: TreeNode) -> list[int]:
-    """The shards under a node."""
+    """Return the shards under a node."""
     return list(reduction.shards_under(node.level, node.index, run.num_shards))
 
 
 @dataclass
 class Delivery:
-    """A delivery in progress: the shards of each block that arrived and count."""
+    """A delivery in progress: for each block the shards that arrived and count."""
 
     shards: tuple[int, ...]
     came: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Record:
-    """The effects of the coordinator of `run`. `moves` are those of the run from stage to stage."""
+    """The effects of the coordinator of `run`. `moves` are the changes of stage so far."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -81,13 +81,13 @@ class Record:
         self._whole: dict[int, list[int]] = {}  # block -> shards of deliveries that are whole
 
     def enter(self, stage: Stage) -> None:
-        """The run is in `stage`."""
+        """Record that the run is in `stage`."""
         if stage is not self.stage:
             self.moves.add((self.stage, stage))
         self.stage = stage
 
     def keep(self, rank: int, message: Message) -> None:
-        """One delivery of a worker at a time, of blocks not yet averaged; a step is made once."""
+        """A worker makes one delivery at a time, of blocks not averaged; a step is made once."""
         if isinstance(message, Computed):
             deliveries = self._open.setdefault(rank, [])
             assert all(map(self._is_whole, deliveries)), "the one before is whole"
@@ -100,7 +100,7 @@ class Record:
             assert message.step == len(self.state) - 1, "it is made here before that is kept"
 
     def deliver(self, rank: int) -> None:
-        """All is whole that came, and no audit is open: none of it will turn out to be wrong."""
+        """A delivery is kept when it is complete and no audit is open."""
         assert self._unaudited() == set()
         for delivery in self._open.pop(rank):
             assert self._is_whole(delivery)
@@ -108,7 +108,7 @@ class Record:
                 self._whole.setdefault(block, []).extend(came)
 
     def _is_whole(self, delivery: Delivery) -> bool:
-        """In each block that is not averaged it is of the shards it names, no more and no less."""
+        """Return whether each block that is not averaged has exactly the shards of the delivery."""
         due = set(range(self.run.num_blocks)) - set(self.averaged)
         of_each = [sorted(came) == sorted(delivery.shards) for came in delivery.came.values()]
         return delivery.came.keys() == due and all(of_each)
@@ -119,7 +119,7 @@ class Record:
         self.copies.forget(rank)
 
     def conclude(self, effect: do.Conclude) -> None:
-        """A copy counts, once."""
+        """One copy of a shard counts, once."""
         assert effect.shard in self._unaudited()
         assert not self.averaged
         self.copies.conclude(effect)
@@ -127,7 +127,7 @@ class Record:
             self._whole.setdefault(block, []).append(effect.shard)
 
     def _unaudited(self) -> set[int]:
-        """The shards of the step whose audit is not over."""
+        """Return the shards of the step whose audit is open."""
         return set(self.run.audited(len(self.state))) - self.copies.concluded
 
     def gather(self, step: int) -> None:
@@ -142,7 +142,7 @@ class Record:
         self.prepared = False
 
     def reduce(self, step: int, block: int) -> None:
-        """Every shard of a block is there, once, and no block is averaged twice."""
+        """A block is averaged once, when every shard of it was delivered exactly once."""
         assert (self.stage, step) == (Stage.COMPUTING, len(self.state))
         assert block not in self.averaged
         assert self._unaudited() == set()
@@ -154,7 +154,7 @@ class Record:
         self.averaged.append(block)
 
     def prepare(self, step: int) -> None:
-        """A step is prepared once, of all its blocks, and only where the coordinator updates."""
+        """A step is prepared once, with all its blocks, and only if the coordinator updates."""
         assert self.run.server_updates
         assert (self.stage, step) == (Stage.COMPUTING, len(self.state))
         assert sorted(self.averaged) == list(range(self.run.num_blocks))
@@ -162,7 +162,7 @@ class Record:
         self.prepared = True
 
     def apply(self, step: int) -> None:
-        """A step is made at most once, and only when it was committed."""
+        """A step is made at most once, and only after its commit."""
         assert (self.stage, step) == (Stage.APPLYING, len(self.state))
         assert self.prepared == self.run.server_updates
         self.state += (self._added(step),)

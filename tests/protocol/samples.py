@@ -1,7 +1,7 @@
-"""One of every message, fixed, and its frame as bytes: what the wire looks like, for any reader.
+"""A fixed sample of every message, and its frame as bytes, for any reader of the format.
 
-`python -m tests.protocol.samples` prints the vectors as they are now. They are kept in
-`tests/golden/frames.json`; a change there is another version of the protocol.
+`python -m tests.protocol.samples` prints the current vectors. They are stored in
+`tests/golden/frames.json`; a change there requires a new version of the protocol.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
 
 
 def vectors() -> list[dict[str, Any]]:
-    """The samples as one direction of a connection says them, in the order of `MESSAGES`."""
+    """Return the samples as sent in one direction of a connection, in the order of `MESSAGES`."""
     encoder, rows = Encoder(KEY), []
     for number, (message, payload) in enumerate(SAMPLES.values()):
         (frame,) = written(encoder, message, payload)

@@ -1,4 +1,4 @@
-"""How far a star has come when a test begins."""
+"""Stars in the state in which a test begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.protocol.star import Link, Star, Station, run_of
 
 
 def node(step: int = 0, level: int = 2, index: int = 0, block: int = 0) -> TreeNode:
-    """A node of a tree over four shards; the root, unless said otherwise."""
+    """Return a node of a tree over four shards, by default the root."""
     return TreeNode(step=step, round=0, block=block, level=level, index=index, loss=1.0, weight=4.0)
 
 
@@ -21,15 +21,15 @@ def computed(*shards: int, step: int = 0) -> Computed:
 
 
 def link_of(station: Station) -> Link:
-    """The connection of a worker that has one."""
+    """Return the connection of a connected worker."""
     assert station.link is not None
     return station.link
 
 
 def reach(phase: PeerPhase, **changes: Any) -> tuple[Star, Link]:
-    """A star and a worker's link in it, once that worker stands in `phase`.
+    """Return a star, and the link of a worker that is in `phase`.
 
-    It is rank 2, and came in the first step, when ranks 0 and 1 were computing.
+    The worker has rank 2. It connected during the first step, while ranks 0 and 1 were computing.
     """
     run = run_of(**{"num_steps": 3, **changes})
     star = Star(replace(run, awaited={run.first_step: (0, 1)}))
@@ -42,7 +42,7 @@ def reach(phase: PeerPhase, **changes: Any) -> tuple[Star, Link]:
 
 
 def alone(**changes: Any) -> tuple[Star, Link]:
-    """A star and the link of its only worker, which has all shards to compute."""
+    """Return a star, and the link of its only worker, which has all shards to compute."""
     star = Star(run_of(**changes))
     station = star.arrive()
     star.until(lambda: bool(station.jobs))

@@ -1,4 +1,4 @@
-"""All messages, as strategies, and their way through a pair of codecs."""
+"""Hypothesis strategies for all messages, and helpers that encode and decode them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHORT = _FIELDS | {"str": _texts}
 
 
 def said(kind: type[Kind], *, short: bool = False) -> st.SearchStrategy[Kind]:
-    """Any message of this kind; `short` without the longest texts."""
+    """Generate messages of this kind; with `short` not with the longest texts."""
     of_type = _SHORT if short else _FIELDS
     return st.builds(kind, **{field.name: of_type[str(field.type)] for field in fields(kind)})
 
@@ -45,12 +45,12 @@ def said(kind: type[Kind], *, short: bool = False) -> st.SearchStrategy[Kind]:
 def anything(
     kinds: Iterable[type[Message]] = tuple(MESSAGES.values()),
 ) -> st.SearchStrategy[Message]:
-    """Any message that fits a frame, of any of these kinds."""
+    """Generate messages of any of these kinds that fit a frame."""
     return st.one_of([said(kind, short=True) for kind in kinds])
 
 
 def written(encoder: Encoder, message: Message, payload: bytes = b"") -> list[bytes]:
-    """The frames of `message`, each whole."""
+    """Return the frames of `message`, each in one piece."""
     frames: list[bytes] = []
     for piece in encoder.encode(message, payload):
         if isinstance(piece, memoryview):  # the chunk of the frame that was begun

@@ -36,13 +36,13 @@ def closes(effects: Iterable[Effect], link: Link) -> bool:
 
 
 def closing(effects: Iterable[Effect]) -> do.Close:
-    """The first of `effects` that ends a connection, after what is said there last."""
+    """Return the first of `effects` that closes a connection."""
     return next(one for one in effects if isinstance(one, do.Close))
 
 
 @dataclass(eq=False)
 class Link:
-    """A connection; `up` and `down` are on their way. `dead`: half open, nothing passes."""
+    """A connection; `up` and `down` hold messages on their way. `dead`: half open, all is lost."""
 
     peer: int
     station: Station
@@ -56,7 +56,7 @@ class Link:
 
 @dataclass(eq=False)
 class Station:
-    """A worker and its state: the averages of the steps that it made, or was given as made."""
+    """A worker and its state: the averages of the steps that it made, or that it was given."""
 
     machine: Worker
     follower: Follower[WorkerPhase]
@@ -68,10 +68,9 @@ class Station:
 
 
 class Star:
-    """One coordinator, any number of workers, and time that passes when it is told to.
+    """One coordinator, any number of workers, and a clock that `wait` advances.
 
-    Blocks are averaged and steps prepared at once, unless that is to happen `beside` everything
-    else.
+    Blocks are averaged and steps prepared at once, or, with `beside`, when `reduce` is called.
     """
 
     def __init__(self, run: Run, *, timing: Timing = TIMING, beside: bool = False) -> None:
@@ -93,7 +92,7 @@ class Star:
     def arrive(
         self, rank: int | None = None, *, secret: bytes = SECRET, backend: str = "cpu"
     ) -> Station:
-        """A new worker, which connects."""
+        """Add a worker, which connects."""
         machine = Worker(TERMS, secret=secret, backend=backend, rank=rank, timing=self.timing)
         station = Station(machine, Follower(WORKER_MOVES, WorkerPhase.CONNECTED))
         self.stations.append(station)
@@ -101,7 +100,7 @@ class Star:
         return station
 
     def connect(self, station: Station) -> Link:
-        """A worker that is away connects."""
+        """Connect a disconnected worker."""
         assert station.link is None
         peer = next(self._peers)
         link = Link(peer, station, Follower(PEER_MOVES, PeerPhase.CHALLENGED))
@@ -113,7 +112,7 @@ class Star:
         return link
 
     def hear_above(self, link: Link) -> None:
-        """The coordinator gets the next message of an honest worker, or hears that it has gone."""
+        """Deliver an honest worker's next message to the coordinator, or the loss of its link."""
         if not link.up:
             self._lose_above(link, "closed by the worker")
             return
@@ -123,7 +122,7 @@ class Star:
         assert may_go or not closes(effects, link), f"{message} of an honest worker: {effects}"
 
     def say_above(self, link: Link, message: Message) -> list[Effect]:
-        """The coordinator gets this message, whoever wrote it; its effects, which are done."""
+        """Deliver any message to the coordinator, legal or not; return its effects."""
         effects = self.coordinator.receive(link.peer, message, self.now)
         if not closes(effects, link):
             link.follower.passed(message)
@@ -133,7 +132,7 @@ class Star:
         return effects
 
     def hear_below(self, link: Link) -> None:
-        """The worker gets the next message of a link, or hears that it has ended."""
+        """Deliver the next message of a link to its worker, or the loss of the link."""
         if not link.down:
             self._lose_below(link, "closed by the coordinator")
             return
@@ -143,13 +142,13 @@ class Star:
         self._below(station, station.machine.receive(message, self.now), payload)
 
     def work(self, station: Station, outcome: NonFinite | None = None) -> None:
-        """A worker ends its first computation: with the tree nodes, or with `outcome`."""
+        """Finish the first computation of a worker, with the tree nodes or with `outcome`."""
         asked = station.jobs.popleft()
         said = nodes(self.run, asked) if outcome is None else outcome
         self._below(station, station.machine.computed(asked, said))
 
     def reduce(self) -> None:
-        """The first of the blocks that are being averaged is, or the step is prepared."""
+        """Finish the first reduction or preparation in progress."""
         self._above(self._reduced(self.reducing.popleft()))
 
     def _reduced(self, asked: do.Reduce | do.Prepare) -> list[Effect]:
@@ -158,21 +157,21 @@ class Star:
         return self.coordinator.reduced(asked.step, asked.block, 1.0, 1.0, self.now)
 
     def cut(self, link: Link) -> None:
-        """A connection breaks: what was on its way is lost, and both ends hear of it."""
+        """Break a connection: messages on their way are lost, and both ends notice."""
         link.up.clear()
         link.down.clear()
         self._lose_below(link, "cut")
         self._lose_above(link, "cut")
 
     def wait(self, seconds: float) -> None:
-        """Time passes, and everyone looks at the clock."""
+        """Advance the clock, and tick every machine."""
         self.now += seconds
         self._above(self.coordinator.tick(self.now))
         for station in self.stations:
             self._below(station, station.machine.tick(self.now))
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
-        """Whoever started the coordinator has it end."""
+        """Stop the run from outside."""
         self._above(self.coordinator.stop(reason, self.now, at_once=at_once))
 
     # --- a fair world -----------------------------------------------------------------------------
@@ -192,19 +191,19 @@ class Star:
         return actions
 
     def until(self, holds: Callable[[], bool], *, first: int = 0) -> None:
-        """Lets things happen, one at a time, until `holds`; `first` is which: 0 or -1."""
+        """Do possible actions, one at a time, until `holds`; `first` picks the action: 0 or -1."""
         while not holds():
             actions = self.ready()
             assert actions, "nothing more would happen"
             actions[first]()
 
     def deliver(self) -> None:
-        """Lets everything happen that is on its way."""
+        """Do possible actions until there are none."""
         while actions := self.ready():
             actions[0]()
 
     def finish(self, *, within_s: float = 600.0) -> do.Finish:
-        """Lets all arrive, whoever is away come back, and whoever is awaited come."""
+        """Deliver all, reconnect workers, add those that are awaited, until the run ends."""
         until = self.now + within_s
         while self.finished is None:
             assert self.now < until, f"no end after {within_s} s, {self.coordinator.stage}"

@@ -1,7 +1,7 @@
-"""The workers of a bare mesh, and the wires between them, as plain records.
+"""The workers of a mesh without bytes, and the wires between them, as plain records.
 
-The payload of a block of a node is the shards under it, that of an average the step that it is of;
-a state is the steps that were made.
+The payload of a node's block is the shards under it, that of an average its step. A state is the
+tuple of the steps that were made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOTHING: Payload = ()
 
 @dataclass(eq=False)
 class Station:
-    """A worker: what it holds of the step in work, and the steps that it made or was given."""
+    """A worker: what it holds of the current step, and the steps that it made or was given."""
 
     machine: MeshWorker
     number: int
@@ -36,8 +36,8 @@ class Station:
 
 @dataclass(eq=False)
 class Wire:
-    """A connection: who made it, and to whom, None for the coordinator. What is said to each of the
-    two is on its way. `dead`: nothing passes. `closed`: by whom, if by one of them.
+    """A connection from `maker` to `to`, None for the coordinator. `queues` holds the messages on
+    their way to each end. `dead`: all are lost. `closed`: the ends that have closed it.
     """
 
     peer: int

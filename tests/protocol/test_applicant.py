@@ -1,4 +1,4 @@
-"""One who asks what a run is, bare: it proves itself, and believes nobody who does not."""
+"""The machine of an applicant: it proves itself, and trusts only a coordinator that does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
 
 
 def new(secret: bytes = SECRET) -> Applicant:
-    """One that has just connected."""
+    """Return an applicant that has just connected."""
     return Applicant(PEER, "1" * 32, secret=secret, backend="cpu")
 
 
@@ -43,14 +43,14 @@ def hello(machine: Applicant) -> Hello:
 
 
 def coordinator() -> Coordinator:
-    """One to which a peer `down` has connected, and which has challenged it as CHALLENGE does."""
+    """Return a coordinator to which peer `down` has connected, after it has sent CHALLENGE."""
     machine = Coordinator(run_of(), secret=SECRET, timing=TIMING, now=0.0)
     machine.connected("down", CHALLENGE.nonce, 0.0)
     return machine
 
 
 def reach(phase: ApplicantPhase) -> Applicant:
-    """One that stands there."""
+    """Return an applicant in this phase."""
     machine = new()
     if phase is not ApplicantPhase.CONNECTED:
         machine.receive(CHALLENGE)
@@ -60,7 +60,7 @@ def reach(phase: ApplicantPhase) -> Applicant:
 
 
 def test_it_asks_and_is_told() -> None:
-    """It proves itself with a hello that names no run; the offer is keyed, and the last word."""
+    """Its hello names no run; the offer is keyed, and the connection ends after it."""
     machine, above = new(), coordinator()
     said = hello(machine)
     assert (said.run, said.manifest, said.data, said.rank) == ("", "", "", None)
@@ -78,7 +78,7 @@ def test_it_asks_and_is_told() -> None:
 
 
 def test_the_key_is_set_before_anything_else_is_read() -> None:
-    """So an offer of somebody else does not even pass the frame's checksum."""
+    """A forged offer fails the checksum of its frame."""
     machine = new()
     said, secure = machine.receive(CHALLENGE)
     assert isinstance(said, do.Send)
@@ -88,7 +88,7 @@ def test_the_key_is_set_before_anything_else_is_read() -> None:
 
 @pytest.mark.parametrize("proof", ["0" * 64, "worker's own"])
 def test_an_offer_without_the_secret_is_not_believed(proof: str) -> None:
-    """Neither a made-up proof nor the worker's own sent back; nothing is built from it."""
+    """A made-up proof and a reflected one are refused."""
     machine = new()
     said = hello(machine)
     offer = Offer(heartbeat_s=1.0, dead_after_s=2.0, proof=said.proof if "own" in proof else proof)
@@ -103,7 +103,7 @@ def test_an_offer_without_the_secret_is_not_believed(proof: str) -> None:
     ids=lambda changes: next(iter(changes)),
 )
 def test_a_stranger_is_told_nothing(changes: dict[str, Any]) -> None:
-    """Whoever does not know the secret, or changes what was said, learns no scenario."""
+    """A peer with a wrong secret or an altered hello gets no scenario."""
     said = replace(hello(new()), **changes)
     send, close = coordinator().receive("down", said, 0.0)
     refusal = Refuse(reason="wrong secret", retry=False)
@@ -113,7 +113,7 @@ def test_a_stranger_is_told_nothing(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("given", ["run", "manifest", "data"])
 def test_half_a_question_is_none(given: str) -> None:
-    """A hello with only a part of the run is one to join it, and is refused for the rest."""
+    """A hello with only part of the run's terms asks to join, and is refused."""
     named: dict[str, Any] = {given: "x"}
     said = replace(hello(new()), **named)
     said = replace(said, proof=handshake.proof_of_worker(SECRET, CHALLENGE, said))
@@ -124,7 +124,7 @@ def test_half_a_question_is_none(given: str) -> None:
 
 
 def test_another_version_is_told_so() -> None:
-    """By either end, before anything else."""
+    """Either end checks the version before anything else."""
     later = replace(CHALLENGE, version=VERSION + 1)
     finish = new().receive(later)[-1]
     assert finish == do.Finish("failed", f"version={VERSION + 1}: this worker speaks {VERSION}")
@@ -136,7 +136,7 @@ def test_another_version_is_told_so() -> None:
 
 
 def test_a_refusal_is_the_end() -> None:
-    """With the coordinator's reason."""
+    """It finishes with the coordinator's reason."""
     machine = reach(ApplicantPhase.ASKING)
     close, finish = machine.receive(Refuse(reason="wrong secret", retry=False))
     assert close == do.Close(PEER, "refused: wrong secret")
@@ -153,6 +153,6 @@ ILLEGAL: list[tuple[ApplicantPhase, type[Message]]] = [
 
 @pytest.mark.parametrize(("phase", "kind"), ILLEGAL)
 def test_what_is_not_legal_is_refused(phase: ApplicantPhase, kind: type[Message]) -> None:
-    """In each place every message that the table does not name."""
+    """In each phase every message that the table does not list is refused."""
     with pytest.raises(ProtocolError, match=f"{kind.__name__} to an applicant that is {phase}"):
         reach(phase).receive(SAMPLES[kind][0])

@@ -1,4 +1,4 @@
-"""The worker to ask for a copy of an audited shard, and the verdict on several copies."""
+"""Which worker is asked for a copy of an audited shard, and the verdict on the copies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from entrenar_py.protocol.audits import Audit, Verdict, verdict
     ],
 )
 def test_verdict(copies: list[int], alike: list[int], found: Verdict | None) -> None:
-    """The copy of two workers counts, and one may be wrong; one worker twice is one."""
+    """A copy of two workers counts, if at most one differs; one worker's two copies are one."""
     assert verdict(copies, alike) == found
 
 
@@ -47,19 +47,19 @@ def test_verdict(copies: list[int], alike: list[int], found: Verdict | None) -> 
     ],
 )
 def test_another(copies: list[int], present: Collection[int], asked: int | None) -> None:
-    """A third worker, or each of two once more; who three workers differ among asks nobody."""
+    """A third worker is asked, else each of two once more; after three answers nobody is."""
     assert Audit(copies=copies).another(present, turn=0) == asked
 
 
 def test_everyone_audits_everyone() -> None:
-    """The second worker is another in each turn, and never the first."""
+    """The second worker differs with each turn, and is never the first."""
     seconds = {Audit(asked=[1]).second({0, 1, 2, 3}, turn) for turn in range(3)}
     assert seconds == {0, 2, 3}
     assert Audit(asked=[1]).second({1}, 0) is None
 
 
 def test_who_is_gone_is_forgotten() -> None:
-    """With what it gave, and with what it was asked for."""
+    """A lost worker's copies and requests are removed."""
     audit = Audit(asked=[0, 1], copies=[1, 2, 1])
     assert not audit.forget(3)
     assert audit.forget(1)

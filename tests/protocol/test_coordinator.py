@@ -1,4 +1,4 @@
-"""The coordinator, bare: what follows from what, how it ends, how long it waits."""
+"""The machine of the coordinator: effects of events, ends of a run, and timeouts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BAD = NonFinite(step=0, shard=0, tensor="w", element=1, loss=1.0, ids=(1,))
 
 
 def test_what_a_run_of_one_step_asks_for() -> None:
-    """Every effect, from the first connection to the end, in this order."""
+    """All effects from the first connection to the end, in order."""
     star, link = alone(num_steps=1, num_blocks=2, saves=(1,))
     star.deliver()
     (welcome,) = [one for one in star.effects if isinstance(one, do.Send)][1:2]
@@ -67,7 +67,7 @@ def test_what_a_run_of_one_step_asks_for() -> None:
 
 
 def test_shards_are_dealt_in_runs() -> None:
-    """By rank, larger runs first; the shards of one that goes follow behind what others have."""
+    """Runs go by rank, larger ones first; a lost worker's shards are queued at others."""
     star = Star(run_of(num_shards=5, awaited={0: (0, 1, 2)}))
     stations = [star.arrive() for _ in range(3)]
     star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
@@ -79,7 +79,7 @@ def test_shards_are_dealt_in_runs() -> None:
 
 
 def test_who_comes_late_takes_part_from_the_next_step() -> None:
-    """It waits for the boundary, gets the state before that step, and is recorded as late."""
+    """It gets the state between steps, and is recorded as late."""
     star, link = reach(PeerPhase.WAITING)
     assert star.coordinator.step == 0
     star.until(lambda: star.coordinator.peers[link.peer].phase is PeerPhase.COMPUTING)
@@ -90,7 +90,7 @@ def test_who_comes_late_takes_part_from_the_next_step() -> None:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_who_starts_from_a_checkpoint_is_told(resumed: bool) -> None:
-    """Those of the beginning are; who comes late goes on from what is there."""
+    """The first workers are told so; a later one is not."""
     star, _ = reach(PeerPhase.COMPUTING, num_steps=4, first_step=1, resumed=resumed)
     told = [one.message for one in star.effects if isinstance(one, do.Send)]
     welcomes = [one for one in told if isinstance(one, Welcome)]
@@ -100,7 +100,7 @@ def test_who_starts_from_a_checkpoint_is_told(resumed: bool) -> None:
 
 
 def test_a_step_waits_for_those_it_needs() -> None:
-    """A rank that is awaited before step 1 holds everyone until it is there."""
+    """Step 1 waits until the rank that it awaits is there."""
     star = Star(run_of(awaited={1: (2,)}))
     star.arrive()
     star.deliver()
@@ -117,7 +117,7 @@ def test_a_step_waits_for_those_it_needs() -> None:
 
 
 def test_a_value_that_is_not_finite_halts_everyone() -> None:
-    """Whoever said it is kept, everyone hears of it, and nobody makes the step."""
+    """The report is kept, all workers halt, no step is made."""
     star, link = reach(PeerPhase.COMPUTING)
     said = NonFinite(step=1, shard=3, tensor="w", element=5, loss=1.0, ids=(1,))
     others = list(star.links)
@@ -137,7 +137,7 @@ def test_a_value_that_is_not_finite_halts_everyone() -> None:
 
 
 def test_a_loss_that_is_not_finite_halts_everyone() -> None:
-    """Without a tensor it is the loss."""
+    """A report without a tensor is about the loss."""
     star, link = alone()
     said = NonFinite(step=0, shard=1, tensor=None, element=None, loss=float("nan"), ids=())
     star.say_above(link, said)
@@ -146,7 +146,7 @@ def test_a_loss_that_is_not_finite_halts_everyone() -> None:
 
 
 def test_an_average_that_is_not_finite_halts_everyone() -> None:
-    """A sum may overflow though each worker's part is finite; no worker is blamed."""
+    """A sum of finite parts may overflow; no worker is blamed."""
     star, link = alone()
     machine = star.coordinator
     machine.receive(link.peer, computed(0, 1, 2, 3), 0.0)
@@ -160,7 +160,7 @@ def test_an_average_that_is_not_finite_halts_everyone() -> None:
 
 
 def test_a_halt_is_heard_whatever_it_names() -> None:
-    """A tensor may have the longest name that a message holds."""
+    """A tensor may have the longest name that a message can hold."""
     star, link = alone()
     said = NonFinite(step=0, shard=0, tensor="w" * 1_000, element=1, loss=1.0, ids=())
     sent = [one.message for one in star.say_above(link, said) if isinstance(one, do.Send)]
@@ -168,7 +168,7 @@ def test_a_halt_is_heard_whatever_it_names() -> None:
 
 
 def test_nobody_joins_what_is_over() -> None:
-    """A connection after the end is closed at once, and time does nothing any more."""
+    """After the end connections are closed at once, and ticks do nothing."""
     star = Star(run_of())
     star.arrive()
     star.finish()
@@ -183,7 +183,7 @@ def test_nobody_joins_what_is_over() -> None:
 
 @pytest.mark.parametrize("phase", [one for one in PEER_MAY_SAY if one is not PeerPhase.CHALLENGED])
 def test_the_silent_are_dropped(phase: PeerPhase) -> None:
-    """After `dead_after_s` without a byte, and no sooner; whoever is heard of stays."""
+    """A worker is dropped after `dead_after_s` without a byte, and not before."""
     star, link = reach(phase)
     machine = star.coordinator
     machine.heard(link.peer, 1.0)
@@ -200,7 +200,7 @@ def test_the_silent_are_dropped(phase: PeerPhase) -> None:
 
 
 def test_all_may_fall_silent_at_once() -> None:
-    """The run goes on with whoever comes then."""
+    """The run continues with the workers that connect next."""
     star = Star(run_of(awaited={0: (0, 1, 2)}))
     for _ in range(3):
         star.arrive()
@@ -213,7 +213,7 @@ def test_all_may_fall_silent_at_once() -> None:
 
 
 def test_a_stranger_has_a_while_to_prove_itself() -> None:
-    """`hello_s`, which is shorter than what those who take part may be silent."""
+    """It has `hello_s`, which is less than `dead_after_s`."""
     machine = Coordinator(run_of(), secret=SECRET, timing=TIMING, now=0.0)
     machine.connected("stranger", "0" * 32, 0.0)
     assert machine.tick(9.99) == []
@@ -221,7 +221,7 @@ def test_a_stranger_has_a_while_to_prove_itself() -> None:
 
 
 def test_a_stranger_gains_nothing_by_trickling() -> None:
-    """A byte now and then is not a proof: the time runs from the connection."""
+    """`hello_s` counts from the connection, not the last byte."""
     machine = Coordinator(run_of(), secret=SECRET, timing=TIMING, now=0.0)
     machine.connected("stranger", "0" * 32, 0.0)
     for now in range(1, 11):
@@ -230,7 +230,7 @@ def test_a_stranger_gains_nothing_by_trickling() -> None:
 
 
 def test_everyone_let_in_hears_a_heartbeat() -> None:
-    """Every `heartbeat_s`, wherever they stand; a stranger hears nothing."""
+    """Admitted peers in any phase get one every `heartbeat_s`; strangers none."""
     star, _ = reach(PeerPhase.WAITING)
     star.coordinator.connected("stranger", "0" * 32, star.now)
     beats = [do.Send(peer, Heartbeat()) for peer in (0, 1, 2)]
@@ -241,7 +241,7 @@ def test_everyone_let_in_hears_a_heartbeat() -> None:
 
 
 def test_a_run_does_not_wait_for_ever() -> None:
-    """It fails after `gather_s`, saying for which step and who was there; those are told."""
+    """It fails after `gather_s`, and tells which step waited and who was there."""
     star = Star(run_of(awaited={1: (1, 2)}))
     station = star.arrive()
     star.deliver()
@@ -258,7 +258,7 @@ def test_a_run_does_not_wait_for_ever() -> None:
 
 
 def test_who_comes_and_goes_wins_no_time() -> None:
-    """A run that waits for another one does not wait longer for it."""
+    """A worker that joins and leaves does not extend the waiting time."""
     star = Star(run_of(awaited={0: (0, 2)}))
     star.arrive(0)
     star.deliver()
@@ -281,7 +281,7 @@ def _phases(star: Star) -> set[PeerPhase]:
 
 @pytest.mark.parametrize("loads", [False, True])
 def test_who_came_in_time_has_time_to_load(loads: bool) -> None:
-    """As long as a run waits for workers; then it is given up, and after it the run."""
+    """It has another `gather_s`; then it is dropped, and the run fails."""
     star = Star(run_of(awaited={0: (0,)}))
     star.wait(290.0)
     late = star.arrive(0)
@@ -301,7 +301,7 @@ def test_who_came_in_time_has_time_to_load(loads: bool) -> None:
 
 
 def test_waiting_begins_anew_with_each_step() -> None:
-    """When everyone is gone in the middle of a step there is `gather_s` for others to come."""
+    """If all workers leave during a step, `gather_s` starts again."""
     star, link = alone()
     for _ in range(29):
         star.wait(10.0)
@@ -317,7 +317,7 @@ def test_waiting_begins_anew_with_each_step() -> None:
 
 
 def _unweighted(effect: Effect) -> Effect:
-    """A kept node without its weight, which says how many shards `star` put under it."""
+    """Return a kept node without its weight, which is the number of shards under it."""
     if isinstance(effect, do.Keep) and isinstance(effect.message, TreeNode):
         message = effect.message
         return do.Keep(effect.rank, replace(message, weight=4.0))

@@ -1,4 +1,4 @@
-"""The coordinator of a star whose shards are audited: nothing counts that one worker alone says."""
+"""The coordinator of a star with audits: an audited shard counts only if two workers agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.protocol.star import Star, Station, run_of
 
 
 def audited(num_workers: int = 3, *, shards: tuple[int, ...] = (1,), **changes: Any) -> Star:
-    """A star in its first step, of which `shards` are audited."""
+    """Return a star in its first step, of which `shards` are audited."""
     ranks = range(num_workers)
     run = run_of(**{"awaited": {0: ranks}, "audited": lambda step: shards, **changes})
     star = Star(run)
@@ -26,23 +26,23 @@ def audited(num_workers: int = 3, *, shards: tuple[int, ...] = (1,), **changes: 
 
 
 def dealt(star: Star) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the assignments so far, in order; peers have the numbers of their ranks."""
+    """Return the assignments so far, in order, as (rank, shards)."""
     sent = [(one.peer, one.message) for one in star.effects if isinstance(one, do.Send)]
     return [(int(str(peer)), said.shards) for peer, said in sent if isinstance(said, Assign)]
 
 
 def of(star: Star, *kinds: type[Effect]) -> list[Effect]:
-    """The effects of these kinds so far."""
+    """Return the effects of these kinds so far."""
     return [one for one in star.effects if isinstance(one, kinds)]
 
 
 def wrong(star: Star, rank: int, times: int = 1) -> None:
-    """The next copies of `rank` will be wrong."""
+    """Make the next copies of `rank` wrong."""
     star.record.copies.go_wrong(rank, times)
 
 
 def finished(star: Star) -> str:
-    """How the run ends, which must be on the undisturbed state if it is completed."""
+    """Return the end of the run; a completed one must have the undisturbed state."""
     status = star.finish().status
     if status == "completed":
         every = tuple(range(star.run.num_shards))
@@ -51,13 +51,13 @@ def finished(star: Star) -> str:
 
 
 def test_an_audited_shard_goes_to_two_by_itself() -> None:
-    """The others of its owner go together, as ever."""
+    """It has an Assign of its own; its owner's others share one."""
     star = audited()
     assert dealt(star) == [(0, (0,)), (0, (1,)), (1, (2,)), (2, (3,)), (2, (1,))]
 
 
 def test_nothing_is_averaged_or_kept_before_the_audit_is_over() -> None:
-    """Then all that was delivered is, and every block is averaged, the last one first."""
+    """Then every block is averaged, last one first."""
     star = audited(num_blocks=2)
     star.until(lambda: bool(of(star, do.Conclude)))
     before = star.effects[: star.effects.index(of(star, do.Conclude)[0])]
@@ -68,7 +68,7 @@ def test_nothing_is_averaged_or_kept_before_the_audit_is_over() -> None:
 
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_who_is_wrong_is_caught(culprit: int) -> None:
-    """Owner or auditor: a third one decides, and the culprit goes with all that it delivered."""
+    """A third copy decides; the wrong worker leaves, and its deliveries are void."""
     star = audited(num_steps=1)
     wrong(star, culprit)
     star.until(lambda: bool(of(star, do.Left)))
@@ -85,7 +85,7 @@ def test_who_is_wrong_is_caught(culprit: int) -> None:
 
 
 def test_an_average_waits_for_what_the_culprit_had() -> None:
-    """The audit is over with the culprit, but its other shards are to be computed again."""
+    """The culprit's other shards are computed again first."""
     star = audited(num_steps=1)
     wrong(star, 0)
     star.until(lambda: bool(of(star, do.Left)))
@@ -94,7 +94,7 @@ def test_an_average_waits_for_what_the_culprit_had() -> None:
 
 
 def test_two_workers_are_asked_once_more() -> None:
-    """The worker that changes its answer the second time was wrong the first time."""
+    """The worker whose second copy differs from its first was wrong."""
     for culprit in (0, 1):
         star = audited(2, num_steps=1)
         wrong(star, culprit)
@@ -103,7 +103,7 @@ def test_two_workers_are_asked_once_more() -> None:
 
 
 def test_two_workers_that_stay_with_it_halt_the_run() -> None:
-    """Nobody can say which of them is wrong, and no step is made with either."""
+    """It is unknown which one is wrong; no step is made."""
     star = audited(2)
     wrong(star, 1, times=99)
     star.record.copies.go_wrong(0, times=99)
@@ -118,7 +118,7 @@ def test_two_workers_that_stay_with_it_halt_the_run() -> None:
 
 
 def test_three_answers_halt_the_run() -> None:
-    """Also where a fourth could be asked: two of them are wrong in any case."""
+    """No fourth worker is asked, because two of the three must be wrong."""
     star = audited(4, world_size=4)
     for rank in range(4):
         wrong(star, rank)
@@ -126,7 +126,7 @@ def test_three_answers_halt_the_run() -> None:
 
 
 def test_who_is_alone_is_not_audited() -> None:
-    """Its shard is concluded with one copy, which counts."""
+    """With a single worker the only copy counts."""
     star = audited(1)
     assert dealt(star) == [(0, (0, 2, 3)), (0, (1,))]
     assert finished(star) == "completed"
@@ -134,7 +134,7 @@ def test_who_is_alone_is_not_audited() -> None:
 
 
 def test_nobody_is_audited_by_another_backend() -> None:
-    """It would round differently, and be right: who has none of its kind is alone."""
+    """It would round differently, so a worker without a peer on its backend is alone."""
     run = run_of(awaited={0: range(3)}, audited=lambda step: (0, 2, 3), num_steps=1)
     star = Star(run)
     for backend in ("cpu", "cuda", "cpu"):
@@ -147,7 +147,7 @@ def test_nobody_is_audited_by_another_backend() -> None:
 
 
 def _asked_as_third(star: Star) -> Station:
-    """The worker that is to decide, once it was asked."""
+    """Return the rank that is asked for the deciding copy."""
     star.until(lambda: len(dealt(star)) > 5)
     rank, shards = dealt(star)[5]
     assert shards == (1,)
@@ -155,7 +155,7 @@ def _asked_as_third(star: Star) -> Station:
 
 
 def test_the_third_may_die() -> None:
-    """The two who disagree are asked once more then, and what the third had goes to them."""
+    """The two that disagree are asked again, and take over the third's shards."""
     star = audited(num_steps=1)
     wrong(star, 2)
     third = _asked_as_third(star)
@@ -170,8 +170,9 @@ def test_the_third_may_die() -> None:
 def test_who_is_left_alone_after_a_dispute_is_not_believed(
     left: int, culprit: int, again: bool
 ) -> None:
-    """The other one of two has died since they disagreed, perhaps after the first one said the same
-    again: it may have been right. The effect says who had a part in it, and nobody is caught.
+    """The lost worker may have been right, so the run halts.
+
+    Nobody is caught. The effect lists the ranks that took part in the dispute.
     """
     star = audited(2, num_steps=1)
     wrong(star, culprit, times=99)
@@ -185,7 +186,7 @@ def test_who_is_left_alone_after_a_dispute_is_not_believed(
 
 
 def test_who_took_no_part_in_a_dispute_is_believed() -> None:
-    """Both who disagreed are gone: the third is as alone as if it had been so from the start."""
+    """If both disputants leave, the third counts as alone from the start."""
     star = audited(num_steps=1)
     wrong(star, 2)
     third = _asked_as_third(star)
@@ -197,7 +198,7 @@ def test_who_took_no_part_in_a_dispute_is_believed() -> None:
 
 
 def test_an_auditor_that_dies_is_replaced() -> None:
-    """By who is left, until its copy is there; a death while an audit is open loses deliveries."""
+    """A death while an audit is open also voids deliveries."""
     star = audited(num_steps=1)
     star.until(lambda: bool(star.stations[2].jobs))
     star.cut(link_of(star.stations[2]))
@@ -206,7 +207,7 @@ def test_an_auditor_that_dies_is_replaced() -> None:
 
 
 def test_an_owner_that_dies_is_replaced() -> None:
-    """Its earlier deliveries of the step are replaced, too: none of them was kept."""
+    """Its earlier deliveries of the step are void too, as none was kept."""
     star = audited(num_steps=1, num_shards=6)
     link = link_of(star.stations[0])
     star.until(lambda: star.coordinator.peers[link.peer].delivered == [0])
@@ -216,7 +217,7 @@ def test_an_owner_that_dies_is_replaced() -> None:
 
 
 def test_a_step_that_did_not_happen_has_no_audits() -> None:
-    """All die in it, and of those who come one goes before it begins again: nobody is asked."""
+    """After all workers left, a new one that leaves early is not audited."""
     star = audited(3, shards=(0, 1, 2, 3), num_steps=1)
     for link in reversed(list(star.links.values())):
         star.cut(link)
@@ -231,7 +232,7 @@ def test_a_step_that_did_not_happen_has_no_audits() -> None:
 
 
 def test_who_was_caught_may_come_back_once() -> None:
-    """With the whole state; caught a second time it is told that it may not, and stays away."""
+    """The second time it is refused for good."""
     star = audited(num_steps=4, awaited={0: range(3), 1: (0,)})
     wrong(star, 0, times=2)
     station = star.stations[0]

@@ -1,4 +1,4 @@
-"""The coordinator, bare: a step goes block by block, and what is left of whoever is lost in it."""
+"""The machine of the coordinator: averaging block by block, and losses of workers in a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.protocol.star import Link, Star, run_of
 
 
 def two_of_a_step(num_blocks: int) -> tuple[Star, Link, Link]:
-    """Two workers who owe shards 0 and 1, and 2 and 3, of step 0."""
+    """Return two workers that have to deliver shards 0 and 1, and 2 and 3, of step 0."""
     star = Star(run_of(num_blocks=num_blocks, awaited={0: (0, 1)}))
     first, second = link_of(star.arrive()), link_of(star.arrive())
     star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
@@ -18,7 +18,7 @@ def two_of_a_step(num_blocks: int) -> tuple[Star, Link, Link]:
 
 
 def test_a_block_is_averaged_when_every_shard_of_it_is_there() -> None:
-    """And goes to everyone at once, while nobody has delivered the blocks before it."""
+    """It is sent at once, before other blocks come."""
     star, first, second = two_of_a_step(3)
     star.say_above(first, computed(0, 1))
     star.say_above(second, computed(2, 3))
@@ -55,7 +55,7 @@ def test_what_is_averaged_stays_when_its_worker_is_lost() -> None:
 
 
 def test_what_is_not_averaged_is_void_when_its_worker_is_lost() -> None:
-    """The blocks of a delivery that was still open are missing again."""
+    """Blocks of an incomplete delivery are missing again."""
     star, first, second = two_of_a_step(2)
     star.say_above(second, computed(2, 3))
     star.say_above(second, node(level=1, index=1, block=1))
@@ -72,7 +72,7 @@ def test_what_is_not_averaged_is_void_when_its_worker_is_lost() -> None:
 
 
 def test_what_was_wholly_delivered_outlives_its_worker() -> None:
-    """Nobody computes it again, and every block is averaged with it."""
+    """A complete delivery is not computed again."""
     star, first, second = two_of_a_step(2)
     star.say_above(second, computed(2, 3))
     for block in (1, 0):
@@ -84,7 +84,7 @@ def test_what_was_wholly_delivered_outlives_its_worker() -> None:
 
 
 def test_what_is_being_averaged_stays_when_its_worker_is_lost() -> None:
-    """All of it was there; nobody computes it again, and the step waits until it is averaged."""
+    """A complete block is not computed again, and the step waits for its average."""
     star = Star(run_of(num_blocks=2, awaited={0: (0, 1)}), beside=True)
     first, second = link_of(star.arrive()), link_of(star.arrive())
     star.until(lambda: star.coordinator.stage is Stage.COMPUTING)

@@ -1,4 +1,4 @@
-"""The coordinator, bare: whom it sends away, and that nobody else suffers by it."""
+"""The machine of the coordinator: which peers it disconnects, without harm to the others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("phase", "kind"), ILLEGAL)
 def test_what_is_not_legal_ends_that_connection_only(phase: PeerPhase, kind: type[Message]) -> None:
-    """In each place every message that the table does not name: one is sent away, the run ends."""
+    """Any message that the table does not list ends its connection, and the run completes."""
     star, link = reach(phase)
     effects = star.say_above(link, SAMPLES[kind][0])
     reason = f"{kind.__name__} from a peer that is {phase}"
@@ -56,7 +56,7 @@ def test_what_is_not_legal_ends_that_connection_only(phase: PeerPhase, kind: typ
     ids=lambda value: type(value).__name__,
 )
 def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
-    """An old one or one to come: it is of no use, and whoever says it is lost."""
+    """A message of an earlier or later step ends its connection."""
     star, link = reach(phase)
     assert star.coordinator.step == 1
     close = closing(star.say_above(link, said))
@@ -90,7 +90,7 @@ def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
     ],
 )
 def test_a_delivery_is_what_was_asked_for(said: list[Message], complaint: str) -> None:
-    """`Computed` with the shards assigned, then their nodes in the blocks there are, each once."""
+    """`Computed` with the assigned shards, then each of their nodes once per block."""
     star, link = alone(num_blocks=2)
     for one in said[:-1]:
         assert not closes(star.say_above(link, one), link)
@@ -109,7 +109,7 @@ def test_a_node_above_the_root_is_refused(level: int) -> None:
 
 
 def _owes_two_deliveries() -> tuple[Star, Link]:
-    """Return a star whose second of two workers is lost; the first has its shards, too."""
+    """Return a star of two workers: one is lost, and the other has its shards, too."""
     star = Star(run_of(awaited={0: (0, 1)}))
     first, second = link_of(star.arrive()), link_of(star.arrive())
     star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
@@ -119,14 +119,14 @@ def _owes_two_deliveries() -> tuple[Star, Link]:
 
 
 def test_a_node_is_of_one_delivery() -> None:
-    """A delivery counts when it is whole, so no node may reach into the next one."""
+    """Deliveries count as a whole, so a node must not span two of them."""
     star, link = _owes_two_deliveries()
     star.say_above(link, computed(0, 1))
     assert closes(star.say_above(link, node()), link)
 
 
 def test_deliveries_come_one_after_the_other() -> None:
-    """Nodes of a delivery come after the previous delivery is whole."""
+    """Nodes of a delivery are due when the previous one is complete."""
     for early in (node(level=1, index=1), computed(2, 3)):
         star, link = _owes_two_deliveries()
         star.say_above(link, computed(0, 1))
@@ -134,7 +134,7 @@ def test_deliveries_come_one_after_the_other() -> None:
 
 
 def test_a_worker_halts_the_run_for_its_own_shards_only() -> None:
-    """The shard that is named in the halt is one that this worker computed."""
+    """A report about another worker's shard is refused."""
     star = Star(run_of(awaited={0: (0, 1)}))
     link = link_of(star.arrive())
     star.arrive()
@@ -145,7 +145,7 @@ def test_a_worker_halts_the_run_for_its_own_shards_only() -> None:
 
 
 def test_who_leaves_is_not_an_error() -> None:
-    """It says why, and its shards go to others."""
+    """The reason is recorded, and its shards go to others."""
     star, link = reach(PeerPhase.COMPUTING)
     effects = star.say_above(link, Leave(reason="asked to"))
     assert effects[:2] == [
@@ -156,7 +156,7 @@ def test_who_leaves_is_not_an_error() -> None:
 
 
 def test_a_stranger_is_refused_and_sent_away() -> None:
-    """It is told why, its connection ends, and it takes no rank."""
+    """It gets the reason, its connection ends, and no rank is used."""
     star = Star(run_of())
     station = star.arrive(secret=SECRET + b"!")
     star.deliver()
@@ -167,7 +167,7 @@ def test_a_stranger_is_refused_and_sent_away() -> None:
 
 
 def test_the_dead_are_not_heard() -> None:
-    """Messages that were on their way when a connection ended are ignored."""
+    """Messages that arrive after their connection ended are ignored."""
     star, link = alone()
     star.cut(link)
     assert star.coordinator.receive(link.peer, node(), star.now) == []
@@ -188,7 +188,7 @@ def _breaks(star: Star, station: Station, shard: int) -> list[do.Effect]:
 
 
 def test_who_is_thrown_out_is_told_why() -> None:
-    """It comes back; what a stranger or one that waits breaks is told to nobody."""
+    """It may come back; a peer that is not a member gets no reason."""
     star, link = alone()
     effects = star.say_above(link, computed(7))
     reason = "thrown out: Computed shards=(7,): not the next assignment, or already reported"
@@ -197,8 +197,10 @@ def test_who_is_thrown_out_is_told_why() -> None:
 
 
 def test_a_run_that_only_throws_out_ends() -> None:
-    """The same worker for the same reason, whatever the numbers in it, and no step in between:
-    the run is over, and who is there is told why.
+    """It fails if a worker is thrown out repeatedly for one reason.
+
+    Numbers in the reason don't matter. A step in between would reset the count. The other workers
+    are told why.
     """
     star = Star(run_of())
     station = star.arrive()
@@ -217,7 +219,7 @@ def test_a_run_that_only_throws_out_ends() -> None:
 
 
 def test_a_step_in_between_is_progress() -> None:
-    """However often it is thrown out then, it may come back."""
+    """A worker may be thrown out any number of times if steps are made."""
     star = Star(run_of(num_steps=3))
     station = star.arrive()
     for step in range(3):
