@@ -1,4 +1,4 @@
-"""`--bind` and `--suggest` at the door: a contract whose words know nothing of our checks."""
+"""`--bind` and `--suggest` on the command line, with a contract whose words no check knows."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def bindings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_bound_statements_are_tried_and_the_others_say_how(bindings: Path) -> None:
-    """Without bindings nothing is compared; with them what is bound is, and the gate passes."""
+    """Without bindings nothing is compared; with them the bound statements are, and the gate
+    passes.
+    """
     run = ("--contract", "theirs-v1.yaml", "--examples", 0, "--json", "r.json", "--no-color")
     assert check(*run) == 4
     before = report(Path("r.json"))
@@ -82,7 +84,7 @@ def test_bound_statements_are_tried_and_the_others_say_how(bindings: Path) -> No
 
 
 def test_a_binding_is_of_the_systems_that_it_names(bindings: Path) -> None:
-    """On another one the statement does not apply; the reason says of which it is."""
+    """On another system the statement does not apply, and the reason names its systems."""
     Path("theirs-v1.bindings.yaml").write_text(bindings.read_text())
     run = ("--contract", "theirs-v1.yaml", "--examples", 0, "--json", "r.json", "--no-color")
     check(*run, "--system", "ring_simulated", "--only", "replicas-agree")
@@ -93,9 +95,9 @@ def test_a_binding_is_of_the_systems_that_it_names(bindings: Path) -> None:
 def test_suggest_drafts_what_is_not_bound(
     bindings: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """To standard output; each binding marked as a guess, none of what a file has already.
+    """Each drafted binding is marked as a guess, and none is already in a file.
 
-    A shell makes the file before `--suggest > theirs-v1.bindings.yaml` has run.
+    The file of bindings may exist and be empty, as in `--suggest > theirs-v1.bindings.yaml`.
     """
     Path("theirs-v1.bindings.yaml").touch()
     assert check("--contract", "theirs-v1.yaml", "--suggest") == 0
@@ -113,7 +115,7 @@ def test_suggest_drafts_what_is_not_bound(
 def test_a_pipe_of_bindings_serves_one_contract(
     bindings: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It can be read once: for several contracts a file is asked for, and nothing hangs."""
+    """A pipe can be read once, so for several contracts a file is demanded and nothing hangs."""
     os.mkfifo("pipe")
     two = ("--contract", "theirs-v1.yaml", "--contract", "reduction-v1", "--bind", "pipe")
     assert check(*two, "--list") == 2

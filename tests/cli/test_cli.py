@@ -1,4 +1,4 @@
-"""The command as a person meets it: exit codes, interruption, start-up."""
+"""The command as a user meets it: exit codes, interruption, start-up."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ HEAVY = ("torch", "numpy", "hypothesis", "rich", "yaml", "wgpu", "blake3")
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counterexamples are saved below the working folder: each test has its own."""
+    """Give each test its own working folder, in which counterexamples are saved."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def contract(tmp_path: Path) -> str:
-    """Two clauses that hold, with one scenario each."""
+    """Return a contract with two clauses that hold, with one scenario each."""
     return contract_file(tmp_path)
 
 
@@ -60,7 +60,7 @@ def test_exit_codes(
     arguments: tuple[str, ...],
     formats: tuple[str, ...],
 ) -> None:
-    """Held, falsified, inconclusive, nothing selected: the same whatever the output format."""
+    """Held, falsified, inconclusive and nothing selected have the same code in every format."""
     if code == 1:
         repeat_a_sample(monkeypatch)
     assert check("--contract", contract, "--examples", 0, *arguments, *formats) == code
@@ -69,7 +69,7 @@ def test_exit_codes(
 def test_the_harness_failing_is_not_falsified(
     contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An exception inside the harness: exit 3, with the traceback that a bug report needs."""
+    """An exception inside the harness exits 3, with the traceback that a bug report needs."""
 
     def bug(*_: object) -> None:
         raise ZeroDivisionError("a bug in the harness")
@@ -84,7 +84,7 @@ def test_the_harness_failing_is_not_falsified(
 def test_a_crashed_check_and_a_crashed_run_are_inconclusive(
     contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither says anything about the trainer; both say why."""
+    """Neither is evidence about the trainer; both are reported with the reason."""
 
     def bug(*_: object) -> NoReturn:
         raise ZeroDivisionError("a bug")
@@ -102,7 +102,7 @@ def test_a_crashed_check_and_a_crashed_run_are_inconclusive(
 def test_output_lost_after_the_run_is_the_harness_failing(
     contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit 2 means that nothing ran; the terminal still has the report."""
+    """It exits 3, not 2, since 2 means that nothing ran; the terminal still has the report."""
     monkeypatch.setattr(output_file, "require_writable", lambda path, option: None)
     assert check("--contract", contract, "--examples", 0, "--json", "gone/r.json") == 3
     printed = capsys.readouterr()
@@ -117,14 +117,14 @@ def test_output_lost_after_the_run_is_the_harness_failing(
 
 
 def run(*arguments: object, **options: Any) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a process of its own."""
+    """Return exit code, standard output and standard error of the command in its own process."""
     child = launch(arguments, **options)
     out, err = child.communicate(timeout=120)
     return child.returncode, out, err
 
 
 def test_help_imports_nothing_heavy() -> None:
-    """`--help` is instant because nothing is loaded that it does not need."""
+    """`--help` is instant because no heavy module is imported."""
     script = (
         "import sys; from entrenar_py import cli\n"
         "try: cli.main(['--help'])\n"
@@ -139,7 +139,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.slow
 def test_the_seed_alone_decides(tmp_path: Path) -> None:
-    """Another folder, a hash seed, other clauses before: the same seed explores the same runs."""
+    """The same seed explores the same runs from another folder, with another hash seed or order."""
     seen = []
     for name, arguments in (("alone", ("--only", "F-DP-002")), ("all", ())):
         folder = tmp_path / name
@@ -155,7 +155,7 @@ def test_the_seed_alone_decides(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_leaves(contract: str) -> None:
-    """`| head` must not turn a verdict into another exit code, nor lose the JSON report."""
+    """`| head` changes neither the exit code nor the JSON report."""
     for extra, code in ((("--examples", "0"), 0), (("--severity", "P2"), 5), (("--list",), 0)):
         child = launch(["--contract", contract, *extra])
         assert child.stdout is not None
@@ -178,7 +178,7 @@ sys.exit(code)
 
 
 def test_told_to_end_when_all_is_said(contract: str) -> None:
-    """The report is complete: the exit code is its own, not that of a signal."""
+    """After the report is complete, a signal does not change the exit code."""
     command = [sys.executable, "-c", TOLD_TO_END_AT_THE_END, "--contract", contract, "--list"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
@@ -202,7 +202,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 def test_interrupted(contract: str, tmp_path: Path) -> None:
-    """Ctrl-C in mid-run: what is known so far, in every format; exit 4; no traceback."""
+    """Ctrl-C during a run: every format has the results so far; exit 4 without a traceback."""
     arguments = ["--contract", contract, "--json", "r.json", "--junit", "r.xml"]
     command = [sys.executable, "-c", INTERRUPTED_IN_RUN_10, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
@@ -242,7 +242,7 @@ def test_interrupted_while_shrinking(
 def test_interrupted_before_anything(
     contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Exit 4 and one line."""
+    """The command prints one line and exits 4."""
 
     def interrupted(argv: object) -> None:
         raise KeyboardInterrupt
@@ -255,7 +255,7 @@ def test_interrupted_before_anything(
 def test_a_failure_that_is_known_by_name(
     contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Our own exceptions end with their message, not with a traceback."""
+    """Exceptions of this package end with their message, not with a traceback."""
 
     def fail(*_: object) -> None:
         raise SystemFailure("the machine is on fire")
@@ -266,7 +266,7 @@ def test_a_failure_that_is_known_by_name(
 
 
 def test_wrong_command_lines_are_answered_at_once(tmp_path: Path) -> None:
-    """Nothing that takes seconds is loaded to say that a name is unknown."""
+    """An unknown name is refused without importing modules that take seconds."""
     lines = (
         ["--only", "F-NOPE-001"],
         ["--system", "nope"],
@@ -300,7 +300,7 @@ def test_wrong_command_lines_are_answered_at_once(tmp_path: Path) -> None:
     ],
 )
 def test_what_runs_nothing_imports_little(line: str, code: int, heavy: tuple[str, ...]) -> None:
-    """A wrong command line is told of before anything that takes its time is imported."""
+    """A wrong command line is refused before heavy modules are imported."""
     script = (
         "import sys; from entrenar_py import cli; code = cli.main(sys.argv[2:])\n"
         "came = [name for name in sys.argv[1].split(',') if name in sys.modules]\n"

@@ -1,4 +1,4 @@
-"""Standard output: any text, no markup, colours on request, a reader that leaves."""
+"""Standard output: any text, no markup, colours on request, a reader that disconnects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def printed(text: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_text_is_printed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither markup nor emoji codes mean anything."""
+    """Markup and emoji codes have no effect."""
     text = "[red]x[/] :smile: [/]\n"
     assert printed(text.rstrip(), "utf-8", monkeypatch) == text
 
@@ -32,7 +32,7 @@ def test_what_the_encoding_lacks_is_spelled_out(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_stream_that_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An embedding program may have put anything in place of standard output."""
+    """An embedding program may have replaced standard output by any object."""
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stream)
     console.standard_output(color=True).print("x")
@@ -40,7 +40,7 @@ def test_a_stream_that_is_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No exception, no exit: the rest of the output goes nowhere."""
+    """There is no exception and no exit; the rest of the output is discarded."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", encoding="utf-8") as stream:
@@ -55,7 +55,7 @@ def test_a_reader_that_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stream_that_is_closed_from_the_start(
     stream: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`>&-` in a shell: nothing is printed, nothing is lost that somebody wanted to read."""
+    """After `>&-` in a shell nothing is printed, and nothing counts as lost."""
     monkeypatch.setattr(sys, stream, None)
     printing.say("x")
     printing.warn("x")

@@ -23,23 +23,23 @@ COVERED = "  - {id: F-NEW-9, name: new, severity: P2, invariant: nobody checks t
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counterexamples are saved below the working folder: each test has its own."""
+    """Give each test its own working folder, in which counterexamples are saved."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def contract(tmp_path: Path) -> str:
-    """Two clauses that hold, with one scenario each."""
+    """Return a contract with two clauses that hold, with one scenario each."""
     return contract_file(tmp_path)
 
 
 def traced(folder: Path) -> list[Scenario]:
-    """The scenarios of the traces kept in `folder`."""
+    """Return the scenarios of the traces kept in `folder`."""
     return [trace.load(path).scenario for path in sorted(folder.glob("*.jsonl"))]
 
 
 def scenarios_run(contract: str, folder: Path, *arguments: object) -> list[Scenario]:
-    """Return the scenarios that a run with `arguments` really ran."""
+    """Return the scenarios that a run with `arguments` executed."""
     check("--contract", contract, "--trace-dir", folder, "--examples", 0, *arguments)
     return traced(folder)
 
@@ -59,14 +59,14 @@ def scenarios_run(contract: str, folder: Path, *arguments: object) -> list[Scena
 def test_selection(
     contract: str, tmp_path: Path, arguments: tuple[str, ...], chosen: set[str]
 ) -> None:
-    """--only, --exclude and --severity leave the rest out of the report."""
+    """--only, --exclude and --severity leave the other clauses out of the report."""
     json = tmp_path / "r.json"
     assert check("--contract", contract, "--examples", 0, "--json", json, *arguments) == 0
     assert set(verdicts(json)) == chosen
 
 
 def test_nothing_selected(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit 5: nothing was selected is not the same as all is well."""
+    """A selection without clauses exits 5, not 0."""
     assert check("--contract", contract, "--severity", "P2") == 5
     assert "nothing selected" in capsys.readouterr().out
     assert check("--contract", contract, "--severity", "P2", "--list") == 5
@@ -81,8 +81,10 @@ KILLED = (
 def test_what_a_system_can_not_do_is_left_out_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside the clause where others remain, else as a clause that does not apply: whether run or
-    judged from what is stored. A gate that demands it is undecided.
+    """Runs that the system can't make are named, in --judge too.
+
+    They are named with their clause if other runs of it remain, else as a clause that does not
+    apply. A gate that demands such a clause is undecided.
     """
     calm = KILLED.replace("faults: [{kind: kill, rank: 1, step: 1, at: Assign}]", "seed: 1")
     path = Path(contract_file(tmp_path, scenario=KILLED))
@@ -106,7 +108,7 @@ def test_what_a_system_can_not_do_is_left_out_and_named(
 
 
 def test_list(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line per clause, with its check and place; nothing runs; selection counts."""
+    """There is one line per clause, with its check and place. Nothing runs; selections apply."""
     assert check("--contract", contract, "--list") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["id", "name", "severity", "check", "place"]
@@ -118,7 +120,7 @@ def test_list(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_contract_through_a_pipe(
     contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is read once, so that `<(command)` gives what the command wrote."""
+    """The contract is read once, so that `<(command)` works."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_bytes, args=(Path(contract).read_bytes(),))
@@ -138,13 +140,13 @@ def test_list_prints_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_validate(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Says that the contract is valid and runs nothing."""
+    """--validate says that the contract is valid and runs nothing."""
     assert check("--contract", contract, "--validate") == 0
     assert capsys.readouterr().out == "small-v1.yaml: valid, 2 invariants, 0 warnings\n"
 
 
 def test_validate_counts_the_warnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They stand above, each with its place; the contract is valid all the same."""
+    """Each warning is printed with its place; the contract is valid all the same."""
     path = contract_file(tmp_path, extra=COVERED)
     assert check("--contract", path, "--validate") == 0
     printed = capsys.readouterr()
@@ -163,7 +165,7 @@ qa_gate: {id: G, name: a bar, checks: [sums_agree], required_tests: [sums]}
 def test_a_contract_of_others_is_told_of_in_few_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Clauses without a check fill one paragraph, however many; --validate lists them all."""
+    """Clauses without a check share one paragraph in the report; --validate lists them all."""
     path = tmp_path / "foreign-v1.yaml"
     path.write_text(FOREIGN % ", ".join(f"{{property: Law {n} holds}}" for n in range(40)))
     assert check("--contract", str(path)) == 4
@@ -198,7 +200,7 @@ qa_gate: {id: G, name: bar, checks: [shards_cover], pass_criteria: 'Phase 1: F-D
 def test_a_published_contract_passes_its_gate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A clause binds by its id, steps are none, and the gate finds it through its criteria."""
+    """The clause is bound by its id and found by the criteria; steps of work are no clauses."""
     path = tmp_path / "published-v1.yaml"
     path.write_text(PUBLISHED)
     assert check("--contract", str(path), "--examples", "0", "--strict") == 0
@@ -210,7 +212,7 @@ def test_a_published_contract_passes_its_gate(
 def test_names_of_mutants_are_judged_where_they_are_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An unknown one is an error; without the falsification folder nobody can tell."""
+    """An unknown mutant is an error; without the falsification folder names aren't checked."""
     extra = "  - {id: F-DP-003, invariant: finite, mutants: [nan-to-nun]}\n"
     path = contract_file(tmp_path, extra=extra)
     assert check("--contract", path, "--validate") == 2
@@ -249,7 +251,7 @@ def test_strict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_system(contract: str, tmp_path: Path) -> None:
-    """Every training run is made by the trainer asked for, and the report names it."""
+    """Every training run uses the given trainer, and the report names it."""
     json = tmp_path / "r.json"
     runs = scenarios_run(contract, tmp_path / "t", "--system", "textbook", "--json", json)
     assert {one.system for one in runs} == {"textbook"}
@@ -257,13 +259,13 @@ def test_system(contract: str, tmp_path: Path) -> None:
 
 
 def test_world_size(contract: str, tmp_path: Path) -> None:
-    """These numbers of workers instead of the contract's; shards grow with them."""
+    """The given numbers of workers replace the contract's; the number of shards grows."""
     runs = scenarios_run(contract, tmp_path / "t", "--world-size", "3,5", "--only", "F-DP-001")
     assert {(one.world_size, one.num_shards) for one in runs} == {(3, 3), (5, 5)}
 
 
 def test_world_size_stays_when_exploring(contract: str, tmp_path: Path) -> None:
-    """Also above what exploration would choose itself."""
+    """A given number of workers above exploration's own maximum is used, too."""
     runs = scenarios_run(
         contract, tmp_path / "t", "--world-size", 9, "--examples", 8, "--only", "F-DP-001"
     )
@@ -272,7 +274,7 @@ def test_world_size_stays_when_exploring(contract: str, tmp_path: Path) -> None:
 
 
 def test_seed_and_examples(contract: str, tmp_path: Path) -> None:
-    """A seed explores the same scenarios again, another seed others; --examples says how many."""
+    """The same seed explores the same scenarios; --examples sets their number."""
     arguments = ("--only", "F-DP-001", "--examples", 6)
     first, again, other = (
         set(scenarios_run(contract, tmp_path / name, *arguments, "--seed", seed))
@@ -285,7 +287,7 @@ def test_seed_and_examples(contract: str, tmp_path: Path) -> None:
 
 
 def test_timeout(contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exploring ends in time, with a note; a clause whose own scenarios were left out is open."""
+    """Exploration ends in time, with a note. A clause with scenarios left out is inconclusive."""
     started = time.monotonic()
     json = tmp_path / "r.json"
     limits = ("--timeout", "1.5", "--examples", 1_000_000)
@@ -298,7 +300,7 @@ def test_timeout(contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_stop_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """-x: nothing is tried after the first falsified clause."""
+    """With -x nothing is tried after the first falsified clause."""
     extra = "  - {id: F-DP-002b, name: again, check: coverage, invariant: covered}\n"
     path = contract_file(tmp_path, extra=extra)
     repeat_a_sample(monkeypatch)
@@ -311,7 +313,7 @@ def test_stop_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_allow_inconclusive(tmp_path: Path) -> None:
-    """Exit 4 becomes 0, also in the JUnit report."""
+    """Exit 4 becomes 0, and the JUnit report has no error."""
     path = contract_file(tmp_path, extra=COVERED)
     usual = ("--contract", path, "--examples", 0, "--junit", tmp_path / "j.xml")
     assert check(*usual) == 4
@@ -327,7 +329,7 @@ def test_absent_backend(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A backend that is not there is inconclusive, with its reason; nothing else serves instead."""
+    """A missing backend makes the clause inconclusive, with the reason; none replaces it."""
 
     def absent() -> backends.Backend:
         raise BackendUnavailable("backend cuda: no such device here")
@@ -342,7 +344,7 @@ def test_absent_backend(
 
 
 def test_auto_backend(contract: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--backend auto takes the first that serves, and the traces say which and why."""
+    """--backend auto uses the first available backend; the traces name it and the reason."""
 
     def absent() -> backends.Backend:
         raise BackendUnavailable("no such device here")
@@ -388,7 +390,7 @@ def test_wgpu_backend(contract: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_reports(contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--json, --junit and the terminal tell the same; versions and devices are in it."""
+    """--json, --junit and the terminal show the same results, versions and devices."""
     json, junit = tmp_path / "r.json", tmp_path / "r.xml"
     usual = ("--contract", contract, "--examples", 2, "--json", json, "--junit", junit)
     assert check(*usual, "--seed", 3) == 0
@@ -408,7 +410,7 @@ def test_reports_for_services_and_browsers(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """--sarif, --html and --github tell the same; the page draws the runs that were judged."""
+    """--sarif, --html and --github show the same results; the page draws the judged runs."""
     summary = tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
@@ -433,7 +435,7 @@ def test_reports_for_services_and_browsers(
 def test_github_needs_a_runner(
     contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without one nothing runs: nobody would see the summary."""
+    """Outside of a workflow --github is refused before anything runs."""
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     monkeypatch.setattr(systems, "run", no_run)
     assert check("--contract", contract, "--github") == 2
@@ -441,7 +443,7 @@ def test_github_needs_a_runner(
 
 
 def test_quiet(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the sums are left when everything held."""
+    """Only the totals are printed if every clause held."""
     assert check("--contract", contract, "--examples", 0, "--quiet") == 0
     assert "F-DP-001" not in capsys.readouterr().out
 
@@ -449,7 +451,9 @@ def test_quiet(contract: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_color(
     contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Colours on a terminal unless --no-color; FORCE_COLOR makes rich take a pipe for one."""
+    """A terminal has colours unless --no-color is given; FORCE_COLOR makes rich treat a pipe as
+    one.
+    """
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.delenv("NO_COLOR", raising=False)
     green, bold = "\x1b[32m", "\x1b[1m"
@@ -465,7 +469,7 @@ def test_no_color(
 
 
 def no_run(scenario: Scenario) -> trace.Trace:
-    """Replaces `systems.run` where nothing may run."""
+    """Replacement for `systems.run` that fails the test."""
     raise AssertionError(f"ran {scenario}")
 
 
@@ -473,7 +477,7 @@ def no_run(scenario: Scenario) -> trace.Trace:
 def test_judging_a_folder_gives_the_verdicts_of_the_run(
     contract: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: bool
 ) -> None:
-    """--trace-dir keeps every run; --judge says the same of them, and runs nothing."""
+    """--trace-dir keeps every run; --judge gives the same verdicts and runs nothing."""
     if broken:
         repeat_a_sample(monkeypatch)
     ran, judged, folder = tmp_path / "ran.json", tmp_path / "judged.json", tmp_path / "a" / "t"
@@ -501,7 +505,7 @@ def test_judging_a_folder_gives_the_verdicts_of_the_run(
 def test_judging_a_damaged_trace(
     contract: str, edit: object, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A tampered, truncated, reordered, foreign or empty file is refused, the line named."""
+    """A changed, truncated, reordered, foreign or empty file is refused with its line."""
     check("--contract", contract, "--examples", 0, "--trace-dir", "t", "--only", "F-DP-001")
     (path,) = Path("t").iterdir()
     path.write_text("".join(edit(path.read_text().splitlines(keepends=True))))  # type: ignore[operator]
@@ -515,7 +519,7 @@ def test_a_break_is_shrunk_saved_and_replayed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The last line replays it: falsified while the bug is there, held when it is gone."""
+    """The last line of the report replays the break: falsified with the bug, held without it."""
     json = tmp_path / "r.json"
     with monkeypatch.context() as patch:
         repeat_a_sample(patch)
@@ -536,7 +540,7 @@ def test_a_break_is_shrunk_saved_and_replayed(
 def test_a_known_counterexample_is_tried_first(
     contract: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once found it costs one run to find again, unless another trainer is asked for."""
+    """A saved counterexample is found again in one run, unless another trainer is given."""
     repeat_a_sample(monkeypatch)
     usual = ("--contract", contract, "--only", "F-DP-002", "--examples", 0)
     assert check(*usual) == 1
@@ -557,14 +561,14 @@ def test_a_known_counterexample_is_tried_first(
 
 
 def test_mutants(monkeypatch: pytest.MonkeyPatch) -> None:
-    """--mutants shows the kill matrix; its exit code is the matrix's."""
+    """--mutants prints the kill matrix and exits with its code."""
     for code in (0, 1):
         monkeypatch.setattr("entrenar_py.kill_matrix.show", lambda console, code=code: code)
         assert check("--mutants") == code
 
 
 def test_foreign_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A contract in others' words, with Rust in it: judged per clause, nothing of it executed."""
+    """A contract written by others gets a verdict per clause; Rust code in it is not executed."""
     foreign = Path(__file__).parents[1] / "contract" / "data" / "foreign-trainer-v1.yaml"
     json = tmp_path / "r.json"
     arguments = ("--contract", foreign, "--examples", 1, "--json", json)

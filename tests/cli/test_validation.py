@@ -1,4 +1,4 @@
-"""`entrenar-check --validate`: levels, suppressions and formats, at the command's door."""
+"""`entrenar-check --validate` on the command line: levels, suppressions and formats."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ASIDE = "SCHEMA-001 in metadata until 2999-12-31: the paper is being written"
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    """A contract with an error (SCHEMA-001) and a warning (SCHEMA-009)."""
+    """Return a contract with an error (SCHEMA-001) and a warning (SCHEMA-009)."""
     return written(tmp_path, BROKEN)
 
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
-    """A contract with neither."""
+    """Return a contract without findings."""
     return written(tmp_path, KERNEL, "kept-v1.yaml")
 
 
@@ -60,13 +60,13 @@ def test_the_verdict(
     code: int,
     verdict: str,
 ) -> None:
-    """It is of what is left after levels, --strict and suppressions."""
+    """The verdict counts the findings left after levels, --strict and suppressions."""
     assert check("--contract", broken, "--validate", *QUIET, *arguments) == code
     assert verdict in capsys.readouterr().out
 
 
 def test_what_is_told(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A line for each finding, as compilers have it; what is put aside says why and until when."""
+    """Each finding is one line, as compilers print it. A suppressed one says why and until when."""
     assert check("--contract", broken, "--validate", *QUIET, "--suppress", ASIDE) == 0
     first, second = capsys.readouterr().err.splitlines()
     assert first == (
@@ -77,7 +77,7 @@ def test_what_is_told(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_stale_suppression_warns(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The contract is valid all the same, and not under --strict."""
+    """The contract is still valid, but not under --strict."""
     arguments = ("--contract", kept, "--validate", *QUIET, "--suppress", ASIDE)
     assert check(*arguments) == 0
     printed = capsys.readouterr()
@@ -99,7 +99,7 @@ def test_a_stale_suppression_warns(kept: Path, capsys: pytest.CaptureFixture[str
 def test_refused(
     kept: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:
-    """Options that make no sense are refused before any file is read, with exit code 2."""
+    """Options without an effect are refused before any file is read, with exit code 2."""
     assert check("--contract", kept, "--validate", *arguments) == 2
     printed = capsys.readouterr()
     assert message in printed.err
@@ -109,7 +109,9 @@ def test_refused(
 def test_several_contracts(
     broken: Path, kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each has a verdict, one file tells of all, and one that is not valid decides."""
+    """Each contract has a verdict, one file reports all, and one invalid contract decides the exit
+    code.
+    """
     both = ("--contract", broken, "--contract", kept, "--validate", *QUIET)
     assert check(*both, "--json", tmp_path / "v.json") == 2
     verdicts = [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
@@ -119,7 +121,7 @@ def test_several_contracts(
 
 
 def test_json(broken: Path, tmp_path: Path) -> None:
-    """The file fits its schema, and says what was printed."""
+    """The file is valid against its schema and agrees with the printed lines."""
     unread = written(tmp_path, "metadata: [", "unread.yaml")
     arguments = ("--contract", broken, "--contract", unread, "--validate", "--suppress", ASIDE)
     stale = ("--suppress", "SCHEMA-012 until 2000-01-01: long ago")
@@ -141,7 +143,9 @@ def test_json(broken: Path, tmp_path: Path) -> None:
 
 
 def test_sarif(broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rules with their levels, a result at each place, suppressions with justification."""
+    """The log has all rules with their levels, a result at each place, and suppressions with their
+    reasons.
+    """
     monkeypatch.chdir(tmp_path)
     arguments = ("--contract", broken, "--validate", "--suppress", ASIDE, "--strict")
     changed = ("--rule", "ENTRENAR-002=off", "--rule", "ENTRENAR-001=info")
@@ -183,7 +187,7 @@ def test_github(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An annotation for each finding that counts, worst first; the summary tells of all."""
+    """There is an annotation for each finding that counts, worst first; the summary shows all."""
     page = tmp_path / "summary.md"
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
@@ -202,7 +206,7 @@ def test_github(
 def test_nothing_that_others_wrote_steers_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ids and properties come out on one line, without control characters."""
+    """Ids and properties are printed on one line, without control characters."""
     text = KERNEL.replace("FALSIFY-2", '"a\\e[2J\\nb"').replace("FALSIFY-1", '"a\\e[2J\\nb"')
     assert check("--contract", written(tmp_path, text), "--validate") == 2
     printed = capsys.readouterr()

@@ -1,11 +1,11 @@
-"""The names that the contracts of these tests may use."""
+"""Vocabularies for the contracts of these tests."""
 
 from __future__ import annotations
 
 from entrenar_py import checks, kill_matrix
 from entrenar_py.contract import Vocabulary
 
-# As the command line has it.
+# The vocabulary of the command line.
 OURS = Vocabulary(checks=checks.terms(), mutants=kill_matrix.planted_bugs)
-# A harness that has neither checks nor mutants.
+# A vocabulary without checks and without installed mutants.
 NOTHING = Vocabulary(checks=(), mutants=lambda: None)

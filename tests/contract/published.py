@@ -1,4 +1,5 @@
-"""Load every contract in some folders, and say which can't be: python -m tests.contract.published.
+"""Load every contract in some folders, and report those that fail: python -m
+tests.contract.published.
 
 Give it checkouts of repositories that publish contracts: each `*.yaml` below a folder named
 `contracts` (or below the folder given) is loaded as `--validate` does.
@@ -16,7 +17,9 @@ from tests.contract import known
 
 
 def main(folders: Sequence[str]) -> int:
-    """Print the errors of each contract that does not load, then how many do; 1 if some do not."""
+    """Print the errors of each contract that does not load, and how many load. Return 1 if some
+    fail.
+    """
     paths = sorted({path for folder in folders for path in _contracts(Path(folder))})
     refused = 0
     for path in paths:

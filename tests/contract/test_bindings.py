@@ -1,4 +1,4 @@
-"""Files of bindings: what they make of a contract's statements, and what is wrong with them."""
+"""Files of bindings: the clauses they make of a contract's statements, and their errors."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ OF_TEST = "- {test: T-1, check: nearly, tolerance: 0.1, tolerance_kind: absolute
 
 
 def _load(folder: Path, bindings: str, *, text: str = CONTRACT, head: str = HEAD) -> Contract:
-    """The contract with `bindings`, which begin on line 4."""
+    """Load the contract with `bindings`, which begin on line 4."""
     (folder / "c.yaml").write_text(text)
     (folder / "b.yaml").write_text(head + bindings)
     return contract.load(folder / "c.yaml", vocabulary=TERMS, bind=[folder / "b.yaml"])
 
 
 def _errors(folder: Path, bindings: str, *, head: str = HEAD) -> list[str]:
-    """The errors, without the file's name."""
+    """Return the errors, without the file's name."""
     with pytest.raises(ContractError) as caught:
         _load(folder, bindings, head=head)
     return [line.removeprefix(f"{folder / 'b.yaml'}:") for line in caught.value.problems]
@@ -78,7 +78,7 @@ def test_a_bound_statement_is_a_clause_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_nothing_tries_is_a_clause_too_and_says_how_to_bind_it(tmp_path: Path) -> None:
-    """In a contract without clauses the obligations; the tests where it has not these either."""
+    """A contract without clauses has its obligations as clauses, or else its tests."""
     (tmp_path / "c.yaml").write_text(CONTRACT)
     loaded = contract.load(tmp_path / "c.yaml", vocabulary=TERMS)
     assert [one.id for one in loaded.invariants] == ["all-workers-identical-output", "fast"]
@@ -93,7 +93,7 @@ def test_what_nothing_tries_is_a_clause_too_and_says_how_to_bind_it(tmp_path: Pa
 
 
 def test_beside_clauses_a_test_is_none_unless_it_is_bound(tmp_path: Path) -> None:
-    """Then the clauses are what the contract states, and the rest is about them."""
+    """In a contract with clauses, a falsification test becomes a clause only by a binding."""
     (tmp_path / "c.yaml").write_text(WITH_CLAUSES)
     loaded = contract.load(tmp_path / "c.yaml", vocabulary=TERMS)
     assert [one.id for one in loaded.invariants] == ["F-2", "X"]
@@ -102,7 +102,7 @@ def test_beside_clauses_a_test_is_none_unless_it_is_bound(tmp_path: Path) -> Non
 
 
 def test_a_statement_is_bound_in_parts(tmp_path: Path) -> None:
-    """Each with its own id; the gate, and --only, mean all of them by the statement's."""
+    """Each part has its own id; the gate and --only select all parts by the statement's id."""
     loaded = _load(
         tmp_path,
         "- {test: T-1, part: first, check: same_bits, reason: so}\n"
@@ -118,7 +118,7 @@ def test_a_statement_is_bound_in_parts(tmp_path: Path) -> None:
 
 
 def test_a_clause_is_bound_otherwise_than_by_its_id(tmp_path: Path) -> None:
-    """A binding gives what the clause leaves open, and no warning of a missing check remains."""
+    """The binding fills in what the clause leaves open; no warning of a missing check remains."""
     loaded = _load(
         tmp_path,
         "- {clause: F-2, check: nearly, tolerance_kind: absolute, reason: so}\n"
@@ -134,7 +134,7 @@ def test_a_clause_is_bound_otherwise_than_by_its_id(tmp_path: Path) -> None:
 
 
 def test_what_a_binding_demands_less_is_told(tmp_path: Path) -> None:
-    """A severity that takes a clause out of the gate, another check, a wider tolerance."""
+    """A milder severity, another check and a wider tolerance are warnings."""
     loaded = _load(
         tmp_path,
         "- {clause: F-2, check: same_bits, severity: P2, reason: so}\n"
@@ -164,7 +164,7 @@ def test_what_a_binding_demands_less_is_told(tmp_path: Path) -> None:
 
 
 def test_an_edited_sentence_makes_its_binding_stale(tmp_path: Path) -> None:
-    """A binding names the wording that it was made for; another one is not tried by it."""
+    """A binding holds the digest of its statement; a statement that was edited is not tried."""
     bindings = '- {obligation: fast, statement: "574edaa3", check: same_bits, reason: so}\n'
     assert not _warnings(_load(tmp_path, bindings))
     broken_over_lines = CONTRACT.replace("t < 1 s", "t <\n   1 s")
@@ -181,14 +181,14 @@ def test_an_edited_sentence_makes_its_binding_stale(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_is_said_where_it_stands(tmp_path: Path) -> None:
-    """With the nearest name, as the file of examples has it."""
+    """Each error has its place and the nearest known name, as data/bindings-errors.txt lists."""
     for example in (DATA / "bindings-errors.txt").read_text().split("\n\n"):
         bindings, error = example.rstrip("\n").split("\n=> ")
         assert _errors(tmp_path, bindings)[0] == error
 
 
 def test_a_file_of_bindings_is_for_one_contract_and_says_that_it_is_one(tmp_path: Path) -> None:
-    """The contract's name is checked; a registry of functions is refused, and so is a contract."""
+    """A wrong contract's name is refused, and so is a registry of functions or a contract."""
     found = _errors(tmp_path, OF_TEST, head=HEAD.replace("c.yaml", "d.yaml"))
     assert found == [
         "2:11: error: bindings: contract='d': the file was read for 'c'; correct the name"
@@ -207,7 +207,7 @@ def _written(path: Path, text: str) -> str:
 
 
 def test_the_file_beside_the_contract_is_found_and_one_that_is_given_wins(tmp_path: Path) -> None:
-    """Statement by statement."""
+    """The given file wins for each statement that it binds; the others keep their binding."""
     both = "- {test: T-1, not_tried: a}\n- {obligation: fast, not_tried: b}\n"
     (tmp_path / "c.bindings.yaml").write_text(HEAD + both)
     loaded = _load(tmp_path, OF_TEST)
@@ -218,7 +218,7 @@ def test_the_file_beside_the_contract_is_found_and_one_that_is_given_wins(tmp_pa
 def test_shipped_bindings_are_for_the_contract_that_they_were_written_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of the same name is another contract, unless a statement is the same to the letter."""
+    """A contract with the same file name gets them only if one of its statements is the same."""
     bindings = (
         '- {obligation: fast, statement: "574edaa3", not_tried: b}\n- {test: X, not_tried: x}\n'
     )
@@ -234,7 +234,7 @@ def test_shipped_bindings_are_for_the_contract_that_they_were_written_for(
 
 
 def test_a_draft_is_refused_until_its_guesses_are_read_and_loads_after(tmp_path: Path) -> None:
-    """Nothing of it is taken for a person's word; without the marks it is a file like any other."""
+    """The draft loads only after the `guess` lines are removed."""
     loaded = _load(tmp_path, OF_TEST)
     draft = suggestions.draft(loaded, TERMS.checks or ())
     assert "T-1" not in draft, "what is bound already needs no guess"
@@ -250,7 +250,7 @@ def test_a_draft_is_refused_until_its_guesses_are_read_and_loads_after(tmp_path:
 
 
 def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
-    """The bound is on all bindings of a contract, so several of them can't get around it."""
+    """The bound is on all bindings of a contract together."""
     seeds = list(range(99))
     parts = (
         f"- {{test: T-1, part: {part}, check: same_bits, reason: r,"
@@ -262,7 +262,7 @@ def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_the_place_of_bindings_is_told(tmp_path: Path) -> None:
-    """A file that can't be read isn't passed over; an empty one, as a shell makes, is."""
+    """A file that can't be read is an error. An empty one, which a shell creates, is ignored."""
     beside = tmp_path / "own.bindings.yaml"
     beside.mkdir()
     assert bindings._says_something(beside)

@@ -1,4 +1,4 @@
-"""Bytes -> tree: hostile files end at once, with one message that has a place."""
+"""Bytes to tree: a hostile file ends at once, with one message that has a place."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_is_no_contract_is_named_with_its_place(text: str | bytes, problem:
 
 
 def test_tabs_come_with_advice() -> None:
-    """The commonest YAML mistake says what to do."""
+    """A tab in the indentation is answered with advice to use spaces."""
     assert ": a tab; indent with spaces" in _only_problem("a:\n\tb: 1")
 
 
@@ -116,13 +116,13 @@ def test_a_bomb_ends_at_once_in_little_memory(text: str, problem: str) -> None:
 
 
 def test_a_number_in_base_60_is_bounded() -> None:
-    """Text too long for a number stays text, so it costs nothing."""
+    """Text too long for a number stays text and is not parsed."""
     text = "1" + ":1" * 100_000
     assert _data(f"a: {text}") == {"a": text}
 
 
 def test_scalars_follow_the_safe_rules_and_dates_stay_text() -> None:
-    """YAML 1.1 for numbers, booleans and null; keys are texts as written."""
+    """Numbers, booleans and null follow YAML 1.1; dates and keys stay text as written."""
     text = (
         "{a: 1, b: 0.5, c: yes, d: ~, e: 2024-01-02, f: '1', g: !!str 2, h: ! 3, yes: 1e-4, i: =}"
     )
@@ -148,12 +148,12 @@ def test_merge_keys_fill_in_and_never_overwrite() -> None:
 
 
 def test_a_byte_order_mark_is_no_problem() -> None:
-    """Editors on Windows write one."""
+    """A byte order mark, as editors on Windows write, is skipped."""
     assert _data("\ufeffa: 1") == {"a": 1}
 
 
 def test_a_file_is_refused_by_size_before_it_is_read(tmp_path: Path) -> None:
-    """A sparse file of 100 MB ends without its bytes in memory."""
+    """A sparse file of 100 MB is refused without reading its bytes."""
     path = tmp_path / "large.yaml"
     with path.open("wb") as file:
         file.truncate(100_000_000)
@@ -167,7 +167,7 @@ def test_a_file_is_refused_by_size_before_it_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/dev/zero", "no/such/file", ".", "nul\0", "x" * 5000])
 def test_what_can_not_be_read_is_told(name: str) -> None:
-    """An endless device, a missing file, a folder and impossible names: one message each."""
+    """An endless device, a missing file, a folder and impossible names each give one message."""
     problems = Problems()
     assert composer.read(Path(name), problems) is None
     assert [problem.level for problem in problems.all] == ["error"]
@@ -184,7 +184,7 @@ _VALUES: st.SearchStrategy[Any] = st.recursive(
 
 @given(st.dictionaries(st.text("abcxyz", min_size=1), _VALUES, min_size=1))
 def test_the_tree_holds_what_safe_load_reads(value: dict[str, Any]) -> None:
-    """On plain data the tree is PyYAML's own reading."""
+    """For plain data the tree equals the result of PyYAML's safe_load."""
     text = yaml.safe_dump(value)
     assert _data(text) == yaml.safe_load(text) == value
 
@@ -193,6 +193,6 @@ def test_the_tree_holds_what_safe_load_reads(value: dict[str, Any]) -> None:
     st.text("a1:-*&!<>[]{}?,|'\"#%@ \n\t~.\ufeff\x85\u2028é", max_size=60) | st.binary(max_size=40)
 )
 def test_any_bytes_give_a_tree_or_problems(noise: str | bytes) -> None:
-    """Nothing but problems comes out of noise."""
+    """Random bytes give a tree or problems, never an exception."""
     root, problems = _compose(noise)
     assert root is not None or problems

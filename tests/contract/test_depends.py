@@ -27,7 +27,7 @@ def _unresolved(loaded: Contract) -> list[str]:
 
 
 def test_names_paths_and_shipped_contracts_resolve(tmp_path: Path) -> None:
-    """A file beside, with or without suffix, a path, and what the package ships."""
+    """A file in the same folder, with or without suffix, a path, and a shipped contract resolve."""
     (tmp_path / "sub").mkdir()
     for name in ("b.yaml", "c.yml", "sub/d.yaml"):
         _write(tmp_path, name, "[]")
@@ -42,7 +42,7 @@ def test_one_name_may_stand_without_a_list(tmp_path: Path) -> None:
 
 
 def test_what_leads_nowhere_is_a_note_with_its_place(tmp_path: Path) -> None:
-    """Missing files, folders, files that are no contract, and names too long to be files."""
+    """Missing files, folders, files that aren't contracts, and too long names are notes."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "large.yaml").write_bytes(b" " * (2 << 20))
@@ -69,7 +69,7 @@ def test_what_leads_nowhere_is_a_note_with_its_place(tmp_path: Path) -> None:
 def test_a_circle_is_an_error_that_names_the_chain(
     tmp_path: Path, files: dict[str, str], chains: list[str]
 ) -> None:
-    """Through itself, through others, and among others alone."""
+    """A cycle is found through the contract itself, through others, and among others only."""
     for name, depends_on in files.items():
         _write(tmp_path, f"{name}.yaml", depends_on)
     with pytest.raises(ContractError) as caught:
@@ -81,19 +81,19 @@ def test_a_circle_is_an_error_that_names_the_chain(
 
 
 def test_a_diamond_is_no_circle(tmp_path: Path) -> None:
-    """Two ways to one contract are fine; a dependency's own loose end is its own matter."""
+    """Two paths to one contract are allowed. A dependency's missing dependency isn't reported."""
     for name, depends_on in {"a": "[b, c]", "b": "[d]", "c": "[d, gone]", "d": "[]"}.items():
         _write(tmp_path, f"{name}.yaml", depends_on)
     assert _unresolved(_load(tmp_path / "a.yaml")) == []
 
 
 def test_a_dependency_that_is_no_text_is_an_error(tmp_path: Path) -> None:
-    """A mapping names no file."""
+    """A mapping can't name a file."""
     with pytest.raises(ContractError, match="depends_on is text or a list of texts"):
         _load(_write(tmp_path, "a.yaml", "[{name: b}]"))
 
 
 def test_a_dependency_without_metadata_ends_the_chain(tmp_path: Path) -> None:
-    """It is a contract all the same; what it lacks is said when it is loaded itself."""
+    """It counts as a contract; its own problems are reported only when it is loaded itself."""
     (tmp_path / "b.yaml").write_text("clauses: []")
     assert _unresolved(_load(_write(tmp_path, "a.yaml", "[b]"))) == []

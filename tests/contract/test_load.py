@@ -1,4 +1,4 @@
-"""The contract loader on good files: ours, and files written by others."""
+"""The contract loader on valid files: shipped contracts, and contracts written by others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_our_contracts_load_under_strict(name: str) -> None:
 
 
 def test_our_contracts_hold_the_seventeen_clauses() -> None:
-    """Nine and eight clauses, each bound to a check of its own; all but one bring scenarios."""
+    """Nine and eight clauses, each bound to a check of its own; all but one have scenarios."""
     loaded = [contract.load(shipped.contract_path(name), vocabulary=known.OURS) for name in OURS]
     assert [len(one.invariants) for one in loaded] == [9, 8]
     clauses = [clause for one in loaded for clause in one.invariants]
@@ -67,7 +67,7 @@ def test_a_foreign_contract_is_read_wherever_its_clauses_stand() -> None:
 
 
 def test_a_foreign_contract_loses_nothing() -> None:
-    """Free blocks, equations and harnesses are kept; version and date stay the text they were."""
+    """Free blocks, equations and harnesses are kept; version and date stay text as written."""
     loaded = contract.load(FOREIGN, vocabulary=known.OURS)
     assert loaded.version == "1.10"
     assert loaded.metadata["created"] == "2025-11-30"
@@ -83,7 +83,7 @@ def test_a_foreign_contract_loses_nothing() -> None:
 
 
 def test_a_foreign_contract_lists_its_warnings_in_order() -> None:
-    """Missing and uncovered parts are warnings, unread keys are notes: each with its place."""
+    """Missing and uncovered parts are warnings, unread keys are notes, each with its place."""
     loaded = contract.load(FOREIGN, vocabulary=known.OURS)
     expected = [
         ("9:16: note", "softmax-kernel-v1"),
@@ -105,14 +105,14 @@ def test_a_foreign_contract_lists_its_warnings_in_order() -> None:
 
 
 def test_nothing_in_a_contract_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code in `test` fields leaves no trace."""
+    """Code in `test` fields has no effect."""
     monkeypatch.chdir(tmp_path)
     contract.load(FOREIGN, vocabulary=known.OURS)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_digest_names_the_bytes(tmp_path: Path) -> None:
-    """One byte more is another digest of 32 hex digits."""
+    """One more byte changes the digest of 32 hex digits."""
     first, second = _load(tmp_path, HEAD), _load(tmp_path, HEAD + "\n")
     assert len(first.digest) == len(second.digest) == 32
     assert first.digest != second.digest
@@ -120,19 +120,19 @@ def test_the_digest_names_the_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["bitwise", "exact"])
 def test_a_word_for_equality_is_a_tolerance(tmp_path: Path, word: str) -> None:
-    """`tolerance: bitwise` says the same as 0 with that kind."""
+    """`tolerance: bitwise` is read as 0 of that kind."""
     (clause,) = _load(tmp_path, HEAD + f"c: [{{id: A, tolerance: {word}}}]").invariants
     assert (clause.tolerance, clause.tolerance_kind) == (0.0, word)
 
 
 def test_a_word_for_equality_may_not_contradict_its_kind(tmp_path: Path) -> None:
-    """`tolerance: exact` beside another kind is no number."""
+    """`tolerance: exact` with another `tolerance_kind` is an error."""
     with pytest.raises(ContractError, match="tolerance is a finite number"):
         _load(tmp_path, HEAD + "c: [{id: A, tolerance: exact, tolerance_kind: ulp}]")
 
 
 def test_a_clause_falls_back_to_what_it_has(tmp_path: Path) -> None:
-    """Name from the id, statement from the postcondition, severity P1, no tolerance."""
+    """The name defaults to the id, the statement to the postcondition, the severity to P1."""
     text = HEAD + "c: [{id: 7, postcondition: holds, tolerance: , critical: }]"
     (clause,) = _load(tmp_path, text).invariants
     assert (clause.id, clause.name, clause.statement) == ("7", "7", "holds")
@@ -140,7 +140,7 @@ def test_a_clause_falls_back_to_what_it_has(tmp_path: Path) -> None:
 
 
 def test_clauses_inside_an_unknown_key_of_a_clause_are_found(tmp_path: Path) -> None:
-    """Such a key is read, so no warning lists it; its other data is."""
+    """Such a key is not listed as unread; other unknown keys are."""
     text = HEAD + "c: [{id: A, invariant: a, parts: [{id: B}], more: [1]}]\nfree: [[], [1]]"
     loaded = _load(tmp_path, text)
     assert [(one.id, one.group) for one in loaded.invariants] == [("A", "c"), ("B", "c.parts")]
@@ -152,14 +152,14 @@ def test_clauses_inside_an_unknown_key_of_a_clause_are_found(tmp_path: Path) -> 
 
 
 def test_a_mapping_without_id_among_clauses_is_listed_and_kept(tmp_path: Path) -> None:
-    """It is no clause, and not lost."""
+    """It is not a clause, and stays in the contract as data."""
     loaded = _load(tmp_path, HEAD + "c: [{id: A}, {name: lost}]")
     assert any("has no id" in line for line in loaded.warnings)
     assert loaded.blocks == {"c": [{"name": "lost"}]}
 
 
 def test_what_is_missing_around_clauses_is_a_warning(tmp_path: Path) -> None:
-    """No gate, a P0 clause without a test, a clause that no check covers."""
+    """A missing gate, a P0 clause without a test, and a clause without a check are warnings."""
     loaded = _load(tmp_path, HEAD + "c: [{id: A, severity: P0}]")
     assert any("no qa_gate" in line for line in loaded.warnings)
     assert any("A is P0, but no falsification test" in line for line in loaded.warnings)
@@ -167,7 +167,7 @@ def test_what_is_missing_around_clauses_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_reference_of_the_layout_names_every_key() -> None:
-    """docs/contract-format.md is complete."""
+    """docs/contract-format.md lists every key of the layout."""
     page = (Path(__file__).parents[2] / "docs" / "contract-format.md").read_text()
     for keys in (
         *(layout.RESERVED, layout.METADATA_KEYS, layout.CLAUSE_KEYS),

@@ -1,6 +1,6 @@
-"""Contracts as others publish them: each layout is read, and nothing of it is lost.
+"""Contracts as others publish them: each layout is read without losing anything.
 
-The files in `layouts` were written for these tests, each in a layout that published contracts have.
+The files in `layouts` were written for these tests, each in the layout of a published contract.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _notes(loaded: Contract) -> str:
 
 
 def test_every_layout_loads_but_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
-    """The script that people run over folders of contracts says so, with the reason."""
+    """The script `published` reports that all load but one, with the reason."""
     assert published.main([str(LAYOUTS)]) == 1
     *_, reason, summary = capsys.readouterr().out.splitlines()
     assert "registry.yaml:1:1: error: this is a registry of bindings" in reason
@@ -44,7 +44,7 @@ def test_every_layout_loads_but_the_registry(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_rule_begins_with_an_id_or_is_a_name_or_is_free() -> None:
-    """The id before a remark, a name in any case, else no target and a note, never an error."""
+    """A rule's target is its leading id, or a name in any case; otherwise there is a note."""
     loaded = _layout("grouped-clauses-v1")
     assert [test.target for test in loaded.falsification_tests] == ["S-001", "S-002", ""]
     assert loaded.falsification_tests[2].rule == "Workers die in the middle of a sum"
@@ -61,7 +61,7 @@ def test_a_rule_begins_with_an_id_or_is_a_name_or_is_free() -> None:
     ],
 )
 def test_what_a_rule_means(tmp_path: Path, rule: str, target: str) -> None:
-    """An id counts whole and at the beginning only."""
+    """An id counts only as a whole word at the beginning of a rule."""
     loaded = _of(
         tmp_path,
         f"{HEAD}c: [{{id: A-1, name: Sums agree, invariant: i}}]\nequations: {{mean: m}}\n"
@@ -72,7 +72,7 @@ def test_what_a_rule_means(tmp_path: Path, rule: str, target: str) -> None:
 
 
 def test_a_rule_that_can_only_be_an_id_is_a_warning(tmp_path: Path) -> None:
-    """A slip in a contract of one's own is told, with the nearest."""
+    """An id that no clause has is a warning with the nearest id."""
     loaded = _of(
         tmp_path,
         f"{HEAD}c: [{{id: F-DP-001, invariant: i}}]\n"
@@ -82,7 +82,7 @@ def test_a_rule_that_can_only_be_an_id_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_steps_of_work_are_no_clauses() -> None:
-    """They have a status and no statement: a note lists them, and they are kept as data."""
+    """Items with a status and without a statement are listed in a note and kept as data."""
     loaded = _layout("grouped-clauses-v1")
     assert [one.id for one in loaded.invariants] == ["S-001", "S-002", "D-001", "D-002"]
     assert "steps: STEP-1, STEP-2: no invariant" in _notes(loaded)
@@ -110,7 +110,7 @@ def test_steps_of_work_are_no_clauses() -> None:
 def test_what_makes_an_item_a_clause(
     tmp_path: Path, block: str, item: str, is_clause: bool
 ) -> None:
-    """A statement, a severity, or a list that is named after them; not progress, not a title."""
+    """A statement, a severity or the name of its list does; a status or a title doesn't."""
     outer, _, inner = block.partition(".")
     text = f"{{{inner}: [{{{item}}}]}}" if inner else f"[{{{item}}}]"
     loaded = _of(tmp_path, f"{HEAD}{outer}: {text}\n")
@@ -119,7 +119,7 @@ def test_what_makes_an_item_a_clause(
 
 
 def test_clauses_in_other_words() -> None:
-    """Severities, flags and tolerances as others write them."""
+    """Severities, flags and tolerances are read in the words of other tools."""
     agreement, order, mixed, memory = _layout("grouped-clauses-v1").invariants
     assert (agreement.critical, agreement.severity) == (True, "P0")
     assert (order.severity, order.tolerance, order.tolerance_kind) == ("P0", 1e-4, None)
@@ -131,7 +131,9 @@ def test_clauses_in_other_words() -> None:
 
 
 def test_obligations_are_the_clauses_where_there_are_no_others() -> None:
-    """One without an id gets one of its first words, the same again a number."""
+    """An obligation without an id gets one from its first words, the second equal one with a
+    number.
+    """
     loaded = _layout("kernel-v1")
     first, second = loaded.invariants
     assert (first.id, second.id) == ("mean-lies-between-the", "mean-lies-between-the-2")
@@ -148,7 +150,7 @@ def test_obligations_are_the_clauses_where_there_are_no_others() -> None:
 
 
 def test_equations_obligations_and_harnesses_have_places() -> None:
-    """So that a binding or a rule can name them."""
+    """Each has the place that messages of bindings and rules refer to."""
     loaded = _layout("kernel-v1")
     (mean,), (harness,) = loaded.equations, loaded.harnesses
     assert (mean.name, mean.codomain, mean.position.line) == ("mean", "R", 7)
@@ -163,7 +165,7 @@ def test_equations_obligations_and_harnesses_have_places() -> None:
 
 
 def test_invariants_by_name_are_clauses() -> None:
-    """The name is the id."""
+    """The name under `invariants` is the clause's id."""
     shape, finite = _layout("named-invariants-v1").invariants
     assert (shape.id, shape.statement) == ("same_shape", "len(y) == len(x)")
     assert (finite.group, finite.extra) == ("invariants", {})
@@ -171,7 +173,7 @@ def test_invariants_by_name_are_clauses() -> None:
 
 
 def test_a_contract_without_metadata_has_it_at_the_top() -> None:
-    """Version, conditions before and after; the clause's own invariants are its statement."""
+    """The version is read from the top level; pre- and postconditions and statements are found."""
     loaded = _layout("flat-v1")
     (clause,) = loaded.invariants
     assert loaded.version == "1.0.0"
@@ -207,7 +209,7 @@ def test_a_contract_without_metadata_has_it_at_the_top() -> None:
 def test_what_a_gate_asks_for(
     layout: str, clauses: tuple[str, ...], unresolved: tuple[str, ...]
 ) -> None:
-    """Clauses by group, by words, by the criteria; the rest is listed, and never passed."""
+    """Clauses are found by group, by words and by the criteria; other demands are unresolved."""
     asked = gates.demands(_layout(layout))
     assert (asked.clauses, asked.unresolved) == (clauses, unresolved)
 
@@ -241,7 +243,9 @@ def test_what_a_gate_asks_for(
 def test_what_criteria_name(
     tmp_path: Path, checks: str, criteria: str, clauses: str, unresolved: str
 ) -> None:
-    """Ids, ranges, severities, tests; an id of something else (an issue) asks for nothing."""
+    """Ids, ranges, severities and tests are found; the id of something else, an issue, demands
+    nothing.
+    """
     loaded = _of(
         tmp_path,
         f"{HEAD}c: [{{id: F-A-001, name: first, severity: P0, description: shared words}},"
@@ -259,7 +263,7 @@ def test_what_criteria_name(
 
 @pytest.mark.parametrize("path", sorted(LAYOUTS.glob("*-v1.yaml")), ids=lambda path: path.stem)
 def test_nothing_is_dropped(path: Path) -> None:
-    """Every text of the file stands in the records, in the data kept beside them, or in both."""
+    """Every text of the file is in the records, in the data kept with them, or in both."""
     root = composer.compose(path.read_bytes(), str(path), Problems())
     assert root is not None
     loaded = contract.load(path, vocabulary=known.OURS)
@@ -284,7 +288,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def test_a_required_test_may_name_a_clause(tmp_path: Path) -> None:
-    """As a check may; the rest of the gate stays what no clause decides."""
+    """A required test resolves to a clause as a check does; other demands stay unresolved."""
     loaded = _of(
         tmp_path,
         f"{HEAD}proof_obligations: [{{property: Sums agree}}, {{property: Sums are finite}}]\n"
@@ -296,7 +300,7 @@ def test_a_required_test_may_name_a_clause(tmp_path: Path) -> None:
 
 
 def test_a_sentence_with_a_colon_is_a_sentence(tmp_path: Path) -> None:
-    """YAML takes it for a mapping; in a list of ids it stays an error."""
+    """YAML reads it as a mapping. In a list of ids it stays an error."""
     loaded = _of(tmp_path, f"{HEAD}c: [{{id: A, invariants: [so it is: a = b, and: c]}}]\n")
     assert loaded.invariants[0].statement == "so it is: a = b; and: c"
     with pytest.raises(ContractError, match="mutants is text or a list of texts"):
@@ -304,12 +308,12 @@ def test_a_sentence_with_a_colon_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_what_is_no_contract_is_refused(tmp_path: Path) -> None:
-    """A mapping that has neither metadata nor a version."""
+    """A mapping that has neither metadata nor a version is an error."""
     with pytest.raises(ContractError, match="no metadata"):
         _of(tmp_path, "services: {web: {image: x}}\n")
 
 
 def test_notes_stay_notes_under_strict() -> None:
-    """A contract of others without a fault is good enough for a strict reader."""
+    """A contract of others without errors and warnings loads under strict."""
     path = LAYOUTS / "kernel-v1.yaml"
     assert contract.load(path, vocabulary=known.OURS, strict=True).notes

@@ -1,4 +1,4 @@
-"""The contract loader on invalid files: all problems at once, each where it stands."""
+"""The contract loader on invalid files: all problems at once, each with its place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _problems_of(tmp_path: Path, text: str) -> list[str]:
 
 
 def test_every_error_comes_out_at_once() -> None:
-    """One load names every problem of the file, in the order of its lines."""
+    """One load reports every problem of the file, in the order of its lines."""
     expected = [
         ("2:12:", "version is empty"),
         ("6:14:", "equation average: formula is empty"),
@@ -97,13 +97,13 @@ def test_every_error_comes_out_at_once() -> None:
     ],
 )
 def test_a_wrong_shape_is_a_problem(tmp_path: Path, text: str, problem: str) -> None:
-    """A value of another shape than the layout's is named, never a crash."""
+    """A value of the wrong type is reported, never a crash."""
     assert any(problem in line for line in _problems_of(tmp_path, text))
 
 
 @pytest.mark.parametrize("rule", ["A", "named", "mean", "Sums agree", "PO-1"])
 def test_a_rule_may_name_clause_equation_or_obligation(tmp_path: Path, rule: str) -> None:
-    """Ids, names, equations and properties are all names that a test may attack."""
+    """Ids, names, equations and properties can all be the target of a test."""
     path = tmp_path / "c.yaml"
     path.write_text(
         HEAD
@@ -117,7 +117,7 @@ def test_a_rule_may_name_clause_equation_or_obligation(tmp_path: Path, rule: str
 
 @pytest.mark.parametrize("key", ["prediction", "claim"])
 def test_a_test_may_claim_what_it_predicts(tmp_path: Path, key: str) -> None:
-    """As others write it: the contract is read, and the clause is the test."""
+    """`claim` is read as the prediction, and the test is the clause of its contract."""
     path = tmp_path / "c.yaml"
     path.write_text(HEAD + f"falsification_tests: [{{id: F-1, {key}: losses agree, test: t}}]\n")
     loaded = contract.load(path, vocabulary=known.OURS)
@@ -126,7 +126,7 @@ def test_a_test_may_claim_what_it_predicts(tmp_path: Path, key: str) -> None:
 
 
 def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
-    """The bound is on the whole contract, so several entries can't get around it."""
+    """The bound is on all scenarios of the contract together."""
     seeds = list(range(99))
     entry = f"{{seed: {seeds}, repeat: {seeds}}}"
     text = HEAD + f"c: [{{id: A, scenarios: [{entry}, {entry}]}}, {{id: B, scenarios: [{entry}]}}]"
@@ -138,7 +138,7 @@ def test_lists_that_multiply_without_end_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_message_is_one_printable_line(tmp_path: Path) -> None:
-    """Line breaks, terminal escapes and pages of text from the file don't reach the terminal."""
+    """Line breaks, terminal escapes and long texts from the file don't reach the terminal."""
     text = HEAD + 'c: [{id: "A\\nB\\e[31m", severity: "' + "x" * 5000 + '"}]'
     (problem,) = _problems_of(tmp_path, text)
     assert problem.isprintable()
@@ -174,7 +174,7 @@ _CLAUSES = st.fixed_dictionaries(
 def test_any_values_load_or_are_named(
     tmp_path: Path, blocks: dict[str, Any], clauses: list[Any]
 ) -> None:
-    """Whatever stands under the layout's keys, problems are lines with a place, never a crash."""
+    """Random values under the layout's keys give problems with places, never a crash."""
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump({**blocks, "clauses": clauses}))
     try:

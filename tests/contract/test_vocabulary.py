@@ -1,4 +1,4 @@
-"""Names that a clause uses from outside its contract: checks, tolerance kinds, planted bugs."""
+"""Names from outside a contract that clauses use: checks, tolerance kinds, planted bugs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _vocabulary(mutants: Collection[str] | None = ("ga-mean", "sum-not-mean")) -
 def _warnings(
     tmp_path: Path, *clauses: str, vocabulary: Vocabulary | None = None
 ) -> tuple[str, ...]:
-    """The warnings of a contract with `clauses` on lines 4, 5, ..., without the file's name."""
+    """Return the warnings of a contract with `clauses` from line 4 on, without the file's name."""
     path = tmp_path / "c.yaml"
     path.write_text(HEAD + "".join(f"- {{{clause}}}\n" for clause in clauses))
     loaded = contract.load(path, vocabulary=vocabulary or _vocabulary())
@@ -44,7 +44,7 @@ def _errors(tmp_path: Path, *clauses: str) -> list[str]:
 
 
 def test_an_unknown_check_is_an_error_where_it_stands(tmp_path: Path) -> None:
-    """With the nearest name; far from any, with all of them, once; even where the id would bind."""
+    """The message has the nearest name, or once the whole list. The clause's id does not help."""
     found = _errors(tmp_path, "id: F-1, check: same_bit", "id: B, check: zz", "id: C, check: zzz")
     where = "(docs/contract-format.md has the list)"
     assert found == [
@@ -56,13 +56,13 @@ def test_an_unknown_check_is_an_error_where_it_stands(tmp_path: Path) -> None:
 
 
 def test_a_clause_without_a_check_is_a_warning(tmp_path: Path) -> None:
-    """It will be inconclusive; one with the id of a check binds to it."""
+    """It will be inconclusive. A clause whose id is that of a check is bound to it."""
     (warning,) = _warnings(tmp_path, "id: F-1", "id: F-9")
     assert warning.startswith("5:3: warning: clause F-9 has no check here and will be inconclusive")
 
 
 def test_a_check_is_found_by_name_before_id(tmp_path: Path) -> None:
-    """As the harness binds it: what it judges by counts, not what the id's check does."""
+    """The tolerance is judged by the check that the clause names, as in the harness."""
     assert _warnings(tmp_path, "id: F-1, check: nearly, tolerance_kind: relative") == ()
 
 
@@ -100,7 +100,7 @@ def test_a_check_is_found_by_name_before_id(tmp_path: Path) -> None:
 def test_a_tolerance_is_one_that_the_check_looks_at(
     tmp_path: Path, clause: str, warning: str | None
 ) -> None:
-    """Another kind, or a difference where none is allowed, is a warning at the value."""
+    """Another kind, or a difference if the check allows none, is a warning at the value."""
     given = clause if "id:" in clause else f"id: A, {clause}"
     found = _warnings(tmp_path, given)
     assert len(found) == (warning is not None)
@@ -108,7 +108,7 @@ def test_a_tolerance_is_one_that_the_check_looks_at(
 
 
 def test_an_unknown_mutant_is_an_error_where_it_stands(tmp_path: Path) -> None:
-    """Each name of the list at its own place, with the nearest one or where the list is."""
+    """Each name has its own place, with the nearest name or the page with the list."""
     found = _errors(tmp_path, "id: F-1, mutants: [ga-mean, ga-men, zzz]", "id: F-2, mutants: zz")
     clause, page = "error: clause F-1: mutants:", "docs/kill-matrix.md has the list"
     assert found == [
@@ -119,13 +119,13 @@ def test_an_unknown_mutant_is_an_error_where_it_stands(tmp_path: Path) -> None:
 
 
 def test_mutants_that_are_not_installed_are_not_judged(tmp_path: Path) -> None:
-    """Without the catalogue any name will do."""
+    """Without the catalogue any name is accepted."""
     vocabulary = _vocabulary(mutants=None)
     assert _warnings(tmp_path, "id: F-1, mutants: [anything]", vocabulary=vocabulary) == ()
 
 
 def test_mutants_are_loaded_only_where_a_clause_names_one(tmp_path: Path) -> None:
-    """They may be dear: a contract without mutants never asks."""
+    """Loading can be slow: for a contract without mutants it isn't done."""
 
     def loud() -> NoReturn:
         raise AssertionError
@@ -154,7 +154,7 @@ def _gate_naming(tmp_path: Path, name: str) -> contract.Contract:
     ],
 )
 def test_a_gate_names_what_the_contract_names(tmp_path: Path, name: str, clauses: str) -> None:
-    """Clauses by id, name, group (its last part too) or a test of theirs; and what no clause is."""
+    """A gate finds clauses by id, name, group, last part of a group, and test."""
     loaded = _gate_naming(tmp_path, name)
     assert loaded.gate is not None
     asked = gates.demands(loaded)
@@ -163,7 +163,7 @@ def test_a_gate_names_what_the_contract_names(tmp_path: Path, name: str, clauses
 
 
 def test_a_slip_in_a_gate_is_a_warning_and_a_sentence_a_note(tmp_path: Path) -> None:
-    """Foreign contracts write what they like there; either leaves the gate undecided."""
+    """Both leave the gate undecided; contracts of others have sentences among their checks."""
     slip = _gate_naming(tmp_path, "replica")
     assert slip.warnings[-1].endswith(
         ":7:20: warning: qa_gate: check 'replica' names no clause, so the gate can't pass; "

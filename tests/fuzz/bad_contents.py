@@ -1,5 +1,5 @@
-"""Good files of every kind, and files that are nearly so: names, types, sizes and numbers that no
-writer of ours would have written.
+"""Valid files of every kind, and nearly valid ones: names, types, sizes and numbers that no writer
+of ours would have written.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ Make = Callable[[Path], object]
 
 
 def write_good(folder: Path) -> None:
-    """A contract and a secret, for doors that want one more file than the bad one."""
+    """Write a contract and a secret, for commands that need a valid file as well as the bad one."""
     Path(contract_file(folder)).rename(folder / "contract.yaml")
     (folder / "secret").write_text("open sesame, and do it soon")
 
 
 def write_configuration(path: Path, **keys: object) -> None:
-    """A coordinator's; JSON is YAML."""
+    """Write a coordinator's configuration as JSON, which YAML readers accept."""
     usual = {"listen": "127.0.0.1:0", "secret_file": "secret", "timing": {"gather_s": 0.5}}
     path.write_text(json.dumps({**TRAINING, **usual, **keys}))
 
@@ -96,7 +96,7 @@ def _authority() -> tuple[TemporaryDirectory[str], Path, Path]:
 
 
 def certificate() -> tuple[Path, Path]:
-    """A certificate and its key."""
+    """Return a certificate and its key."""
     return _authority()[1:]
 
 
@@ -104,7 +104,7 @@ def certificate() -> tuple[Path, Path]:
 
 
 def rank_lines(header: Mapping[str, Any] = HEADER, *records: Mapping[str, Any]) -> bytes:
-    """A rank's file, of the usual events where none are given."""
+    """Return the lines of a rank's file, with the usual events by default."""
     lines = [json.dumps(one) for one in (header, *(records or EVENTS))]
     return "".join(f"{line}\n" for line in lines).encode()
 
@@ -125,7 +125,7 @@ def _layout(**told: Any) -> bytes:
 
 
 def _many(path: Path) -> None:
-    """10^7 lines."""
+    """Write 10^7 lines."""
     line = (json.dumps(EVENTS[1]) + "\n").encode()
     with path.open("wb") as file:
         file.write(rank_lines()[: rank_lines().index(b"\n") + 1])
@@ -134,7 +134,7 @@ def _many(path: Path) -> None:
 
 
 def _long(path: Path) -> None:
-    """One line of 4 GiB."""
+    """Write one line of 4 GiB."""
     path.write_bytes(rank_lines()[:-1])
     os.truncate(path, 2**32)
 
@@ -212,7 +212,9 @@ RANK_FILES: Mapping[str, bytes] = {
 
 
 def counterexample(**changes: Any) -> bytes:
-    """One that its digest fits, whatever is in it; `changes` are of the record, or the scenario."""
+    """Return a counterexample with a matching digest, whatever its content; `changes` go into the
+    record or its scenario.
+    """
     found = Finding(invariant="F-DP-001", verdict=Verdict.FALSIFIED, compared=1, reason="it broke")
     scenario = Scenario(system="reference", workload="linear", world_size=2, seed=0)
     record = {
@@ -265,14 +267,14 @@ def _state() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def saved(path: Path, *, arrays: Mapping[str, Any] | None = None, **progress: Any) -> None:
-    """A checkpoint with a right digest: what a coordinator writes, but for these."""
+    """Write a checkpoint with a matching digest, as a coordinator does, with these changes."""
     held, stands = _state()
     kept = {name: one for name, one in {**held, **(arrays or {})}.items() if one is not None}
     checkpoint.save(path, kept, {**stands, **progress})
 
 
 def _first(change: Callable[[Any], Any]) -> Make:
-    """A checkpoint of which the first tensor is changed."""
+    """Return a function that writes a checkpoint with its first tensor changed."""
 
     def write(path: Path) -> None:
         name, array = next(iter(_state()[0].items()))
@@ -319,7 +321,7 @@ def _written(data: bytes) -> Make:
 
 
 def _chained(**header: Any) -> bytes:
-    """A trace of a header alone, its chain right."""
+    """Return a trace of only a header and an end, with a valid chain."""
     head = {
         "kind": "trace",
         "version": trace.VERSION,

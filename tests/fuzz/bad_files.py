@@ -1,8 +1,8 @@
-"""Every way in for a file, with every kind of bad file: `python -m tests.fuzz.bad_files [DOOR]`.
+"""Every command that reads a file, with every kind of bad file: `python -m tests.fuzz.bad_files`.
 
-Each case runs in a process that is forked from one that has everything loaded, with an alarm and a
-bound on its memory. It is a finding if a case ends by a traceback, by a signal, by exit code 0, or
-by more than one message.
+Give the name of a command (`DOOR`) to try only that one. Each case runs in a process forked from
+one with everything loaded, with an alarm and a memory bound. A case is a finding if it ends with a
+traceback, by a signal, with exit code 0, or with more than one message.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.fuzz import bad_contents
 
 SECONDS_MAX, HEAVY_S, BYTES_MAX = 20, 18, 2**31
 SPARSE_BYTES = 2**34
-# What is right as it is: no counterexample, a folder for traces, a seed of any size, and ledgers of
-# no step that say something odd, but whole.
+# Cases that are valid: a missing counterexample, a folder for traces, a seed of any size, and
+# ledgers without a step that are odd but complete.
 RIGHT = {
     *(("known", "missing"), ("trace-dir", "folder"), ("replay", "seed"), ("rank file", "good")),
     *(("verify", name) for name in bad_contents.TRACES),
@@ -79,7 +79,7 @@ def _serve(*arguments: object) -> int:
 
 
 def _coordinator(bad: Path, *options: str, **keys: object) -> int:
-    """A coordinator whose configuration names the bad file."""
+    """Run a coordinator whose configuration names the bad file."""
     bad_contents.write_configuration(Path("run.yaml"), **keys)
     return _serve("coordinator", "run.yaml", *options)
 
@@ -152,7 +152,7 @@ WRITERS: Mapping[str, Door] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended."""
+    """The outcome of a case."""
 
     code: int | None
     seconds: float
@@ -161,7 +161,7 @@ class Outcome:
 
     @property
     def finding(self) -> str:
-        """The kind of problem; "" if there is none."""
+        """Return the kind of finding that the outcome is, or ""."""
         if self.code is None:
             return "KILLED"
         if "Traceback" in self.text or "bug" in self.text:
@@ -176,7 +176,7 @@ class Outcome:
 
 
 def run(door: Door, make: Make) -> Outcome:
-    """Runs one case in a process of its own."""
+    """Run one case in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.monotonic()
         pid = os.fork()
@@ -195,7 +195,7 @@ def _case(door: Door, make: Make, folder: Path) -> None:
         output = os.open("output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        # pytest may have put others in their place.
+        # pytest may have replaced these streams.
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
         signal.alarm(SECONDS_MAX)
@@ -220,7 +220,7 @@ def _data() -> int:
 
 
 def cases() -> Iterator[tuple[str, str, Door, Make]]:
-    """All of them: door and kind, by name, and what does it."""
+    """Yield the cases: command and kind of file by name, the command, and the maker of the file."""
     for name, door in READERS.items():
         for kind, make in KINDS.items():
             yield name, kind, door, make
@@ -232,12 +232,12 @@ def cases() -> Iterator[tuple[str, str, Door, Make]]:
 
 
 def visit_nothing() -> Examination:
-    """Return the examination of a machine that has nothing."""
+    """Return the examination of a machine that has no device."""
     return Examination(versions={}, backends=(), trainers=(), clauses=())
 
 
 def main() -> int:
-    """Prints a line a case; 1 if any is a finding."""
+    """Print a line for each case. Return 1 if any is a finding."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.bad_files")
     parser.add_argument("door", nargs="*")
     parser.add_argument("-v", action="store_true")

@@ -1,4 +1,4 @@
-"""Where fuzzing starts: for each target inputs that are right, and a few that are nearly so."""
+"""The fuzzer's seeds: for each target valid inputs, and a few nearly valid ones."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.fuzz.targets import script
 from tests.protocol.samples import GOLDEN
 
 TOP = Path(__file__).parents[2]
-# Shards 2 and 3 are worker 1's, and make one node.
+# Shards 2 and 3 belong to worker 1, and form one tree node.
 SHARDS, LEVEL, INDEX = (2, 3), 1, 1
 
 Said = tuple[Message, bytes]
@@ -93,7 +93,7 @@ exclude = [
 
 
 def part_of_a_worker() -> list[Said]:
-    """All that worker 1 says when it behaves, from when it was let in to the end."""
+    """Return all messages that a well-behaved worker 1 sends, from its admission to the end."""
     vector = bytes(Server(SCENARIO).vector_bytes)
     said: list[Said] = [(Loaded(step=0), b"")]
     for step in range(SCENARIO.num_steps):
@@ -105,7 +105,7 @@ def part_of_a_worker() -> list[Said]:
 
 
 def part_of_a_coordinator() -> list[Said]:
-    """All that worker 1 hears when the coordinator behaves."""
+    """Return all messages that a well-behaved coordinator sends to worker 1."""
     server = Server(SCENARIO)
     proof = handshake.proof_of_coordinator(SECRET, CHALLENGE, hello_of(1))
     welcome = Welcome(rank=1, step=0, blocks=1, resumed=False, proof=proof)
@@ -145,7 +145,7 @@ def _hellos() -> list[messages.Hello]:
 
 
 def _huge(frame: bytes) -> bytes:
-    """A frame that claims 2**62 bytes of payload."""
+    """Return a frame that claims 2**62 bytes of payload."""
     claiming = bytearray(frame)
     struct.pack_into("<Q", claiming, PREFIX_BYTES - 24, 2**62)
     return bytes(claiming)
@@ -162,7 +162,7 @@ def _trace() -> trace.Trace:
 
 
 def _checkpoints() -> list[bytes]:
-    """One that a coordinator wrote, and those that are nearly so."""
+    """Return a checkpoint written by a coordinator, and nearly valid ones."""
     found = []
     for make in (bad_contents.saved, *bad_contents.CHECKPOINTS.values()):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""A run of two in which one worker is a fuzzer: a stranger at the door, or one that was let in.
+"""A run on two workers, one of which is a fuzzer: a stranger, or an admitted worker.
 
-The other worker is honest. Whatever the fuzzer says, nothing but effects may come of it, the honest
-worker must not notice, and the run has to end.
+The other worker is honest. Whatever the fuzzer sends, the coordinator may only produce effects, the
+honest worker must not be affected, and the run has to end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HONEST, FUZZER, PASSER_BY = "honest", "fuzzer", "passer-by"
 
 
 class Mailbox:
-    """A wire that keeps what is written to each peer."""
+    """A connection that keeps what is written to each peer."""
 
     def __init__(self) -> None:
         self._boxes: dict[Peer, bytearray] = {}
@@ -50,7 +50,7 @@ class Mailbox:
         self._boxes.setdefault(peer, bytearray()).extend(b"".join(buffers))
 
     def close(self, peer: Peer, reason: str) -> None:
-        """A closed peer hears no more; the bytes written before are still there."""
+        """Do nothing: nothing is written to a closed peer, and earlier bytes are kept."""
 
     def take(self, peer: Peer) -> bytes:
         """Return the bytes for `peer`, and remove them."""
@@ -60,8 +60,8 @@ class Mailbox:
 class Door:
     """A coordinator, its honest worker 0, and the connection FUZZER.
 
-    `awaited` are the ranks that the first step waits for: without 1 the fuzzer comes when the step
-    is being computed, and with it there is no step before it was let in.
+    `awaited` are the ranks that the first step waits for. Without rank 1 the fuzzer connects while
+    the step is computed. With it, no step begins before the fuzzer is admitted.
     """
 
     def __init__(self, *awaited: int) -> None:
@@ -81,22 +81,22 @@ class Door:
         self.end.connected(FUZZER, NONCE)
 
     def say(self, data: bytes) -> None:
-        """The fuzzer's `data` arrives, and the honest worker hears what follows from it."""
+        """Deliver the fuzzer's `data`, and the resulting messages to the honest worker."""
         feed(self.end, FUZZER, data)
         self._carry()
 
     def work(self) -> None:
-        """The honest worker computes what it was asked to."""
+        """Compute the shards assigned to the honest worker."""
         while self._asked:
             asked = self._asked.pop(0)
             self._honest.computed(asked, self._honest.hands.work(asked.step, asked.shards))
             self._carry()
 
     def finish(self) -> do.Finish | None:
-        """How the run ends when the fuzzer has gone and nobody awaits it; None if it does not."""
+        """Return the end of the run after the fuzzer disconnects, or None if it does not end."""
         self._awaited.clear()
         self.end.lost(FUZZER, "the fuzzer has had enough")
-        # Whoever goes is a reason to look who is there.
+        # The coordinator looks at the cleared `awaited` when any connection ends.
         self.end.connected(PASSER_BY, NONCE)
         self.end.lost(PASSER_BY, "gone")
         self._carry()
@@ -109,7 +109,9 @@ class Door:
         return b"".join(arrays[name].tobytes() for name in sorted(arrays))
 
     def _carry(self) -> None:
-        """Carries what the honest two say until they say no more; what FUZZER is told is lost."""
+        """Deliver the messages of coordinator and honest worker to each other; drop those to
+        FUZZER.
+        """
         while (down := self._down.take(HONEST)) or (up := self._up.take(HONEST)):
             if down:
                 feed(self._honest, HONEST, down)
@@ -120,13 +122,13 @@ class Door:
 
 
 def worker_end(rank: int, wire: Mailbox, compute: Callable[[do.Compute], None]) -> WorkerEnd:
-    """A real worker of the run, whose computing is left to `compute`."""
+    """Return a worker of the run that leaves its computations to `compute`."""
     machine = Worker(TERMS, secret=SECRET, backend="cpu", rank=rank, timing=Timing())
     return WorkerEnd(machine, Member(SCENARIO), wire, _clock, compute)
 
 
 def hello_of(rank: int | None) -> Hello:
-    """The hello of one that may take part, with its proof."""
+    """Return the hello of a worker that may join, with its proof."""
     plain = Hello(
         version=VERSION,
         run=TERMS.run,
@@ -142,12 +144,12 @@ def hello_of(rank: int | None) -> Hello:
 
 
 def proved(hello: Hello) -> Hello:
-    """`hello` with the proof of one that knows the secret."""
+    """Return `hello` with the proof of a worker that knows the secret."""
     return replace(hello, proof=handshake.proof_of_worker(SECRET, CHALLENGE, hello))
 
 
 def session_key(hello: Hello) -> bytes:
-    """The key of the session that `hello` opens."""
+    """Return the key of the session that `hello` opens."""
     return handshake.session_key(SECRET, CHALLENGE, hello)
 
 

@@ -1,8 +1,8 @@
-"""Fuzzing guided by coverage: `python -m tests.fuzz.fuzz [TARGET ...] --seconds 60`.
+"""Coverage-guided fuzzing: `python -m tests.fuzz.fuzz [TARGET ...] --seconds 60`.
 
-Each target in a process of its own, from the seeds of `corpus`. A finding is printed with its
+Each target runs in its own process, from the seeds of `corpus`. A finding is printed with its
 traceback and kept in the working folder as crash-...; `--input FILE TARGET` tries it again. Needs
-atheris (`pip install '.[fuzz]'`, Python 3.11); the tests try the same targets without it.
+atheris (`pip install '.[fuzz]'`, Python 3.11). The tests run the same targets without it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ with atheris.instrument_imports(include=["entrenar_py"]):
     from tests.fuzz.targets import TARGETS
 
 SECONDS = 60
-# torch alone takes a third of it; nothing that is read here may take the rest.
+# torch alone takes a third of this; inputs must not take the rest.
 RSS_MIB_MAX = 1024
 INPUT_SECONDS_MAX, INPUT_BYTES_MAX = 10, 2**16
 
 
 def fuzz(name: str, seconds: int) -> None:
-    """Fuzzes one target, and ends the process: 0 if nothing was found."""
+    """Fuzz one target and exit the process, with 0 if nothing was found."""
     from tests.fuzz import corpus
 
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +45,7 @@ def fuzz(name: str, seconds: int) -> None:
 
 
 def main() -> int:
-    """Fuzzes what the command line names, everything if it names nothing; 1 if there was a find."""
+    """Fuzz the targets on the command line, all by default. Return 1 if there was a finding."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.fuzz")
     parser.add_argument("target", nargs="*", choices=[*TARGETS, []], help="all, if none is given")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="for each target")

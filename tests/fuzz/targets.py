@@ -1,6 +1,6 @@
-"""The fuzzed functions of bytes, each a way in. They return, whatever the bytes are.
+"""The fuzzed functions of bytes, one for each kind of input. They return for any bytes.
 
-An exception that a caller is told to expect is part of that; any other one is a finding.
+An exception that the caller of a reader must expect is caught; any other one is a finding.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PAYLOAD_BYTES_MAX = 2**12
 ITEM = struct.Struct("<BHH")  # of a script: tag, bytes of the header, bytes of the payload
 NUM_SCENARIOS = 20  # that are looked at of one entry
 COMPLETED = do.Finish("completed")
-# Of any training.
+# Checks that apply to any training.
 JUDGES = tuple(name for name, check in CHECKS.items() if check.explores)
 
 
@@ -60,7 +60,7 @@ JUDGES = tuple(name for name, check in CHECKS.items() if check.explores)
 
 
 def read_frames(data: bytes) -> None:
-    """Bytes from the wire: what is taken for a message is what a writer would have written.
+    """Read frames: each message that is accepted is one that a writer would have written.
 
     The first byte says whether there is a key.
     """
@@ -80,7 +80,7 @@ def read_frames(data: bytes) -> None:
 
 
 def read_header(data: bytes) -> None:
-    """A message's tag and header: what is read is what would be written."""
+    """Read a message's tag and header; writing it again gives the same."""
     with suppress(ProtocolError):
         message = headers.parse(data[0] if data else 0, data[1:])
         assert headers.dump(message) == data[1:]
@@ -90,7 +90,7 @@ def read_header(data: bytes) -> None:
 
 
 def knock(data: bytes) -> None:
-    """A stranger says anything while a step is computed: nobody notices."""
+    """A stranger sends anything during a step, without an effect on the run."""
     door = Door(0)
     door.say(data)
     peers = door.end.machine.peers
@@ -100,7 +100,7 @@ def knock(data: bytes) -> None:
 
 
 def greet(data: bytes) -> None:
-    """Someone who has the secret says any hello: it is let in if it agrees, and nobody notices."""
+    """A peer with the secret sends any hello: it is admitted if it agrees; nothing else happens."""
     try:
         hello = headers.parse(Hello.tag, data)
     except ProtocolError:
@@ -115,10 +115,10 @@ def greet(data: bytes) -> None:
 
 
 def take_part(data: bytes) -> None:
-    """One that was let in says anything, in frames that are sound (see `spoken`).
+    """An admitted worker sends anything, in valid frames (see `spoken`).
 
-    It is believed what it may say, and can halt the run; what it may not costs its connection, and
-    the run ends without it.
+    It may send what the protocol allows, and may halt the run. Anything else closes its connection,
+    and the run ends without it.
     """
     door, hello = Door(0, 1), hello_of(1)
     door.say(b"".join(Encoder().encode(hello)))
@@ -131,7 +131,7 @@ def take_part(data: bytes) -> None:
 
 
 def listen(data: bytes) -> None:
-    """A coordinator that has the secret says anything to a worker, in frames that are sound."""
+    """A coordinator with the secret sends anything to a worker, in valid frames."""
     asked: list[do.Compute] = []
     end = worker_end(1, Mailbox(), asked.append)
     end.connected(FUZZER, NONCE)
@@ -146,7 +146,9 @@ def listen(data: bytes) -> None:
 
 
 def spoken(data: bytes, key: bytes, *, direction: int) -> Iterator[bytes]:
-    """The frames that follow an opening: sound, but for what the items (ITEM) of `data` say."""
+    """Return an opening and the frames after it, which are valid and hold the items (ITEM) of
+    `data`.
+    """
     number = 1
     while len(data) >= ITEM.size:
         tag, header_bytes, payload_bytes = ITEM.unpack_from(data)
@@ -161,7 +163,7 @@ def spoken(data: bytes, key: bytes, *, direction: int) -> Iterator[bytes]:
 
 
 def script(*said: tuple[Message, bytes]) -> bytes:
-    """The items that `spoken` makes these messages of."""
+    """Return the items from which `spoken` makes these messages."""
     items = ((one.tag, headers.dump(one), payload) for one, payload in said)
     return b"".join(
         ITEM.pack(tag, len(header), len(payload)) + header + payload
@@ -181,7 +183,7 @@ def _require_undisturbed(door: Door) -> None:
     assert door.weights() == _undisturbed()
 
 
-# --- what is read beside ------------------------------------------------------------------------
+# --- other files --------------------------------------------------------------------------------
 
 
 def read_events(data: bytes) -> None:
@@ -192,7 +194,7 @@ def read_events(data: bytes) -> None:
 
 
 def read_trace(data: bytes) -> None:
-    """A stored trace, its chain put right line by line: what stands in the lines is looked at."""
+    """Read a stored trace with its chain made valid line by line, to test its content."""
     chain, lines = "", []
     for line in data.decode("utf-8", "backslashreplace").split("\n"):
         body = line.rpartition(',"chain":"')[0] + "}"
@@ -203,7 +205,7 @@ def read_trace(data: bytes) -> None:
 
 
 def read_contract(data: bytes) -> None:
-    """A contract, the scenarios that its clauses ask for, and what the published rules find."""
+    """Read a contract, expand its scenarios, and apply the published rules."""
     nothing = Vocabulary(checks=(), mutants=lambda: None)
     path = _written(data)
     found = validation.validate({path: ()}, validation.policy(), vocabulary=nothing)
@@ -220,7 +222,7 @@ def read_contract(data: bytes) -> None:
 
 
 def read_configuration(data: bytes) -> None:
-    """A project's configuration: each problem in it is told at a line of it."""
+    """Read a project's configuration; each problem has a line of the file."""
     path = _written(data)
     try:
         reading.load(path)
@@ -236,7 +238,7 @@ def read_configuration(data: bytes) -> None:
 
 
 def read_checkpoint(data: bytes) -> None:
-    """A checkpoint's content under a digest that is right."""
+    """Read a checkpoint's content under a matching digest."""
     sealed = checkpoint.MAGIC + blake3(data).hexdigest().encode() + b"\n" + data
     server = Server(scenario.Scenario(system="parameter_server", **TRAINING))
     server.checkpoint_path = _written(sealed)
@@ -245,14 +247,14 @@ def read_checkpoint(data: bytes) -> None:
 
 
 def read_rank_file(data: bytes) -> None:
-    """The file of the only rank of a run that nobody launched: put together, and judged."""
+    """Read the file of a run's only rank, assemble a trace of it, and judge it."""
     path = Path(_folder().name, "00000-000.rank.jsonl")
     path.write_bytes(data)
     require_judged([path])
 
 
 def require_judged(paths: Sequence[Path]) -> None:
-    """Traces or rank files are refused, or every check of any training says something of them."""
+    """Require that files are refused, or that every check of any training judges them."""
     try:
         traces = stored.load(paths)
     except UsageError:
@@ -266,7 +268,7 @@ def require_judged(paths: Sequence[Path]) -> None:
 
 
 def read_counterexample(data: bytes) -> None:
-    """A saved counterexample whose digest is put right: its scenario can be run, or is refused."""
+    """Read a saved counterexample with a matching digest: its scenario can be run or is refused."""
     try:
         record = json.loads(data)
         record["digest"] = counterexamples.digest_of({**record, "digest": None})
@@ -278,7 +280,7 @@ def read_counterexample(data: bytes) -> None:
 
 
 def read_coordinator(data: bytes) -> None:
-    """A coordinator's configuration."""
+    """Read a coordinator's configuration."""
     with suppress(ContractError):
         config.load(_written(data))
 
@@ -289,7 +291,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _written(data: bytes) -> Path:
-    """A file that holds `data` until the next one is asked for."""
+    """Write `data` to a file that the next call replaces, and return its path."""
     path = Path(_folder().name, "fuzzed.yaml")
     path.write_bytes(data)
     return path

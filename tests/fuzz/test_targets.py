@@ -1,4 +1,4 @@
-"""The fuzzer's targets without the fuzzer: its seeds, and what is nearly right."""
+"""The fuzzer's targets without the fuzzer, on its seeds and on nearly valid inputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fuzz.targets import COMPLETED, TARGETS, script, spoken
 SEEDS = [(name, number) for name, seeds in corpus.seeds().items() for number in range(len(seeds))]
 PARTS = {"take_part": corpus.part_of_a_worker(), "listen": corpus.part_of_a_coordinator()}
 FILES = ("read_rank_file", "read_counterexample", "read_coordinator", "read_checkpoint")
-# By annotation: values at the edges, and those of the wrong place.
+# Values by annotation: extreme ones, and valid ones in the wrong place.
 ODD: dict[str, list[Any]] = {
     "int": [0, 1, 2, 3, 4, 63, 64, 2**32, 2**63 - 1],
     "float": [0.0, -0.0, -1.0, -4.0, 1e-310, 1e308, float("nan"), float("inf"), float("-inf")],
@@ -33,18 +33,18 @@ ODD: dict[str, list[Any]] = {
 
 
 def test_every_target_has_seeds() -> None:
-    """A new one must be given something to start from."""
+    """A new target must have seeds."""
     assert corpus.seeds().keys() == TARGETS.keys()
 
 
 @pytest.mark.parametrize(("name", "number"), SEEDS)
 def test_seeds_are_found_right(name: str, number: int) -> None:
-    """The fuzzer's seeds are no findings."""
+    """The fuzzer's seeds are not findings."""
     TARGETS[name](corpus.seeds()[name][number])
 
 
 def test_a_seed_goes_all_the_way() -> None:
-    """The part of a worker is that of one that behaves: nothing of it is refused, to the end."""
+    """The seed of a well-behaved worker is accepted to its end."""
     door, hello = Door(0, 1), hello_of(1)
     door.say(b"".join(Encoder().encode(hello)))
     for frame in spoken(
@@ -60,7 +60,7 @@ def test_a_seed_goes_all_the_way() -> None:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_anything_nearly_right(name: str, data: st.DataObject) -> None:
-    """A seed with bytes changed, taken out and put in somewhere."""
+    """A seed has bytes changed, removed and inserted."""
     nearly_right(name, data)
 
 
@@ -68,7 +68,7 @@ def test_anything_nearly_right(name: str, data: st.DataObject) -> None:
 @settings(max_examples=15)
 @given(data=st.data())
 def test_files_nearly_right(name: str, data: st.DataObject) -> None:
-    """The same of files that take longer to read: `make fuzz` tries more of them."""
+    """The same for files that take longer to read; `make fuzz` tries more of them."""
     nearly_right(name, data)
 
 
@@ -85,7 +85,7 @@ def nearly_right(name: str, data: st.DataObject) -> None:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_a_part_with_odd_words(name: str, data: st.DataObject) -> None:
-    """Some messages of a right conversation have another value, come twice, late, or never."""
+    """Some messages of a valid conversation have another value, or come twice, late, or never."""
     said = list(PARTS[name])
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(0, len(said) - 1))
@@ -106,7 +106,7 @@ def test_a_part_with_odd_words(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", PARTS)
 def test_every_odd_word_alone(name: str) -> None:
-    """Each field of each message, with each value of its kind."""
+    """Each field of each message gets each value of its kind."""
     for place, (message, payload) in enumerate(PARTS[name]):
         for odd in _odd(message):
             said: list[Said] = [*PARTS[name]]
@@ -115,7 +115,7 @@ def test_every_odd_word_alone(name: str) -> None:
 
 
 def _odd(message: Message) -> list[Message]:
-    """`message` with another value in one field; itself, if there is none to change."""
+    """Return `message` with another value in one field, or unchanged if it has no such field."""
     return [
         replace(message, **{field.name: value})
         for field in fields(message)
@@ -124,7 +124,7 @@ def _odd(message: Message) -> list[Message]:
 
 
 def _bent(payload: bytes, data: st.DataObject) -> bytes:
-    """Four bytes of `payload`, a float or a part of a whole number, are others."""
+    """Return `payload` with four bytes changed: a float, or part of an integer."""
     at = 4 * data.draw(st.integers(0, len(payload) // 4 - 1))
     value = struct.pack("<f", data.draw(st.floats(width=32)))
     return payload[:at] + value + payload[at + 4 :]

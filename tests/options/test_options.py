@@ -1,4 +1,4 @@
-"""The command line: its flags, what goes together, and its help."""
+"""The command line: its flags, their combinations, and the help."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FLAGS = [
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The options, found to go together."""
+    """Return the parsed options, after checking that they go together."""
     options = typed.read(arguments)
     modes.require_compatible(options)
     outputs.require_distinct(options)
@@ -52,36 +52,36 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def test_flags() -> None:
-    """A flag is added, renamed or dropped on purpose: each has a test of what it does."""
+    """A flag is added, renamed or dropped on purpose: each has a test of its effect."""
     assert [name for action in actions() for name in action.option_strings] == FLAGS
 
 
 def actions() -> list[argparse.Action]:
-    """Every option of the parser."""
+    """Return every option of the parser."""
     return parser.build()._actions
 
 
 def test_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--help` reads as the golden file."""
+    """The output of `--help` equals the golden file."""
     monkeypatch.setenv("COLUMNS", "100")
     assert parser.build().format_help() == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_help_names_every_choice() -> None:
-    """Trainers and backends stand in the help, which must not import their tables."""
+    """The help names all trainers and backends, although it must not import their tables."""
     text = parser.build().format_help()
     assert all(name in text for name in (*systems.TRAINERS, *BACKENDS))
 
 
 def test_modes_name_options_that_exist() -> None:
-    """No mode allows an option that was renamed."""
+    """Every option that a mode allows exists."""
     known = {action.dest for action in actions()}
     assert set(modes.MODES) - {"command"} <= known
     assert {name for names in modes.MODES.values() for name in names} <= known
 
 
 def test_no_mode() -> None:
-    """Without a mode every option counts."""
+    """Without a mode every option is allowed."""
     given = parse(["--contract", "c", "--seed", "3", "--json", "a", "--junit", "b"])
     assert given.mode is None
     assert given.seed == 3
@@ -125,7 +125,7 @@ def test_no_mode() -> None:
     ],
 )
 def test_refused(line: str, message: str) -> None:
-    """Options that make no sense are refused by name; none is silently ignored."""
+    """Options without an effect are refused by name; none is silently ignored."""
     with pytest.raises(UsageError) as refusal:
         parse(line.split())
     assert message in str(refusal.value)

@@ -1,4 +1,4 @@
-"""Reports to render: one that shows everything, and a strategy for any."""
+"""Reports for the renderers' tests: one with every kind of content, and a strategy for any."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def invariant(number: int, name: str, *, severity: str = "P0", critical: bool = 
 
 
 def attempt(rule: str, if_fails: str) -> FalsificationTest:
-    """A falsification test of the clause `rule`."""
+    """Return a falsification test of the clause `rule`."""
     return FalsificationTest(
         id=f"FT {rule} {if_fails}",
         rule=rule,
@@ -51,7 +51,7 @@ def contract(
     checks: tuple[str, ...] | None = (),
     tests: tuple[FalsificationTest, ...] = (),
 ) -> Contract:
-    """A contract of `invariants`; `checks` None leaves its gate out."""
+    """Return a contract of `invariants`; with `checks` None it has no gate."""
     gate = None
     if checks is not None:
         gate = Gate(
@@ -110,7 +110,7 @@ def report(
 
 
 def full_report() -> Report:
-    """Every verdict, a counterexample with every field, what it means, notes, an open gate."""
+    """Return a report with every verdict, a full counterexample, notes, and a gate not passed."""
     clauses = (
         invariant(1, "Replicas hold identical weights after every step"),
         invariant(2, "Sharding covers every sample exactly once"),
@@ -193,8 +193,8 @@ def _any_report(draw: DrawFn) -> Report:
     return replace(made, not_applying=tuple(not_applying))
 
 
-# Letters, and what breaks XML, terminals, encodings, markup and shells. A short alphabet: the table
-# of all characters takes Hypothesis seconds to build on a fresh machine.
+# Letters, and characters that break XML, terminals, encodings, markup and shells. The alphabet is
+# short, since Hypothesis takes seconds to build its table of all characters on a fresh machine.
 _TEXT = st.text("aZ0 '[]<&\\\n\t\r\0\x1b\x85é漢😀\udc80\ufffe", max_size=30)
 
 
@@ -210,7 +210,7 @@ def any_report() -> SearchStrategy[Report]:
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Callable[[str, str], None]:
-    """Compares text with a file under golden/; says how to accept the new text."""
+    """Compare a text with a file under golden/; a failure says how to accept the new text."""
 
     def compare(name: str, text: str) -> None:
         expected = Path(__file__).parent / "golden" / name

@@ -1,4 +1,4 @@
-"""Clauses that a file of bindings made: every format says of what, to what, where and why."""
+"""Clauses from a file of bindings: every format shows the statement, check, place and reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLD = "the test is bound to coverage by my.bindings.yaml:7: both count samples"
 
 
 def _bound(report: Report, verdict: Verdict) -> Report:
-    """`report` with its first entry of `verdict` bound."""
+    """Return `report` with its first entry of `verdict` bound."""
     place = next(n for n, one in enumerate(report.entries) if one.verdict is verdict)
     entry = report.entries[place]
     binding = Binding(kind="test", item="FT-9", position=PLACE, reason="both count samples")
@@ -54,13 +54,13 @@ def _terminal(report: Report) -> str:
 def test_every_format_says_to_what_and_why(
     full: Report, render: Callable[[Report], str], verdict: Verdict
 ) -> None:
-    """Whatever became of it."""
+    """The binding is shown for every verdict."""
     assert TOLD not in render(full)
     assert TOLD in render(_bound(full, verdict))
 
 
 def test_the_json_report_has_it_in_parts(full: Report) -> None:
-    """So that a program need not read the sentence."""
+    """Programs need not parse the sentence."""
     record = json_format.dump(_bound(full, Verdict.HELD))
     (found,) = [one["binding"] for one in record["results"] if one["binding"]]
     assert found == {
@@ -75,7 +75,7 @@ def test_the_json_report_has_it_in_parts(full: Report) -> None:
 
 
 def test_a_replay_is_of_the_same_bindings(full: Report) -> None:
-    """The command to replay names the files that were given."""
+    """The replay command names the files of bindings that were given."""
     bound = _bound(full, Verdict.HELD)
     commands = [bound.replay_command(one) for one in bound.entries]
     assert [one for one in commands if one and "--bind 'my bindings.yaml' --replay" in one]

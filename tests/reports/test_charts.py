@@ -1,4 +1,4 @@
-"""Charts: every point is inside, on any values."""
+"""Charts: every point is inside the picture, for any values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOATS = st.floats(-1e30, 1e30, allow_nan=False)
 
 @given(values=st.lists(FLOATS, min_size=1, max_size=8), log=st.booleans(), first=st.integers(0, 99))
 def test_points_are_inside(values: list[float], log: bool, first: int) -> None:
-    """Well-formed XML, whose lines, dots and texts lie in the picture."""
+    """The SVG is well-formed, and its lines, dots and texts are inside the picture."""
     points = tuple((first + n, abs(value) if log else value) for n, value in enumerate(values))
     if log and not any(value for _, value in points):
         points = (*points, (first + len(values), 1.0))
@@ -34,7 +34,7 @@ def test_points_are_inside(values: list[float], log: bool, first: int) -> None:
 
 
 def test_zero_has_its_place() -> None:
-    """On an axis of magnitudes 0 is drawn below everything else, and its tick says so."""
+    """On a logarithmic axis 0 is drawn below all other values, with a tick of its own."""
     figure = chart("T", "d", [Line(label="a", points=((0, 0.0), (1, 1e-6)), colour=0)], log=True)
     svg = ElementTree.fromstring(figure).find("svg")
     assert svg is not None

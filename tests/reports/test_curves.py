@@ -1,4 +1,4 @@
-"""Curves of runs: what is kept of a trace, and how far it is from the run with one worker."""
+"""Curves of runs: what is kept of a trace, and its distance from the run on one worker."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tests.checks.traces import run, scenario
 
 
 def pair(detail: str, apart: float) -> list[Trace]:
-    """A run with three workers and the one with one; of the former a weight is `apart` at step 2,
-    and its loss, too.
+    """Return a run on three workers and one on a single worker.
+
+    A weight and the loss of the former differ by `apart` at step 2.
     """
     own, alone = (run(scenario(world_size=size, detail=detail)) for size in (3, 1))
 
@@ -35,7 +36,7 @@ def pair(detail: str, apart: float) -> list[Trace]:
 
 
 def test_the_same_bits_are_at_no_distance() -> None:
-    """Losses of every step, and a distance of 0 in each: digests that agree need no values."""
+    """Equal digests give a distance of 0 at each step, without stored values."""
     seen = Curves()
     traces = pair("digests", 0.0)
     seen.see(traces)
@@ -48,7 +49,7 @@ def test_the_same_bits_are_at_no_distance() -> None:
 
 
 def test_distance_of_weights() -> None:
-    """The largest difference of any element on any rank, where a trace keeps values."""
+    """It is the largest difference of any element on any rank, if traces keep values."""
     seen = Curves()
     seen.see(pair("values", 0.5))
     distances = dict(seen.found[0].distances)
@@ -58,7 +59,7 @@ def test_distance_of_weights() -> None:
 
 
 def test_distance_of_losses() -> None:
-    """Where weights differ and no values were kept, the losses of the lowest rank."""
+    """If weights differ without stored values, the losses of the lowest rank are compared."""
     seen = Curves()
     own, alone = pair("digests", 0.5)
     events = tuple(
@@ -71,7 +72,7 @@ def test_distance_of_losses() -> None:
 
 
 def test_a_loss_that_is_no_number() -> None:
-    """It is no point, and the first such step is known."""
+    """The loss is not a point of the curve, and the first such step is recorded."""
     own, _ = pair("digests", 0.0)
     events = tuple(
         replace(one, loss=float("nan")) if isinstance(one, Update) and one.step > 3 else one
@@ -84,7 +85,7 @@ def test_a_loss_that_is_no_number() -> None:
 
 
 def test_the_first_with_a_distance_counts() -> None:
-    """A run judged by itself and then beside another is one curve, with its distance."""
+    """A run judged alone and later with another run is one curve, with its distance."""
     seen = Curves()
     own, alone = pair("digests", 0.0)
     seen.see([own])

@@ -1,4 +1,4 @@
-"""Labelled text behind an entry."""
+"""The labelled evidence of an entry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entrenar_py.verdict import Counterexample
 
 
 def test_long_text_is_cut_with_a_count() -> None:
-    """A message of any length becomes one line that says how much is left out."""
+    """A long message becomes one line that says how much was cut."""
     line = evidence.one_line("x\n" * 1000)
     assert line.startswith("x x x")
     assert line.endswith("... (1599 more, see the JSON report)")
@@ -20,7 +20,7 @@ def test_long_text_is_cut_with_a_count() -> None:
 
 
 def test_scenario_shows_what_is_not_usual() -> None:
-    """The fields every scenario gives, and those that differ from their defaults."""
+    """Required fields are shown, and fields that differ from their defaults."""
     usual = Scenario(system="reference", workload="linear", world_size=1, seed=0)
     required = "system=reference, workload=linear, world_size=1, seed=0"
     assert evidence.describe_scenario(usual.to_dict()) == required
@@ -35,7 +35,7 @@ def test_scenario_of_another_release_is_still_shown() -> None:
 
 
 def test_one_reason_of_many_clauses_is_told_once(full: Report) -> None:
-    """A run that failed leaves every clause inconclusive alike; what compared anything is apart."""
+    """Inconclusive clauses that compared nothing are grouped by their reason."""
     one = full.entries[1]  # inconclusive, after runs
     assert evidence.alike([one]) == {}
     assert evidence.alike([one, one, full.entries[3]]) == {one.finding.reason: [one, one]}
@@ -44,7 +44,7 @@ def test_one_reason_of_many_clauses_is_told_once(full: Report) -> None:
 
 
 def test_fields_that_do_not_apply_are_left_out(full: Report) -> None:
-    """A counterexample without a place or values prints only what the contract says of it."""
+    """A counterexample without place and values shows only the contract's part."""
     entry = full.entries[3]
     bare = replace(entry.finding, counterexample=Counterexample(message="broke"))
     labels = [label for label, _ in evidence.describe(full, replace(entry, finding=bare))]
@@ -54,13 +54,13 @@ def test_fields_that_do_not_apply_are_left_out(full: Report) -> None:
 
 
 def test_below(tmp_path: Path) -> None:
-    """A file of the checkout by its path in it, whatever way it was given; others not at all."""
+    """A file below the root gets its relative path however it was given; another one gets None."""
     assert evidence.below(str(tmp_path / "a" / ".." / "b" / "c.yaml"), tmp_path) == "b/c.yaml"
     assert evidence.below(str(tmp_path.parent / "c.yaml"), tmp_path) is None
 
 
 def test_level(full: Report) -> None:
-    """Falsified is an error whatever was allowed; inconclusive a warning, or a note if allowed."""
+    """A falsified clause is an error; an inconclusive one a warning, or a note if allowed."""
     strict = [evidence.level(entry, allow_inconclusive=False) for entry in full.ranked]
     allowed = [evidence.level(entry, allow_inconclusive=True) for entry in full.ranked]
     assert strict == ["error", "warning", None, None]

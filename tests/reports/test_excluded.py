@@ -1,4 +1,4 @@
-"""Clauses that a project's configuration excludes: every format names them, why, and until when."""
+"""Clauses that a configuration excludes: every format shows them with the reason and last day."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLD = (
 
 @pytest.fixture
 def excluding(full: Report) -> Report:
-    """The full report, of whose clauses the first is excluded instead."""
+    """Return the full report with its first clause excluded."""
     excluded = Excluded(
         invariant=full.contract.invariants[0],
         reason="copies are averaged once a day",
@@ -98,7 +98,7 @@ def _json(report: Report) -> str:
 def test_every_format_says_which_and_why(
     excluding: Report, render: Callable[[Report], str]
 ) -> None:
-    """On one line; and what came from the configuration."""
+    """Each is shown on one line, with the values that came from the configuration."""
     text = render(excluding)
     why = "until 2027-01-31: copies are averaged once a day (pyproject.toml:9:3)"
     (line,) = [line for line in text.splitlines() if why in line]
@@ -107,7 +107,7 @@ def test_every_format_says_which_and_why(
 
 
 def test_a_gate_that_demands_it_is_undecided(excluding: Report) -> None:
-    """It neither passes nor fails for it."""
+    """A gate that demands an excluded clause neither passes nor fails."""
     held = [one for one in excluding.entries if one.verdict is Verdict.HELD]
     report = replace(excluding, entries=tuple(held))
     assert report.gate_passed is None

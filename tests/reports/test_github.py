@@ -1,4 +1,4 @@
-"""Annotations and the step summary, as a runner takes them."""
+"""Annotations and the step summary, as a GitHub runner reads them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ COMMAND = re.compile(r"::(error|warning|notice) ((?:\w+=[^:,]*)(?:,\w+=[^:,]*)*)
 
 
 def lines_of(report: Report, *, allow_inconclusive: bool = False) -> list[str]:
-    """The lines, with paths seen from this folder."""
+    """Return the annotations of a report, with paths relative to this folder."""
     root = Path.cwd()
     return [*github.annotate(report, root=root, allow_inconclusive=allow_inconclusive)]
 
 
 def test_lines_of(full: Report) -> None:
-    """Worst first, each at the clause's line; a line end in a message is no line end."""
+    """Annotations come worst first, at the clause's line, with line ends escaped."""
     falsified, inconclusive = lines_of(full)
     place = "file=contracts/distributed-training-v1.yaml,line=70,col=5"
     assert falsified.startswith(f"::error {place},title=F-DP-005 falsified::rank 1 holds other")
@@ -39,7 +39,7 @@ def test_lines_of(full: Report) -> None:
 def test_any_text_is_one_command(
     data: DataObject, any_report: SearchStrategy[Report], allow_inconclusive: bool
 ) -> None:
-    """Whatever a contract says, a line is one workflow command, and nothing in it another."""
+    """Any text from a contract gives one workflow command a line."""
     report = data.draw(any_report)
     lines = lines_of(report, allow_inconclusive=allow_inconclusive)
     for line in lines:
@@ -50,7 +50,7 @@ def test_any_text_is_one_command(
 
 
 def test_what_looks_escaped_is_not(full: Report) -> None:
-    """A reason with `%0A` in it is shown as it is, and is no line end."""
+    """A reason that contains `%0A` is shown as it is, and not as a line end."""
     entry = full.entries[3]
     finding = replace(entry.finding, reason="off by 50%0A")
     (line,) = lines_of(replace(full, entries=(replace(entry, finding=finding),)))
@@ -58,7 +58,7 @@ def test_what_looks_escaped_is_not(full: Report) -> None:
 
 
 def test_annotation_outside_the_checkout(full: Report, tmp_path: Path) -> None:
-    """It has no line to stand at, and is told all the same."""
+    """The annotation is printed without file and line."""
     lines = [*github.annotate(full, root=tmp_path, allow_inconclusive=False)]
     assert [line.partition(",")[0] for line in lines] == [
         "::error title=F-DP-005 falsified::rank 1 holds other weights than rank 0%0Aat: step 3",
@@ -70,7 +70,7 @@ def test_annotation_outside_the_checkout(full: Report, tmp_path: Path) -> None:
 
 @given(data=st.data())
 def test_summary_is_plain_text(data: DataObject, any_report: SearchStrategy[Report]) -> None:
-    """Nothing that a contract says is taken for Markdown or HTML, and every row has its cells."""
+    """No text from a contract becomes Markdown or HTML, and every row has its cells."""
     report = data.draw(any_report)
     tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(github.summary(report))
     kinds = [token.type for token in tokens]
@@ -83,7 +83,7 @@ def test_summary_is_plain_text(data: DataObject, any_report: SearchStrategy[Repo
 
 
 def test_summary(full: Report) -> None:
-    """The verdicts as a table, the evidence of what broke, the gate, the command."""
+    """The summary has the verdicts as a table, the evidence, the gate and the command."""
     text = github.summary(full)
     assert "| ❌ falsified | F\\-DP\\-005 | Loss parity with one worker | P1 | 1\\,204 |" in text
     assert "\nat: step 3, rank 1, shard 2, tensor weight[0]" in text
@@ -92,7 +92,7 @@ def test_summary(full: Report) -> None:
 
 
 def test_summary_is_appended(full: Report, tmp_path: Path) -> None:
-    """Text of other steps stays; without a runner there is no file to append to."""
+    """The text of other steps is kept; without a runner there is no file to append to."""
     path = tmp_path / "summary.md"
     path.write_text("before\n", encoding="utf-8")
     assert github.summary_path({"GITHUB_STEP_SUMMARY": str(path)}) == path

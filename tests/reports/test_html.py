@@ -1,4 +1,4 @@
-"""The HTML page: whole, quiet, and nothing in it but text and drawings."""
+"""The HTML page: complete, without scripts or requests, and without markup from a contract."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ATTRIBUTES = {
 
 
 class Page(HTMLParser):
-    """Reads a page strictly: every tag is one of ours and is closed where it should be."""
+    """A strict parser: every tag must be one of ours, closed in its place."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -63,12 +63,12 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        """All that can be read."""
+        """Return all visible text."""
         return " ".join(" ".join(self.words).split())
 
 
 def curve(world_size: int, *distances: float, num_steps: int = 3) -> Curve:
-    """A curve of a small run."""
+    """Return the curve of a small run."""
     scenario = Scenario(
         system="textbook", workload="linear", world_size=world_size, seed=0, num_steps=num_steps
     )
@@ -82,7 +82,7 @@ def curve(world_size: int, *distances: float, num_steps: int = 3) -> Curve:
 
 
 def test_full_report(full: Report) -> None:
-    """Every verdict, what broke with its place and its replay, the environment, the command."""
+    """The page has every verdict, the evidence with replay commands, environment and command."""
     page = Page(html.render(full))
     for words in (
         "distributed-training-v1.yaml 1.0.0 FALSIFIED",
@@ -100,7 +100,7 @@ def test_full_report(full: Report) -> None:
 
 @given(data=st.data())
 def test_any_text_stays_text(data: DataObject, any_report: SearchStrategy[Report]) -> None:
-    """Whatever a contract says: no tag, no attribute, no script, no request of its making."""
+    """No text from a contract becomes a tag, an attribute, a script or a request."""
     report = data.draw(any_report)
     page = Page(html.render(report))
     assert page.num.get("article", 0) == len(report.entries)
@@ -108,7 +108,7 @@ def test_any_text_stays_text(data: DataObject, any_report: SearchStrategy[Report
 
 
 def test_a_contract_with_a_script(full: Report) -> None:
-    """It is printed, not run; and the page forbids scripts and requests to itself."""
+    """The script is printed as text; the page's policy forbids scripts and requests."""
     clause = replace(full.entries[0].invariant, name='<script src="//x">"', statement="<img src=x>")
     report = replace(full, entries=(replace(full.entries[0], invariant=clause),))
     text = html.render(report)
@@ -119,7 +119,9 @@ def test_a_contract_with_a_script(full: Report) -> None:
 
 
 def test_curves(full: Report) -> None:
-    """Runs of one training share a chart; who never left the run with one worker is named."""
+    """Runs of one training share a chart; those at no distance from the run on one worker are
+    named.
+    """
     curves = (curve(1), curve(2, 0.0, 0.0, 0.0), curve(3, 0.0, 1e-7, 1e-3))
     page = Page(html.render(replace(full, curves=curves)))
     assert page.num["svg"] == 2
@@ -130,7 +132,7 @@ def test_curves(full: Report) -> None:
 
 
 def test_the_falsified_run_is_drawn_first(full: Report) -> None:
-    """A few of many trainings are drawn, the counterexample's first."""
+    """Only a few trainings are drawn, the counterexample's first."""
     broken = full.entries[3].finding.counterexample
     assert broken is not None
     assert broken.scenario is not None
@@ -146,7 +148,7 @@ def test_the_falsified_run_is_drawn_first(full: Report) -> None:
 
 
 def test_kill_matrix(full: Report) -> None:
-    """The planted bugs of each clause, and that none was planted for this report."""
+    """The page lists the planted bugs of each clause, and says that none was planted for it."""
     clause = replace(full.entries[0].invariant, mutants=("ddp-bypass", "unheard-of"))
     report = replace(full, entries=(replace(full.entries[0], invariant=clause),))
     text = Page(html.render(report)).text

@@ -31,7 +31,7 @@ def validator() -> Any:
 def test_full_report(
     full: Report, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file reads as agreed."""
+    """The file equals the golden one."""
     monkeypatch.setattr(entrenar_py, "__version__", "0.0.0")
     text = json.dumps(json_format.dump(full), indent=2, allow_nan=False)
     golden("report.json", text + "\n")
@@ -41,7 +41,7 @@ def test_full_report(
 def test_any_report_fits_the_schema(
     data: DataObject, any_report: SearchStrategy[Report], validator: Any
 ) -> None:
-    """A dumped report is strict JSON in UTF-8 and valid against the published schema."""
+    """Any report is strict JSON in UTF-8 and valid against the published schema."""
     record = json_format.dump(data.draw(any_report))
     json.dumps(record, allow_nan=False, ensure_ascii=False).encode("utf-8")
     validator.validate(record)
@@ -54,13 +54,13 @@ def test_any_report_fits_the_schema(
 def test_schema_refuses_what_is_not_agreed(
     full: Report, validator: Any, key: str, value: object
 ) -> None:
-    """The schema can fail: another version, an unknown verdict or key, a missing value."""
+    """Another version, an unknown verdict or key, and a missing value are refused."""
     with pytest.raises(jsonschema.ValidationError):
         validator.validate({**json_format.dump(full), key: value})
 
 
 def test_schema_refuses_held_without_evidence(full: Report, validator: Any) -> None:
-    """A result that held after no comparison is not a report."""
+    """A result that held without a comparison is refused."""
     record = json_format.dump(full)
     record["results"][0]["compared"] = 0
     with pytest.raises(jsonschema.ValidationError):
@@ -68,7 +68,7 @@ def test_schema_refuses_held_without_evidence(full: Report, validator: Any) -> N
 
 
 def test_values_that_json_lacks_become_text(full: Report) -> None:
-    """A number that is not finite, a path and a lone surrogate can all be read back."""
+    """A number that is not finite, a path and a lone surrogate can be read back."""
     strange: dict[Any, object] = {
         "loss": float("nan"),
         "home": Path("/a"),

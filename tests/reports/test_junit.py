@@ -19,7 +19,7 @@ from entrenar_py.reports.report import Report
 def test_full_report(
     full: Report, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file reads as agreed."""
+    """The file equals the golden one."""
     monkeypatch.setattr(entrenar_py, "__version__", "0.0.0")
     golden("junit.xml", junit.render(full, allow_inconclusive=False))
 
@@ -28,7 +28,7 @@ def test_full_report(
 def test_suite_is_green_exactly_when_the_exit_code_is_0(
     data: DataObject, any_report: SearchStrategy[Report], allow_inconclusive: bool
 ) -> None:
-    """Any text makes well-formed XML, and failures and errors agree with the exit code."""
+    """Any text gives well-formed XML; failures and errors agree with the exit code."""
     report = data.draw(any_report)
     root = ElementTree.fromstring(junit.render(report, allow_inconclusive=allow_inconclusive))
     suite = root.find("testsuite")
@@ -42,7 +42,7 @@ def test_suite_is_green_exactly_when_the_exit_code_is_0(
 
 
 def test_inconclusive_is_skipped_only_when_allowed(full: Report) -> None:
-    """An inconclusive result is red by default, skipped under --allow-inconclusive."""
+    """An inconclusive result is an error by default, skipped under --allow-inconclusive."""
     strict = ElementTree.fromstring(junit.render(full, allow_inconclusive=False))
     allowed = ElementTree.fromstring(junit.render(full, allow_inconclusive=True))
     assert [e.get("message") for e in strict.iter("error")] == ["the trace has no shard events"]
@@ -52,7 +52,7 @@ def test_inconclusive_is_skipped_only_when_allowed(full: Report) -> None:
 
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_run_without_results_is_an_error(full: Report, interrupted: bool) -> None:
-    """A run that was stopped at once, or that selected nothing, says so in red."""
+    """A run that was interrupted at once, or that selected nothing, has an error."""
     empty = replace(full, entries=(), interrupted=interrupted)
     root = ElementTree.fromstring(junit.render(empty, allow_inconclusive=True))
     kinds = [error.get("type") for error in root.iter("error")]

@@ -1,4 +1,4 @@
-"""Clauses that were selected and say nothing of the system: every format names them, and why."""
+"""Selected clauses that don't apply to the system: every format names them, with the reason."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _json(report: Report) -> str:
     ],
 )
 def test_every_format_says_which_and_why(full: Report, render: Callable[[Report], str]) -> None:
-    """By id, each with its own reason; what is worth saying beside a verdict is not lost by it."""
+    """Each id is shown with its own reason, and the notes are still shown."""
     applied, *_, last = full.contract.invariants
     left_out = (
         NotApplying(invariant=last, reason=REASON),
@@ -72,7 +72,7 @@ def test_every_format_says_which_and_why(full: Report, render: Callable[[Report]
 
 
 def test_clauses_of_one_reason_stand_together(full: Report) -> None:
-    """A line for each reason."""
+    """There is one line for each reason."""
     clauses = full.contract.invariants[:2]
     left_out = tuple(NotApplying(invariant=clause, reason=ALONE) for clause in clauses)
     (line,) = replace(full, not_applying=left_out).left_out
@@ -81,7 +81,7 @@ def test_clauses_of_one_reason_stand_together(full: Report) -> None:
 
 
 def test_notes_of_what_held_are_told(full: Report) -> None:
-    """Also in formats where what held has no lines of its own."""
+    """Formats without lines for clauses that held show their notes, too."""
     log = sarif.dump(full, root=Path.cwd(), allow_inconclusive=False)
     (note,) = log["runs"][0]["invocations"][0]["toolExecutionNotifications"]
     assert note["associatedRule"] == {"id": "F-DP-004", "index": 2}

@@ -1,4 +1,4 @@
-"""Where a report may go is known before the run."""
+"""The paths of reports are checked before the run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from entrenar_py.reports import output_file
 
 
 def test_new_file_is_not_created(tmp_path: Path) -> None:
-    """A path that can be written passes and nothing is left behind."""
+    """A writable path is accepted, and no file is created."""
     output_file.require_writable(tmp_path / "report.json", "json")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_file_is_not_touched(tmp_path: Path) -> None:
-    """A file that can be written passes and keeps its content and time."""
+    """A writable file is accepted and keeps its content and time."""
     path = tmp_path / "report.json"
     path.write_text("old")
     before = path.stat()
@@ -28,7 +28,7 @@ def test_existing_file_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_link_is_judged_by_its_target(tmp_path: Path) -> None:
-    """A dangling link passes if its target could be written, and not otherwise."""
+    """A dangling link is accepted only if its target can be written."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "new.json")
     output_file.require_writable(link, "json")
@@ -58,18 +58,18 @@ def test_impossible_path_is_refused(tmp_path: Path, name: str, message: str) -> 
 def test_missing_permission_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
 ) -> None:
-    """Without permission on the file, or on its folder if it is new, a path is refused."""
+    """Without permission for the file, or for the folder of a new file, a path is refused."""
     path = tmp_path / "report.json"
     if exists:
         path.write_text("old")
-    # Tests may run as root, whom no permission bit stops.
+    # Tests may run as root, which permission bits don't stop.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UsageError, match=r"--json .*: no permission to write"):
         output_file.require_writable(path, "json")
 
 
 def test_write_names_the_path(tmp_path: Path) -> None:
-    """A file that can't be written is a usage error with the path and the system's words."""
+    """A file that can't be written is a usage error with the path and the system's message."""
     path = tmp_path / "report.json"
     output_file.write("new é\n", path)
     assert path.read_bytes() == "new é\n".encode()
@@ -78,6 +78,6 @@ def test_write_names_the_path(tmp_path: Path) -> None:
 
 
 def test_a_record_is_written_as_json(tmp_path: Path) -> None:
-    """With its line end."""
+    """A record is written as JSON with a line end."""
     output_file.write({"a": [1, None]}, tmp_path / "r.json")
     assert (tmp_path / "r.json").read_text() == '{\n  "a": [\n    1,\n    null\n  ]\n}\n'

@@ -15,7 +15,7 @@ from entrenar_py.verdict import Verdict
 
 
 def only(full: Report, *ids: str, checks: tuple[str, ...] = ()) -> Report:
-    """The full report cut to the entries `ids`, with a gate that names `checks`."""
+    """Return the full report with only the entries `ids`, and a gate that names `checks`."""
     assert full.contract.gate is not None
     contract = replace(full.contract, gate=replace(full.contract.gate, checks=checks))
     entries = tuple(entry for entry in full.entries if entry.invariant.id in ids)
@@ -44,16 +44,16 @@ def test_exit_code_follows_the_worst_verdict(
     ("ids", "code"), [(("F-DP-001",), 4), ((), 4), (("F-DP-002",), 4), (("F-DP-005",), 1)]
 )
 def test_interrupted_run_exits_4_or_1(full: Report, ids: tuple[str, ...], code: int) -> None:
-    """An interrupted run exits 4, even if inconclusive is allowed, or 1 if something broke."""
+    """An interrupted run exits 4, even if inconclusive is allowed, or 1 if a clause broke."""
     report = replace(only(full, *ids), interrupted=True)
     assert report.exit_code(allow_inconclusive=True) == code
 
 
 @given(data=st.data())
 def test_green_needs_evidence(data: DataObject, any_report: SearchStrategy[Report]) -> None:
-    """Exit 0 and a passed gate only after an uninterrupted run in which every entry held.
+    """Exit 0 and a passed gate need an uninterrupted run in which every entry held.
 
-    Nor is there green where the whole contract ran and its gate asks for what no clause decides.
+    A run of the whole contract also exits nonzero if its gate has demands that no clause decides.
     """
     report = data.draw(any_report)
     held = bool(report.entries) and report.counts[Verdict.HELD] == len(report.entries)
@@ -92,7 +92,7 @@ def test_ranked_is_worst_first(data: DataObject, any_report: SearchStrategy[Repo
 def test_gate_asks_for_what_it_names(
     full: Report, checks: tuple[str, ...], ids: tuple[str, ...], passed: bool | None
 ) -> None:
-    """A gate passes if all it names held (or every P0 clause), and is undecided if some lacks."""
+    """A gate passes if all named (or all P0) clauses held; a missing one leaves it undecided."""
     assert only(full, *ids, checks=checks).gate_passed is passed
 
 
@@ -107,7 +107,7 @@ def test_gate_asks_for_what_it_names(
 def test_a_gate_that_no_clause_decides_is_inconclusive(
     full: Report, checks: tuple[str, ...], ids: tuple[str, ...], strict: int, allowed: int
 ) -> None:
-    """A whole contract exits 4 if no clause decides what its gate asks; a part does not."""
+    """A run of the whole contract then exits 4; a run of a part does not."""
     clauses = tuple(c for c in full.contract.invariants if c.id in ("F-DP-001", "F-DP-004"))
     report = only(full, *ids, checks=checks)
     report = replace(report, contract=replace(report.contract, invariants=clauses))
@@ -120,7 +120,7 @@ def test_a_gate_that_no_clause_decides_is_inconclusive(
 
 
 def test_gate_that_names_nothing_asks_for_p0_and_critical(full: Report) -> None:
-    """Without names a gate demands the P0 and the critical clauses, and no other."""
+    """A gate without names demands the P0 and the critical clauses only."""
     clauses = tuple(
         replace(clause, severity="P2", critical=clause.id == "F-DP-001")
         for clause in full.contract.invariants
@@ -131,7 +131,7 @@ def test_gate_that_names_nothing_asks_for_p0_and_critical(full: Report) -> None:
 
 @pytest.mark.parametrize("severity", ["P1", "P2"])
 def test_gate_that_demands_nothing_is_undecided(full: Report, severity: str) -> None:
-    """A gate over no clause does not pass."""
+    """A gate without any demand does not pass."""
     clauses = tuple(replace(c, severity=severity) for c in full.contract.invariants)
     report = only(full, "F-DP-001")
     report = replace(report, contract=replace(report.contract, invariants=clauses))
@@ -139,7 +139,7 @@ def test_gate_that_demands_nothing_is_undecided(full: Report, severity: str) -> 
 
 
 def test_contract_without_gate_is_undecided(full: Report) -> None:
-    """No gate: neither passed nor broken, and nothing is missing."""
+    """Without a gate, nothing passed, broke or is missing."""
     report = replace(full, contract=replace(full.contract, gate=None))
     assert report.gate_passed is None
     assert report.gate_broken == ()
@@ -147,7 +147,7 @@ def test_contract_without_gate_is_undecided(full: Report) -> None:
 
 
 def test_replay_command_survives_a_shell(full: Report) -> None:
-    """A path with a space comes back from the shell as one word; no file, no command."""
+    """A path with a space is one word for the shell; without a saved file there is no command."""
     report = replace(full, contract_given="my contracts/a.yaml")
     command = report.replay_command(full.entries[3])
     assert command is not None
@@ -159,7 +159,7 @@ def test_replay_command_survives_a_shell(full: Report) -> None:
 
 
 def test_what_a_break_means_is_the_contracts_own_words(full: Report) -> None:
-    """The tests that name the clause, by id or by name, say it; only of what is falsified."""
+    """They come from the tests that name the clause by id or name, for a falsified clause only."""
     held, unknown, _, broken = full.entries
     assert full.meanings(broken) == (
         "A mean of means, or a division too many, or one that is missing.",

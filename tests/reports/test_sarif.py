@@ -1,8 +1,8 @@
 """The SARIF log, as code scanning reads it.
 
-Its schema is too big to be kept here, and no package brings it: what the specification demands of
-the properties that are written is asserted one by one. (A log of every kind of result was found
-valid against the schema, and by Microsoft's `sarif-multitool validate`, when this was written.)
+The schema is too big to be kept here, and no package contains it, so the tests assert what the
+specification demands of each property that is written. (A log of every kind of result was valid
+against the schema, and by Microsoft's `sarif-multitool validate`, when this was written.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from entrenar_py.reports.report import Report
 
 
 def run_of(report: Report, *, allow_inconclusive: bool = False) -> dict[str, Any]:
-    """The one run of the log of `report`, whose paths are seen from this folder."""
+    """Return the only run in the log of `report`, with paths relative to this folder."""
     log = sarif.dump(report, root=Path.cwd(), allow_inconclusive=allow_inconclusive)
     assert (log["version"], len(log["runs"])) == ("2.1.0", 1)
     run: dict[str, Any] = log["runs"][0]
@@ -30,7 +30,7 @@ def run_of(report: Report, *, allow_inconclusive: bool = False) -> dict[str, Any
 
 
 def test_full_report(full: Report) -> None:
-    """A rule for each clause; a result at its line for each that is falsified or inconclusive."""
+    """There is a rule for each clause, and a result for each that is falsified or inconclusive."""
     run = run_of(full)
     rules = {rule["id"]: rule for rule in run["tool"]["driver"]["rules"]}
     assert list(rules) == ["F-DP-001", "F-DP-002", "F-DP-004", "F-DP-005"]
@@ -54,8 +54,8 @@ def test_full_report(full: Report) -> None:
 def test_any_report(
     data: DataObject, any_report: SearchStrategy[Report], allow_inconclusive: bool
 ) -> None:
-    """Any text makes strict JSON in UTF-8 with all that the specification demands, and the log is
-    free of errors and warnings exactly when the exit code is 0.
+    """Any text gives valid strict JSON in UTF-8. The log has no errors and warnings exactly when
+    the exit code is 0.
     """
     report = data.draw(any_report)
     run = run_of(report, allow_inconclusive=allow_inconclusive)
@@ -90,7 +90,7 @@ def test_any_report(
 
 
 def test_fingerprints(full: Report) -> None:
-    """The same clause with the same verdict is the same alert, whatever broke it this time."""
+    """A clause with the same verdict keeps its fingerprint, even for another counterexample."""
     broken = full.entries[3]
     again = replace(broken.finding, reason="rank 2 holds other weights", compared=7)
     other = replace(full, seed=8, entries=(*full.entries[:3], replace(broken, finding=again)))
@@ -103,7 +103,7 @@ def test_fingerprints(full: Report) -> None:
 
 
 def test_a_contract_outside_the_checkout(full: Report, tmp_path: Path) -> None:
-    """It is named by an absolute URI, any character of it encoded."""
+    """Its path is an absolute URI with all characters encoded."""
     clause = full.entries[3].invariant
     away = tmp_path / "a b#1.yaml"
     moved = replace(clause, position=replace(clause.position, file=str(away)))

@@ -1,4 +1,4 @@
-"""The report as people read it, on a terminal and in a pipe."""
+"""The report on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def render(
     encoding: str = "utf-8",
     width: int = 80,
 ) -> list[str]:
-    """The lines printed without colour in `width` columns, without spaces at their ends."""
+    """Return the lines printed in `width` columns, without colours and trailing spaces."""
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
     console = Console(file=file, width=width, force_terminal=tty, color_system=None)
@@ -47,7 +47,7 @@ def render(
 def test_full_report(
     full: Report, golden: Callable[[str, str], None], name: str, form: dict[str, Any]
 ) -> None:
-    """The report reads as agreed."""
+    """The output equals the golden files."""
     golden(name, "\n".join(render(full, **form)))
 
 
@@ -60,7 +60,7 @@ def test_terminal_lines_fit_the_terminal(full: Report, width: int) -> None:
 
 @pytest.mark.parametrize("width", [43, 50, 60, 70, 80, 120])
 def test_only_the_name_is_folded(full: Report, width: int) -> None:
-    """A row starts with its verdict and its id and has its numbers whole, or not at all."""
+    """A row starts with its verdict and id; numbers are shown whole or not at all."""
     lines = [line.split() for line in render(full, tty=True, width=width)]
     [titles] = [line for line in lines if line[:1] == ["verdict"]]
     for entry in full.entries:
@@ -73,14 +73,14 @@ def test_only_the_name_is_folded(full: Report, width: int) -> None:
 
 
 def test_replay_command_is_the_last_line(full: Report) -> None:
-    """The command that replays the worst stands unbroken at the very end."""
+    """The command that replays the worst counterexample is unbroken at the end."""
     for tty in (True, False):
         printed = [line for line in render(full, tty=tty) if line]
         assert printed[-1] == full.replay_command(full.entries[3])
 
 
 def test_long_reason_is_indented(full: Report) -> None:
-    """On a terminal a reason longer than a line goes on below its heading, indented."""
+    """On a terminal the later lines of a reason are indented below its heading."""
     entry = full.entries[1]
     entry = replace(entry, finding=replace(entry.finding, reason="unseen " * 12))
     lines = render(replace(full, entries=(entry,)), tty=True)
@@ -103,7 +103,7 @@ def test_piped_row_is_one_line(data: DataObject, any_report: SearchStrategy[Repo
 
 @pytest.mark.parametrize("tty", [True, False])
 def test_long_id_is_never_cut(full: Report, tty: bool) -> None:
-    """An id of another's contract may be folded on a terminal, in a pipe not even that."""
+    """A long id may be folded on a terminal, and is whole in a pipe."""
     long = "FALSIFY-" + "0123456789" * 7
     entry = full.entries[0]
     entry = replace(entry, invariant=replace(entry.invariant, id=long))
@@ -124,7 +124,7 @@ def test_contract_text_is_not_markup_and_steers_nothing(full: Report) -> None:
 
 
 def test_narrow_encoding_loses_nothing(full: Report) -> None:
-    """Where the output can't say a character, it is spelled out instead of crashing."""
+    """A character that the encoding lacks is spelled out instead of crashing."""
     entry = full.entries[0]
     entry = replace(entry, invariant=replace(entry.invariant, name="‖Δw‖ = 0"))
     text = "\n".join(render(replace(full, entries=(entry,)), encoding="ascii"))
@@ -132,7 +132,7 @@ def test_narrow_encoding_loses_nothing(full: Report) -> None:
 
 
 def test_quiet_and_held_is_two_lines(full: Report) -> None:
-    """With nothing to complain about, quiet prints the counts and the gate."""
+    """If all clauses held, --quiet prints only the counts and the gate."""
     held = tuple(entry for entry in full.entries if entry.verdict is Verdict.HELD)
     lines = render(replace(full, entries=held), quiet=True)
     assert lines == [
@@ -149,7 +149,7 @@ def test_quiet_and_held_is_two_lines(full: Report) -> None:
 def test_run_without_results_says_why(
     full: Report, interrupted: bool, said: str, unsaid: str
 ) -> None:
-    """Stopped at once and nothing selected are told apart."""
+    """Runs that were interrupted at once and runs without a selection have different reasons."""
     report = replace(full, entries=(), interrupted=interrupted, environment={})
     text = "\n".join(render(report))
     assert said in text
@@ -162,7 +162,7 @@ def gate_line(report: Report) -> str:
 
 
 def test_gate_line(full: Report) -> None:
-    """The gate's line says passed, not passed, undecided with the reason, or that there is none."""
+    """The line says passed, not passed, undecided with the reason, or that there is no gate."""
     gate = full.contract.gate
     assert gate is not None
     one = replace(full, contract=replace(full.contract, gate=replace(gate, checks=("F-DP-001",))))
@@ -186,7 +186,7 @@ def progress_output(*, tty: bool) -> str:
 
 
 def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal shows the invariant, the count and the work as plain text; a pipe nothing."""
+    """A terminal shows invariant, count and work as plain text; a pipe shows nothing."""
     monkeypatch.setenv("TERM", "xterm")  # rich animates nothing on a dumb terminal
     shown = progress_output(tty=True)
     assert "F-DP-001" in shown
@@ -197,7 +197,7 @@ def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("num", "said"), [(1, "in 1 stored trace,"), (2, "in 2 stored traces,")])
 def test_stored_traces_are_counted_as_such(full: Report, num: int, said: str) -> None:
-    """Nothing was planned or explored where nothing was run."""
+    """For stored traces the report counts traces, not planned and explored scenarios."""
     console = Console(file=io.StringIO(), width=200)
     terminal.render(replace(full, num_traces=num), console, quiet=False)
     assert isinstance(console.file, io.StringIO)

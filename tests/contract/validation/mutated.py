@@ -1,4 +1,4 @@
-"""Contracts changed at random, as a hasty writer, another tool or a merge would change them."""
+"""Contracts changed at random, as a careless edit, another tool or a merge would change them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMES = (
 
 
 def mutated(contract: Any, rng: random.Random, *, num_changes: int) -> Any:
-    """A copy of the plain data `contract` with so many changes, each at a random place."""
+    """Return a copy of the plain data `contract` with some changes at random places."""
     changed = {"root": copy.deepcopy(contract)}
     for _ in range(num_changes):
         holder, place = rng.choice([*_places(changed)])
@@ -32,7 +32,7 @@ def mutated(contract: Any, rng: random.Random, *, num_changes: int) -> Any:
 
 
 def _places(node: Any) -> list[tuple[Any, Any]]:
-    """Every (mapping or list, key or index) under `node`."""
+    """Yield (container, key or index) of every value under `node`."""
     found: list[tuple[Any, Any]] = []
     waiting = [node]
     while waiting:

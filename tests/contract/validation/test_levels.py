@@ -1,4 +1,4 @@
-"""Levels of rules: defaults, what a project makes of them, --strict."""
+"""Levels of rules: defaults, those set by a project, and --strict."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from entrenar_py.errors import UsageError
 
 
 def test_defaults() -> None:
-    """Each rule has its own level, where nobody says otherwise."""
+    """Each rule keeps its own level if none is given."""
     assert validation.policy().levels == {rule.id: rule.level for rule in RULES}
 
 
 def test_given_levels() -> None:
-    """A level that is given counts; `warn` is `warning`, in any case of letters."""
+    """A given level applies; `warn` means `warning`, and case does not matter."""
     levels = validation.policy(rules={"SCHEMA-001": "warn", "AUDIT-001": "OFF"}).levels
     assert (levels["SCHEMA-001"], levels["AUDIT-001"]) == (Level.WARNING, Level.OFF)
     assert levels["SCHEMA-002"] is Level.ERROR
 
 
 def test_strict() -> None:
-    """Every warning is an error, one that was asked for too; what is off or info stays that."""
+    """Every warning becomes an error, a given one too; off and info stay."""
     rules = {"SCHEMA-001": "warning", "SCHEMA-009": "info", "SCHEMA-012": "off"}
     levels = validation.policy(rules=rules, strict=True).levels
     assert Level.WARNING not in levels.values()
@@ -42,7 +42,7 @@ def test_strict() -> None:
     ],
 )
 def test_refused(rule: str, level: str, message: str) -> None:
-    """An unknown rule or level is refused by name; so is to call valid what can't be read."""
+    """An unknown rule or level is refused by name, and so is another level for unreadable files."""
     with pytest.raises(UsageError) as refusal:
         validation.policy(rules={rule: level})
     assert message in str(refusal.value)

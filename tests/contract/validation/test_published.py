@@ -16,7 +16,7 @@ TESTS = KERNEL[KERNEL.index("falsification_tests:") : KERNEL.index("kani_harness
 EQUATIONS = KERNEL[KERNEL.index("equations:") : KERNEL.index("proof_obligations:")]
 GATE = KERNEL[KERNEL.index("qa_gate:") :]
 
-# Rule, what is replaced in KERNEL by what, and the places (line, item) that the rule then names.
+# Rule, a text in KERNEL and its replacement, and the places (line, item) of the rule's findings.
 BREAKS = [
     ("SCHEMA-001", "[a paper]", "[]", [(4, "metadata.references")]),
     ("SCHEMA-001", "  references: [a paper]\n", "", [(2, "metadata.references")]),
@@ -70,7 +70,7 @@ def test_what_keeps_every_rule(tmp_path: Path) -> None:
 def test_what_breaks_a_rule(
     tmp_path: Path, rule: str, old: str, new: str, places: list[tuple[int, str]]
 ) -> None:
-    """It is found at its place, with the level that the rule has, and says what to do."""
+    """The breach is found at its place with the rule's level, and the message says what to do."""
     assert KERNEL.count(old) == 1
     found = judged(written(tmp_path, KERNEL.replace(old, new)))
     own = [finding for finding in found.findings if finding.rule.id == rule]
@@ -79,7 +79,7 @@ def test_what_breaks_a_rule(
 
 
 def test_every_published_rule_is_broken_here() -> None:
-    """None is left without a test."""
+    """Every published rule has a test in which it is broken."""
     own = {UNREADABLE, STALE, OURS, NOTE}
     assert {rule for rule, *_ in BREAKS} == {rule.id for rule in RULES} - own
 
@@ -96,7 +96,7 @@ def test_every_published_rule_is_broken_here() -> None:
     ],
 )
 def test_kinds(tmp_path: Path, kind: str, broken: set[str]) -> None:
-    """Only kernel contracts need equations, gate and proofs; the default kind is named."""
+    """Only kernel contracts need equations, gate and proofs; the message names the default kind."""
     text = KERNEL.replace("  description: what a softmax is\n", f"  {kind}\n")
     for part in (EQUATIONS, HARNESSES, GATE):
         text = text.replace(part, "")
@@ -109,7 +109,7 @@ def test_kinds(tmp_path: Path, kind: str, broken: set[str]) -> None:
 
 
 def test_names_of_later_versions(tmp_path: Path) -> None:
-    """Equations in a list, and keys by their later names, are what they were."""
+    """A list of equations and the later names of keys are read like the earlier ones."""
     text = KERNEL.replace(
         EQUATIONS, "equations:\n  - {id: softmax, formula: s(x)}\n  - {id: shift}\n"
     )

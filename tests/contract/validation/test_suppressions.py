@@ -1,4 +1,4 @@
-"""Findings put aside: what is covered, until when, and what is told of a stale suppression."""
+"""Suppressions: the findings they cover, until when, and findings on stale suppressions."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ LATER = "2026-12-31"
 
 
 def parsed(text: str) -> Suppression:
-    """The suppression that `text` writes."""
+    """Return the suppression that is written as `text`."""
     return suppressions.parse(text)
 
 
 def of(findings: tuple[RuleFinding, ...], rule: str) -> list[RuleFinding]:
-    """Those of one rule."""
+    """Return the findings of one rule."""
     return [one for one in findings if one.rule.id == rule]
 
 
 def loud(findings: tuple[RuleFinding, ...]) -> list[RuleFinding]:
-    """The errors that count."""
+    """Return the errors that count."""
     return [one for one in findings if one.counts and one.level is Level.ERROR]
 
 
 def test_written_on_a_command_line() -> None:
-    """Rule, item or file, last day, reason."""
+    """The form has rule, item or file, last day and reason."""
     found = parsed("SCHEMA-009 in falsification_tests.T-1 until 2026-12-31: Ann: is at it")
     assert (found.rule, found.item, found.file) == ("SCHEMA-009", "falsification_tests.T-1", "")
     assert (found.until, found.reason) == (datetime.date(2026, 12, 31), "Ann: is at it")
@@ -59,7 +59,7 @@ def test_written_on_a_command_line() -> None:
     ],
 )
 def test_refused(text: str, message: str) -> None:
-    """A missing or wrong key is named."""
+    """A missing or wrong part is named in the error."""
     with pytest.raises(UsageError) as refusal:
         parsed(text)
     assert message in str(refusal.value)
@@ -77,7 +77,7 @@ def test_refused(text: str, message: str) -> None:
     ],
 )
 def test_tables_refused(change: dict[str, Any], message: str) -> None:
-    """The same of a configuration's table, with where it stands."""
+    """Tables of a configuration are refused for the same reasons, with their place."""
     table = {"rule": "SCHEMA-009", "reason": "because", "until": LATER} | change
     with pytest.raises(UsageError) as refusal:
         suppressions.read(table, source="p.toml:3")
@@ -99,7 +99,9 @@ def test_tables_refused(change: dict[str, Any], message: str) -> None:
     ],
 )
 def test_what_is_covered(tmp_path: Path, where: str, num_covered: int) -> None:
-    """A rule, in a file, at an item or what is below it; the finding stays and counts no more."""
+    """A suppression covers a rule, in a file, at an item or below it. The finding stays but is not
+    counted.
+    """
     path = written(tmp_path, WITHOUT_DIAGNOSES)
     policy = validation.policy(
         suppressed=[parsed(f"SCHEMA-009{where} until {LATER}: because")], strict=True
@@ -111,7 +113,7 @@ def test_what_is_covered(tmp_path: Path, where: str, num_covered: int) -> None:
 
 
 def test_the_verdict_is_of_what_is_left(tmp_path: Path) -> None:
-    """An error that is put aside leaves the contract valid."""
+    """A contract is valid if all its errors are suppressed."""
     path = written(tmp_path, KERNEL.replace("[a paper]", "[]"))
     only: dict[str, Any] = {"rules": {"ENTRENAR-001": "off"}}
     assert not validated(path, validation.policy(**only)).is_valid
@@ -124,7 +126,7 @@ def test_the_verdict_is_of_what_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quietly", ["suppressed", "warning", "off"])
 def test_what_can_not_be_read_is_never_valid(tmp_path: Path, quietly: str) -> None:
-    """Where a rule that the reader insists on is put aside, the reader says so itself."""
+    """If a rule on an unreadable part is suppressed, the reader reports the error itself."""
     path = written(tmp_path, KERNEL.replace("1 within eps", "''"))
     assert [one.rule.id for one in loud(judged(path).findings)] == ["SCHEMA-008"]
     policy = validation.policy(rules={"SCHEMA-008": quietly.replace("suppressed", "error")})
@@ -144,7 +146,7 @@ def test_what_can_not_be_read_is_never_valid(tmp_path: Path, quietly: str) -> No
     ],
 )
 def test_stale(tmp_path: Path, text: str, why: str) -> None:
-    """One that is over, or that suppresses nothing, is a warning; an error under --strict."""
+    """A suppression that is over or suppresses nothing is a warning; an error under --strict."""
     path = written(tmp_path, WITHOUT_DIAGNOSES)
     for strict, level in ((False, Level.WARNING), (True, Level.ERROR)):
         policy = validation.policy(suppressed=[parsed(text)], strict=strict)
@@ -162,7 +164,7 @@ def test_stale(tmp_path: Path, text: str, why: str) -> None:
 
 
 def test_of_what_can_not_be_read_nobody_knows(tmp_path: Path) -> None:
-    """A suppression of a file without a tree is not called useless; one that is over is."""
+    """An unused suppression of a file without a tree is not stale; one that is over is."""
     path = written(tmp_path, "metadata: [")
     for until, num_stale in ((LATER, 0), ("2026-01-01", 1)):
         policy = validation.policy(suppressed=[parsed(f"SCHEMA-009 until {until}: because")])
@@ -170,13 +172,13 @@ def test_of_what_can_not_be_read_nobody_knows(tmp_path: Path) -> None:
 
 
 def test_the_last_day_counts(tmp_path: Path) -> None:
-    """Until a day is through that day."""
+    """A suppression still applies on its last day."""
     policy = validation.policy(suppressed=[parsed(f"SCHEMA-009 until {TODAY}: because")])
     assert validated(written(tmp_path, WITHOUT_DIAGNOSES), policy).stale == ()
 
 
 def test_several_contracts(tmp_path: Path) -> None:
-    """Stale is what no contract needs; of files that were not looked at nobody knows."""
+    """A suppression is stale if no contract uses it; those for other files are not."""
     paths = [written(tmp_path, KERNEL, "a.yaml"), written(tmp_path, WITHOUT_DIAGNOSES, "b.yaml")]
     at = Position("pyproject.toml", 7, 1)
     tables: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Contracts for the tests of validation, written to a file."""
+"""Contracts for the tests of validation, written to files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ kani_harnesses:
 qa_gate: {id: QA-1, name: gate, checks: [FALSIFY-1]}
 """
 
-# One of clauses, which a harness tries: nothing in it is proved.
+# A contract of clauses, which are tried and not proved.
 CLAUSES = """\
 metadata: {version: "1.0", references: [a book]}
 equations: {mean: g = sum g_i / n}
@@ -46,19 +46,19 @@ qa_gate: {id: G-1, name: gate, checks: [F-1]}
 
 
 def written(folder: Path, text: str, name: str = "c-v1.yaml") -> Path:
-    """The path of a new file with `text`."""
+    """Write `text` to a new file and return its path."""
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
 
 
 def validated(path: Path, policy: Policy | None = None) -> Validation:
-    """The validation of one file; its reader knows no checks."""
+    """Return the validation of one file, with a vocabulary without checks."""
     wish = policy or validation.policy()
     return validation.validate({path: ()}, wish, vocabulary=NOTHING, today=TODAY)
 
 
 def judged(path: Path, policy: Policy | None = None) -> Judged:
-    """The one contract of it."""
+    """Return the only contract of a validation."""
     (one,) = validated(path, policy).contracts
     return one
