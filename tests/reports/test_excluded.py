@@ -27,8 +27,8 @@ CONFIGURATION = Configuration(
     command=("torchrun", "train.py"),
 )
 TOLD = (
-    "contract, command from pyproject.toml:4:7; command torchrun train.py; the command line says "
-    "otherwise of steps"
+    "contract, command from pyproject.toml:4:7; command torchrun train.py; replaced by the "
+    "command line: steps"
 )
 
 

@@ -50,11 +50,11 @@ def _group(curves: Sequence[Curve], broken: frozenset[Scenario]) -> Iterator[str
         yield chart("Distance from the run with one worker", _unit(apart), lines, log=True)
     yield "</div>"
     if not compared:
-        yield "<p>None was judged beside a run of the same with one worker.</p>"
+        yield "<p>None was compared with a run of the same training on one worker.</p>"
     elif len(apart) < len(compared):
         same = (_label(curve, broken) for curve in compared if curve not in apart)
         names = ", ".join(map(escaping.html, same))
-        yield f"<p>At no distance from the run with one worker, at any step: {names}.</p>"
+        yield f"<p>No distance from the run with one worker at any step: {names}.</p>"
 
 
 def _line(

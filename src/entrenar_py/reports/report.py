@@ -91,12 +91,12 @@ class Configuration:
 
     @property
     def told(self) -> str:
-        """A sentence part that says which values came from where."""
+        """The configuration in words: which values came from where."""
         parts = [f"{', '.join(self.used)} from {self.place}" if self.used else self.place]
         if self.command:
             parts.append(f"command {' '.join(self.command)}")
         if self.overruled:
-            parts.append(f"the command line says otherwise of {', '.join(self.overruled)}")
+            parts.append(f"replaced by the command line: {', '.join(self.overruled)}")
         return "; ".join(parts)
 
 
