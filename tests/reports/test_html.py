@@ -119,9 +119,7 @@ def test_a_contract_with_a_script(full: Report) -> None:
 
 
 def test_curves(full: Report) -> None:
-    """Runs of one training share a chart; those at no distance from the run on one worker are
-    named.
-    """
+    """Runs of one training share a chart; those at no distance from one worker are named."""
     curves = (curve(1), curve(2, 0.0, 0.0, 0.0), curve(3, 0.0, 1e-7, 1e-3))
     page = Page(html.render(replace(full, curves=curves)))
     assert page.num["svg"] == 2

@@ -48,9 +48,9 @@ def files(contract: Path, given: Sequence[Path]) -> Files:
 
 
 def _says_something(beside: Path) -> bool:
-    """Return whether `beside` exists; not if it is empty, as of `--suggest > FILE` in a shell.
+    """Return whether `beside` exists and isn't the empty file of a shell's `--suggest > FILE`.
 
-    A pipe, a folder or a link to itself exists; reading it reports the error.
+    A pipe, a folder or a link to itself counts: reading it reports the error.
     """
     is_empty = beside.is_file() and beside.stat().st_size == 0
     return os.path.lexists(beside) and not is_empty
@@ -59,7 +59,7 @@ def _says_something(beside: Path) -> bool:
 def bind(
     known: Sequence[Item], files: Files, terms: Vocabulary, problems: Problems
 ) -> tuple[Invariant, ...]:
-    """Return the clauses made of the statements `known`: those bound, and those that count anyway.
+    """Return the clauses among the statements `known`: bound ones, and those that need no binding.
 
     Errors in a file of bindings are added to `problems`.
     """
@@ -127,7 +127,7 @@ def _shipped(
 def _collect(
     file: BindingFile, known: Sequence[Item], bindings_by_item: dict[tuple[str, str], list[Bound]]
 ) -> None:
-    """Add the bindings of `file` to `found`, each under the item that it names."""
+    """Add each binding of `file` to `bindings_by_item`, under the item that it names."""
     for entry in file.entries:
         named = [
             item

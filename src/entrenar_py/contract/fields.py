@@ -136,8 +136,7 @@ class Record:
         return None
 
     def read_as(self, kind: type[T], /, **values: Any) -> T:
-        """Return a record of `kind` with the field `values` and, for the rest, texts of the
-        mapping.
+        """Return a record of `kind` from the field `values` and, for other fields, the mapping.
 
         A `str` or `tuple[str, ...]` field that is not among the values is read by its name.
         """

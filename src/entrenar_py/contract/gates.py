@@ -73,8 +73,8 @@ def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> No
 def demands(contract: Contract) -> Demands:
     """Return the demands of the contract's gate, empty if it has no gate.
 
-    A gate without `checks` demands the clauses that `pass_criteria` names. If there are none
-    either, it demands every clause that is P0 or critical.
+    They are its `checks`, its `required_tests` and the clauses that `pass_criteria` names. Without
+    any of these, the gate demands every clause that is P0 or critical.
     """
     gate = contract.gate
     if gate is None:

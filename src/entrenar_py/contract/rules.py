@@ -76,8 +76,8 @@ def note_blocks(root: MapNode, problems: Problems) -> None:
     """Note the top-level blocks that contain no clause and are kept as plain data."""
     with_clauses = {group.split(".")[0] for group, _ in layout.clauses(root)}
     with_clauses |= {"invariants" for _ in layout.named_invariants(root)}
-    told = {group.split(".")[0] for group, _ in layout.records_of_work(root)}
-    known = {*layout.RESERVED, *layout.TOP_KEYS, *with_clauses, *told}
+    work = {group.split(".")[0] for group, _ in layout.records_of_work(root)}
+    known = {*layout.RESERVED, *layout.TOP_KEYS, *with_clauses, *work}
     others = [key for key in root.fields if key not in known]
     if others:
         at = root.keys.get(others[0], root.at)

@@ -38,8 +38,8 @@ class CheckTerms:
 class Vocabulary:
     """The known checks, and the names of the planted bugs.
 
-    `mutants` may load the bugs, so it is called only for a clause that names one. If it or `checks`
-    is None, the names are unknown and not checked.
+    `mutants` may load the bugs, so it is called only for a clause that names one. If it returns
+    None, or if `checks` is None, the names are not checked.
     """
 
     checks: tuple[CheckTerms, ...] | None

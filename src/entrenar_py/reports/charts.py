@@ -125,7 +125,7 @@ def _value_ticks(axis: _Axis, values: Sequence[float]) -> Iterator[tuple[float, 
 
 
 def _round(span: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten of which `span` holds at most _TICKS."""
+    """Return the smallest 1, 2 or 5 times a power of ten that `span` holds at most _TICKS times."""
     least = span / _TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))

@@ -44,10 +44,9 @@ def summary_path(environment: Mapping[str, str]) -> Path:
 
 
 def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterator[str]:
-    """Yield an annotation for each entry that did not hold, worst first: a runner shows ten of a
-    kind.
+    """Yield an annotation for each entry that did not hold, worst first.
 
-    `root` is the folder of the checkout; an entry outside of it gets no file and line.
+    A runner shows ten of a kind. Those outside of the checkout `root` have no file and line.
     """
     for entry in report.ranked:
         level = evidence.level(entry, allow_inconclusive=allow_inconclusive)
@@ -72,8 +71,8 @@ def command(level: str, text: str, *, title: str, at: Position | None, root: Pat
     if at is not None and path is not None:
         facts = {"file": path, "line": at.line, "col": at.column}
     facts["title"] = evidence.one_line(title)
-    told = ",".join(f"{name}={_property(str(value))}" for name, value in facts.items())
-    return f"::{_COMMANDS[level]} {told}::{_data(text)}"
+    properties = ",".join(f"{name}={_property(str(value))}" for name, value in facts.items())
+    return f"::{_COMMANDS[level]} {properties}::{_data(text)}"
 
 
 def summary(report: Report) -> str:

@@ -32,12 +32,12 @@ def lines(validation: Validation) -> Iterator[str]:
         by = finding.suppressed
         word = str(finding.level) if by is None else "suppressed"
         why = "" if by is None else f" (until {by.until}: {by.reason})"
-        told = evidence.one_line(f"{finding.rule.id}: {finding.message}{why}")
-        yield f"{escaping.line(place)}: {word}: {told}"
+        message = evidence.one_line(f"{finding.rule.id}: {finding.message}{why}")
+        yield f"{escaping.line(place)}: {word}: {message}"
 
 
 def verdicts(validation: Validation) -> Iterator[str]:
-    """Yield `FILE: valid, 6 invariants, 0 warnings` for each contract; a line on suppressions."""
+    """Yield `FILE: valid, 6 invariants, 0 warnings` for each contract, then stale suppressions."""
     for judged in validation.contracts:
         errors = count(judged.findings, Level.ERROR)
         word = "not valid" if errors else "valid"
@@ -70,9 +70,9 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
 
 
 def annotate(found: Validation, *, root: Path) -> Iterator[str]:
-    """Yield an annotation for each finding that counts, worst first: a runner shows ten of a kind.
+    """Yield an annotation for each finding that counts, worst first.
 
-    `root` is the folder of the checkout; a finding outside of it gets no file and line.
+    A runner shows ten of a kind. Those outside of the checkout `root` have no file and line.
     """
     counted_findings = [finding for finding in found.findings if finding.counts]
     for finding in sorted(counted_findings, key=lambda finding: list(LEVELS).index(finding.level)):

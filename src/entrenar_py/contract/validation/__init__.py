@@ -76,7 +76,7 @@ class Validation:
 
     @property
     def findings(self) -> tuple[RuleFinding, ...]:
-        """The findings of every contract, then those on suppressions; with the suppressed ones."""
+        """All findings, also suppressed ones: those of each contract, then on suppressions."""
         return (*(finding for judged in self.contracts for finding in judged.findings), *self.stale)
 
     @property
