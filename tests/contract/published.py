@@ -1,8 +1,8 @@
-"""Load every contract in some folders, and report those that fail: python -m
-tests.contract.published.
+"""Load every contract in some folders, and report those that fail.
 
-Give it checkouts of repositories that publish contracts: each `*.yaml` below a folder named
-`contracts` (or below the folder given) is loaded as `--validate` does.
+Run it as `python -m tests.contract.published`, with checkouts of repositories that publish
+contracts: each `*.yaml` below a folder named `contracts` (or below the folder given) is loaded as
+`--validate` does.
 """
 
 from __future__ import annotations
