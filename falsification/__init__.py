@@ -1,7 +1,7 @@
-"""The attempts to break the trainers: planted bugs, harmless variants, and the kill matrix of both.
+"""The attempts to break the trainers: planted bugs and benign variants, for the kill matrix.
 
-Every bug is planted from outside, by replacing a function by its dotted path; most of them shipped
-in well-known projects.
+Every bug is planted from outside, by replacing the function at a dotted path. Most of these bugs
+were shipped in well-known projects.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ _BENIGN = (
 
 
 def variants() -> list[Variant]:
-    """Every mutant, by family, then every benign variant."""
+    """Return every mutant, by family, then every benign variant."""
     return [variant for family in (*_MUTANTS, benign, *_BENIGN) for variant in family.VARIANTS]

@@ -1,4 +1,4 @@
-"""Bugs in the loop over micro-batches, and in gradients that outlive their step."""
+"""Bugs in the loop over micro-batches, and gradients that are kept beyond their step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def stepped_each(
     ids: sharding.Ids,
     weight: float,
 ) -> trace.Shard:
-    """Steps after every micro-batch; the last one's step is the loop's own."""
+    """Steps after every micro-batch; after the last one the training loop does so itself."""
     shard = _micro_step(setup, replica, step, epoch, micro, ids, weight)
     if micro < setup.scenario.accumulation - 1:
         replica.optimizer.step()
@@ -60,7 +60,7 @@ def stepped_each(
 
 
 def never_cleared(replica: Replica) -> None:
-    """Leaves the gradients of the step before."""
+    """Keeps the gradients of the step before."""
 
 
 def cleared_to_weights(replica: Replica) -> None:
@@ -98,7 +98,7 @@ VARIANTS = (
         plants={f"{TEXTBOOK}.micro_step": stepped_each},
         scenario=textbook(world_size=1, accumulation=4),
         invariants=("F-DP-005", "F-TI-001"),
-        # Seen in the loss already: later micro-batches are computed with moved weights.
+        # The loss differs, too: later micro-batches are computed with changed weights.
         place={"step": 0, "rank": 0},
     ),
     Variant(

@@ -1,4 +1,4 @@
-"""Bugs in how a wrong value of one worker is found by another, and in what follows from that."""
+"""Bugs in audits, which find a wrong value of one worker by another, and in what follows them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _replace, _deliver = Coordinator._replace, Sums.deliver
 
 
 def none_drawn(scenario: Scenario, step: int) -> Collection[int]:
-    """Audits nothing, whatever was asked for."""
+    """Audits nothing, whatever the option `audit_share` says."""
     return ()
 
 
@@ -40,17 +40,17 @@ def itself(self: Audit, present: Collection[int], turn: int) -> int | None:
 
 
 def whoever_said_it(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
-    """Is content with what was said twice, by one worker or by two."""
+    """Accepts a value that was sent twice, even by the same worker."""
     return _verdict(range(len(copies)), alike)
 
 
 def all_alike(copies: Sequence[Copy]) -> list[int]:
-    """Takes all copies for the same."""
+    """Takes all copies for equal."""
     return [0 for _ in copies]
 
 
 def last_block_equals(self: Copy, other: Copy) -> bool:
-    """Compares the block that comes first, which is the last one."""
+    """Compares only the last block, which arrives first."""
     mine, theirs = (one.nodes[max(one.nodes)][0].vector for one in (self, other))
     return mine.tobytes() == theirs.tobytes()
 
@@ -59,7 +59,7 @@ def last_block_equals(self: Copy, other: Copy) -> bool:
 
 
 def blames_a_witness(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
-    """Names one of those who agree."""
+    """Names one of the workers that agree as the culprit."""
     found = _verdict(copies, alike)
     if found is None or found.culprit is None:
         return found
@@ -67,7 +67,7 @@ def blames_a_witness(copies: Sequence[int], alike: Sequence[int]) -> Verdict | N
 
 
 def counts_what_is_wrong(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
-    """Names who is wrong, and goes on with what it computed."""
+    """Names the culprit, and uses the culprit's copy."""
     found = _verdict(copies, alike)
     if found is None or found.culprit is None:
         return found
@@ -75,7 +75,7 @@ def counts_what_is_wrong(copies: Sequence[int], alike: Sequence[int]) -> Verdict
 
 
 def takes_itself_for_a_witness(copies: Sequence[int], alike: Sequence[int]) -> Verdict | None:
-    """The most frequent copy counts, even if one worker sent it twice."""
+    """Uses the most frequent copy, even if one worker sent it twice."""
     if len(copies) < 3:
         return _verdict(copies, alike)
     copy = max(alike, key=alike.count)
@@ -84,7 +84,7 @@ def takes_itself_for_a_witness(copies: Sequence[int], alike: Sequence[int]) -> V
 
 
 def gives_up(self: Coordinator, shard: int, found: Verdict, now: float) -> list[Effect]:
-    """Halts the run where somebody is caught: nothing wrong is used, and no more is learned."""
+    """Halts the run when an audit names a worker, instead of dropping that worker."""
     if found.culprit is None:
         return _conclude(self, shard, found, now)
     reason = f"worker {found.culprit} computed shard {shard} of step {self.step} wrongly"
@@ -95,13 +95,13 @@ def gives_up(self: Coordinator, shard: int, found: Verdict, now: float) -> list[
 def keeps_what_it_delivered(
     self: Coordinator, lost: Seen, members: Mapping[Peer, Seen]
 ) -> list[Effect]:
-    """Computes again what a worker that was caught had yet to deliver, and no more."""
+    """Computes again only what the caught worker had not delivered yet."""
     lost.delivered.clear()
     return _replace(self, lost, members)
 
 
 def delivered_all_the_same(self: Sums, rank: int) -> None:
-    """A caught worker's deliveries still count."""
+    """Still uses the deliveries of a caught worker."""
     _deliver(self, rank)
 
 

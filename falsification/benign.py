@@ -1,4 +1,4 @@
-"""Other ways to be right: no check may alarm on any of these."""
+"""Correct variants of the trainers in one process: no check may report any of these."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _micro_step, _build_optimizer = trainer.micro_step, textbook_replica.build_optim
 _fold, _root, _shard = reduction.fold, reduction.root, engine.Engine.shard
 _sum_ranks, _loss_of = trainer.sum_ranks, workload.DigitClassifier.loss_of
 
-# What `keep_each` keeps for `reduce_each`: (rank, micro-batch) -> name -> gradient.
+# (rank, micro-batch) -> name -> gradient, kept by `keep_each` for `reduce_each`.
 _each: dict[tuple[int, int], dict[str, Tensor]] = {}
 
 
@@ -39,7 +39,7 @@ def keep_each(
     ids: sharding.Ids,
     weight: float,
 ) -> trace.Shard:
-    """Keeps every micro-batch's gradient apart, as if it were reduced at once."""
+    """Keeps every micro-batch's gradient separately, for `reduce_each`."""
     replica.optimizer.zero_grad()
     shard = _micro_step(setup, replica, step, epoch, micro, ids, weight)
     _each[replica.rank, micro] = {
@@ -49,7 +49,7 @@ def keep_each(
 
 
 def reduce_each(setup: Setup, replicas: list[Replica]) -> None:
-    """One sum over ranks per micro-batch, then the sum of these."""
+    """Sums each micro-batch over ranks, then adds these sums."""
     for name in setup.trainable:
         sums = [
             _sum_ranks([_each[replica.rank, micro][name] for replica in replicas])
@@ -76,17 +76,17 @@ def reduce_buckets(setup: Setup, replicas: list[Replica]) -> None:
 
 
 def reversed_ranks(gradients: list[Tensor]) -> Tensor:
-    """The sum over ranks, last rank first."""
+    """Sums over ranks, last rank first."""
     return _sum_ranks(gradients[::-1])
 
 
 def foreach(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Optimizer:
-    """The multi-tensor implementation."""
+    """Uses the multi-tensor implementation of the optimizer."""
     return _implementation(_build_optimizer(setup, tensors), "foreach")
 
 
 def fused(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Optimizer:
-    """The fused implementation."""
+    """Uses the fused implementation of the optimizer."""
     return _implementation(_build_optimizer(setup, tensors), "fused")
 
 
@@ -97,7 +97,7 @@ def _implementation(built: torch.optim.Optimizer, flag: str) -> torch.optim.Opti
 
 
 def zero_in_place(replica: Replica) -> None:
-    """Fills gradients with zeros in place of dropping them."""
+    """Fills gradients with zeros instead of dropping them."""
     replica.optimizer.zero_grad(set_to_none=False)
 
 
@@ -114,18 +114,18 @@ def evaluate_then_schedule(setup: Setup, replica: Replica) -> None:
 
 
 def strided(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
-    """Every num_ranks-th sample of the batch."""
+    """Gives each rank every num_ranks-th sample of the batch."""
     return ids[index::num_ranks]
 
 
 def lopsided(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
-    """Rank 0 takes one sample, the last rank what is left."""
+    """Gives every rank one sample, and the last rank all remaining ones."""
     start, end = index, index + 1 if index < num_ranks - 1 else len(ids)
     return ids[start:end]
 
 
 def rank_mean_times_weight(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> None:
-    """The mean of the micro-batch, weighted by its share of the batch."""
+    """Back-propagates the mean of the micro-batch, weighted by its share of the batch."""
     own = setup.model.weight(ids)
     (loss / own * (own / weight)).backward()  # type: ignore[no-untyped-call]
 
@@ -133,7 +133,7 @@ def rank_mean_times_weight(loss: Tensor, weight: float, setup: Setup, ids: shard
 def in_one_batch(
     self: engine.Engine, ids: sharding.Ids, *, accumulation: int, drop: DropFunction
 ) -> tuple[Array, float, float]:
-    """Computes the shard at once though micro-batches were asked for."""
+    """Computes the shard at once, although the scenario has micro-batches."""
     return _shard(self, ids, accumulation=1, drop=drop)
 
 
@@ -146,17 +146,17 @@ def twice(
 
 
 def from_the_last(nodes: Iterable[reduction.Node], num_shards: int) -> reduction.Node:
-    """Nodes arrive in reversed order."""
+    """Adds nodes that arrive in reversed order."""
     return _root(reversed(list(nodes)), num_shards)
 
 
 def unfolded(nodes: Iterable[reduction.Node], num_shards: int) -> list[reduction.Node]:
-    """A worker sends its leaves one by one."""
+    """Sends a worker's leaves one by one, without folding them."""
     return list(nodes)
 
 
 def fold_at_the_root(nodes: Iterable[reduction.Node], num_shards: int) -> reduction.Node:
-    """The coordinator does all the folding."""
+    """Folds all nodes at the coordinator."""
     (total,) = _fold(nodes, num_shards)
     return total
 
@@ -179,7 +179,7 @@ def recomputed(
 
 
 def unshuffled(num_samples: int, rng: np.random.Generator) -> sharding.Ids:
-    """The data in its own order, in every epoch."""
+    """Keeps the data in its stored order in every epoch."""
     return range(num_samples)
 
 
@@ -205,7 +205,7 @@ def rolled_back(self: coordinator.Trainer) -> str:
     return "completed"
 
 
-# What every right trainer keeps, and what one keeps that promises bits.
+# The clauses that every correct trainer keeps, and those of trainers that promise bits.
 _ANY = ("F-DP-001", "F-DP-002", "F-DP-003", "F-DP-005", "F-TI-001", "F-TI-004", "F-TI-008")
 _BITS = ("F-TI-006", "F-TI-007")
 
@@ -336,7 +336,7 @@ VARIANTS = (
         name="unshuffled",
         summary="every epoch visits the data in its own order",
         plants={f"{TRAINING}.sharding.order": unshuffled},
-        # One batch an epoch: a single device, which shuffles, then has the same sums.
+        # With one batch an epoch, the single device, which shuffles, has the same sums.
         scenario=reference(batch_size=21, num_steps=7),
         tried=(*_ANY, *_BITS, "F-TI-005"),
     ),

@@ -1,4 +1,4 @@
-"""Other ways to audit rightly: no check may alarm on any of these."""
+"""Correct variants of audits: no check may report any of these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _shards = audited.shards
 
 
 def the_next(self: Audit, present: Collection[int], turn: int) -> int | None:
-    """Asks the next rank, in every step the same."""
+    """Asks the next rank, the same one in every step."""
     others = sorted(set(present).difference(self.asked, self.copies))
     return next((rank for rank in others if rank > max(self.asked + self.copies)), None) or next(
         iter(others), None

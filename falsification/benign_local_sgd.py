@@ -1,4 +1,4 @@
-"""Other right ways to bring workers together that step alone: no check may alarm on any."""
+"""Correct variants of local SGD's outer step: no check may report any of these."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _average, _outer_step = local_sgd.average, local_sgd.outer_step
 
 
 def inner_weights(worker: Worker) -> list[Tensor]:
-    """Where this worker has come to, not how far."""
+    """Returns this worker's weights, for `from_mean_weights`, not their difference."""
     return [one.detach() for one in worker.trained.values()]
 
 
 def from_mean_weights(worker: Worker, mean: Sequence[Tensor]) -> None:
-    """The difference from the mean of the weights is the mean of the differences."""
+    """Steps by the difference from the mean weights, which equals the mean difference."""
     pairs = zip(worker.outer.values(), mean, strict=True)
     _outer_step(worker, [outer - one for outer, one in pairs])
 
 
 def one_by_one(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
-    """Averages each tensor in an all-reduce of its own."""
+    """Averages each tensor by its own all-reduce."""
     found = []
     for one in tensors:
         mean = _average([one], worker)

@@ -1,4 +1,4 @@
-"""Other ways to be a right mesh: no check may alarm on any of these."""
+"""Correct variants of the mesh: no check may report any of these."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _send = MeshWorker._send
 
 
 def from_the_last(self: MeshWorker, block: int) -> int:
-    """The last rank averages the first block, the one before it the second."""
+    """Assigns blocks to ranks from the last rank down."""
     assert self._group is not None
     ranks = self._group.ranks
     return ranks[-1 - block % len(ranks)]
 
 
 def first_block_first(self: MeshWorker, nodes: Sequence[TreeNode]) -> list[Effect]:
-    """Sends what was computed in the other order: the first block's nodes first."""
+    """Sends the nodes of the first block first, not those of the last block."""
     return _send(self, nodes[::-1])
 
 
@@ -43,7 +43,7 @@ VARIANTS = (
         summary="the nodes of the first block go to their owner first",
         plants={f"{MESH_WORKER}._send": first_block_first},
         scenario=_BACK.with_(optimizer="adamw", learning_rate=0.01),
-        # A link that breaks takes nobody away: there is no recovery to look at.
+        # No worker leaves when a link breaks, so that there is no recovery to judge.
         tried=tuple(one for one in _TRIED if one != "F-DP-006"),
     ),
 )

@@ -1,4 +1,4 @@
-"""Other ways to train a model that is cut."""
+"""Correct variants of trainers that cut a model: no check may report any of these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CUT = ("F-PAR-001", "F-PAR-002", "F-PAR-003", "F-PAR-005")
 def clip_by_torch(
     trainable: Iterable[nn.Parameter], clip_norm: float | None, group: dist.ProcessGroup
 ) -> None:
-    """torch's own clipping, which adds the norms of DTensors' pieces itself."""
+    """Clips by torch's own function, which adds the norms of DTensor pieces itself."""
     if clip_norm is not None:
         nn.utils.clip_grad_norm_(trainable, clip_norm)
 

@@ -1,4 +1,4 @@
-"""Other ways to be a right parameter server: no check may alarm on any of these."""
+"""Correct variants of the parameter server: no check may report any of these."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _members, _assign, _count = Coordinator._members, Coordinator._assign, Coordinat
 
 
 def always_alive(self: Worker, now: float) -> list[Effect]:
-    """Says that it lives whenever it looks at the clock."""
+    """Sends a heartbeat whenever the worker looks at the clock."""
     self._said = -math.inf
     return _tick(self, now)
 
 
 def from_the_last(shards: Sequence[int], ranks: Collection[int]) -> dict[int, Sequence[int]]:
-    """The last rank gets the first shards."""
+    """Assigns the first shards to the last rank."""
     parts = sharding.cut(shards, len(ranks))
     return dict(zip(sorted(ranks, reverse=True), parts, strict=True))
 
 
 def folded_on_delivery(self: Sums, rank: int) -> None:
-    """Adds what it can as soon as a delivery is whole."""
+    """Adds nodes as soon as a delivery is complete."""
     _deliver(self, rank)
     self._whole = {
         block: reduction.fold(nodes, self._num_shards) for block, nodes in self._whole.items()
@@ -45,19 +45,19 @@ def folded_on_delivery(self: Sums, rank: int) -> None:
 def kept_though_averaged(
     self: Coordinator, member: Seen, node: TreeNode, under: range
 ) -> list[Effect]:
-    """Keeps a block that is averaged when it is sent again, and adds it to nothing."""
+    """Keeps a block that is sent again after its average, and does not use it."""
     return _count(self, member, node, under) or [Keep(member.in_rank(), node)]
 
 
 def last_first(self: Coordinator) -> dict[Peer, Seen]:
-    """The members, latest first: who joined last is told first."""
+    """Lists the members in reversed order, so that messages go to the latest one first."""
     return dict(reversed(_members(self).items()))
 
 
 def orphans_to_one(
     self: Coordinator, shards: Sequence[int], members: Mapping[Peer, Seen]
 ) -> list[Effect]:
-    """A dead worker's shards all go to the lowest rank."""
+    """Assigns all shards of a dead worker to the lowest rank."""
     if self.stage is Stage.COMPUTING and len(shards) < self.run.num_shards:
         lowest = min(members, key=lambda peer: members[peer].in_rank())
         members = {lowest: members[lowest]}

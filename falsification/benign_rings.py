@@ -1,4 +1,4 @@
-"""Other ways to be a right ring: no check may alarm on any of these."""
+"""Correct variants of the ring: no check may report any of these."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _regroup, _send = MeshCoordinator._regroup, RingWorker._send
 
 
 def backwards(self: MeshCoordinator, members: Mapping[Peer, Seen]) -> list[Effect]:
-    """Makes the ring from the highest rank to the lowest."""
+    """Orders the ring from the highest rank to the lowest."""
     told: list[Effect] = []
     for effect in _regroup(self, members):
         assert isinstance(effect, Send)
@@ -30,7 +30,7 @@ def backwards(self: MeshCoordinator, members: Mapping[Peer, Seen]) -> list[Effec
 
 
 def first_block_first(self: RingWorker, nodes: Sequence[TreeNode]) -> list[Effect]:
-    """Begins with the first block, not with the last."""
+    """Starts with the first block, not with the last."""
     effects = _send(self, nodes)
     return [*reversed(effects[:-1]), *effects[-1:]]  # the last one has what waits told again
 
@@ -45,7 +45,7 @@ VARIANTS = (
         name="ring-backwards",
         summary="the ring goes from the highest rank to the lowest",
         plants={f"{MESH_COORDINATOR}._regroup": backwards},
-        # Six blocks of one size for three workers: who averages which is no matter of bytes.
+        # Six blocks of one size for three workers, so that each averages as many bytes as before.
         scenario=vectors(width=60, options={"block_bytes": 40}, detail="values"),
         tried=_TRIED,
     ),

@@ -1,4 +1,4 @@
-"""Other ways for a server to update rightly: no check may alarm on any of these."""
+"""Correct variants of a server that makes the steps: no check may report any of these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _prepare = Server.prepare
 
 
 def in_new_memory(self: Server, step: int) -> tuple[float, float]:
-    """Prepares every step in memory of its own."""
+    """Prepares every step in new memory."""
     self._beside = None
     return _prepare(self, step)
 

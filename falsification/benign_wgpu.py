@@ -1,4 +1,4 @@
-"""Other ways to compute a step on a device that are right: no clause may alarm."""
+"""Correct variants of the wgpu backend: no check may report any of these."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ STEPS = ("F-WGPU-002", "F-WGPU-003", "F-WGPU-005", "F-WGPU-006", "F-WGPU-007")
 
 
 def split(given: tiles.Product, limits: tiles.Limits) -> tiles.Tiling:
-    """Small tiles whose threads share the sum along k."""
+    """Uses small tiles whose threads share the sum along k."""
     return SPLIT
 
 
 def unfused(*arguments: Any, **keywords: Any) -> lower.Lowered:
-    """Each operation is a dispatch of its own."""
+    """Makes a separate dispatch for each operation."""
     return _lower(*arguments, **{**keywords, "fused": False})
 
 
 def unshared(
     steps: Sequence[Step], changing: Any, results: Any
 ) -> tuple[dict[Any, int], tuple[int, ...]]:
-    """Each buffer has memory of its own."""
+    """Gives each buffer its own memory."""
     written = list(dict.fromkeys(step.writes for step in steps))
     return {one: number for number, one in enumerate(written)}, tuple(
         one.num_bytes for one in written
@@ -39,12 +39,12 @@ def unshared(
 
 
 def late(lowered: lower.Lowered, given: Any) -> Plan:
-    """Among independent dispatches, the last one that can run is run next."""
+    """Always runs the last dispatch that can run, among independent ones."""
     return _plan(replace(lowered, steps=_reordered(lowered.steps)), given)
 
 
 def _reordered(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Each after all before it that touch what it writes, or write what it reads."""
+    """Return `steps` in another order, where each still follows those that it depends on."""
     waiting = {
         number: {
             other

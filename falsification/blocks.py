@@ -1,4 +1,4 @@
-"""Bugs in what is added, averaged and held of a step, block by block, whoever is lost between."""
+"""Bugs in the blocks that are added, averaged and held, mostly when a worker is lost in between."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _receive, _drop, _count = Coordinator.receive, Coordinator._drop, Coordinator._c
 _reduce, _load = Server.reduce, Member.load
 _enter, _hold = Worker._enter, Worker._hold
 
-# What the dead had not wholly delivered, by block.
+# block -> nodes of deliveries that a worker's death cut short
 _partial: WeakKeyDictionary[Sums, dict[int, list[reduction.Node]]] = WeakKeyDictionary()
-# The blocks that a worker held when its connection was lost.
+# worker -> the blocks that it held when its connection was lost
 _stale: WeakKeyDictionary[Worker, set[int]] = WeakKeyDictionary()
 
 
@@ -46,14 +46,14 @@ def _plus(one: reduction.Node, other: reduction.Node) -> reduction.Node:
 
 
 def all_that_came(self: Sums, block: int) -> reduction.Node:
-    """Adds what is there in the order in which it came, whichever shards that are."""
+    """Adds all nodes that came, in order of arrival, whether shards are missing or not."""
     if block not in self._complete:
         self.complete(block)
     return reduce(_plus, self._complete.pop(block))
 
 
 def nobody_takes_over(self: Coordinator, peer: Peer, reason: str, now: float) -> list[Effect]:
-    """Gives the shards of one who is gone to nobody, and waits for them no more."""
+    """Neither reassigns the shards of a lost worker nor waits for them."""
     lost = self.peers[peer]
     orphaned = {shard for shards in lost.assigned for shard in shards}
     lost.assigned.clear()
@@ -68,19 +68,19 @@ def nobody_takes_over(self: Coordinator, peer: Peer, reason: str, now: float) ->
 
 
 def partial_stays(self: Sums, rank: int) -> None:
-    """Keeps the blocks that came of a delivery which its worker's death cut short."""
+    """Keeps the blocks of a delivery that the worker's death cut short, for `partial_counts`."""
     for block, nodes in self._open.get(rank, {}).items():
         _partial.setdefault(self, {}).setdefault(block, []).extend(nodes)
     _forget(self, rank)
 
 
 def partial_counts(self: Sums, block: int) -> reduction.Node:
-    """Adds them to what others delivered for the same shards."""
+    """Adds the blocks of `partial_stays` to those that others delivered for the same shards."""
     return reduce(_plus, _partial.get(self, {}).pop(block, []), _root(self, block))
 
 
 def received_again(self: Coordinator, peer: Peer, message: Message, now: float) -> list[Effect]:
-    """Takes a node whether it has come before or not."""
+    """Accepts a node even if it has come before."""
     if isinstance(message, TreeNode) and peer in self.peers:
         came = self.peers[peer].covered.get(message.block, set())
         num_shards = self.run.num_shards
@@ -91,7 +91,7 @@ def received_again(self: Coordinator, peer: Peer, message: Message, now: float) 
 def added_again(
     self: Sums, rank: int, block: int, node: reduction.Node, payload: Buffer | None = None
 ) -> None:
-    """Adds a node to what there is of it."""
+    """Adds a node to an earlier copy of the same node."""
     nodes = self._open.get(rank, {}).get(block, [])
     for place, earlier in enumerate(nodes):
         if (earlier.level, earlier.index) == (node.level, node.index):
@@ -106,9 +106,9 @@ def added_again(
 def counted_with_the_first(
     self: Coordinator, member: Seen, node: TreeNode, under: range
 ) -> list[Effect]:
-    """Takes the first node of a block for all that its worker has to deliver of that block.
+    """Takes a worker's first node of a block for its whole delivery of that block.
 
-    Not of the last one to come: then whole deliveries are waited for.
+    Block 0, which comes last, is excepted.
     """
     effects = _count(self, member, node, under)
     if node.block > 0 and node.block in self._missing:
@@ -129,18 +129,18 @@ def divided_by_the_last_weight(self: Server, block: int) -> tuple[float, float] 
 
 
 def room_apart(self: Member, message: Message, num_bytes: int) -> memoryview:
-    """Receives every payload beside what is held, not in its place."""
+    """Receives every payload in new memory, not in its place in the vector."""
     return new_room(message, num_bytes)
 
 
 def cleared(self: Member, welcome: Welcome, payload: Buffer) -> None:
-    """Begins a stay with an average of zeros."""
+    """Starts a session with an average of zeros."""
     _load(self, welcome, payload)
     self.held.vector[:] = 0
 
 
 def staged_without_the_last(self: Worker, average: Average) -> list[Effect]:
-    """Says that it holds every block as soon as there is only one to come, which it then drops."""
+    """Drops the last block that comes, but reports that it holds every block."""
     effects = _hold(self, average)
     if self._num_blocks > 1 and len(self._held) == self._num_blocks:
         return [effect for effect in effects if not isinstance(effect, Hold)]
@@ -148,13 +148,13 @@ def staged_without_the_last(self: Worker, average: Average) -> list[Effect]:
 
 
 def remembers_its_blocks(self: Worker, welcome: Welcome) -> list[Effect]:
-    """Comes back with the blocks that it held when the connection was lost."""
+    """Reconnects with the blocks that it held when the connection was lost."""
     _stale[self] = set(self._held)
     return _enter(self, welcome)
 
 
 def held_already(self: Worker, average: Average) -> list[Effect]:
-    """Does not look at a block of which it has one, be that of another step."""
+    """Ignores a block if it already holds one of that number, even from another step."""
     effects = _hold(self, average)
     stale = _stale.get(self, set())
     if average.block in stale:

@@ -1,4 +1,4 @@
-"""Bugs between a checkpoint and the run that goes on from it."""
+"""Bugs in saving a checkpoint, and in resuming from it."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ _before: dict[int, dict[str, torch.Tensor]] = {}
 
 
 def epoch_start(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
-    """Loads everything but the place within the epoch."""
+    """Loads everything but the position within the epoch."""
     arrays, progress = _load_file(path)
     return arrays, {**progress, "offset": 0}
 
 
 def by_iteration(path: Path, setup: Setup, replicas: list[Replica]) -> sharding.Position:
-    """Skips as many samples as iterations times micro-batch: accumulation is left out."""
+    """Skips iterations times micro-batch size samples, without counting accumulation."""
     position = _load(path, setup, replicas)
     return sharding.Position(position.epoch, position.offset // setup.scenario.accumulation)
 
 
 def prefetched(path: Path, setup: Setup, replicas: list[Replica]) -> sharding.Position:
-    """Goes on behind the batch that the loader had fetched but nobody had used."""
+    """Resumes after the batch that the loader had fetched and training had not used."""
     position = _load(path, setup, replicas)
     offset = position.offset + setup.scenario.batch_size
     return sharding.Position(position.epoch, offset)
 
 
 def reshuffled(self: trainer.Trainer, step: int) -> None:
-    """Draws the epoch's order anew, from the generator as it was mid-epoch."""
+    """Draws the epoch's order again on resume, from another state of the generator."""
     _stop_and_resume(self, step)
     rng = self.scenario.rng("order", self.position.epoch, self.position.offset)
     self._visit = self.position.epoch, sharding.order(self.scenario.num_samples, rng)
@@ -66,19 +66,19 @@ def since_resume(self: trainer.Trainer, step: int) -> dict[str, Any]:
 
 
 def resumed_at(self: trainer.Trainer, step: int) -> None:
-    """Starts the count of `since_resume` at the place of the resume."""
+    """Notes the offset of the resume, from which `since_resume` counts."""
     _stop_and_resume(self, step)
     vars(self)["resumed_at"] = self.position.offset
 
 
 def shifted(arrays: Mapping[str, NDArray[Any]], group: str) -> dict[str, NDArray[Any]]:
-    """Reads the moments with another alignment than they were written with."""
+    """Reads the moments with another alignment than that of writing."""
     found = _group_of(arrays, group)
     return {name: np.roll(a, 3) for name, a in found.items()} if group == "optimizer" else found
 
 
 def fresh_moments(replica: Replica, arrays: dict[str, Array]) -> None:
-    """Leaves the optimizer as it was built."""
+    """Does not restore the optimizer."""
 
 
 def fresh_count(replica: Replica, arrays: dict[str, Array]) -> None:
@@ -92,14 +92,14 @@ def fresh_schedule(replica: Replica, schedule_step: int) -> None:
 
 
 def stale_buffers(path: Path, replicas: list[Replica], position: sharding.Position) -> None:
-    """Saves the buffer that was registered, which an out-of-place update has left behind."""
+    """Saves the registered buffer, which out-of-place updates no longer change."""
     first = replicas[0]
     registered = {**first.tensors, "running_mean": torch.zeros(64)}
     _save(path, [replace(first, tensors=registered), *replicas[1:]], position)
 
 
 def remembering(replica: Replica) -> None:
-    """Steps, and keeps the weights from before."""
+    """Steps, and keeps the weights from before the step for `one_step_old`."""
     _before[replica.rank] = {n: t.detach().clone() for n, t in replica.tensors.items()}
     replica.optimizer.step()
 

@@ -18,7 +18,7 @@ _clip_flat = optimizer.clip
 
 CLIP_NORM = 0.05  # far below the norms of these gradients, which lie around 1
 
-# What `by_local_norm` needs of this step: rank -> norm before the reduction.
+# rank -> norm before the reduction, for `by_local_norm`
 _local_norms: dict[int, float] = {}
 
 
@@ -30,19 +30,19 @@ def clip_then_reduce(setup: Setup, replicas: list[Replica]) -> None:
 
 
 def not_on_rank_1(setup: Setup, replica: Replica) -> None:
-    """Rank 1 uses its list of tensors for the norm only."""
+    """Computes the norm on rank 1, but clips no tensor there."""
     if replica.rank != 1:
         _clip(setup, replica)
 
 
 def remembering_norms(setup: Setup, replicas: list[Replica]) -> None:
-    """Reduces, and keeps the norm of every rank's own gradient."""
+    """Reduces, and keeps the norm of every rank's own gradient for `by_local_norm`."""
     _local_norms.update({r.rank: trainer.grad_norm(setup, r) for r in replicas})
     _all_reduce(setup, replicas)
 
 
 def by_local_norm(setup: Setup, replica: Replica) -> None:
-    """Scales the reduced gradient by what the rank's own norm asks for."""
+    """Clips the reduced gradient by the norm of the rank's own gradient."""
     factor = min(1.0, CLIP_NORM / _local_norms[replica.rank])
     for name in setup.trainable:
         trainer.gradient_of(replica, name).mul_(factor)
@@ -55,12 +55,12 @@ def each_tensor(setup: Setup, replica: Replica) -> None:
 
 
 def each_element(setup: Setup, replica: Replica) -> None:
-    """Clips every element, as by value."""
+    """Clips every element by value."""
     torch.nn.utils.clip_grad_value_([replica.tensors[n] for n in setup.trainable], CLIP_NORM)
 
 
 def never(setup: Setup, replica: Replica) -> None:
-    """Takes the setting and does nothing."""
+    """Accepts the setting and clips nothing."""
 
 
 def by_scaled_norm(gradient: Array, norm: float, clip_norm: float | None) -> Array:

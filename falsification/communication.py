@@ -1,4 +1,4 @@
-"""Bugs between the local gradients and the averaged one: what is reduced, in which order, where."""
+"""Bugs in the reduction of gradients: which are reduced, in which order and precision."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .subjects import REPLICAS, TEXTBOOK, TRAINING, reference, textbook
 _all_reduce, _apply, _micro_step = trainer.all_reduce, trainer.apply, trainer.micro_step
 _inject, _add = replicas.Replicas.inject, reduction.add
 
-# What `earlier_stay_local` keeps of this step's earlier micro-batches: rank -> name -> gradient.
+# rank -> name -> gradient of earlier micro-batches, for `earlier_stay_local`
 _earlier: dict[int, dict[str, Tensor]] = {}
 
 
 def nothing_reduced(setup: Setup, replicas: list[Replica]) -> None:
-    """No gradient leaves its rank."""
+    """Reduces no gradient."""
 
 
 def one_layer_left_out(setup: Setup, replicas: list[Replica]) -> None:
@@ -50,7 +50,7 @@ def last_micro_batch_alone(
     ids: sharding.Ids,
     weight: float,
 ) -> trace.Shard:
-    """Sets the gradients of the earlier micro-batches aside before the last one."""
+    """Sets the gradients of earlier micro-batches aside, for `earlier_stay_local`."""
     if micro == setup.scenario.accumulation - 1:
         _earlier[replica.rank] = {
             name: trainer.gradient_of(replica, name).clone() for name in setup.trainable
@@ -60,7 +60,7 @@ def last_micro_batch_alone(
 
 
 def earlier_stay_local(setup: Setup, replicas: list[Replica]) -> None:
-    """Reduces the last micro-batch's gradient; to it each rank adds its own earlier ones."""
+    """Reduces only the last micro-batch's gradient; each rank adds its own earlier ones to it."""
     _all_reduce(setup, replicas)
     for replica in replicas:
         for name, gradient in _earlier[replica.rank].items():
@@ -68,7 +68,7 @@ def earlier_stay_local(setup: Setup, replicas: list[Replica]) -> None:
 
 
 def odd_tail_summed(setup: Setup, replicas: list[Replica]) -> None:
-    """The average of an odd number of elements leaves the last one as the sum over ranks."""
+    """Averages all elements but the last of an odd number, which stays the sum over ranks."""
     _all_reduce(setup, replicas)
     for replica in replicas:
         for name in setup.trainable:
@@ -78,17 +78,17 @@ def odd_tail_summed(setup: Setup, replicas: list[Replica]) -> None:
 
 
 def without_the_last(gradients: list[Tensor]) -> Tensor:
-    """The sum over ranks, taken before the last rank's gradient has arrived."""
+    """Sums over ranks before the last rank's gradient has arrived."""
     return torch.stack(gradients[:-1]).sum(0)
 
 
 def in_bfloat16(gradients: list[Tensor]) -> Tensor:
-    """The sum over ranks in 8 bits of mantissa."""
+    """Sums over ranks with 8 bits of mantissa."""
     return reduce(torch.add, [gradient.bfloat16() for gradient in gradients]).float()
 
 
 def local_buffers(setup: Setup, replicas: list[Replica], ids: sharding.Ids) -> None:
-    """Every rank moves its running means towards the mean of its own samples."""
+    """Moves each rank's running means towards the mean of its own samples."""
     for index, replica in enumerate(replicas):
         own = trainer.local_batch(ids, index, len(replicas))
         for name, total in setup.model.statistics(own).items():
@@ -97,7 +97,7 @@ def local_buffers(setup: Setup, replicas: list[Replica], ids: sharding.Ids) -> N
 
 
 def mean_of_local_means(setup: Setup, replicas: list[Replica], ids: sharding.Ids) -> None:
-    """Every rank's mean counts alike."""
+    """Gives the mean of every rank the same weight."""
     parts = sharding.cut(ids, len(replicas))
     means = [
         {name: total / len(part) for name, total in setup.model.statistics(part).items()}
@@ -118,14 +118,14 @@ def flipped_before(
     shard: int,
     count: int,
 ) -> float:
-    """Worker 1 flips the top mantissa bit of one element of shard 2 in step 1."""
+    """Flips the top mantissa bit of one element of worker 1's shard 2 in step 1."""
     if (worker.rank, step, shard) == (1, 1, 2):
         vector[2:3].view(np.uint32)[0] ^= 1 << 22
     return _inject(self, vector, loss, worker, step, shard, count)
 
 
 def flipped_after(setup: Setup, replica: Replica, step: int, loss: float, weight: float) -> None:
-    """Rank 1's copy of the reduced gradient has one bit flipped in step 1."""
+    """Flips one bit in rank 1's copy of the reduced gradient in step 1."""
     if (replica.rank, step) == (1, 1):
         gradient = trainer.gradient_of(replica, "hidden2.weight").view(-1)
         gradient[5:6].numpy().view(np.uint32)[0] ^= 1 << 22
@@ -133,12 +133,12 @@ def flipped_after(setup: Setup, replica: Replica, step: int, loss: float, weight
 
 
 def folded_in_rank_order(nodes: Iterable[reduction.Node], num_shards: int) -> list[reduction.Node]:
-    """Everything a worker has, added one after the other."""
+    """Adds all leaves of a worker one after the other."""
     return [reduce(_plus, nodes)]
 
 
 def summed_as_they_come(nodes: Iterable[reduction.Node], num_shards: int) -> reduction.Node:
-    """Everything that came, added one after the other."""
+    """Adds all nodes that came one after the other."""
     return reduce(_plus, nodes)
 
 
@@ -149,12 +149,12 @@ def _plus(one: reduction.Node, other: reduction.Node) -> reduction.Node:
 
 
 def no_scale(weight_max: int) -> float:
-    """Sums at their natural size."""
+    """Carries sums without a scale."""
     return 1.0
 
 
 def overflowing_add(node: reduction.Node, sibling: reduction.Node) -> reduction.Node:
-    """The sum of two siblings; an overflow is nobody's business."""
+    """Adds two siblings, and ignores an overflow."""
     with np.errstate(over="ignore"):
         return _add(node, sibling)
 

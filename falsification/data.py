@@ -1,4 +1,4 @@
-"""Bugs in who sees which sample when."""
+"""Bugs in which rank sees which sample, and in which step."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ _advance, _train = sharding.advance, coordinator.Trainer.train
 
 
 def padded(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
-    """Every rank gets the same number of samples, the first ones twice if need be."""
+    """Gives every rank the same number of samples, by repeating the first ones if needed."""
     full = [*ids, *ids[: -len(ids) % num_ranks]]
     return full[index::num_ranks]
 
 
 def rank_shuffled(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
-    """Every rank takes its part of a permutation of its own."""
+    """Gives every rank its part of another permutation."""
     own: list[int] = np.random.default_rng(index).permutation(ids).tolist()
     return sharding.cut(own, num_ranks)[index]
 
 
 def ceil_cut(ids: sharding.Ids, num_parts: int) -> list[sharding.Ids]:
-    """Parts of the rounded-up size; who starts past the end takes the last sample."""
+    """Cuts parts of the rounded-up size; a part that starts past the end gets the last sample."""
     size = -(-len(ids) // num_parts)
     return [ids[part * size : (part + 1) * size] or ids[-1:] for part in range(num_parts)]
 
 
 def rounded_down(ids: sharding.Ids, index: int, num_ranks: int) -> sharding.Ids:
-    """Every rank gets the rounded-down share; what is left over goes to no one."""
+    """Gives every rank the rounded-down share, and drops the rest."""
     size = len(ids) // num_ranks
     return ids[index * size : (index + 1) * size]
 
 
 def dropping_last(position: sharding.Position, drawn: int, num_samples: int) -> sharding.Position:
-    """Starts a new epoch when what is left would not fill a batch."""
+    """Starts a new epoch when the remaining samples would not fill a batch."""
     after = _advance(position, drawn, num_samples)
     short = num_samples - after.offset < drawn
     return sharding.Position(after.epoch + 1, 0) if short else after
 
 
 def same_every_epoch(scenario: Scenario, epoch: int) -> np.random.Generator:
-    """The order of epoch 0, for ever."""
+    """Uses the order of epoch 0 in every epoch."""
     return scenario.rng("order", 0)
 
 
 def one_too_far(visit: sharding.Ids, position: sharding.Position, batch_size: int) -> sharding.Ids:
-    """Batches that overlap by one sample."""
+    """Makes batches that overlap by one sample."""
     start = max(position.offset - 1, 0)
     return visit[start : position.offset + batch_size]
 
 
 def one_step_short(self: coordinator.Trainer) -> str:
-    """Leaves the last step out, and says completed."""
+    """Leaves the last step out, and reports completed."""
     self.scenario = self.scenario.with_(num_steps=self.scenario.num_steps - 1)
     return _train(self)
 
@@ -70,7 +70,7 @@ _TWO_EPOCHS = textbook(num_steps=6)
 
 
 def _overlap() -> tuple[int, ...]:
-    """Return the samples that rank 1 draws although rank 0 has drawn them already."""
+    """Return the samples that rank 1 draws although rank 0 has drawn them."""
     ids = visit(_UNSYNCED)
     first, second = rank_shuffled(ids, 0, 2), rank_shuffled(ids, 1, 2)
     return tuple(i for i in second if i in first)

@@ -1,4 +1,4 @@
-"""Bugs in the fallback chain: what fails is hidden, made up, or not tried."""
+"""Bugs in the fallback chain: failures hidden, results made up, backends not tried."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def zeros_on_failure(
     order: Sequence[str] = chain.ORDER,
     table: Openers = backends.BACKENDS,
 ) -> tuple[Backend, Tensor]:
-    """A backend that fails while it computes serves zeros of the right shape."""
+    """Returns zeros of the right shape if a backend fails while it computes."""
 
     def compute_or_zeros(backend: Backend) -> Tensor:
         try:
@@ -48,7 +48,7 @@ def zeros_when_lost(
     order: Sequence[str] = chain.ORDER,
     table: Openers = backends.BACKENDS,
 ) -> tuple[Backend, Tensor]:
-    """A backend whose device is gone serves what it had: memory that nothing was written to."""
+    """Returns zeros, as from memory never written to, if a backend's device is lost."""
 
     def compute_or_zeros(backend: Backend) -> Tensor:
         try:
@@ -66,7 +66,7 @@ def elsewhere(
     order: Sequence[str] = chain.ORDER,
     table: Openers = backends.BACKENDS,
 ) -> tuple[Backend, Tensor]:
-    """A product that a device refuses is computed on the CPU, under the device's name."""
+    """Computes a product that a device refuses on the CPU, under the device's name."""
 
     def computed_anyway(backend: Backend) -> Tensor:
         try:
@@ -94,7 +94,7 @@ def backwards(
     order: Sequence[str] = chain.ORDER,
     table: Openers = backends.BACKENDS,
 ) -> tuple[Backend, Tensor]:
-    """The slowest backend first."""
+    """Tries the slowest backend first."""
     return _first_finite(compute, on_attempt=on_attempt, order=order[::-1], table=table)
 
 
@@ -110,7 +110,7 @@ def silent(
     order: Sequence[str] = chain.ORDER,
     table: Openers = backends.BACKENDS,
 ) -> tuple[Backend, Tensor]:
-    """Tells nobody of the attempts that failed."""
+    """Does not report the attempts that failed."""
 
     def tell(attempt: chain.Attempt) -> None:
         if attempt.served:
@@ -126,7 +126,7 @@ def impatient(
     order: Sequence[str] = chain.ORDER,
     table: Openers = backends.BACKENDS,
 ) -> tuple[Backend, Tensor]:
-    """After one failure the CPU, whatever stands between."""
+    """Tries only the first and the last backend of the chain."""
     order = (*order[:1], *order[-1:])
     return _first_finite(compute, on_attempt=on_attempt, order=order, table=table)
 
@@ -143,7 +143,7 @@ def _chain(*faults: Fault) -> Scenario:
 
 
 def _on_adapter(kind: str) -> Scenario:
-    """An adapter that really fails, before a CPU that serves."""
+    """Return a chain of an adapter that really fails, and the CPU."""
     return _chain(Fault(kind=kind, backend="wgpu")).with_(backends=("wgpu", "cpu"))
 
 

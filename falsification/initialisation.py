@@ -1,4 +1,4 @@
-"""Bugs in what the ranks start from."""
+"""Bugs in the initial weights of the ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _build_replica, _broadcast = textbook_replica.build_replica, textbook_replica.br
 
 
 def seeded_by_rank(scenario: Scenario, rank: int) -> np.random.Generator:
-    """A stream of initial weights for every rank."""
+    """Draws the initial weights of every rank from another stream."""
     return scenario.rng("initial", rank)
 
 
 def not_broadcast(replicas: list[Replica]) -> None:
-    """Every rank keeps what it drew."""
+    """Does not broadcast: every rank keeps the weights that it drew."""
 
 
 def own_adapter(setup: Setup, rank: int) -> Replica:
-    """Injects the adapters after the broadcast, drawn from the rank's own stream."""
+    """Draws the adapters from the rank's own stream, after the broadcast."""
     replica = _build_replica(setup, rank)
     rng = setup.scenario.rng("adapter", rank)
     for name, tensor in replica.tensors.items():
@@ -36,7 +36,7 @@ def own_adapter(setup: Setup, rank: int) -> Replica:
 
 
 def base_broadcast(replicas: list[Replica]) -> None:
-    """Broadcasts what was there before the adapters."""
+    """Broadcasts all tensors but the adapters."""
     base = [
         Replica(**{**vars(replica), "tensors": _without_adapters(replica)}) for replica in replicas
     ]

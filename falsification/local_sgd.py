@@ -1,6 +1,6 @@
-"""Bugs in workers that step alone and are brought together by an outer optimizer.
+"""Bugs in local SGD: workers that step alone, and an outer optimizer.
 
-Rounds are of two steps: the first outer step comes after step 1, the last after step 4, alone.
+A round has two steps. The first outer step comes after step 1. The last round is step 4 alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _welcome, _load, _clip = local_sgd.welcome, local_sgd.load, local_sgd.clip
 
 
 def local(**changes: Any) -> Scenario:
-    """Two workers, with AdamW inside; of a batch's 8 samples three would have 3, 3 and 2."""
+    """Return a run of two workers with AdamW: 8 samples divide equally among two, not three."""
     usual: dict[str, Any] = {
         "system": "local_sgd",
         "world_size": 2,
@@ -47,7 +47,7 @@ def local(**changes: Any) -> Scenario:
 
 
 def shuffled_by_each(worker: Worker) -> list[sharding.Ids]:
-    """Each worker takes its part of an order of its own."""
+    """Gives each worker its part of another order."""
     scenario, now = worker.rank.scenario, worker.round
     rng = scenario.rng("order", now.position.epoch, worker.rank.worker)
     ids = sharding.batch(
@@ -61,36 +61,36 @@ def shuffled_by_each(worker: Worker) -> list[sharding.Ids]:
 
 
 def towards_the_start(worker: Worker) -> list[Tensor]:
-    """Return the pseudo-gradient with the wrong sign: inner minus outer."""
+    """Returns the pseudo-gradient with the wrong sign: inner minus outer."""
     return [-one for one in _pseudo_gradient(worker)]
 
 
 def from_where_it_is_already(worker: Worker) -> list[Tensor]:
-    """Takes the outer weights over first, and the difference from them then."""
+    """Copies the outer weights to the worker first, so that the pseudo-gradient is zero."""
     _go_on(worker)
     return _pseudo_gradient(worker)
 
 
 def plain_momentum(rule: Outer, weights: Sequence[Tensor]) -> torch.optim.Optimizer:
-    """Heavy-ball momentum in place of Nesterov's."""
+    """Uses heavy-ball momentum instead of Nesterov's."""
     return torch.optim.SGD(weights, lr=rule.outer_learning_rate, momentum=rule.outer_momentum)
 
 
 def over_all_there_ever_were(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
-    """Divides by the number of workers that the run began with."""
+    """Divides by the number of workers at the start of the run."""
     share = len(worker.rank.workers) / worker.rank.scenario.world_size
     mean = _average(tensors, worker)
     return None if mean is None else [one * share for one in mean]
 
 
 def mean_of_means(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
-    """Every worker counts the same, however many samples it had."""
+    """Gives every worker the same weight, however many samples it had."""
     worker.round.weight = 1.0
     return _average(tensors, worker)
 
 
 def stepped_before_the_mean(worker: Worker) -> bool:
-    """Each worker makes the outer step by its own pseudo-gradient; then weights are averaged."""
+    """Makes the outer step by each worker's own pseudo-gradient, then averages weights."""
     with torch.no_grad():
         _outer_step(worker, _pseudo_gradient(worker))
         mean = _average(list(worker.outer.values()), worker)
@@ -104,11 +104,11 @@ def stepped_before_the_mean(worker: Worker) -> bool:
 
 
 def stays_where_it_is(worker: Worker) -> None:
-    """Goes on from its own weights, as if there had been no outer step."""
+    """Continues from the worker's own weights, as if there had been no outer step."""
 
 
 def forgets_its_moments(worker: Worker) -> None:
-    """Goes on with an inner optimizer that is new."""
+    """Continues with a new inner optimizer."""
     _go_on(worker)
     worker.inner.state.clear()
 
@@ -117,7 +117,7 @@ def forgets_its_moments(worker: Worker) -> None:
 
 
 def whole_rounds_alone(worker: Worker) -> bool:
-    """Leaves out the last round if it is short."""
+    """Leaves out the outer step of a short last round."""
     now = worker.round
     return now.step > now.begun and now.step % worker.rule.inner_steps == 0
 
@@ -135,12 +135,12 @@ def gradients_averaged(worker: Worker) -> None:
 
 
 def welcomed_without_momentum(worker: Worker, state: dict[str, Any]) -> None:
-    """Gives who comes the outer weights alone."""
+    """Gives a joining worker the outer weights without their momentum."""
     _welcome(worker, {**state, "momentum": {}})
 
 
 def goes_on_with_its_lost_round(worker: Worker, state: dict[str, Any]) -> None:
-    """A worker that rejoins keeps its own weights, of the round in which it died."""
+    """Lets a worker that rejoins keep its own weights of the round in which it died."""
     _welcome(worker, state)
     path = local_sgd.checkpoint(worker.rank)
     if path.exists():
@@ -148,7 +148,7 @@ def goes_on_with_its_lost_round(worker: Worker, state: dict[str, Any]) -> None:
 
 
 def loaded_without_momentum(worker: Worker) -> bool:
-    """Goes on from a checkpoint with a new outer optimizer."""
+    """Resumes from a checkpoint with a new outer optimizer."""
     found = _load(worker)
     worker.outer_optimizer.state.clear()
     return found
@@ -158,7 +158,7 @@ def loaded_without_momentum(worker: Worker) -> bool:
 
 
 def finds_nothing(self: FiniteGuard, rank: int) -> NotFinite | None:
-    """Never looks."""
+    """Reports every value as finite."""
     self._flags.clear()
     return None
 

@@ -1,4 +1,4 @@
-"""Bugs in what a loss is divided by."""
+"""Bugs in the number by which a loss is divided."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _compute = replicas.Replicas.compute
 
 
 def mean_of_means(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> None:
-    """Every rank and micro-batch takes the mean of its own, and all of them count alike."""
+    """Averages the means of all ranks and micro-batches with equal weights."""
     parts = setup.scenario.world_size * setup.scenario.accumulation
     (loss / (setup.model.weight(ids) * parts)).backward()  # type: ignore[no-untyped-call]
 
 
 def sum_of_means(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> None:
-    """The means of all micro-batches are added."""
+    """Adds the means of all micro-batches."""
     (loss / setup.model.weight(ids)).backward()  # type: ignore[no-untyped-call]
 
 
 def sum_of_samples(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> None:
-    """Nothing is divided."""
+    """Divides by nothing."""
     loss.backward()  # type: ignore[no-untyped-call]
 
 
 def by_batch_size(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> None:
-    """Divides by what a batch should hold, not by what it holds."""
+    """Divides by the nominal batch size, not by the actual one."""
     (loss / setup.scenario.batch_size).backward()  # type: ignore[no-untyped-call]
 
 
@@ -52,7 +52,7 @@ def mean_of_shard_losses(shards: Sequence[trace.Shard], weight: float) -> float:
 
 
 def of_rank_0(shards: Sequence[trace.Shard], weight: float) -> float:
-    """Reports what rank 0 sees."""
+    """Reports the loss of rank 0."""
     own = [shard for shard in shards if shard.rank == 0]
     return sum(shard.loss_sum or 0.0 for shard in own) / sum(shard.weight for shard in own)
 
@@ -70,7 +70,7 @@ VARIANTS = (
         plants={f"{TEXTBOOK}.backward": mean_of_means},
         scenario=textbook(workload="decoder", world_size=1, accumulation=2, num_steps=2),
         invariants=("F-TI-001", "F-DP-005"),
-        # LoRA's B starts at zero, so A's gradient is zero and B's the first that can be wrong.
+        # LoRA's B starts at zero. So A's gradient is zero, and B's is the first that can be wrong.
         place={"step": 0, "rank": 0, "tensor": "blocks.0.attention.q.lora_b"},
     ),
     Variant(

@@ -1,4 +1,4 @@
-"""Bugs of what a worker on a device sends, on a stand-in: gradients that are not as declared."""
+"""Bugs in the gradients that a worker on a device sends: other dtypes than declared."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .devices import OPEN, Change, standing_in
 
 
 def halved(arrays: list[Array]) -> list[Any]:
-    """Gradients of biases in half precision."""
+    """Sends gradients of biases in half precision."""
     return [array.astype(np.float16) if array.ndim == 1 else array for array in arrays]
 
 
 def widened(arrays: list[Array]) -> list[Any]:
-    """All gradients in double precision."""
+    """Sends all gradients in double precision."""
     return [array.astype(np.float64) for array in arrays]
 
 
@@ -29,7 +29,7 @@ _MANIFEST = Scenario(
 
 
 def _sent(name: str, summary: str, change: Change, tensor: str) -> Variant:
-    """A mutant of what a worker on a device sends; `tensor` is the first that shows it."""
+    """Return a mutant of the gradients that a device's worker sends; `tensor` shows it first."""
     return Variant(
         name=name,
         summary=summary,

@@ -1,4 +1,4 @@
-"""Bugs in what happens when a worker leaves or joins."""
+"""Bugs when a worker leaves or joins."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .subjects import REFERENCE, TRAINING, reference, visit
 
 _leave, _assignments = trainer.Trainer._leave, trainer.Trainer._assignments
 
-# Whom `not_quite_dead` gave up, of each run.
+# run -> the worker that `not_quite_dead` gave up
 _given_up: WeakKeyDictionary[trainer.Trainer, replicas.Worker] = WeakKeyDictionary()
 
 
 def without_orphans(
     self: trainer.Trainer, step: int
 ) -> Iterator[tuple[replicas.Worker, Sequence[int]]]:
-    """Nobody takes over what the dead worker had."""
+    """Does not reassign the shards of a dead worker."""
     run_of = sharding.runs(range(self.scenario.num_shards), list(self.workers))
     for fault in self._faults("leave", step):
         del run_of[self._leave(fault, step)]
@@ -33,7 +33,7 @@ def without_orphans(
 
 
 def of_what_came(nodes: Iterable[reduction.Node], num_shards: int) -> reduction.Node:
-    """The sum of the nodes that are there."""
+    """Adds the nodes that came, even if some are missing."""
     return reduce(
         lambda one, other: reduction.Node(
             0, 0, one.vector + other.vector, one.loss + other.loss, one.weight + other.weight
@@ -43,7 +43,7 @@ def of_what_came(nodes: Iterable[reduction.Node], num_shards: int) -> reduction.
 
 
 def counted_by_ranks(self: trainer.Trainer, fault: Fault, step: int) -> int:
-    """The position is kept as steps per rank, and read with the new number of ranks."""
+    """Stores the position as steps per rank, and reads it with the new number of ranks."""
     per_rank = self.position.offset // len(self.workers)
     rank = _leave(self, fault, step)
     self.position = sharding.Position(self.position.epoch, per_rank * len(self.workers))
@@ -51,7 +51,7 @@ def counted_by_ranks(self: trainer.Trainer, fault: Fault, step: int) -> int:
 
 
 def not_quite_dead(self: trainer.Trainer, fault: Fault, step: int) -> int:
-    """Gives up a worker that lives on."""
+    """Gives up a worker that is still alive, for `ghost_computes`."""
     assert fault.rank is not None
     _given_up[self] = self.workers[fault.rank]
     return _leave(self, fault, step)
@@ -60,7 +60,7 @@ def not_quite_dead(self: trainer.Trainer, fault: Fault, step: int) -> int:
 def ghost_computes(
     self: trainer.Trainer, step: int
 ) -> Iterator[tuple[replicas.Worker, Sequence[int]]]:
-    """The result of a worker that was given up in an earlier step is taken for another worker's."""
+    """Uses the result of a worker given up in an earlier step as that of another worker."""
     ghost = _given_up.get(self)
     for worker, run in _assignments(self, step):
         yield ghost or worker, run
@@ -70,7 +70,7 @@ def ghost_computes(
 def join_with(
     self: trainer.Trainer, fault: Fault, step: int, weights: dict[str, Array] | None
 ) -> None:
-    """Joins with `weights` (the donor's if None) and an optimizer that has seen nothing."""
+    """Join with `weights` (the donor's if None) and a new optimizer state."""
     assert fault.rank is not None
     donor = next(iter(self.workers.values()))
     worker = self.new_worker(fault.rank, weights or donor.replica.arrays)
@@ -81,12 +81,12 @@ def join_with(
 
 
 def join_without_moments(self: trainer.Trainer, fault: Fault, step: int) -> None:
-    """Gives the newcomer the weights only."""
+    """Gives a joining worker only the weights."""
     join_with(self, fault, step, None)
 
 
 def join_afresh(self: trainer.Trainer, fault: Fault, step: int) -> None:
-    """The newcomer starts from the initial weights."""
+    """Starts a joining worker from the initial weights."""
     join_with(self, fault, step, self.workload.initial(self.scenario.rng("initial")))
 
 

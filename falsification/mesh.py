@@ -1,4 +1,4 @@
-"""Bugs in how the workers of a mesh exchange blocks with each other, whatever befalls them.
+"""Bugs in the exchange of blocks between the workers of a mesh, mostly under faults.
 
 Random schedules of faults (`falsification.schedules`) find every one of them, too.
 """
@@ -43,7 +43,7 @@ _said, _heard = MeshCoordinator.receive, MeshWorker.receive
 _exchanged, _start_round = MeshWorker._exchanged, MeshWorker._start_round
 _reduce, _payload, _complete = TreeExchange.reduce, Member.payload, Sums.complete
 
-# What the dead had delivered of the step in work, and who it was.
+# coordinator -> shard -> rank of a dead worker that had delivered the shard in this step
 _gone: WeakKeyDictionary[MeshCoordinator, dict[int, int]] = WeakKeyDictionary()
 
 
@@ -53,7 +53,7 @@ _gone: WeakKeyDictionary[MeshCoordinator, dict[int, int]] = WeakKeyDictionary()
 def delivered_is_done(
     self: MeshCoordinator, lost: Seen, members: Mapping[Peer, Seen]
 ) -> list[Effect]:
-    """Has nobody compute again what a worker had delivered before it died."""
+    """Does not compute again the shards that a worker had delivered before it died."""
     _gone[self] = dict.fromkeys(lost.delivered, lost.in_rank())
     lost.delivered = []
     effects = _replace(self, lost, members)
@@ -62,7 +62,7 @@ def delivered_is_done(
 
 
 def held_by_the_dead(self: MeshCoordinator, members: Mapping[Peer, Seen]) -> list[Effect]:
-    """Names the dead as the holders of what they had."""
+    """Names dead workers as the holders of their shards."""
     gone = _gone.get(self, {})
     heir = next(iter(members.values()))
     heir.delivered += gone
@@ -78,7 +78,7 @@ def held_by_the_dead(self: MeshCoordinator, members: Mapping[Peer, Seen]) -> lis
 
 
 def waits_for_the_living(self: MeshWorker) -> list[Effect]:
-    """Waits for no shard of one who is not in the group."""
+    """Does not wait for shards whose holder is not in the group."""
     effects = _start_round(self)
     assert self._group is not None
     living = set(self._group.ranks)
@@ -88,7 +88,7 @@ def waits_for_the_living(self: MeshWorker) -> list[Effect]:
 
 
 def zeros_for_the_rest(self: Sums, block: int) -> None:
-    """Adds what is there along the tree, and nothing for the shards that are not."""
+    """Adds the shards that came along the tree, with zeros for missing ones."""
     nodes = [node for of_rank in self._open.values() for node in of_rank.get(block, [])]
     under = (reduction.shards_under(one.level, one.index, self._num_shards) for one in nodes)
     there = {shard for shards in under for shard in shards}
@@ -101,7 +101,7 @@ def zeros_for_the_rest(self: Sums, block: int) -> None:
 def nobody_is_unreachable(
     self: MeshCoordinator, peer: Peer, message: Message, now: float
 ) -> list[Effect]:
-    """Does not hear that a worker can't reach another."""
+    """Ignores the message that a worker can't reach another."""
     return [] if isinstance(message, Unreachable) else _said(self, peer, message, now)
 
 
@@ -109,7 +109,7 @@ def nobody_is_unreachable(
 
 
 def any_round(self: MeshWorker, peer: Peer, rank: int, message: Message) -> list[Effect]:
-    """Takes a node that was sent in an earlier round."""
+    """Accepts a node that was sent in an earlier round."""
     group = self._group
     if group is not None and isinstance(message, TreeNode) and message.round < group.round:
         message = replace(message, round=group.round)
@@ -117,7 +117,7 @@ def any_round(self: MeshWorker, peer: Peer, rank: int, message: Message) -> list
 
 
 def counted_as_it_comes(self: MeshWorker, rank: int, node: TreeNode) -> list[Effect]:
-    """Counts the shards under a node, whoever has them and however often they come."""
+    """Counts the shards under a node, whichever worker sends them, and even if sent twice."""
     missing = self._missing.get(node.block)
     if missing is None:
         return []
@@ -133,7 +133,7 @@ def counted_as_it_comes(self: MeshWorker, rank: int, node: TreeNode) -> list[Eff
 def committed_with_the_first(
     self: MeshCoordinator, peer: Peer, message: Message, now: float
 ) -> list[Effect]:
-    """Takes one that holds every block for all of them, and does not hear the others."""
+    """Treats all workers as staged when the first one is, and ignores the others' messages."""
     if isinstance(message, Staged):
         if self.stage is not Stage.COMPUTING or message.round != self._round:
             return []
@@ -143,14 +143,14 @@ def committed_with_the_first(
 
 
 def makes_what_it_has(self: MeshWorker, message: Message, now: float) -> list[Effect]:
-    """Makes a step when it is told to, with the blocks that are there."""
+    """Makes a step on Commit, even if blocks are missing."""
     if isinstance(message, Commit) and self.phase is WorkerPhase.READY:
         self.phase = WorkerPhase.STAGED
     return _heard(self, message, now)
 
 
 def too_late(self: MeshWorker, peer: Peer, rank: int, message: Message) -> list[Effect]:
-    """Does not mind a block that comes when its step is made."""
+    """Ignores a block that comes after its step was made, instead of dropping the link."""
     late = isinstance(message, Average) and message.step < self.step
     return [] if late else _exchanged(self, peer, rank, message)
 
@@ -169,7 +169,7 @@ def divided_by_its_own(self: TreeExchange, block: int) -> tuple[float, float] | 
 
 
 def state_without_moments(self: Member, message: Message) -> Buffer:
-    """Hands on the weights, and no moments."""
+    """Hands on the weights without the moments."""
     if not isinstance(message, State):
         return _payload(self, message)
     worker = self.workers[self.rank]
@@ -185,9 +185,9 @@ def _at(kind: str, place: str, *, rank: int = 1, seconds: float | None = None) -
     return Fault(kind=kind, rank=rank, step=1, at=place, seconds=seconds)
 
 
-# Worker 1 dies when it holds everything, so after it delivered.
+# Worker 1 dies when it holds all blocks, so after its delivery.
 _DIES = mesh(faults=(_at("kill", "Staged"),))
-# What worker 0 sends of step 1 arrives when worker 1 is gone, and another round has begun.
+# Worker 0's nodes of step 1 arrive after worker 1 has left and another round has begun.
 _LATE = (_at("kill", "Computed"), _at("delay", "TreeNode", rank=0, seconds=0.5))
 _OLD = Fault(kind="lie", step=1, rank=1, at="TreeNode", value="old_step")
 

@@ -1,4 +1,4 @@
-"""Bugs that let a NaN or an infinity through, or stop without saying where it came from."""
+"""Bugs that let a NaN or an infinity through, or halt without naming its place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _apply_all = replicas.Replicas.apply
 
 
 def nobody(shards: Sequence[trace.Shard]) -> trace.Shard | None:
-    """Finds no culprit."""
+    """Reports every shard as finite."""
     return None
 
 
@@ -36,12 +36,12 @@ def filtered_loss(shards: Sequence[trace.Shard], weight: float) -> float:
 
 
 def reduce_the_finite(setup: Setup, replicas: list[Replica]) -> None:
-    """Ranks that found an infinity keep theirs and leave the reduction to the others."""
+    """Leaves ranks with a non-finite gradient out of the reduction."""
     _all_reduce(setup, [r for r in replicas if trainer.gradients_finite(setup, r)])
 
 
 def skip_if_mine(setup: Setup, replica: Replica, step: int, loss: float, weight: float) -> None:
-    """Every rank decides by its own gradient whether to skip the step."""
+    """Skips the step on each rank whose own gradient is not finite."""
     if trainer.gradients_finite(setup, replica):
         _apply(setup, replica, step, loss, weight)
 
@@ -55,14 +55,14 @@ def nan_to_num(
     shard: int,
     count: int,
 ) -> float:
-    """Cleans the gradient before anyone looks at it."""
+    """Replaces non-finite values of the gradient before they are checked."""
     loss = _inject(self, vector, loss, worker, step, shard, count)
     np.nan_to_num(vector, copy=False)
     return loss
 
 
 def nan_alone(vector: Array) -> int | None:
-    """The position of the first NaN; infinities pass."""
+    """Returns the position of the first NaN, and ignores infinities."""
     places = np.flatnonzero(np.isnan(vector))
     return int(places[0]) if places.size else None
 
@@ -75,13 +75,13 @@ def blamed_on_rank_0(
     shard: int,
     ids: sharding.Ids,
 ) -> trace.Halt | None:
-    """Halts after the reduction, when everyone holds the NaN and the first to look is blamed."""
+    """Halts as if after the reduction: every rank has the NaN, and rank 0 is blamed."""
     halt = _guard(self, leaf, worker, step, shard, ids)
     return halt and trace.Halt(step=step, rank=0, reason="non-finite gradient on worker 0")
 
 
 def first_tensor(self: layout.Layout, position: int) -> tuple[str, int]:
-    """Blames the first tensor, wherever in the flat gradient the position lies."""
+    """Names the first tensor, whatever the position in the flat gradient."""
     return next(iter(self.trainable)), position
 
 
@@ -93,23 +93,23 @@ def unguarded(
     shard: int,
     ids: sharding.Ids,
 ) -> trace.Halt | None:
-    """Looks at nothing."""
+    """Checks nothing."""
     return None
 
 
 def skip_in_silence(self: replicas.Replicas, step: int, total: reduction.Node) -> None:
-    """Leaves out a step that is not finite, and goes on."""
+    """Skips a step whose gradient is not finite, and continues."""
     if engine.non_finite(total.vector) is None:
         _apply_all(self, step, total)
 
 
 def clamped(gradient: torch.Tensor, value: float) -> torch.Tensor:
-    """`gradient` with NaN and infinities replaced."""
+    """Return `gradient` with NaN and infinities replaced."""
     return torch.nan_to_num(gradient, nan=0.0, posinf=value, neginf=-value)
 
 
 def clean_then_reduce(setup: Setup, replicas: list[Replica]) -> None:
-    """Replaces non-finite elements on their way into the reduction."""
+    """Replaces non-finite elements before the reduction."""
     for replica in replicas:
         for name in setup.trainable:
             gradient = trainer.gradient_of(replica, name)

@@ -1,4 +1,4 @@
-"""Bugs in the optimizer step: what it holds, what it moves, in which precision."""
+"""Bugs in the optimizer step: its tensors, its arithmetic, its precision."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _loss_of = workload.DigitClassifier.loss_of
 
 
 def of_orphans(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Optimizer:
-    """An optimizer that holds the tensors as they were before the model was wrapped."""
+    """Builds the optimizer with the tensors from before the model was wrapped."""
     orphans = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     return _build_optimizer(setup, orphans)
 
 
 def returned_early(replica: Replica) -> None:
-    """Takes the way of a step that overflowed, on every step."""
+    """Treats every step as one that overflowed: drops the gradients before the step."""
     replica.optimizer.zero_grad()
     replica.optimizer.step()
 
@@ -51,13 +51,13 @@ def groups_swapped(setup: Setup, tensors: dict[str, Tensor]) -> torch.optim.Opti
 
 
 def stepped_twice(replica: Replica) -> None:
-    """A second step after the one that a hook has made already."""
+    """Steps a second time after the step that a hook has made."""
     replica.optimizer.step()
     replica.optimizer.step()
 
 
 def decay_everything(replica: Replica) -> None:
-    """Decays the frozen tensors too."""
+    """Decays the frozen tensors, too."""
     replica.optimizer.step()
     for tensor in replica.tensors.values():
         if not tensor.requires_grad:
@@ -65,19 +65,19 @@ def decay_everything(replica: Replica) -> None:
 
 
 def in_bfloat16(value: Tensor) -> Tensor:
-    """A master weight in 8 bits of mantissa."""
+    """Keeps master weights with 8 bits of mantissa."""
     return value.bfloat16().float()
 
 
 def rounded_each(replica: Replica) -> None:
-    """Steps a master weight in 8 bits: what is less than half an ulp vanishes."""
+    """Steps master weights with 8 bits of mantissa: changes of less than half an ulp are lost."""
     replica.optimizer.step()
     for tensor in replica.tensors.values():
         tensor.data.copy_(in_bfloat16(tensor))
 
 
 def into_a_copy(replica: Replica) -> None:
-    """The kernel updates a contiguous copy of the second layer's weight, which is thrown away."""
+    """Updates a contiguous copy of the second layer's weight, which is thrown away."""
     kept = replica.tensors["hidden2.weight"].detach().clone()
     replica.optimizer.step()
     replica.tensors["hidden2.weight"].data.copy_(kept)
@@ -91,7 +91,7 @@ def detached(
     linear: LinearFunction,
     drop: DropFunction,
 ) -> Tensor:
-    """The second layer's bias is read outside the graph."""
+    """Reads the second layer's bias outside the autograd graph."""
     read = {**tensors, "hidden2.bias": tensors["hidden2.bias"].detach()}
     return _loss_of(self, read, batch, linear=linear, drop=drop)
 
@@ -99,7 +99,7 @@ def detached(
 def without_bias_correction(
     rule: optimizer.Rule, weights: Array, gradient: Array, state: optimizer.State, rate: float
 ) -> None:
-    """Adam whose count of steps never grows: every step is corrected as if it were the first."""
+    """Corrects every step of Adam as if it were the first: its count of steps never grows."""
     state["count"][:] = 0
     _step(rule, weights, gradient, state, rate)
 
@@ -107,7 +107,7 @@ def without_bias_correction(
 def decay_in_gradient(
     rule: optimizer.Rule, weights: Array, gradient: Array, state: optimizer.State, rate: float
 ) -> None:
-    """Adam with the L2 term in the gradient where AdamW decays the weights."""
+    """Adds an L2 term to the gradient of Adam, where AdamW decays the weights."""
     assert rule.decayed is not None
     coupled = gradient + rule.weight_decay * rule.decayed * weights
     _step(optimizer.Rule(rule.kind, 0.0, None), weights, coupled, state, rate)
@@ -121,7 +121,7 @@ def one_moment_flipped(replica: Replica) -> None:
     replica.optimizer.step()
 
 
-# Liveness is decided after three steps: step 2 is the first at which a tensor can be called dead.
+# Liveness is judged after three steps, so a tensor can be reported as dead from step 2 on.
 _DEAD_STEP = 2
 
 VARIANTS = (

@@ -1,4 +1,4 @@
-"""Bugs of trainers that cut a model: over ranks, over stages, over adapters and checkpoints."""
+"""Bugs of trainers that divide a model over ranks or stages, also in adapters and checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLIP_NORM = 0.05  # far below the norms of these gradients
 
 
 def parallel(**changes: Any) -> Scenario:
-    """A model cut over two ranks, one batch of six lines, plain SGD."""
+    """Return a run of a model cut over two ranks, with one batch of six lines and plain SGD."""
     usual: dict[str, Any] = {
         "system": "tensor_parallel",
         "workload": "decoder_full",
@@ -48,7 +48,7 @@ def parallel(**changes: Any) -> Scenario:
 
 
 def pipeline(**changes: Any) -> Scenario:
-    """The same in two stages."""
+    """Return the same run in two stages."""
     return parallel(**{"system": "pipeline_parallel", **changes})
 
 
@@ -60,7 +60,7 @@ def is_copied(parameter: nn.Parameter) -> bool:
 def clip_copies_on_rank_0(
     trainable: Iterable[nn.Parameter], clip_norm: float | None, group: dist.ProcessGroup
 ) -> None:
-    """Leaves out, on all ranks but the first, what the norm counts there alone."""
+    """Scales replicated parameters on the first rank only, which alone counts them in the norm."""
     assert clip_norm is not None
     factor = clip_norm / float(tensor_parallel.norm_l2(trainable, group))
     for parameter in trainable:
@@ -69,7 +69,7 @@ def clip_copies_on_rank_0(
 
 
 def count_copies(trainable: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Tensor:
-    """Adds the squares of all ranks, those of copies as often as there are copies."""
+    """Adds the squares of all ranks, which counts replicated parameters several times."""
     gradients = map(tensor_parallel.local_gradient, trainable)
     squares = torch.stack([one.double().square().sum() for one in gradients]).sum()
     dist.all_reduce(squares, group=group)
@@ -79,7 +79,7 @@ def count_copies(trainable: Iterable[nn.Parameter], group: dist.ProcessGroup) ->
 def leave_partial(
     self: Any, input_layouts: Any, desired: Any, module: Any, inputs: Any, mesh: DeviceMesh
 ) -> DTensor:
-    """Takes the input as it is, and each rank's part of its gradient for the whole."""
+    """Takes each rank's partial gradient of the input for the whole gradient."""
     entered = DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
 
     def take_part(gradient: Tensor) -> Tensor:
@@ -98,11 +98,11 @@ def average_terms(gradient: Tensor) -> Tensor:
 
 
 def keep_apart(stage: pipeline_parallel.Pipeline, trainable: Mapping[str, nn.Parameter]) -> None:
-    """Leaves each copy the gradient of its own use."""
+    """Does not add the gradients of the tied tensor's copies."""
 
 
 def divide_in_every_stage(stage: pipeline_parallel.Pipeline, weight: float) -> None:
-    """Divides by the number of micro-batches once more for each stage that comes behind."""
+    """Divides by the number of micro-batches once more for each later stage."""
     for parameter in stage.trainable().values():
         if parameter.grad is not None:
             parameter.grad.div_(stage.size ** (stage.size - 1 - stage.index))
@@ -112,7 +112,7 @@ def divide_in_every_stage(stage: pipeline_parallel.Pipeline, weight: float) -> N
 def draw_adapters_anew(
     scenario: Scenario, units: Iterable[int] | None = None
 ) -> workload_layers.Layers:
-    """Draws A from each rank's own generator, after the weights were loaded."""
+    """Draws the adapters' A from each rank's own generator, after the weights were loaded."""
     model = _build(scenario, units)
     for name, parameter in model.named_parameters():
         if name.endswith("lora_a"):
@@ -121,17 +121,17 @@ def draw_adapters_anew(
 
 
 def local_name(name: str) -> str:
-    """Counts the blocks of a stage from 0."""
+    """Numbers the blocks of each stage from 0."""
     return name.replace("blocks.1.", "blocks.0.") if dist.get_rank() == 1 else name
 
 
 def cut_by_world_size(ids: sharding.Ids, mesh: DeviceMesh, place: int) -> sharding.Ids:
-    """As many parts as ranks, of which each group takes one."""
+    """Cuts the batch into as many parts as ranks, not groups, and gives each group one."""
     return sharding.cut(ids, dist.get_world_size())[place]
 
 
 def embed_on_all(self: Any, name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-    """The largest tensor is not cut."""
+    """Does not cut the largest tensor, the embedding."""
     assert isinstance(module.weight, nn.Parameter)
     module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Replicate()]))
 

@@ -1,7 +1,7 @@
-"""Bugs in how workers and a parameter server go through a step together, whatever befalls them.
+"""Bugs in the common step of workers and a parameter server.
 
-Each shows only when something goes wrong on the way: random schedules of faults
-(`falsification.schedules`) find every one of them, too.
+Each shows only under a fault. Random schedules of faults (`falsification.schedules`) find every one
+of them, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _receive, _drop, _reduced = Coordinator.receive, Coordinator._drop, Coordinator.
 _enter, _load = Worker._enter, Member.load
 _end_prefix, _end_frame = frames.Decoder._end_prefix, frames.Decoder._end_frame
 
-# What `state_before` is behind by one step.
+# server -> its state one step ago, for `state_before`
 _before: WeakKeyDictionary[Server, bytes] = WeakKeyDictionary()
 _were_in: WeakSet[Worker] = WeakSet()
 
@@ -50,14 +50,14 @@ _were_in: WeakSet[Worker] = WeakSet()
 def made_when_reduced(
     self: Coordinator, step: int, block: int, loss: float, weight: float, now: float
 ) -> list[Effect]:
-    """Makes the step on the server when the average is there, and counts it when one applied it."""
+    """Makes the step on the server as soon as the average is complete, before workers commit."""
     last = not self._missing and len(self._reducing) == 1
     effects = _reduced(self, step, block, loss, weight, now)
     return [Apply(step), *effects] if last else effects
 
 
 def applied_already(self: Coordinator, peer: Peer, message: Message, now: float) -> list[Effect]:
-    """The first who applied a step gives no reason to make it on the server."""
+    """Does not make the step on the server when the first worker has made it."""
     effects = _receive(self, peer, message, now)
     if isinstance(message, Applied):
         return [effect for effect in effects if not isinstance(effect, Apply)]
@@ -67,7 +67,7 @@ def applied_already(self: Coordinator, peer: Peer, message: Message, now: float)
 def committed_when_reduced(
     self: Coordinator, step: int, block: int, loss: float, weight: float, now: float
 ) -> list[Effect]:
-    """The step counts as made when the average is there, before anyone has it staged."""
+    """Counts the step as made when the average is complete, before a worker has staged it."""
     last = not self._missing and len(self._reducing) == 1
     self._made |= last
     effects = _reduced(self, step, block, loss, weight, now)
@@ -75,11 +75,11 @@ def committed_when_reduced(
 
 
 def any_step(self: Coordinator | Worker, step: int) -> None:
-    """Takes a message of any step."""
+    """Accepts messages of any step."""
 
 
 def enter_where_it_was(self: Worker, welcome: Welcome) -> list[Effect]:
-    """Goes on with the step at which the connection was lost."""
+    """Continues at the step in which the connection was lost."""
     before = self.step
     effects = _enter(self, welcome)
     if self in _were_in:
@@ -89,7 +89,7 @@ def enter_where_it_was(self: Worker, welcome: Welcome) -> list[Effect]:
 
 
 def keep_own_state(self: Member, welcome: Welcome, payload: Buffer) -> None:
-    """Keeps the state that it had when the connection was lost."""
+    """Keeps the worker's state from when its connection was lost."""
     if not self.workers:
         _load(self, welcome, payload)
         return
@@ -98,7 +98,7 @@ def keep_own_state(self: Member, welcome: Welcome, payload: Buffer) -> None:
 
 
 def halt_for_one(self: Coordinator, peer: Peer, message: Message, now: float) -> list[Effect]:
-    """Halts the worker that found a value that is not finite; the others take over its shards."""
+    """Halts only the worker that found a non-finite value; others take over its shards."""
     if isinstance(message, NonFinite) and peer in self.peers:
         rank = self.peers[peer].in_rank()
         halt = Send(peer, Halt(step=message.step, reason="not finite"))
@@ -107,7 +107,7 @@ def halt_for_one(self: Coordinator, peer: Peer, message: Message, now: float) ->
 
 
 def never_silent(self: Coordinator, member: Seen, now: float) -> bool:
-    """Waits for everyone for ever."""
+    """Waits for silent workers for ever."""
     return False
 
 
@@ -119,7 +119,7 @@ def _late(message: Message) -> bool:
 
 
 def weights_alone(self: Server, message: Message) -> frames.Buffer:
-    """A worker that joins late gets no moments."""
+    """Sends no moments to a worker that joins late."""
     if not _late(message):
         return _payload(self, message)
     moments = self.replica.state
@@ -131,7 +131,7 @@ def weights_alone(self: Server, message: Message) -> frames.Buffer:
 
 
 def remembered(self: Server, step: int) -> None:
-    """Makes the step, and keeps the state from before."""
+    """Makes the step, and keeps the state from before it for `state_before`."""
     stands = state.Progress(position=self.position, schedule_step=self.schedule_step)
     arrays, moments = self.replica.replica.arrays, self.replica.state
     specs, kind = self.workload.specs, self.scenario.optimizer
@@ -140,12 +140,12 @@ def remembered(self: Server, step: int) -> None:
 
 
 def state_before(self: Server, message: Message) -> frames.Buffer:
-    """A worker that joins late gets the state from before the latest step."""
+    """Sends the state from before the latest step to a worker that joins late."""
     return _before[self] if _late(message) and self in _before else _payload(self, message)
 
 
 def torn(path: Path, arrays: checkpoint.Arrays, progress: Mapping[str, Any]) -> None:
-    """Overwrites the file in place, and dies before the moments: they are still the old ones."""
+    """Overwrites the file in place, and dies before it writes the moments, which stay old."""
     if path.exists():
         old, _ = checkpoint.load(path)
         arrays = {n: old[n] if n.startswith("optimizer/") else a for n, a in arrays.items()}
@@ -156,14 +156,14 @@ def torn(path: Path, arrays: checkpoint.Arrays, progress: Mapping[str, Any]) -> 
 
 
 def any_number(self: frames.Decoder) -> frames.Received | None:
-    """Takes a frame whatever its number, also one that came before."""
+    """Accepts a frame with any number, even a repeated one."""
     self._number = int.from_bytes(self._prefix[8:16], "little")
     _end_prefix(self)
     return None
 
 
 def any_checksum(self: frames.Decoder) -> frames.Received | None:
-    """Takes a frame whatever its checksum."""
+    """Accepts a frame with any checksum."""
     assert self._received is not None
     key = frames.NO_KEY if isinstance(self._received.message, frames.UNKEYED) else self.key
     fields = self._prefix[: frames.FIELDS.size]

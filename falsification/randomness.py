@@ -1,4 +1,4 @@
-"""Bugs in random streams: keyed by the wrong thing, or by nothing."""
+"""Bugs in random streams, which are keyed by the wrong values or by none."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _rng, _build_replica = Scenario.rng, textbook_replica.build_replica
 _masks, _drop = trainer.masks, dropout.Dropout.__call__
 _RNG = "entrenar_py.scenario.Scenario.rng"
 
-# One generator for the whole process, as a trainer has it that never seeds.
+# One generator for the whole process, as in a trainer without seeds.
 _process = np.random.default_rng(0)
 
 
 def keyed_by_rank(self: Scenario, *stream: str | int) -> np.random.Generator:
-    """Dropout keyed by the rank and the shard's place in the rank's own run."""
+    """Keys dropout by the rank and the shard's place in the rank's own run."""
     if stream[0] != "dropout":
         return _rng(self, *stream)
     _, step, shard = stream
@@ -33,29 +33,29 @@ def keyed_by_rank(self: Scenario, *stream: str | int) -> np.random.Generator:
 
 
 def same_for_all_shards(self: Scenario, *stream: str | int) -> np.random.Generator:
-    """Dropout keyed by the step alone."""
+    """Keys dropout by the step alone."""
     return _rng(self, *stream[:2]) if stream[0] == "dropout" else _rng(self, *stream)
 
 
 def same_every_step(self: Scenario, *stream: str | int) -> np.random.Generator:
-    """Dropout keyed by the shard alone."""
+    """Keys dropout by the shard alone."""
     if stream[0] != "dropout":
         return _rng(self, *stream)
     return _rng(self, "dropout", stream[-1])
 
 
 def unseeded_order(self: Scenario, *stream: str | int) -> np.random.Generator:
-    """The order of the data from a generator that goes on from run to run."""
+    """Draws the order of the data from a generator that is not reset between runs."""
     return _process if stream[0] == "order" else _rng(self, *stream)
 
 
 def entropy(self: Scenario, *stream: str | int) -> np.random.Generator:
-    """Dropout from the operating system's entropy."""
+    """Draws dropout from the operating system's entropy."""
     return np.random.default_rng() if stream[0] == "dropout" else _rng(self, *stream)
 
 
 def one_stream(setup: Setup, rank: int) -> Replica:
-    """Every rank draws its masks from the stream of rank 0."""
+    """Draws the masks of every rank from the stream of rank 0."""
     replica = _build_replica(setup, rank)
     replica.rng = setup.scenario.rng("dropout", 0)
     return replica
@@ -64,17 +64,17 @@ def one_stream(setup: Setup, rank: int) -> Replica:
 def eval_on_rank_1(
     setup: Setup, replica: Replica, step: int, ids: sharding.Ids
 ) -> dropout.Dropout | None:
-    """Rank 1 was left in evaluation mode."""
+    """Leaves rank 1 in evaluation mode."""
     return None if replica.rank == 1 else _masks(setup, replica, step, ids)
 
 
 def unscaled(self: dropout.Dropout, tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that are kept are not scaled by 1 / (1 - rate)."""
+    """Does not scale the kept elements by 1 / (1 - rate)."""
     return _drop(self, tensor) * 0.8
 
 
 def ignored(self: dropout.Dropout, tensor: torch.Tensor) -> torch.Tensor:
-    """The mask is drawn and thrown away."""
+    """Draws the mask and does not apply it."""
     _drop(self, tensor)
     return tensor
 
@@ -89,7 +89,7 @@ VARIANTS = (
         plants={_RNG: keyed_by_rank},
         scenario=_DROPPING,
         invariants=("F-TI-005",),
-        # Shards 0 and 1 are the first two of worker 0 on 3 workers as on 1; shard 2 is not.
+        # Shards 0 and 1 are worker 0's first two on 3 workers as on 1. Shard 2 is worker 1's first.
         place={"step": 0, "rank": 1, "shard": 2},
     ),
     Variant(

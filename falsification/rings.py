@@ -1,4 +1,4 @@
-"""Bugs in how a vector is reduced around a ring, or in a mesh: what is added, held and sent."""
+"""Bugs in the reduction of a vector in a ring or a mesh: in its sums, its results, its messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def divided_by_ranks(self: RingExchange, block: int) -> tuple[float, float] | No
 def last_element_not_added(
     self: RingExchange, block: int, message: Partial | None, payload: Buffer
 ) -> tuple[float, float]:
-    """Adds as many elements to a block as the shortest one has."""
+    """Adds only as many elements of a block as the shortest block has."""
     came = None if message is None else blocks.vector_of(payload).copy()
     combined = _combine(self, block, message, payload)
     size = self.held.vector.size // self.held.blocks.count
@@ -67,13 +67,13 @@ def last_element_not_added(
 
 
 def first_node_alone(self: RingExchange, block: int) -> reduction.Vector:
-    """Takes the first tree node for all that was computed here."""
+    """Takes a worker's first tree node for its whole sum."""
     first = min(self.nodes, key=lambda place: place[1] << place[0])
     return self.nodes[first].vector[self.held.blocks.part(block)]
 
 
 def any_round(self: RingWorker, peer: Peer, rank: int, message: Message) -> list[Effect]:
-    """Takes a sum that was sent in an earlier round."""
+    """Accepts a sum that was sent in an earlier round."""
     group = self._group
     if group is not None and isinstance(message, Partial) and message.round < group.round:
         message = replace(message, round=group.round)
@@ -81,7 +81,7 @@ def any_round(self: RingWorker, peer: Peer, rank: int, message: Message) -> list
 
 
 def first_one_added(self: RingWorker, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
-    """Throws a sum of a block away where one has been."""
+    """Ignores a sum of a block if it has added to that block before."""
     if isinstance(message, Partial) and message.block in self._combined:
         return []
     return _part(self, peer, rank, message)
@@ -91,7 +91,7 @@ def first_one_added(self: RingWorker, peer: Peer, rank: int, message: Exchanged)
 
 
 def keeps_its_partial(self: Member, step: int) -> None:
-    """Worker 1 makes the step with what it has summed of the first block."""
+    """Makes worker 1's step with its partial sum of the first block."""
     if self.rank == 1:
         assert isinstance(self.exchange, RingExchange)
         blocks.average(self.exchange.passing[0], self.scale, out=self.held.part(0))
@@ -101,14 +101,14 @@ def keeps_its_partial(self: Member, step: int) -> None:
 def notes_who_comes(
     self: MeshCoordinator, peer: Peer, message: Message, now: float
 ) -> list[Effect]:
-    """Remembers in which order workers say hello."""
+    """Remembers the order of the workers' hellos, for `in_order_of_arrival`."""
     if isinstance(message, Hello):
         _arrived.setdefault(self, []).append(peer)
     return _said(self, peer, message, now)
 
 
 def in_order_of_arrival(self: MeshCoordinator, members: dict[Peer, Seen]) -> list[Effect]:
-    """Makes the ring of the workers in the order in which they have come."""
+    """Orders the ring by the workers' arrival."""
     told: list[Effect] = []
     for effect in _regroup(self, members):
         assert isinstance(effect, Send)
@@ -125,7 +125,7 @@ def in_order_of_arrival(self: MeshCoordinator, members: dict[Peer, Seen]) -> lis
 
 
 def sent_to_all(self: MeshWorker, nodes: list[TreeNode]) -> list[Effect]:
-    """Sends every block of its nodes to everybody."""
+    """Sends every block of a worker's nodes to all workers."""
     assert self._group is not None
     effects = _send(self, nodes)
     for node in nodes:
@@ -137,7 +137,7 @@ def sent_to_all(self: MeshWorker, nodes: list[TreeNode]) -> list[Effect]:
 
 
 def not_its_own(self: MeshWorker, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
-    """Throws away what another one averages."""
+    """Ignores nodes of blocks that another worker averages."""
     mine = self._owner(message.block) == self.rank
     if isinstance(message, TreeNode) and not mine:
         return []
@@ -145,23 +145,23 @@ def not_its_own(self: MeshWorker, peer: Peer, rank: int, message: Exchanged) -> 
 
 
 def told_to_the_coordinator(self: MeshWorker, nodes: list[TreeNode]) -> list[Effect]:
-    """Sends all that was computed to the coordinator, before the others."""
+    """Sends all of a worker's nodes to the coordinator, too, before the other workers."""
     told: list[Effect] = [Send(self._peer, node) for node in nodes]
     return [*told, *_deliver(self, nodes)]
 
 
 def not_asked_for(self: MeshCoordinator, peer: Peer, message: Message, now: float) -> list[Effect]:
-    """Does not mind nodes."""
+    """Ignores nodes at the coordinator, instead of refusing them."""
     return [] if isinstance(message, TreeNode) else _said(self, peer, message, now)
 
 
 def once_more(self: RingWorker, average: Average) -> list[Effect]:
-    """Sends the average on to the next one, whoever that is."""
+    """Sends the average on to the next worker, even if it comes from there."""
     return self.links.say(self._neighbour(1), average)
 
 
 def nothing_new(self: RingWorker, peer: Peer, rank: int, message: Exchanged) -> list[Effect]:
-    """Throws an average away that came from here."""
+    """Ignores an average that this worker has made itself."""
     mine = self._owner(message.block) == self.rank
     if isinstance(message, Average) and mine:
         return []
@@ -169,7 +169,7 @@ def nothing_new(self: RingWorker, peer: Peer, rank: int, message: Exchanged) -> 
 
 
 def all_written_first(self: Link) -> None:
-    """Reads nothing on any connection while there is something to be written on one."""
+    """Reads from no connection while any connection has data to write."""
     _links.add(self)
     if not any(link._queue or link._pieces for link in _links):
         _read(self)
@@ -180,7 +180,7 @@ def _at(kind: str, place: str, *, rank: int, seconds: float | None = None) -> Fa
 
 
 _MESH = mesh(workload="vectors", width=51, options={"block_bytes": 44}, num_steps=2)
-# What worker 2 sends of step 1 arrives when worker 1 is gone, and another round has begun.
+# Worker 2's sums of step 1 arrive after worker 1 has left and another round has begun.
 _LATE = (_at("kill", "Computed", rank=1), _at("delay", "Partial", rank=2, seconds=0.5))
 
 VARIANTS = (

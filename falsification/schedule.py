@@ -40,7 +40,7 @@ def warm_up_from_zero(
 
 
 def one_ahead(step: int, *, peak: float, kind: str, warmup_steps: int, num_steps: int) -> float:
-    """The scheduler stepped before the optimizer did."""
+    """Steps the scheduler before the optimizer."""
     return _learning_rate(
         step + 1, peak=peak, kind=kind, warmup_steps=warmup_steps, num_steps=num_steps
     )
@@ -49,7 +49,7 @@ def one_ahead(step: int, *, peak: float, kind: str, warmup_steps: int, num_steps
 def times_world_size(
     scenario: Scenario, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Scales the peak rate by the number of ranks, unasked."""
+    """Scales the peak rate by the number of ranks, which the scenario does not request."""
     for group in optimizer.param_groups:
         group["lr"] *= scenario.world_size
     return _build_scheduler(scenario, optimizer)

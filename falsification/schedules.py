@@ -1,6 +1,6 @@
-"""Random schedules of faults for the simulated star, mesh and ring, and whether a run ended right.
+"""Random schedules of faults for the simulated star, mesh and ring, and a judge of their runs.
 
-A seed is a scenario, and a scenario is its run: `attempt(seed)` again replays what it found.
+A seed determines a scenario, and a scenario its run: `attempt(seed)` replays it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ AUDITED = 0.25  # how often a star's shards are audited
 SHARES = (1.0, 1.0, 0.3)
 SERVED = 0.25  # how often a star's server updates
 AGAIN = 0.4  # how often a fault befalls the worker, and in the step, that the one before did
-# By workload: two blocks or one; eight, three or one; 21 elements in 21, seven or one. Each costs
-# messages, and time.
+# By workload: two blocks or one; eight, three or one; 21 elements in 21, seven or one. More blocks
+# cost messages and time.
 BLOCK_BYTES = {"linear": (4, 4, 2**20), "mlp": (200, 600, 2**20), "vectors": (4, 12, 2**20)}
 WIDTHS = {"linear": 4, "mlp": 4, "vectors": 21}
-# AdamW's first steps are as long where a gradient is nothing but rounding: a ring's differ there.
+# No AdamW: its first steps are as long where a gradient is only rounding, which differs in a ring.
 SMOOTH = ("sgd", "momentum")
 NEAR = 1e-5  # weights of a ring from those of the tree: tens of steps, some roundings each
 _VALUES = ("nan", "inf", "-inf")
@@ -57,9 +57,9 @@ class Attempt:
 
 
 def attempt(seed: int, *, mutant: str | None = None, system: str | None = None) -> Attempt:
-    """Runs the schedule of `seed`, with `mutant` planted if there is one, and judges it."""
+    """Run the schedule of `seed`, with `mutant` planted if there is one, and judge the run."""
     scenario = draw(seed, system).with_(mutant=mutant)
-    # A worker that one fault took away is not there for the next: that one does not strike then.
+    # A fault does not strike if an earlier one has removed its worker.
     run = systems.run(scenario, every_fault=False)
     calm = systems.run(undisturbed(scenario))
     other = systems.run(elsewhere(scenario)) if elsewhere(scenario) != scenario else None
@@ -70,11 +70,11 @@ def attempt(seed: int, *, mutant: str | None = None, system: str | None = None) 
 
 
 def draw(seed: int, system: str | None = None) -> Scenario:
-    """The scenario of `seed`: a small training, up to NUM_FAULTS_MAX faults of any kind, stops.
+    """Return the scenario of `seed`: a small run with up to NUM_FAULTS_MAX faults, and with stops.
 
-    It can be run, and can end: somebody is always there, or on the way back. In a mesh or a ring
-    that is not enough, since the state is with the workers: nothing strikes the one of the highest
-    rank. Where no `system` is given, seeds draw SYSTEMS in turn.
+    It can always end, because a worker is always present or about to come back. In a mesh or a ring
+    only workers have the state, so that no fault strikes the highest rank. Without `system`, seeds
+    go through SYSTEMS in turn.
     """
     rng = random.Random(seed)
     system = system or SYSTEMS[seed % len(SYSTEMS)]
@@ -110,7 +110,7 @@ def draw(seed: int, system: str | None = None) -> Scenario:
 
 
 def _audited(scenario: Scenario, rng: random.Random) -> Scenario:
-    """Some with shards that are audited; and of those, some with a worker that goes wrong."""
+    """Return `scenario`, in some cases with audits, and in some of these with a corrupt worker."""
     if scenario.system != STAR or rng.random() > AUDITED:
         return scenario
     options = {**scenario.options, "audit_share": rng.choice(SHARES)}
@@ -130,9 +130,9 @@ def _audited(scenario: Scenario, rng: random.Random) -> Scenario:
 
 
 def _served(scenario: Scenario, rng: random.Random) -> Scenario:
-    """Some in which the server updates: what befell averages befalls new weights there."""
+    """Return `scenario`, in some cases with a server that updates, and faults moved to Weights."""
     if scenario.system != STAR or scenario.workload == "vectors" or rng.random() > SERVED:
-        return scenario  # of known vectors it is the workers' averages that are judged
+        return scenario  # with workload `vectors`, the workers' averages are judged
     return scenario.with_(
         options={**scenario.options, "updates": "server"},
         faults=tuple(
@@ -142,7 +142,7 @@ def _served(scenario: Scenario, rng: random.Random) -> Scenario:
 
 
 def _and_one(scenario: Scenario, rng: random.Random) -> Scenario:
-    """`scenario` with one more fault; without, if the one drawn can't be."""
+    """Return `scenario` with one more fault drawn, or unchanged if that fault is impossible."""
     before = scenario.faults[-1:]
     if before and before[0].rank is not None and rng.random() < AGAIN:
         rank, step = before[0].rank, before[0].step
@@ -151,23 +151,23 @@ def _and_one(scenario: Scenario, rng: random.Random) -> Scenario:
         rank, step = rng.randrange(num_struck), rng.randrange(scenario.num_steps)
     try:
         fault = _fault(scenario, rng, rank, step)
-    except UsageError:  # it can't be said in that step
+    except UsageError:  # the fault is impossible in that step
         return scenario
     return _with(scenario, fault)
 
 
 def _with(scenario: Scenario, fault: Fault) -> Scenario:
-    """`scenario` with `fault`; without, if it can't be."""
+    """Return `scenario` with `fault`, or unchanged if `fault` is impossible there."""
     try:
         more = scenario.with_(faults=(*scenario.faults, fault))
         systems.require_possible(more)
-    except UsageError:  # nobody there to strike, to leave alone, or to come back
+    except UsageError:  # the worker is absent, already present, or the last one
         return scenario
     return more
 
 
 def _fault(scenario: Scenario, rng: random.Random, rank: int, step: int | None) -> Fault:
-    """One that befalls worker `rank` in `step`, or a value that halts the run wherever it is."""
+    """Draw a fault of worker `rank` in `step`, or a non-finite value in a shard, which halts."""
     chance, places = rng.random(), systems.SYSTEMS[scenario.system].places
     if chance < 0.08:
         kind = rng.choice(("non_finite_gradient", "non_finite_loss"))
@@ -200,12 +200,12 @@ def _fault(scenario: Scenario, rng: random.Random, rank: int, step: int | None) 
 
 
 def undisturbed(scenario: Scenario) -> Scenario:
-    """The same training by the reference, whose workers nothing befalls."""
+    """Return the same training on the reference trainer, without faults."""
     return scenario.with_(system="reference", faults=(), stops=(), mutant=None, options={})
 
 
 def elsewhere(scenario: Scenario) -> Scenario:
-    """The run whose bits that of `scenario` must have beside those of `undisturbed`, or itself."""
+    """Return the ring's run on its other system, with equal bits; `scenario` if there is none."""
     if scenario.system != RING or scenario.faults:
         return scenario
     (twin,) = companions.of((TWIN,), scenario).of(TWIN)
@@ -213,18 +213,18 @@ def elsewhere(scenario: Scenario) -> Scenario:
 
 
 def judge(run: Trace, calm: Trace, other: Trace | None = None) -> str:
-    """Return what is wrong with `run`, whose training undisturbed is `calm`; empty if nothing is.
+    """Return what is wrong with `run`, or an empty string; `calm` is the undisturbed run.
 
-    The run has to end: completed, halted by the first planted value, or halted by workers that
-    disagree where nobody else can decide. Every step until then has to be made, and every worker
-    that made it has the bits of `calm` (around a ring: close values, and the bits of `other`). No
-    check may say FALSIFIED. The consequences of a wrong value that nobody audited are ignored.
+    The run must end: completed, halted by the first planted value, or halted by an audit that can't
+    be decided. Every step until then must be made, and every worker that made it must have the bits
+    of `calm`. In a ring, values must be close, and bits those of `other`. No check may say
+    FALSIFIED. The consequences of a wrong value that was not audited are ignored.
     """
     return next(_complaints(run, _seen_alike(run, calm), other), "")
 
 
 def _seen_alike(run: Trace, calm: Trace) -> Trace:
-    """`calm`, without optimizer state where that is the server's, and in no worker's record."""
+    """Return `calm`, without optimizer state if the server has it and workers don't record it."""
     if run.traits.updates == "workers":
         return calm
     events = (
@@ -252,7 +252,7 @@ def _complaints(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:
 
 
 def _wrong_halts(run: Trace, calm: Trace, step: int) -> Iterator[str]:
-    """A halt has to name a planted value of `step`, and the samples of its shard."""
+    """Yield a complaint unless a halt names a planted value of `step`, and its shard's samples."""
     ids = {(one.step, one.shard): one.ids for one in calm.of(trace.Shard)}
     culprits = {
         (fault.step, fault.shard): fault
@@ -271,7 +271,7 @@ def _wrong_halts(run: Trace, calm: Trace, step: int) -> Iterator[str]:
 
 
 def _wrong_updates(run: Trace, calm: Trace, limit: int) -> Iterator[str]:
-    """Steps before `limit` have to be made, each as undisturbed; none of the others may be."""
+    """Yield complaints unless exactly the steps before `limit` are made, each as undisturbed."""
     models = {one.step: one for one in calm.of(Update)}
     known_until = checks.audits.first_open(run)
     for update in run.of(Update):
@@ -300,7 +300,7 @@ def _alike(update: Update, model: Update, *, exact: bool) -> bool:
 
 
 def _is_reduction(run: Trace) -> bool:
-    """Return whether the whole run was the sum of known vectors, each computed and sent once."""
+    """Return whether the run only reduced known vectors, without audits and corruption."""
     scenario = run.scenario
     silent = any(fault.kind in faults.SILENT for fault in scenario.faults)
     known = scenario.workload == "vectors" and not silent
@@ -308,8 +308,8 @@ def _is_reduction(run: Trace) -> bool:
 
 
 def _falsified(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:
-    # Where a worker is left alone nobody audits it: that is open, and not wrong.
-    # The undisturbed run stands for that of this system: so it is found beside the disturbed one.
+    # A worker that is left alone can't be audited: the check is then inconclusive, which is right.
+    # The undisturbed run stands for one of this system, as the checks compare runs of one system.
     alone = replace(calm, scenario=run.scenario.with_(faults=()))
     beside = {name: Runs(run, {ALONE: (alone,)}) for name in _CHECKS}
     beside["audits"] = Runs(run, {CALM: (calm,)})
@@ -330,7 +330,7 @@ def _falsified(run: Trace, calm: Trace, other: Trace | None) -> Iterator[str]:
 
 @cache
 def _clauses() -> dict[str, Invariant]:
-    """The clauses of both contracts, by their check's name."""
+    """Return the clauses of both contracts by the name of their check."""
     known = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
     loaded = [contract.load(shipped.contract_path(name), vocabulary=known) for name in _CONTRACTS]
     return {one.check: one for each in loaded for one in each.invariants if one.check}

@@ -1,4 +1,4 @@
-"""The parts that variants change, and the small runs in which that shows.
+"""The parts of systems that variants change, and the small runs in which the change shows.
 
 Sizes are chosen so that no bug hides: shards of unequal size, a short last batch, two epochs,
 plain SGD without clipping unless a bug needs more.
@@ -32,7 +32,7 @@ TORCH_MODULE = "entrenar_py.systems.torch.workload_module"
 
 
 def textbook(**changes: Any) -> Scenario:
-    """Two ranks of the textbook trainer; 21 digits in batches of 8, 8, 5."""
+    """Return a run of two ranks of the textbook trainer: 21 digits in batches of 8, 8, 5."""
     usual: dict[str, Any] = {
         "system": "textbook",
         "workload": "mlp",
@@ -49,17 +49,17 @@ def textbook(**changes: Any) -> Scenario:
 
 
 def ddp(**changes: Any) -> Scenario:
-    """Two ranks of torch's DistributedDataParallel, each a process of its own."""
+    """Return a run of two ranks of torch's DistributedDataParallel, each in its own process."""
     return textbook(**{"system": "ddp", "num_steps": 2, **changes})
 
 
 def fsdp(**changes: Any) -> Scenario:
-    """The same two ranks, with pieces of everything."""
+    """Return a run of two ranks of torch's FSDP."""
     return textbook(**{"system": "fsdp", "num_steps": 2, **changes})
 
 
 def reference(**changes: Any) -> Scenario:
-    """Three workers of the reference trainer, which own shards 0-1, 2-3 and 4.
+    """Return a run of three workers of the reference trainer, with shards 0-1, 2-3 and 4.
 
     The shards of a full batch hold 2, 2, 2, 1 and 1 samples.
     """
@@ -67,24 +67,24 @@ def reference(**changes: Any) -> Scenario:
 
 
 def star(**changes: Any) -> Scenario:
-    """The same three workers, each talking to a parameter server under the simulator."""
+    """Return the same run with a simulated parameter server."""
     return reference(**{"system": "parameter_server_simulated", **changes})
 
 
 def mesh(**changes: Any) -> Scenario:
-    """The same three workers under the simulator, exchanging blocks with each other."""
+    """Return the same run with a simulated mesh, in which workers exchange blocks."""
     return reference(**{"system": "mesh_simulated", "options": {"block_bytes": 400}, **changes})
 
 
 def vectors(**changes: Any) -> Scenario:
-    """Three workers of a simulated ring, shards 0-1, 2-3 and 4, vectors of 51 in five blocks.
+    """Return a run of three workers of a simulated ring, with shards 0-1, 2-3 and 4.
 
-    The last block has 11 elements, the others 10.
+    Vectors have 51 elements in five blocks: the last block has 11 elements, the others 10.
     """
     usual = {"system": "ring_simulated", "workload": "vectors", "width": 51}
     return reference(**{**usual, "num_steps": 2, "options": {"block_bytes": 44}, **changes})
 
 
 def visit(scenario: Scenario, *, epoch: int = 0) -> list[int]:
-    """The sample ids in the order in which a right trainer visits them in `epoch`."""
+    """Return the sample ids in the order in which a correct trainer visits them in `epoch`."""
     return list(sharding.order(scenario.num_samples, scenario.rng("order", epoch)))

@@ -1,4 +1,4 @@
-"""Other ways to use torch's own data parallelism rightly: no check may alarm on any of these."""
+"""Correct variants of trainers on DDP and FSDP: no check may report any of these."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _shard, _synchronise = trainer.shard, FSDPModule.set_requires_gradient_sync
 
 
 def otherwise(model: nn.Module, **_: Any) -> DistributedDataParallel:
-    """Buckets of 400 bytes, gradients of their own beside them, a graph that stays the same."""
+    """Uses buckets of 400 bytes, gradients that are no views of them, and a static graph."""
     return DistributedDataParallel(
         model, bucket_cap_mb=400 / 2**20, gradient_as_bucket_view=False, static_graph=True
     )
 
 
 def at_once(self: FSDPModule, requires: bool, **more: Any) -> None:
-    """Reduces every micro-batch: pieces are added up."""
+    """Reduces every micro-batch, and adds up the pieces."""
     _synchronise(self, True, **more)
 
 
 def put_back(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
-    """Keeps nothing whole between the forward and the backward pass, and divides by hand."""
+    """Reshards after the forward pass, and sums in the reduction instead of averaging."""
     sharded = _shard(rank, model)
     sharded.set_reshard_after_forward(True)
     sharded.set_force_sum_reduction_for_comms(True)
@@ -44,18 +44,18 @@ def put_back(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
 
 
 def recomputed(self: workload_module.Model, ids: Sequence[int]) -> Tensor:
-    """Activation checkpointing."""
+    """Uses activation checkpointing."""
     loss: Tensor = checkpoint(_forward, self, ids, use_reentrant=False)
     return loss
 
 
 def fused(scenario: Scenario, model: workload_module.Model) -> torch.optim.Optimizer:
-    """The fused implementation of the optimizer."""
+    """Uses the fused implementation of the optimizer."""
     return _implementation(_optimizer_of(scenario, model), fused=True)
 
 
 def one_by_one(scenario: Scenario, model: workload_module.Model) -> torch.optim.Optimizer:
-    """The implementation that steps parameter by parameter."""
+    """Uses the implementation of the optimizer that steps one parameter at a time."""
     return _implementation(_optimizer_of(scenario, model), foreach=False)
 
 

@@ -1,4 +1,4 @@
-"""Bugs in the canonical all-reduce: right sums that depend on how many workers there are."""
+"""Bugs in the canonical all-reduce: correct sums whose bits depend on the number of workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .subjects import textbook
 
 
 def in_rank_order(rows: Tensor, *, scale: float, out: Tensor) -> None:
-    """Adds one rank after the other."""
+    """Adds the sums of ranks one after the other."""
     total = rows[0].clone()
     for row in rows[1:]:
         total += row
@@ -21,7 +21,7 @@ def in_rank_order(rows: Tensor, *, scale: float, out: Tensor) -> None:
 
 
 def one_after_the_other(self: Counter, node: Gradients) -> None:
-    """Adds a rank's micro-batches in their order, as `.grad` would."""
+    """Adds a rank's micro-batches one after the other, as `.grad` would."""
     if self._levels:
         gradients.add(self._levels[0].values(), node.values())
     else:

@@ -1,4 +1,4 @@
-"""Bugs in trainers that use DistributedDataParallel: what its hooks and its neighbours allow."""
+"""Bugs in trainers that use DistributedDataParallel, which it does not prevent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _accumulate, _load = trainer.accumulate, trainer.load
 _forward: Any = DistributedDataParallel.forward
 
 
-# Whom `hooked` has given hooks.
+# The models to which `hooked` has given hooks.
 _hooked: WeakSet[DistributedDataParallel] = WeakSet()
 
 WRAPPER = "torch.nn.parallel.DistributedDataParallel"
@@ -34,12 +34,12 @@ GUARD = "entrenar_py.systems.torch.finite_guard"
 
 
 def bypassed(self: DistributedDataParallel, *inputs: Any) -> Any:
-    """Calls the module inside."""
+    """Calls the wrapped module directly."""
     return self.module(*inputs)
 
 
 def left_off(self: DistributedDataParallel, *inputs: Any) -> Any:
-    """Goes on as if inside `no_sync`, also for the last micro-batch."""
+    """Computes the last micro-batch inside `no_sync`, too."""
     with self.no_sync():
         return _forward(self, *inputs)
 
@@ -51,7 +51,7 @@ def cleared(self: DistributedDataParallel, *inputs: Any) -> Any:
 
 
 def hooked(self: DistributedDataParallel, *inputs: Any) -> Any:
-    """Reduces by hooks of its own, which get the micro-batch's gradient: not what was kept."""
+    """Reduces by its own hooks, which get the last micro-batch's gradient, not the sum of all."""
 
     def reduce(gradient: Tensor) -> Tensor:
         if self.require_backward_grad_sync:
@@ -69,7 +69,7 @@ def hooked(self: DistributedDataParallel, *inputs: Any) -> Any:
 def clipped_before(
     rank: Rank, model: DistributedDataParallel, guard: FiniteGuard, obs: Any, *where: Any
 ) -> None:
-    """Clips what each rank has, then averages it."""
+    """Clips each rank's gradient, then averages them."""
     with model.no_sync():
         _accumulate(rank, model, guard, obs, *where)
     trainer.clip(rank.scenario, model)
@@ -80,7 +80,7 @@ def clipped_before(
 
 
 def padded(rank: Rank, ids: sharding.Ids, index: int) -> list[sharding.Ids]:
-    """As torch's sampler hands them out: evenly, by repeating the first ones."""
+    """Distributes samples as torch's sampler does: evenly, by repeating the first ones."""
     data: Any = ids
     sampler: DistributedSampler[int] = DistributedSampler(
         data, num_replicas=rank.world_size, rank=index, shuffle=False
@@ -95,7 +95,7 @@ def reduced_first(
     obs: entrenar_py.Observation,
     *where: Any,
 ) -> None:
-    """Looks at the reduced gradient alone: everyone finds the NaN, and takes it for its own."""
+    """Checks only the reduced gradient, where every rank finds the NaN and rank 0 is blamed."""
     _accumulate(rank, model, guard, obs, *where)
     guard._flags.clear()
     guard._flags.append(torch.zeros(1, dtype=torch.bool))
@@ -105,13 +105,13 @@ def reduced_first(
 
 
 def found_here(found: list[Tensor], own: Tensor) -> None:
-    """Nobody waits for what the others found."""
+    """Ignores what other ranks found."""
     found[:] = [torch.full_like(own, finite_guard._NONE) for _ in found]
     found[dist.get_rank()] = own
 
 
 def of_rank_0(rank: Rank, *state: Any) -> Any:
-    """Every rank goes on with the random state of rank 0."""
+    """Resumes every rank with the random state of rank 0."""
     loaded = _load(rank, *state)
     saved = torch.load(rank.checkpoint, weights_only=True)
     rank.restore_random(saved["random"][rank.workers[0]])
@@ -179,7 +179,7 @@ VARIANTS = (
         plants={f"{DDP}.micro_batches": padded},
         scenario=_TEN_ON_THREE,
         invariants=("F-DP-002",),
-        # Ten are made twelve by the first two: rank 1 takes the one, rank 2 the other.
+        # Ten samples are padded to twelve by the first two, for ranks 1 and 2.
         place={"step": 0, "rank": 1, "sample_ids": (visit(_TEN_ON_THREE)[0],)},
     ),
     Variant(

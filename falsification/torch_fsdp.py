@@ -1,4 +1,4 @@
-"""Bugs in trainers that keep pieces: what `fully_shard` takes on trust."""
+"""Bugs in trainers that use `fully_shard`, which it does not check."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DEAD_STEP = 2  # liveness is decided after three steps
 
 
 def unlike(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
-    """Each rank has made weights of its own: the whole is put together of different models."""
+    """Builds different weights on each rank, so that the whole model is a mix of them."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01 * rank.index)
@@ -37,27 +37,27 @@ def unlike(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
 
 
 def halved(rank: Rank, model: workload_module.Model) -> trainer.Sharded:
-    """Parameters are made in the precision that was meant for computing."""
+    """Creates the parameters in bfloat16, which is meant only for computing."""
     return _shard(rank, model.to(torch.bfloat16))
 
 
 def stale(scenario: Scenario, model: workload_module.Model) -> torch.optim.Optimizer:
-    """Holds the parameters that there were before sharding."""
+    """Builds the optimizer with the parameters from before sharding."""
     return _optimizer_of(scenario, workload_module.Model(scenario))
 
 
 def never_reduced(self: FSDPModule, requires: bool, **more: Any) -> None:
-    """Reduction is put off for good."""
+    """Never reduces: every micro-batch is computed without synchronisation."""
     _synchronise(self, False, **more)
 
 
 def divided_again(rank: Rank, model: workload_module.Model, ids: sharding.Ids) -> float:
-    """Divides by the number of ranks what `fully_shard` has divided."""
+    """Divides by the number of ranks again, after `fully_shard`."""
     return _weight(rank, model, ids) * rank.world_size
 
 
 def by_own_norm(scenario: Scenario, model: nn.Module) -> None:
-    """Each rank takes the norm of its pieces for that of the whole."""
+    """Takes the norm of each rank's pieces for the norm of the whole."""
     assert scenario.clip_norm is not None
     trainable = list(model.parameters())
     norms = [p.grad.to_local().norm() for p in trainable if isinstance(p.grad, DTensor)]
@@ -65,13 +65,13 @@ def by_own_norm(scenario: Scenario, model: nn.Module) -> None:
 
 
 def asked_first(rank: Rank, model: Any, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
-    """Asks for the optimizer's state also where there is none: torch makes a step to have one."""
+    """Saves an optimizer state that does not exist yet: torch makes a step to create it."""
     state_dict.get_optimizer_state_dict(model, optimizer)
     _save(rank, model, optimizer, *rest)
 
 
 def shifted(rank: Rank, model: Any, optimizer: torch.optim.Optimizer, *rest: Any) -> Any:
-    """Reads pieces of moments one element on, as if they were padded otherwise."""
+    """Shifts the pieces of moments by one element on load, as by another padding."""
     loaded = _load(rank, model, optimizer, *rest)
     for state in optimizer.state.values():
         piece = state["momentum_buffer"].to_local()

@@ -30,7 +30,7 @@ _reduced, _prepared = Coordinator.reduced, Coordinator.prepared
 def made_with_the_first_block(
     self: Coordinator, step: int, block: int, loss: float, weight: float, now: float
 ) -> list[Effect]:
-    """Has the step made when the first block is averaged, and sends it when the last one is."""
+    """Makes the step when the first block is averaged, and sends it when the last one is."""
     if not self.run.server_updates or self.run.num_blocks == 1:
         return _reduced(self, step, block, loss, weight, now)
     self._reducing.remove(block)
@@ -45,12 +45,12 @@ def made_with_the_first_block(
 def says_nothing(
     self: Coordinator, step: int, loss: float, weight: float, now: float
 ) -> list[Effect]:
-    """Sends nothing yet; but where there is one block alone."""
+    """Does not send the new weights yet, unless there is only one block."""
     return _prepared(self, step, loss, weight, now) if self.run.num_blocks == 1 else []
 
 
 def clipped_block_by_block(self: Server, step: int) -> tuple[float, float]:
-    """Clips each block by its own norm, as if it was all of the gradient."""
+    """Clips each block by its own norm, as if it were the whole gradient."""
     average, limit = self.average_held(), self.scenario.clip_norm
     clipped = average.clipped.copy()
     for block in self.blocks.order():
@@ -61,14 +61,14 @@ def clipped_block_by_block(self: Server, step: int) -> tuple[float, float]:
 
 
 def made_in_place(self: Server, step: int) -> tuple[float, float]:
-    """Makes the step on the state in use, before anyone holds what comes of it."""
+    """Makes the step on the server's own state, before any worker has the new weights."""
     self.move(self.replica, self.average_held())
     self.replica.replica.copy_to(self._vector)
     return self._total
 
 
 def in_use_already(self: Server, step: int) -> None:
-    """Leaves the state as it is when a step is committed, and goes on to the next samples."""
+    """Only moves on to the next samples on commit, because `made_in_place` changed the state."""
     if not updates.by_server(self.scenario):
         _apply(self, step)
         return
@@ -79,7 +79,7 @@ def in_use_already(self: Server, step: int) -> None:
 
 
 def restored_without_moments(self: Server) -> int:
-    """Goes on from a checkpoint with the weights, as before the server was the one that steps."""
+    """Resumes from a checkpoint without the moments."""
     step = _restore(self)
     if updates.by_server(self.scenario):
         self.replica.state = {n: np.zeros_like(one) for n, one in self.replica.state.items()}
@@ -87,7 +87,7 @@ def restored_without_moments(self: Server) -> int:
 
 
 def moments_left_behind(self: Server, step: int) -> None:
-    """Uses the weights that were prepared, and the moments of before."""
+    """Uses the prepared weights with the old moments."""
     before = self.replica.state
     _apply(self, step)
     if updates.by_server(self.scenario):
@@ -98,14 +98,14 @@ def moments_left_behind(self: Server, step: int) -> None:
 
 
 def weights_in_use_sent(self: Server, step: int) -> tuple[float, float]:
-    """Prepares the step, and sends the weights of before."""
+    """Prepares the step, and sends the old weights."""
     total = _prepare(self, step)
     self.replica.replica.copy_to(self._vector)
     return total
 
 
 def buffers_stay(self: engine.Engine, vector: Array) -> None:
-    """Takes the parameters of what came down, and leaves the buffers as they are."""
+    """Takes the new parameters from the server, and keeps the old buffers."""
     self.parameters[:] = vector[: self.layout.num_trainable]
 
 

@@ -1,13 +1,13 @@
-"""Scripts that differ from the right ones, and are right: no check may find anything.
+"""Correct variants of users' scripts: no check may report any of these.
 
-`make twins` has them left alone.
+`make twins` runs all of them.
 """
 
 from __future__ import annotations
 
 from falsification.user_trainers import Twin
 
-# What makes the script that resumes one with micro-batches.
+# The changes that add micro-batches to the script that resumes.
 RESUMED_IN_MICRO_BATCHES = (
     ("given = cli", 'cli.add_argument("--accumulation", type=int, default=1)\ngiven = cli'),
     ("GLOBAL_BATCH // dist", "GLOBAL_BATCH // given.accumulation // dist"),
@@ -21,7 +21,7 @@ RESUMED_IN_MICRO_BATCHES = (
     ("        schedule.step()\n", "        optimizer.zero_grad()\n        schedule.step()\n"),
 )
 
-# What makes it one that keeps a moving average of a weight, in a buffer.
+# The changes that add a moving average of a weight, in a buffer.
 AVERAGED = (
     (
         "        schedule.step()\n",

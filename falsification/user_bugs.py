@@ -1,7 +1,7 @@
-"""More bugs in scripts that are right otherwise, most of them real ones.
+"""More bugs in otherwise correct scripts, most of them real ones.
 
-`make twins` has every one found by its check, at its place: some minutes, so no part of the tests.
-`user_trainers.py` has those that are.
+`make twins` tests that the named check finds each one at its place. That takes some minutes, so it
+is no part of the tests. The bugs in `user_trainers.py` are.
 """
 
 from __future__ import annotations

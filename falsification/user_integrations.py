@@ -1,5 +1,6 @@
-"""Real bugs in scripts whose loop is somebody else's: those of `examples/user_trainers` that need
-accelerate, Hugging Face's Trainer or Lightning. `make integrations` has each found.
+"""Real bugs in scripts of `examples/user_trainers` that use accelerate, Trainer or Lightning.
+
+`make integrations` tests that each one is found.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Bugs that a run on one worker has as well as one on two: only a knob of the script shows them.
+"""Bugs that are the same on one worker and on two, so that only a knob of the script shows them.
 
-`make twins` has every one found by its check, at its place.
+`make twins` tests that the named check finds each one at its place.
 """
 
 from __future__ import annotations

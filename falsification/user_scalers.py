@@ -1,4 +1,4 @@
-"""Scripts that skip a step whose gradient is not finite, clip or compress: rightly, and wrongly."""
+"""Scripts that skip non-finite steps, clip or compress, in correct and in wrong variants."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _ADAM = (
 
 
 def _skip(*lines: str, when: str = "not norm.isfinite()") -> tuple[str, str]:
-    """Return the replacement for the lines after the test of the norm."""
+    """Return a change that inserts `lines` and `continue`, under `if when`, before the step."""
     told = [f"        if {when}:\n", *(f"            {line}\n" for line in (*lines, "continue"))]
     return "        optimizer.step()\n", "".join((*told, "        optimizer.step()\n"))
 
 
 def _scaled(scale: str) -> tuple[tuple[str, str], ...]:
-    """A scaler beside the optimizer, of this scale at first."""
+    """Return the changes that add a GradScaler with the initial scale `scale`."""
     return (
         ("obs = ent", f"scaler = torch.amp.GradScaler(device.type, init_scale={scale})\nobs = ent"),
         ("        loss.backward()\n", "        scaler.scale(loss).backward()\n"),
@@ -32,7 +32,7 @@ def _scaled(scale: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-# A scaler of parameters in pieces: a rank whose pieces are finite can't see the others'.
+# A scaler of sharded parameters: a rank with finite pieces does not see those of other ranks.
 _IN_PIECES = (
     ("obs = ent", "scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)\nobs = ent"),
     ("        loss.backward()\n", "        scaler.scale(loss).backward()\n"),
@@ -87,7 +87,7 @@ VARIANTS = (
 
 
 def _hooked(hook: str) -> tuple[str, str]:
-    """A communication hook of torch's."""
+    """Return the change that registers the communication hook `hook` of torch."""
     return (
         "optimizer = torch.optim",
         "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"

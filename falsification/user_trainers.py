@@ -1,8 +1,7 @@
-"""Real bugs in scripts that are right otherwise: each script of `examples/user_trainers` with a
-line of it changed.
+"""Real bugs in otherwise correct scripts: scripts of `examples/user_trainers` with changed lines.
 
-They are no mutants of the catalogue: nothing is replaced by dotted path, a script is run. They have
-a table of their own; `tests/command/test_user_trainers.py` has each found by its check, at its
+They are no mutants of the catalogue, because the text of a script is changed, not a function at a
+dotted path. `tests/command/test_user_trainers.py` tests that the named check finds each one at its
 place.
 """
 
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
-    """`script` with each of `changes` (what stands there, what stands there instead).
+    """`script` with `changes`, pairs of old and new text.
 
-    `check` has to find it with `world_size` workers, at `step` (-1: before the first one), `rank`
-    and `tensor` as far as these are named, with the knobs `turned` that the script has. Without a
-    check nothing is to be found at all. `source` is where the bug was seen.
+    `check` must find the bug with `world_size` workers, at `step` (-1: before the first one),
+    `rank` and `tensor`, as far as these are given. `turned` are the knobs of the script that are
+    turned. Without a check, nothing may be found. `source` tells where the bug was seen.
     """
 
     name: str

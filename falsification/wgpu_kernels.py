@@ -1,6 +1,6 @@
 """Bugs of the wgpu backend in its kernels, its plan of memory, and its cache of pipelines.
 
-Planted where they would stand; what they do shows on a real adapter, be it software.
+They are planted in the backend's own functions, and show on any adapter, also a software one.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ _functions_of, _pipeline = intrinsics.functions_of, Program._pipeline
 
 
 def swapped(given: tiles.Product, *arguments: Any, **keywords: Any) -> product.Kernel:
-    """The second operand is read with n in the place of k."""
+    """Reads the second operand with n and k swapped."""
     return _product_kernel(replace(given, b=given.b.transposed()), *arguments, **keywords)
 
 
 def without_barriers(*arguments: Any, **keywords: Any) -> list[str]:
-    """Lanes go on before all have written."""
+    """Removes the barriers, so that lanes go on before all lanes have written."""
     return [line for line in _tree(*arguments, **keywords) if "workgroupBarrier" not in line]
 
 
 def edge_unguarded(*arguments: Any, **keywords: Any) -> list[str]:
-    """Past the end of k, the next row is read."""
+    """Reads into the next row past the end of k."""
     return [
         re.sub(r"if \(.* < .*u\) \{ (.*) \}", r"\1", line) for line in _load(*arguments, **keywords)
     ]
 
 
 def strides_ignored(stored: values.Stored, shape: Sequence[int], batch: Any) -> tiles.Layout:
-    """Operands are read as if they lay in C order."""
+    """Reads operands as if they were in C order."""
     return _layout(replace(stored, strides=index.strides_of(shape)), shape, batch)
 
 
 def tail_dropped(loop: Any, indices: Any, rows: Any, out: Any, lanes: int) -> list[str]:
-    """A sum stops where not all lanes have an element."""
+    """Stops a sum where not all lanes have an element."""
     full = loop.size - loop.size % lanes
     lines = _loop(loop, indices, rows, out, lanes)
     return [line.replace(f" < {loop.size};", f" < {full};") for line in lines]
 
 
 def nan_dropped(text: str) -> list[str]:
-    """The larger of a number and a NaN is what the device's `max` says."""
+    """Uses the device's `max`, which may drop a NaN."""
     plain = "fn larger(a: f32, b: f32) -> f32 { return max(a, b); }"
     return [plain if "fn larger(" in one else one for one in _functions_of(text)]
 
@@ -58,7 +58,7 @@ def nan_dropped(text: str) -> list[str]:
 def freed_early(
     steps: Sequence[values.Step], changing: Any, results: Any
 ) -> tuple[dict[Any, int], tuple[int, ...]]:
-    """A buffer is free for another one after the last but one of the dispatches that read it."""
+    """Frees a buffer after the second-last dispatch that reads it."""
     slots: dict[Any, int] = {}
     sizes: list[int] = []
     free: list[int] = []
@@ -87,7 +87,7 @@ def freed_early(
 
 
 def pipelines_without_strides(self: Program, source: str) -> Any:
-    """Pipelines are kept by their text without the strides that indices are multiplied by."""
+    """Caches pipelines by their text without the strides, so that strides may be wrong."""
     kept = self.__dict__.setdefault("_kept", {})
     key = re.sub(r"\* \d+u", "", source)
     if key not in kept:

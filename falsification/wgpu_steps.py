@@ -1,6 +1,6 @@
-"""Bugs of the wgpu backend in what a step asks of the device, and in what is refused.
+"""Bugs of the wgpu backend in a step's use of the device, and in refusals.
 
-Planted where they would stand; what they do shows on a real adapter, be it software.
+They are planted in the backend's own functions, and show on any adapter, also a software one.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _product_kernel = product.product_kernel
 
 
 def never_known(*arguments: Any) -> object:
-    """A key that no step has again."""
+    """Returns a new cache key for each step, so that no program is found again."""
     return object()
 
 
 def same_digest(tensors: Sequence[Tensor]) -> str:
-    """Whatever is frozen counts as the same."""
+    """Treats all frozen tensors as equal."""
     return ""
 
 
 def all_moving(self: ResidentStep, *arguments: Any, **keywords: Any) -> None:
-    """Frozen tensors go up with every step."""
+    """Uploads frozen tensors with every step."""
     _init(self, *arguments, **keywords)
     self._moving, self._frozen = [*self._moving, *self._frozen], []
 
 
 def zeros_on_failure(self: Program) -> memoryview:
-    """The device is never read, and what it would have said is zero."""
+    """Returns zeros without reading from the device."""
     return memoryview(bytes(self._result_bytes))
 
 
 def submission_each(self: Program, encoder: Any, dispatches: Sequence[Dispatch]) -> None:
-    """Each operation is submitted by itself."""
+    """Makes a submission for each operation."""
     for one in dispatches:
         alone = self.device.handle.create_command_encoder()
         _encode(self, alone, [one])
@@ -54,14 +54,14 @@ def submission_each(self: Program, encoder: Any, dispatches: Sequence[Dispatch])
 
 
 def read_back_each(self: Program) -> memoryview:
-    """As many read-backs as operations."""
+    """Makes a read-back for each operation."""
     return [_read(self) for _ in self.dispatches][-1]
 
 
 def scaled_twice(
     self: ResidentStep, ids: Sequence[int], drop: DropFunction
 ) -> tuple[float, list[Array]]:
-    """Gradients that are scaled already are scaled."""
+    """Scales gradients that are already scaled."""
     loss, gradients = _call(self, ids, drop)
     return loss, [self._scale * one for one in gradients]
 
@@ -69,14 +69,14 @@ def scaled_twice(
 def on_the_host(
     self: ResidentStep, ids: Sequence[int], drop: DropFunction
 ) -> tuple[float, list[Array]]:
-    """The CPU computes the step, and nobody is told."""
+    """Computes the step on the CPU, without reporting it."""
     return self._workload.gradients(self._tensors, ids, drop=drop, scale=self._scale)
 
 
 def first_weights(
     self: ResidentStep, ids: Sequence[int], drop: DropFunction
 ) -> tuple[float, list[Array]]:
-    """Weights go up once, as if they were frozen."""
+    """Uploads the weights once, as if they were frozen."""
     kept = self.__dict__.setdefault(
         "_first",
         {
@@ -93,7 +93,7 @@ def first_weights(
 
 
 class InTurns:
-    """Two programs of one step that add in different orders, and run in turns."""
+    """Two programs of one step that add in different orders, and run alternately."""
 
     def __init__(self, *arguments: Any) -> None:
         self._programs = [_compile_graph(*arguments)]
@@ -101,7 +101,7 @@ class InTurns:
             self._programs.append(_compile_graph(*arguments))
 
     def run(self, inputs: Sequence[Array]) -> list[Array]:
-        """The one that did not run last."""
+        """Run the program that did not run last."""
         self._programs.reverse()
         return self._programs[0].run(inputs)
 
@@ -113,7 +113,7 @@ def _split(given: tiles.Product, *arguments: Any, **keywords: Any) -> product.Ke
 def passed_through(
     self: Any, name: str, node: Any, arguments: list[Any], keywords: dict[str, Any]
 ) -> Any:
-    """An operation without a kernel is left out."""
+    """Leaves out an operation without a kernel: its first operand becomes its result."""
     found = _lower(self, name, node, arguments, keywords)
     if found is not None:
         return found
@@ -122,7 +122,7 @@ def passed_through(
 
 
 def without_place(node: Any) -> str:
-    """Nothing is said of what is not supported."""
+    """Refuses without naming the operation or its line."""
     return "an operation is not supported"
 
 

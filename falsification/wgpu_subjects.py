@@ -1,4 +1,4 @@
-"""The places where bugs of the wgpu backend are planted, and the runs in which they show."""
+"""Helpers for bugs of the wgpu backend: their mutants, and the runs in which they show."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
 
 PACKAGE = "entrenar_py.backends.wgpu"
-# Its threads share the sum along k.
+# A product whose threads share the sum along k.
 SPLIT = tiles.Tiling(m=32, n=32, k=16, thread_m=4, thread_n=4, split=4)
 
 
 def operations(*names: str) -> Scenario:
-    """Those operations alone."""
+    """Return a run of the operations `names` alone."""
     return Scenario(
         system="wgpu_operations",
         workload="linear",
@@ -27,7 +27,7 @@ def operations(*names: str) -> Scenario:
 
 
 def steps(workload: str, **changes: Any) -> Scenario:
-    """Steps of a workload."""
+    """Return a run of training steps of a workload."""
     return Scenario(
         system="wgpu_steps", workload=workload, world_size=1, seed=0, backends=("wgpu",), **changes
     )
@@ -60,7 +60,7 @@ def mutant(
     *invariants: str,
     **place: Any,
 ) -> Variant:
-    """A bug at the paths of `plants` below the backend's package."""
+    """Return a mutant that replaces the functions at the paths of `plants` in the backend."""
     return Variant(
         name=f"wgpu-{name}",
         summary=summary,

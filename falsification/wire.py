@@ -1,4 +1,4 @@
-"""Bugs in the wire and at the door: what is carried, refused, set aside, and who is let in."""
+"""Bugs in the wire and in admission: in the codec, its refusals, its memory, and the handshake."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _bereaved: WeakSet[Server] = WeakSet()
 def as_floats(
     self: frames.Encoder, message: Message, payload: frames.Buffer = b""
 ) -> Iterator[bytes | memoryview]:
-    """Payloads of whole floats are read and written as numbers."""
+    """Converts payloads of whole floats to numbers and back."""
     if len(payload) % 4 == 0:
         with np.errstate(invalid="ignore"):
             payload = (np.frombuffer(payload, np.float32) + np.float32(0)).tobytes()
@@ -39,14 +39,14 @@ def as_floats(
 def unchecked(
     key: bytes, fields: frames.Buffer, header: frames.Buffer, chunk: frames.Buffer
 ) -> bytes:
-    """The same for everything."""
+    """Returns the same checksum for every frame."""
     return bytes(16)
 
 
 def set_aside_first(
     self: frames.Decoder, kind: type[Message], header_bytes: int, whole_bytes: int
 ) -> int:
-    """Memory for what is claimed (here: up to 64 MiB of it), and then a look at the claim."""
+    """Allocates the claimed size (here: at most 64 MiB) before it checks the claim."""
     claimed = bytearray(min(whole_bytes, _ALLOCATED_BYTES_MAX))
     due = _due_first(self, kind, header_bytes, whole_bytes)
     del claimed
@@ -56,7 +56,7 @@ def set_aside_first(
 def half_is_enough(
     hello: Hello, challenge: Challenge, agreed: Terms, *, secret: bytes, **rules: Any
 ) -> Admission | Refuse:
-    """Compares as much of the proof as was given."""
+    """Compares only as many characters of the proof as were given."""
     right = handshake.proof_of_worker(secret, challenge, hello)
     if hello.proof and right.startswith(hello.proof):
         hello = replace(hello, proof=right)
@@ -66,26 +66,26 @@ def half_is_enough(
 def none_taken(
     hello: Hello, challenge: Challenge, agreed: Terms, *, secret: bytes, **rules: Any
 ) -> Admission | Refuse:
-    """Lets in who asks for a rank, whoever has it."""
+    """Admits a worker under a rank that is already taken."""
     return _admit(hello, challenge, agreed, secret=secret, **{**rules, "taken": ()})
 
 
 def any_manifest(
     hello: Hello, challenge: Challenge, agreed: Terms, *, secret: bytes, **rules: Any
 ) -> Admission | Refuse:
-    """Lets in who has other tensors."""
+    """Admits a worker with another manifest."""
     same = replace(agreed, manifest=hello.manifest)
     return _admit(hello, challenge, same, secret=secret, **rules)
 
 
 def bereaved(self: Server, effect: Left) -> None:
-    """Remembers that someone died in this step."""
+    """Remembers that a worker died in this step, for `stepped_twice`."""
     _bereaved.add(self)
     _left(self, effect)
 
 
 def stepped_twice(self: Server, step: int) -> None:
-    """After a death the step is made again, though it was made."""
+    """Makes the step twice after a worker died in it."""
     if self in _bereaved:
         _bereaved.discard(self)
         average = self.average_held()
