@@ -6,6 +6,8 @@ itself failed · 4 inconclusive · 5 nothing selected.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import signal
 import sys
 import traceback
@@ -29,6 +31,8 @@ ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. `--help` and `--version` raise SystemExit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        atexit.register(gc.freeze)  # the last collection, of all of torch, takes half a second
     try:
         with interrupts.deferred(numbers=ENDED_BY, for_good=argv is None):
             code = _run(arguments)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,6 +16,8 @@ from entrenar_py.untrusted import printing
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. `--help` and `--version` raise SystemExit."""
+    if argv is None:
+        atexit.register(gc.freeze)  # the last collection, of all of torch, takes half a second
     try:
         code = _run(options.parse(sys.argv[1:] if argv is None else argv))
         return exit_codes.FAILED if printing.lost() and code == exit_codes.DONE else code
