@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
 
-from entrenar_py import kill_matrix
 from entrenar_py.checks import CHECKS
 from entrenar_py.command import judging, runs
+from entrenar_py.harness.plan import Task
 from entrenar_py.verdict import Finding
+from tests.conftest import shipped_invariants
 
 EXAMPLES = Path(__file__).parents[2] / "examples/user_trainers"
 LAUNCHER = Path(__file__).with_name("forked.py")
@@ -44,10 +46,15 @@ def record(
     return dict(runs.record(plan, lambda _: None))
 
 
+@cache
+def _tasks() -> list[Task]:
+    return judging.tasks([*shipped_invariants().values()])
+
+
 def findings(recorded: dict[Path, runs.Run], wanted: Collection[str] = ()) -> dict[str, Finding]:
     """By check what is found on the runs."""
     found = {}
-    for task in judging.tasks([*kill_matrix.invariants().values()]):
+    for task in _tasks():
         assert task.check is not None
         if not wanted or task.check.name in wanted:
             for entry in judging.judge([task], recorded):

@@ -87,7 +87,7 @@ for line in sys.stdin.read().splitlines():
     if os.fork() == 0:
         sys.stdin = io.StringIO(line)
         memory.main()
-        break
+        os._exit(0)
     if os.wait()[1] != 0:
         sys.exit(1)
 """
