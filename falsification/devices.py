@@ -127,7 +127,7 @@ def _truncated(matrix: Tensor) -> Tensor:
     return (matrix.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
-_kept: list[reduction.Node] = []
+_kept: list[Array] = []
 
 
 def kept_for_ever(nodes: Iterable[reduction.Node], num_shards: int) -> list[reduction.Node]:
