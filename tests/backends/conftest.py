@@ -1,4 +1,4 @@
-"""Every backend of this machine; the others are skipped with their own reason."""
+"""Fixtures of the backends. One that this machine lacks is skipped with its own message."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ OUTCOMES = ("works", "nan", "inf", *FAILURES)
 
 
 def opener(name: str, outcome: str) -> Callable[[], Backend]:
-    """A CPU under another name, or one that does not open."""
+    """Return an opener of the CPU backend under another name, or one that fails."""
 
     def open_fake() -> Backend:
         if outcome in ("absent", "init"):
@@ -50,7 +50,7 @@ def computed(outcomes: dict[str, str]) -> Callable[[Backend], Tensor]:
 @settings(deadline=None)
 @given(outcomes=st.tuples(*[st.sampled_from(OUTCOMES)] * 3))
 def test_first_finite_result_serves(outcomes: tuple[str, str, str]) -> None:
-    """The first backend that works serves; each before it leaves a reason; else all are named."""
+    """The first backend that works is used. Backends that fail are reported with a reason."""
     by_name = dict(zip(chain.ORDER, outcomes, strict=True))
     tries: list[chain.Attempt] = []
 
@@ -79,7 +79,7 @@ def test_first_finite_result_serves(outcomes: tuple[str, str, str]) -> None:
 
 
 def test_non_finite_reason_names_the_element() -> None:
-    """A non-finite result is described by how much of it is bad, and where first."""
+    """The reason has the number of non-finite elements and the index of the first."""
     tries: list[chain.Attempt] = []
     with pytest.raises(BackendUnavailable):
         chain.first_finite(computed({"cpu": "nan"}), on_attempt=tries.append, order=("cpu",))
@@ -87,7 +87,7 @@ def test_non_finite_reason_names_the_element() -> None:
 
 
 def test_bugs_are_not_swallowed() -> None:
-    """An exception that no device library raises is a bug and comes through."""
+    """Exceptions other than those of device libraries are raised to the caller."""
 
     def buggy(backend: Backend) -> Tensor:
         raise TypeError(backend.name)
@@ -97,21 +97,21 @@ def test_bugs_are_not_swallowed() -> None:
 
 
 def test_unknown_name_in_order() -> None:
-    """An order that names no backend is refused before anything is tried."""
+    """An unknown name in the order is refused before any backend is tried."""
     with pytest.raises(UsageError, match=r"backend='tpu' in order: allowed are cuda"):
         chain.first_finite(computed({}), on_attempt=lambda attempt: None, order=("cpu", "tpu"))
 
 
 class Zeros(CpuBackend):
-    """Finite, and wrong: what a device that lost its kernels returns."""
+    """A backend whose results are finite but wrong."""
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Zeros of the right shape."""
+        """Return zeros of the right shape."""
         return torch.zeros(a.shape[0], b.shape[1])
 
 
 def test_auto_refuses_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` passes over a backend whose probe product float64 does not confirm."""
+    """`auto` skips a backend whose probe product is wrong."""
     monkeypatch.setitem(backends.BACKENDS, "cuda", lambda: Zeros("zeros", name="cuda"))
     monkeypatch.setitem(backends.BACKENDS, "wgpu", opener("wgpu", "works"))
     tries: list[chain.Attempt] = []
@@ -120,7 +120,7 @@ def test_auto_refuses_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_passes_over_software(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter that the CPU emulates computes slower than the CPU itself."""
+    """`auto` skips a software adapter."""
     emulated = CpuBackend("llvmpipe", name="wgpu", software=True)
     monkeypatch.setitem(backends.BACKENDS, "cuda", opener("cuda", "absent"))
     monkeypatch.setitem(backends.BACKENDS, "wgpu", lambda: emulated)
@@ -131,7 +131,7 @@ def test_auto_passes_over_software(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_auto_on_this_machine() -> None:
-    """Whatever this machine has, `auto` serves."""
+    """`auto` finds a backend on any machine."""
     tries: list[chain.Attempt] = []
     assert chain.auto(on_attempt=tries.append).name == tries[-1].backend
     assert tries[-1].served

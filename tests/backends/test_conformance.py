@@ -18,7 +18,7 @@ def uniform(*shape: int, seed: int) -> Tensor:
 
 
 def viewed(matrix: Tensor, view: str) -> Tensor:
-    """The same values in another memory layout."""
+    """Return the same values in another memory layout."""
     if view == "transposed":
         return matrix.t().contiguous().t()
     if view == "strided":
@@ -45,7 +45,7 @@ VIEWS = st.sampled_from(["plain", "transposed", "strided"])
 def test_any_shape_and_view(
     backend: Backend, m: int, k: int, n: int, views: tuple[str, str], seed: int
 ) -> None:
-    """A product of any shape and strides is within the rounding bound of float64."""
+    """A product of any shape and strides is within its rounding bound around float64."""
     a = viewed(uniform(m, k, seed=seed), views[0])
     b = viewed(uniform(k, n, seed=seed + 1), views[1])
     result = backend.matmul(a, b)
@@ -61,7 +61,7 @@ def test_long_sums(backend: Backend, k: int) -> None:
 
 
 def test_products_are_the_single_products(backend: Backend) -> None:
-    """Several products together give what each gives alone, in order."""
+    """Several products in one call give the same results as one call each."""
     pairs = [
         (uniform(3, 5, seed=1), uniform(5, 2, seed=2)),
         (uniform(65, 33, seed=3), uniform(33, 70, seed=4)),
@@ -76,13 +76,13 @@ def test_products_are_the_single_products(backend: Backend) -> None:
 
 
 def test_same_bits_again(backend: Backend) -> None:
-    """The same product twice gives the same bits."""
+    """Computing a product twice gives the same bits."""
     pair = uniform(40, 100, seed=1), uniform(100, 30, seed=2)
     assert torch.equal(backend.matmul(*pair), backend.matmul(*pair))
 
 
 def test_operands_are_left_alone(backend: Backend) -> None:
-    """The result shares no memory with the operands and keeps no graph."""
+    """A result shares no memory with the operands and has no autograd graph."""
     a = uniform(4, 4, seed=1).requires_grad_()
     kept = a.detach().clone()
     result = backend.matmul(a, torch.eye(4))
@@ -94,7 +94,7 @@ def test_operands_are_left_alone(backend: Backend) -> None:
 @pytest.mark.parametrize("shape", [(6, 7), (2, 5, 7), (7,)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_linear_is_torch_linear(backend: Backend, shape: tuple[int, ...], biased: bool) -> None:
-    """Value and all gradients of a linear layer are torch's within float32 rounding."""
+    """A linear layer's value and gradients equal torch's within float32 rounding."""
     x, weight = uniform(*shape, seed=1), uniform(3, 7, seed=2)
     bias = uniform(3, seed=3) if biased else None
     leaves = [leaf.requires_grad_() for leaf in (x, weight, bias) if leaf is not None]
@@ -119,14 +119,14 @@ def test_linear_is_torch_linear(backend: Backend, shape: tuple[int, ...], biased
     ],
 )
 def test_bad_operands_are_refused(backend: Backend, a: Tensor, b: Tensor, message: str) -> None:
-    """Operands that the CPU can't multiply in float32 are refused, by backend and shape."""
+    """Unsupported operands are refused with the backend and their shapes."""
     with pytest.raises(UsageError, match=message) as refused:
         backend.matmul(a, b)
     assert f"on backend {backend.name}" in str(refused.value)
 
 
 def test_backend_is_the_one_asked_for(backend: Backend) -> None:
-    """A backend asked for by name has that name, and a device with a name."""
+    """A backend selected by name has this name and the name of its device."""
     assert open_backend(backend.name).name == backend.name
     assert backend.device
     assert backend.name == "wgpu" or not backend.software
@@ -141,6 +141,6 @@ def test_unknown_backend() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_absent_cuda_does_not_fall_back() -> None:
-    """Without CUDA, asking for it fails in torch's own words."""
+    """On a machine without CUDA, opening it fails with torch's message."""
     with pytest.raises(BackendUnavailable, match=r"backend cuda: .*(CUDA|NVIDIA)"):
         open_backend("cuda")

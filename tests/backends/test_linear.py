@@ -1,4 +1,4 @@
-"""How often the linear layer goes to the device."""
+"""The calls that the linear layer makes to the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.backends.wgpu import WgpuBackend
 
 
 class Counted:
-    """Products on the CPU that remember how many came together."""
+    """Products on the CPU. Records the number of products of each call."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
@@ -27,7 +27,7 @@ class Counted:
     ("trained", "batches"), [("xw", [1, 2]), ("x", [1, 1]), ("w", [1, 1]), ("b", [1])]
 )
 def test_only_the_products_needed(trained: str, batches: list[int]) -> None:
-    """Backward computes, together, the gradients that are asked for and no others."""
+    """Backward computes only the gradients that autograd needs, in one call."""
     leaves = {"x": torch.ones(4, 3), "w": torch.ones(2, 3), "b": torch.ones(2)}
     for name in trained:
         leaves[name].requires_grad_()
@@ -39,7 +39,7 @@ def test_only_the_products_needed(trained: str, batches: list[int]) -> None:
 
 @pytest.mark.wgpu
 def test_one_submission_each_way(wgpu_backend: WgpuBackend) -> None:
-    """Forward is one submission, backward (two products) another."""
+    """Forward takes one submission, and the two products of backward take one, too."""
     x, weight = torch.ones(4, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True)
     before = wgpu_backend.submissions
     loss = wgpu_backend.linear(x, weight, None).sum()

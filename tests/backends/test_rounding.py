@@ -1,4 +1,4 @@
-"""The rounding bound: wide enough for every right product, too narrow for a wrong one."""
+"""The rounding bound accepts every correct product and rejects wrong ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def drawn(m: int, k: int, n: int, *, seed: int, magnitude: float = 1.0) -> tuple
 def test_right_products_are_explained(
     shape: tuple[int, int, int], exponent: int, seed: int
 ) -> None:
-    """Any order of summation at any magnitude, subnormal included, is within the bound."""
+    """Any order of summation is within the bound, for numbers of any size down to subnormal."""
     a, b = drawn(*shape, seed=seed, magnitude=10.0**exponent)
     result = torch.zeros(shape[0], shape[2])
     for k in np.random.default_rng(seed).permutation(shape[1]):
@@ -41,7 +41,7 @@ def test_right_products_are_explained(
 
 
 def flushed(values: Tensor) -> Tensor:
-    """`values` as a device without subnormal numbers sees them."""
+    """Return `values` with subnormal numbers replaced by zero."""
     return torch.where(values.abs() < rounding.FLUSHED, torch.zeros(()), values)
 
 
@@ -72,7 +72,7 @@ def test_a_lost_term_is_not_explained(k: int) -> None:
 
 
 def test_the_worst_element_is_named() -> None:
-    """The comparison names the element that uses up most of its bound, with its own numbers."""
+    """The comparison has index, error and bound of the element with the largest error / bound."""
     a, b = drawn(4, 5, 6, seed=3)
     result = a @ b
     result[2, 3] += 0.5
@@ -84,7 +84,7 @@ def test_the_worst_element_is_named() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_non_finite_is_not_explained(value: float) -> None:
-    """A non-finite element is named and never explained."""
+    """A result with a non-finite element is not explained, and the element's index is given."""
     a, b = drawn(3, 4, 2, seed=1)
     result = a @ b
     result[1, 0] = value
@@ -95,6 +95,6 @@ def test_non_finite_is_not_explained(value: float) -> None:
 
 @given(k=st.integers(1, 10**5))
 def test_gamma_grows_with_length(k: int) -> None:
-    """gamma_k lies above k u, below twice it, and grows."""
+    """gamma_k increases with k, and is between k u and 2 k u."""
     assert k * NEAREST < gamma(k, NEAREST) < 2 * k * NEAREST
     assert gamma(k, NEAREST) < gamma(k + 1, NEAREST)

@@ -1,4 +1,4 @@
-"""One suite for the steps of all backends: each is compared with the CPU's."""
+"""One suite for the steps of all backends, which are compared with the CPU's."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from entrenar_py.training.tensors import Workload
 
 SCALE = 2.0**-5
 IDS = [3, 1, 4, 15]
-# With dropout where there is any: what is compiled for a number of samples, with masks or without,
-# serves all tests, and compiling is what takes its time.
+# With dropout if the model has any. All tests share the programs, because compiling takes the most
+# time.
 RATES = {"linear": 0.0, "mlp": 0.3, "decoder": 0.3, "vectors": 0.0}
 
 
@@ -31,7 +31,7 @@ def _workload(name: str) -> Workload:
 
 
 def _engine(backend: Backend, name: str) -> Engine:
-    """With no zeros in it: at its start LoRA's B would hide the gradient of A."""
+    """Return an engine with random weights: as LoRA's B starts at 0, so does A's gradient."""
     model = _workload(name)
     rng = np.random.default_rng(1)
     values = {
@@ -51,7 +51,7 @@ def _shard(replica: Engine, ids: list[int] | None = None) -> tuple[Array, float]
 def _assert_near(
     replica: Engine, found: tuple[Array, float], expected: tuple[Array, float]
 ) -> None:
-    """Tensor by tensor: no element is further off than a thousand roundings of the largest."""
+    """Require each tensor's errors to be below a thousand roundings of its largest element."""
     for name, part in replica.layout.trainable.items():
         error = np.abs(found[0][part] - expected[0][part]).max()
         assert error <= 1000 * 2.0**-23 * np.abs(expected[0][part]).max(), name
@@ -60,13 +60,13 @@ def _assert_near(
 
 @pytest.mark.parametrize("name", RATES)
 def test_a_step_is_the_cpu_s(backend: Backend, name: str) -> None:
-    """Loss and every gradient, in the order and shapes of the model, masks and all."""
+    """A step gives the CPU's loss and gradients, in the model's order, also with dropout."""
     ours, theirs = _engine(backend, name), _engine(open_backend("cpu"), name)
     _assert_near(theirs, _shard(ours), _shard(theirs))
 
 
 def test_a_step_sees_what_training_changed(backend: Backend) -> None:
-    """Weights and buffers are those of now, whatever the step before was computed with."""
+    """A step uses the current weights and buffers after training changed them."""
     ours, theirs = _engine(backend, "mlp"), _engine(open_backend("cpu"), "mlp")
     for replica in (ours, theirs):
         _shard(replica)
@@ -78,7 +78,7 @@ def test_a_step_sees_what_training_changed(backend: Backend) -> None:
 
 @pytest.mark.parametrize("name", RATES)
 def test_a_step_twice_has_the_same_bits(backend: Backend, name: str) -> None:
-    """On another replica with the same weights, too."""
+    """A step gives the same bits again, also on another replica with the same weights."""
     vector, loss = _shard(_engine(backend, name))
     again, same = _shard(_engine(backend, name))
     assert (vector.tobytes(), loss) == (again.tobytes(), same)
@@ -86,8 +86,9 @@ def test_a_step_twice_has_the_same_bits(backend: Backend, name: str) -> None:
 
 @pytest.mark.wgpu
 def test_a_second_step_compiles_nothing(wgpu_backend: WgpuBackend) -> None:
-    """One program for each number of samples, whoever asks; one submission and one read-back a
-    step, and the frozen tensors in no upload.
+    """Replicas share one program for each number of samples, with frozen tensors uploaded once.
+
+    A step takes one submission and one read-back.
     """
     _shard(_engine(wgpu_backend, "decoder"))
     known = wgpu_backend.programs.of(_workload("decoder")).programs
@@ -105,7 +106,7 @@ def test_a_second_step_compiles_nothing(wgpu_backend: WgpuBackend) -> None:
 
 @pytest.mark.wgpu
 def test_programs_go_with_their_workload(wgpu_backend: WgpuBackend) -> None:
-    """Programs that were compiled for a run are not kept when the run is over."""
+    """The programs of a workload are dropped with it."""
     model = workload.build("linear", num_samples=4, width=1, data=np.random.default_rng(0))
     replica = Engine(model, wgpu_backend, model.initial(np.random.default_rng(1)), scale=1.0)
     replica.shard([0, 1], accumulation=1, drop=dropout.none)
@@ -116,7 +117,7 @@ def test_programs_go_with_their_workload(wgpu_backend: WgpuBackend) -> None:
 
 
 def test_a_step_leaves_its_tensors_alone(backend: Backend) -> None:
-    """No weight moves, and what it gives is the caller's own."""
+    """A step changes no weight, and its results are new arrays."""
     replica = _engine(backend, "linear")
     before = {name: array.tobytes() for name, array in replica.arrays.items()}
     step = backend.stepper(replica.workload, replica.tensors, scale=SCALE)

@@ -1,8 +1,8 @@
-"""Trains small models with the canonical all-reduce, ranks forked from one process.
+"""Trains small models with the canonical all-reduce on ranks forked from one process.
 
-`python -m tests.canonical.ranks DEVICE VARIANT ...` prints as JSON the digest of the weights after
-some steps, of each variant on each number of ranks: {variant: {world size: [of each rank]}}. DEVICE
-is `cpu`, over gloo, or `cuda`, over NCCL on as many GPUs as there are.
+`python -m tests.canonical.ranks DEVICE VARIANT ...` trains each variant on each number of ranks,
+and prints the digests of the final weights as JSON: {variant: {world size: [of each rank]}}. DEVICE
+is `cpu`, over gloo, or `cuda`, over NCCL on all GPUs.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from entrenar_py.canonical import exchange, gradients
 
 WORLDS = (1, 2, 4, 8)
 MICRO_BATCHES = 8
-# On GPUs what is done for a bucket is recorded when it comes again, which is after some steps.
+# On GPUs, the work for a bucket is recorded as a graph when it repeats, which takes some steps.
 NUM_STEPS = {"cpu": 2, "cuda": 6}
 
 
 class Mixed(nn.Module):
-    """Weights of two dtypes: buckets of two dtypes."""
+    """A model with weights, and so buckets, of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,24 +48,24 @@ class Mixed(nn.Module):
 
 
 def dense(dtype: torch.dtype) -> nn.Module:
-    """Sizes that divide by nothing."""
+    """Return a model whose sizes are not divisible by the world sizes."""
     return nn.Sequential(nn.Linear(5, 37), nn.Tanh(), nn.Linear(37, 3)).to(dtype)
 
 
 def channels_last() -> nn.Module:
-    """A weight whose elements lie in another order than their indices."""
+    """Return a model with a channels-last weight, whose elements aren't in C order."""
     layers = nn.Sequential(nn.Unflatten(1, (5, 1, 1)), nn.Conv2d(5, 6, 3, padding=1), nn.Flatten())
     layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return nn.Sequential(layers, nn.Linear(6, 3))
 
 
 def nothing() -> None:
-    """Nothing is planted."""
+    """Plant no bug."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A training, and what is planted in it."""
+    """A training run, and the function that plants a bug in it."""
 
     model: Callable[[], nn.Module]
     dtype: torch.dtype = torch.float32
@@ -78,7 +78,7 @@ class Variant:
 
 
 def add_in_rank_order() -> None:
-    """Sums of ranks are added one after the other."""
+    """Add the ranks' sums one after another."""
 
     def in_order(rows: Tensor, *, scale: float, out: Tensor) -> None:
         total = rows[0]
@@ -90,7 +90,7 @@ def add_in_rank_order() -> None:
 
 
 def add_distant_rows_first() -> None:
-    """A tree, but of other siblings: r with r + W / 2."""
+    """Add along another tree, in which the siblings are r and r + W / 2."""
 
     def distant(rows: Tensor, *, scale: float, out: Tensor) -> None:
         while len(rows) > 1:
@@ -101,7 +101,7 @@ def add_distant_rows_first() -> None:
 
 
 def accumulate_in_order() -> None:
-    """Micro-batches of a rank are added one after the other, as `.grad` would."""
+    """Add the micro-batches of a rank one after another, as `.grad` does."""
 
     def push(self: gradients.Counter, node: gradients.Gradients) -> None:
         if self._levels:
@@ -113,7 +113,7 @@ def accumulate_in_order() -> None:
 
 
 def round_once() -> None:
-    """Ranks' sums are added in float32, and rounded at the end."""
+    """Add the ranks' sums in float32, and round only once, at the end."""
     right = exchange.add_tree
 
     def wide(rows: Tensor, *, scale: float, out: Tensor) -> None:
@@ -125,13 +125,13 @@ def round_once() -> None:
 
 
 def leave_scale_out() -> None:
-    """The sum is taken for the mean."""
+    """Use the sum instead of the mean."""
     right = exchange.add_tree
     exchange.add_tree = lambda rows, *, scale, out: right(rows, scale=1.0, out=out)
 
 
 def drop_tail() -> None:
-    """The remainder of a bucket, after it was cut into units, is not reduced."""
+    """Don't reduce the tail of a bucket."""
     right = exchange.all_reduce
 
     def whole_units(buffer: Tensor, **options: Any) -> None:
@@ -170,7 +170,7 @@ VARIANTS = RIGHT | PLANTED | ON_GPUS
 
 
 def train(variant: Variant, device: torch.device) -> str:
-    """The digest of the weights that this rank ends with."""
+    """Train, and return the digest of this rank's final weights."""
     variant.plant()
     torch.manual_seed(0)
     ddp = DistributedDataParallel(variant.model().to(device), **variant.options)
@@ -192,7 +192,7 @@ def train(variant: Variant, device: torch.device) -> str:
 def serve(
     rank: int, world_size: int, store: Path, kind: str, names: list[str], pipe: Connection
 ) -> None:
-    """Sends one rank's digests, variant by variant; what one planted is gone for the next."""
+    """Send one rank's digest of each variant, and undo the variant's bug after it."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     address = f"file://{store}"  # a port could be another's by the time that rank 0 listens
@@ -211,7 +211,7 @@ def serve(
 
 
 def run(kind: str, names: list[str]) -> dict[str, dict[int, list[str]]]:
-    """Digests of `names`: {variant: {world size: [of each rank]}}."""
+    """Return the digests of the variants `names`: {variant: {world size: [of each rank]}}."""
     num_ranks_max = torch.cuda.device_count() if kind == "cuda" else 4
     context = multiprocessing.get_context("fork")
     found: dict[str, dict[int, list[str]]] = {name: {} for name in names}

@@ -1,4 +1,4 @@
-"""How a buffer is cut, and the plain tree."""
+"""The cut of a buffer into pieces, and the plain tree sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from entrenar_py.canonical.exchange import ALIGNMENT, add_tree, cut
 def test_pieces_and_tail_cover_everything_once(
     num_elements: int, world_size: int, piece_max: int
 ) -> None:
-    """In order, without gaps; pieces divide evenly and are no longer than asked; a short tail."""
+    """Pieces cover the buffer in order, divide evenly, keep to `piece_max`, and leave a tail."""
     unit = world_size * ALIGNMENT
     plan = cut(num_elements, world_size=world_size, piece_max=piece_max)
     assert [one for part in (*plan.pieces, plan.tail) for one in part] == list(range(num_elements))
@@ -28,7 +28,7 @@ def test_pieces_and_tail_cover_everything_once(
 
 
 def test_the_tree_adds_neighbours_and_rounds_every_sum() -> None:
-    """Eight rows of bfloat16, against the same written out with one addition at a time."""
+    """The sum of eight bfloat16 rows equals the same tree written out by hand."""
     rows = torch.randn(8, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
     a, b, c, d, e, f, g, h = rows
     expected = (((a + b) + (c + d)) + ((e + f) + (g + h))) * 0.125

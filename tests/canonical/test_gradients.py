@@ -1,4 +1,4 @@
-"""The fold of one rank's micro-batches is a node of the tree over all of them."""
+"""Adding one rank's micro-batches gives a node of the tree over all micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIRST, SECOND = torch.zeros(7), torch.zeros(5, dtype=torch.bfloat16)
 
 
 def leaves(count: int) -> list[gradients.Gradients]:
-    """Gradients of two parameters of two dtypes, of micro-batch after micro-batch."""
+    """Return the gradients of `count` micro-batches, for two parameters of two dtypes."""
     draws = torch.Generator().manual_seed(count)
     return [
         {one: torch.randn(one.shape, generator=draws).to(one.dtype) for one in (FIRST, SECOND)}
@@ -23,7 +23,7 @@ def leaves(count: int) -> list[gradients.Gradients]:
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
 def test_the_fold_has_the_bits_of_the_tree(count: int) -> None:
-    """Whatever the power of two; nothing is left waiting."""
+    """The counter's sum of 2^i micro-batches has the tree's bits, and no node is left over."""
     nodes = leaves(count)
     expected = []
     for one in (FIRST, SECOND):
@@ -41,7 +41,7 @@ def test_the_fold_has_the_bits_of_the_tree(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 100])
 def test_as_many_nodes_wait_as_bits_are_set(count: int) -> None:
-    """So at most log2 of them, and one more that is coming."""
+    """After k micro-batches, as many nodes are pending as bits are set in k."""
     counter = gradients.Counter()
     for node in leaves(count):
         counter.push(node)
@@ -49,7 +49,7 @@ def test_as_many_nodes_wait_as_bits_are_set(count: int) -> None:
 
 
 def test_taking_leaves_nothing_behind() -> None:
-    """The next backward pass starts from nothing; who has no gradient is not there."""
+    """`take` resets `.grad`, and leaves out parameters without a gradient."""
     one, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     one.sum().backward()  # type: ignore[no-untyped-call]
     assert list(gradients.take([one, other])) == [one]

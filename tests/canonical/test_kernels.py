@@ -1,4 +1,4 @@
-"""The fused kernel gives the bits of the plain path (TRITON_INTERPRET=1 runs it without a GPU)."""
+"""The Triton kernels give the bits of the plain path (TRITON_INTERPRET=1: without a GPU)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if DEVICE == "cpu":
 
 
 def rows_of(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Values of very different size, with zeros of both signs, subnormal and huge ones."""
+    """Return values of very different size, with zeros of both signs, subnormal and huge ones."""
     draws = torch.Generator().manual_seed(num_rows * num_columns)
     exponents = torch.randint(-12, 12, (num_rows, num_columns), generator=draws)
     rows = torch.ldexp(torch.randn(num_rows, num_columns, generator=draws), exponents)
@@ -36,7 +36,7 @@ def rows_of(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor
 @pytest.mark.parametrize("num_rows", [2, 4, 8, 16])
 @pytest.mark.parametrize("num_columns", [1, 48, 1024, 4099])
 def test_bits_of_the_plain_path(dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
-    """Every element, for every number of rows, also where the last program is not full."""
+    """All elements have the plain path's bits, for all numbers of rows, also in a partial block."""
     rows = rows_of(num_rows, num_columns, dtype)
     expected, got = torch.empty_like(rows[0]), torch.full_like(rows[0], torch.nan)
     exchange.add_tree(rows, scale=1 / 32, out=expected)
@@ -47,7 +47,7 @@ def test_bits_of_the_plain_path(dtype: torch.dtype, num_rows: int, num_columns: 
 @pytest.mark.parametrize("dtype", list(WORDS))
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_what_was_put_is_added_with_ones_own(dtype: torch.dtype, num_ranks: int) -> None:
-    """The row of the rank itself is its own memory; what stands in its place is not read."""
+    """The rank's own row is read from `mine`, and its row of `put` is not read."""
     rows = rows_of(num_ranks, 5000, dtype)
     expected = torch.empty_like(rows[0])
     exchange.add_tree(rows, scale=1 / 32, out=expected)

@@ -1,4 +1,4 @@
-"""Refused arguments and their messages: one rank, in this process."""
+"""The reducer on one rank in this process: gradients, and refused arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from entrenar_py.errors import UsageError
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A group of one rank, and deterministic algorithms, also where there are GPUs."""
+    """Start a process group of one rank, with deterministic algorithms, also with GPUs."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     store = torch._C._distributed_c10d.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -31,12 +31,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def wrapped(module: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
-    """A small model, by torch's wrapper."""
+    """Wrap a small model in DistributedDataParallel."""
     return DistributedDataParallel(nn.Linear(3, 2) if module is None else module, **options)
 
 
 def test_the_mean_of_all_micro_batches(alone: None) -> None:
-    """`.grad` after the fold is that of the mean loss; what was there before has no part in it."""
+    """`.grad` after the loop is the gradient of the mean loss, without any earlier gradient."""
     ddp = wrapped()
     reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=4)
     inputs = torch.randn(4, 5, 3)
@@ -48,7 +48,7 @@ def test_the_mean_of_all_micro_batches(alone: None) -> None:
 
 
 def test_shards_are_named_while_they_are_in_hand(alone: None) -> None:
-    """By their index in the global batch; none is between batches."""
+    """`reducer.shard` is the index in the global batch, and an error outside of the loop."""
     ddp = wrapped()
     reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=2)
     seen = []
@@ -72,7 +72,7 @@ def test_shards_are_named_while_they_are_in_hand(alone: None) -> None:
     ],
 )
 def test_numbers_without_a_tree(micro_batches: Any, world_size: int, words: str) -> None:
-    """Given, allowed, and what to do."""
+    """Numbers that are no powers of two, or fewer micro-batches than ranks, are refused."""
     with pytest.raises(UsageError, match=words):
         admission.require_numbers(micro_batches=micro_batches, world_size=world_size)
 
@@ -90,19 +90,19 @@ def test_numbers_without_a_tree(micro_batches: Any, world_size: int, words: str)
 def test_models_without_a_promise(
     alone: None, module: nn.Module, options: dict[str, Any], words: str
 ) -> None:
-    """Refused when it is switched on."""
+    """Unsupported models are refused before training."""
     with pytest.raises(UsageError, match=words):
         entrenar_py.canonical_all_reduce(wrapped(module, **options), micro_batches=2)
 
 
 def test_a_model_that_is_not_wrapped() -> None:
-    """Is told to be."""
+    """A model that is not wrapped is refused with the call that wraps it."""
     with pytest.raises(UsageError, match="model is a Linear: wrap it first"):
         entrenar_py.canonical_all_reduce(nn.Linear(3, 2), micro_batches=2)  # type: ignore[arg-type]
 
 
 def test_a_model_that_has_a_hook(alone: None) -> None:
-    """Its own, or this one already."""
+    """A model with a communication hook, here of an earlier call, is refused."""
     model = wrapped()
     entrenar_py.canonical_all_reduce(model, micro_batches=2)
     with pytest.raises(UsageError, match="the model has a communication hook"):
@@ -110,19 +110,19 @@ def test_a_model_that_has_a_hook(alone: None) -> None:
 
 
 def test_memory_of_peers_is_for_gpus(alone: None) -> None:
-    """A keyword that can't be heeded is refused."""
+    """`symmetric_memory=True` is refused for a model on a CPU."""
     with pytest.raises(UsageError, match="symmetric_memory=True with a model on cpu"):
         entrenar_py.canonical_all_reduce(wrapped(), micro_batches=2, symmetric_memory=True)
 
 
 def test_frozen_batch_norm_is_let_in(alone: None) -> None:
-    """In eval mode it is no more than a multiplication."""
+    """Batch norm in eval mode is allowed: it doesn't mix samples."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
     entrenar_py.canonical_all_reduce(wrapped(model), micro_batches=2)
 
 
 def test_too_few_batches(alone: None) -> None:
-    """Named by the micro-batch that is missing."""
+    """Too few batches raise an error with the first micro-batch that is missing."""
     ddp = wrapped()
     reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=4)
 
@@ -136,7 +136,7 @@ def test_too_few_batches(alone: None) -> None:
 
 @pytest.mark.parametrize("left_out", [1, 3])
 def test_a_micro_batch_without_backward_pass(alone: None, left_out: int) -> None:
-    """The last one's too, whose gradients would come through the hook."""
+    """A missing backward pass is an error, also in the last micro-batch, where the hook runs."""
     ddp = wrapped()
     reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=4)
 
@@ -150,7 +150,7 @@ def test_a_micro_batch_without_backward_pass(alone: None, left_out: int) -> None
 
 
 def test_a_backward_pass_outside_of_the_loop(alone: None) -> None:
-    """As a loop has it that was not changed."""
+    """A training loop that doesn't use `fold` is an error."""
     ddp = wrapped()
     entrenar_py.canonical_all_reduce(ddp, micro_batches=1)
     with pytest.raises(UsageError, match="outside of the loop over fold"):
@@ -158,7 +158,7 @@ def test_a_backward_pass_outside_of_the_loop(alone: None) -> None:
 
 
 def test_a_second_backward_pass(alone: None) -> None:
-    """Its gradients would be added in an order that depends on the world size."""
+    """A second backward pass is an error: its sums would depend on the world size."""
     ddp = wrapped()
     reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=1)
     batches = reducer.fold(torch.randn(1, 5, 3))
@@ -170,7 +170,7 @@ def test_a_second_backward_pass(alone: None) -> None:
 
 
 def test_a_batch_left_early_leaves_nothing_behind(alone: None) -> None:
-    """After a break the next batch is as any other."""
+    """A loop that ends with a break doesn't change the next batch's gradients."""
     ddp = wrapped()
     reducer = entrenar_py.canonical_all_reduce(ddp, micro_batches=2)
     found = []
@@ -184,7 +184,7 @@ def test_a_batch_left_early_leaves_nothing_behind(alone: None) -> None:
 
 
 def test_settings_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is missing, at once."""
+    """One error lists all settings that are not deterministic."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
@@ -199,7 +199,7 @@ def test_settings_are_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_warning_is_not_enough() -> None:
-    """warn_only lets every kernel through."""
+    """warn_only=True is refused, since it allows nondeterministic kernels."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with pytest.raises(UsageError, match="warn_only=True"):
@@ -209,7 +209,7 @@ def test_a_warning_is_not_enough() -> None:
 
 
 def test_a_setting_moved_during_training(alone: None) -> None:
-    """Is seen at the next batch."""
+    """A setting that changed since the reducer was made is an error at the next batch."""
     reducer = entrenar_py.canonical_all_reduce(wrapped(), micro_batches=1)
     kept = torch.get_num_threads()
     torch.set_num_threads(kept + 1)
@@ -221,7 +221,7 @@ def test_a_setting_moved_during_training(alone: None) -> None:
 
 
 def test_ranks_that_differ(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
-    """Named by rank, setting and both values."""
+    """The error for different settings has the rank, the setting and both values."""
 
     def answers(everyone: list[Any], facts: Any, *, group: Any) -> None:
         everyone[:] = [facts, {**facts, "micro_batches": 4}]
@@ -234,6 +234,6 @@ def test_ranks_that_differ(monkeypatch: pytest.MonkeyPatch, alone: None) -> None
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    """Its doors are light."""
+    """`import entrenar_py` doesn't import torch."""
     code = "import entrenar_py, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,4 +1,4 @@
-"""Outputs of a device against the bounds of their errors."""
+"""Compares a device's outputs with the bounds on their errors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from entrenar_py.backends.wgpu.bounds.intervals import Bounded
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """One output of a device against its bounds, at the element that uses up most of its bound.
+    """The error and the bound of an output at its worst element, with the largest error / bound.
 
-    `element` is its index in C order; `num_bounded` says how many of `num_elements` have a bound.
+    `element` is its index in C order. `num_bounded` of the `num_elements` have a finite bound.
     """
 
     output: int

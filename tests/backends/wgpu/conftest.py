@@ -1,4 +1,4 @@
-"""An open adapter for all tests of what runs on one."""
+"""An open adapter for the tests that need one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from entrenar_py.errors import BackendUnavailable
 
 @pytest.fixture(scope="session")
 def device() -> Device:
-    """The best adapter of this machine."""
+    """Open the best adapter of this machine."""
     try:
         return open_device(0)
     except BackendUnavailable as error:

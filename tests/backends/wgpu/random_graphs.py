@@ -1,6 +1,6 @@
-"""Random small functions of tensors, with their gradients, for whatever computes captured graphs.
+"""Random small functions of tensors and their gradients, to test the execution of graphs.
 
-`python -m tests.backends.wgpu.random_graphs 500 [cpu | wgpu]` tries as many on a device.
+`python -m tests.backends.wgpu.random_graphs 500 [cpu | wgpu]` tries 500 of them on a device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Compute = Callable[["RandomGraph", GraphModule, Sequence[Tensor]], list[Tensor]]
 class RandomGraph:
     """A function as a list of steps, each a name, an operation and the names of its operands.
 
-    `inputs` are float32 with `requires_grad`, or int64 indices; step i makes `v<i>`.
+    `inputs` are float32 with `requires_grad`, or int64 indices. Step i computes `v<i>`.
     """
 
     inputs: dict[str, Tensor]
@@ -41,7 +41,7 @@ class RandomGraph:
     differentiated: bool
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The last value; with `differentiated` also the gradients of its weighted sum."""
+        """Return the last value. If `differentiated`, also the gradients of its weighted sum."""
         values = dict(zip(self.inputs, inputs, strict=True))
         last = inputs[0]
         for index, (_, operation, operands) in enumerate(self.steps):
@@ -136,7 +136,7 @@ ALONG: dict[str, Callable[[int, bool], Operation]] = {
 
 
 def _along(rank: int) -> st.SearchStrategy[tuple[str, Operation]]:
-    """Operations with an axis."""
+    """Return the operations along an axis."""
     chosen = st.tuples(st.sampled_from(sorted(ALONG)), st.integers(-rank, rank - 1), st.booleans())
     return chosen.map(lambda one: (f"{one[0]}[{one[1]}, {one[2]}]", ALONG[one[0]](*one[1:])))
 
@@ -164,7 +164,7 @@ WHOLE: dict[str, Operation] = {
 
 
 def shapes() -> st.SearchStrategy[list[int]]:
-    """One to three sizes."""
+    """Draw shapes of one to three dims."""
     return st.lists(st.sampled_from(SIZES), min_size=1, max_size=3).filter(
         lambda shape: torch.Size(shape).numel() <= 1024
     )
@@ -199,7 +199,7 @@ def _from_left(x: Tensor, w: Tensor) -> Tensor:
 
 @st.composite
 def graphs(draw: st.DrawFn, *, num_steps_max: int = 8) -> RandomGraph:
-    """Eight steps at most, each of what the one before made; half of them differentiated."""
+    """Draw graphs of up to eight steps, each on the previous result. Half are differentiated."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     scale = draw(st.sampled_from([0.1, 1.0, 4.0]))
     graph = RandomGraph({}, [], draw(st.booleans()))
@@ -272,7 +272,7 @@ def on_cpu(graph: RandomGraph, captured: GraphModule, inputs: Sequence[Tensor]) 
 
 
 def on_device(device: Device) -> Compute:
-    """Run it on `device`, twice, and require the same bits."""
+    """Run the captured graph twice on `device`, and require the same bits."""
 
     def compute(
         graph: RandomGraph, captured: GraphModule, inputs: Sequence[Tensor]
@@ -289,9 +289,9 @@ def on_device(device: Device) -> Compute:
 
 
 def try_many(num_graphs: int, compute: Compute) -> tuple[int, int]:
-    """Tries random graphs; AssertionError with the smallest that disagrees.
+    """Try random graphs; AssertionError with the smallest one that disagrees.
 
-    How many elements were compared, and how many of them had a bound.
+    Return the number of elements compared, and the number of those with a bound.
     """
     counts = [0, 0]
 
@@ -314,7 +314,7 @@ def try_many(num_graphs: int, compute: Compute) -> tuple[int, int]:
 
 
 def main() -> None:
-    """As the module says."""
+    """Run the command that the module's docstring describes."""
     num_graphs, where = int(sys.argv[1]), (*sys.argv, "cpu")[2]
     compute = on_device(open_device(0)) if where == "wgpu" else on_cpu
     num_elements, num_bounded = try_many(num_graphs, compute)

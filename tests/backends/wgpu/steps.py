@@ -1,4 +1,4 @@
-"""Training steps of the workloads as functions of tensors, for tests of what is captured."""
+"""Training steps of the workloads as functions of tensors, for tests of capturing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from entrenar_py.training import dropout, workload
 
 @cache
 def step(name: str, num_samples: int = 1) -> tuple[Function, list[Tensor]]:
-    """The loss of so many samples and the gradients of what trains; all tensors as inputs."""
+    """Return a step (loss and gradients of some samples) as a function of all tensors."""
     model = workload.build(name, num_samples=16, width=16, data=np.random.default_rng(0))
     values = model.initial(np.random.default_rng(0))
     ids = range(num_samples)
@@ -40,10 +40,10 @@ def step(name: str, num_samples: int = 1) -> tuple[Function, list[Tensor]]:
 
 @cache
 def captured(name: str) -> GraphModule:
-    """Its graph; made once, as it takes a second."""
+    """Return the step's graph, cached because capturing takes a second."""
     return capture(*step(name))
 
 
 def plain(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Without autograd."""
+    """Return the tensors detached from autograd."""
     return [one.detach() for one in tensors]

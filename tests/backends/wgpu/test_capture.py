@@ -1,4 +1,4 @@
-"""A step becomes one graph of few kinds of operation, or is refused by its line."""
+"""A step is captured as one graph of core operations, or refused with its line."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ HELD = torch.ones(5)
 
 
 def operations(graph: GraphModule) -> set[str]:
-    """The kinds of operations in a graph: `aten.mm.default`, ..."""
+    """Return the kinds of operations in a graph: `aten.mm.default`, ..."""
     return {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
 
 
 @pytest.mark.parametrize(("name", "num_kinds_max"), [("linear", 9), ("mlp", 20), ("decoder", 30)])
 def test_a_step_is_captured_with_its_gradients(name: str, num_kinds_max: int) -> None:
-    """The graph computes what the step does, in few kinds of operation, each with its line."""
+    """The graph gives the step's results by core operations, each with its line."""
     run, inputs = step(name)
     graph = captured(name)
     for got, expected in zip(graph(*plain(inputs)), run(*inputs), strict=True):
@@ -39,7 +39,7 @@ def test_a_step_is_captured_with_its_gradients(name: str, num_kinds_max: int) ->
 
 
 def test_backward_nodes_have_the_line_of_what_they_differentiate() -> None:
-    """Not that of the call of autograd."""
+    """A backward node has the line of its forward operation, not of the call of autograd."""
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
         y = torch.tanh(x)
@@ -97,7 +97,7 @@ def writes_to_what_it_holds(x: Tensor) -> tuple[Tensor, ...]:
 def test_what_has_no_place_in_a_graph_is_refused_by_its_line(
     function: Callable[..., tuple[Tensor, ...]], offset: int, reason: str
 ) -> None:
-    """And nothing that it held was changed on the way."""
+    """Unsupported operations are refused with their line, and no tensor is changed."""
     line = f"{Path(__file__).name}:{function.__code__.co_firstlineno + offset} in "
     with pytest.raises(UsageError, match=reason) as refused:
         capture.capture(function, [X])
@@ -106,7 +106,7 @@ def test_what_has_no_place_in_a_graph_is_refused_by_its_line(
 
 
 def test_writes_within_a_step_become_values() -> None:
-    """Through views, too, and gradients go on through them."""
+    """In-place writes, also through views, become new values, and gradients flow through them."""
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
         y = x * 2
@@ -122,7 +122,7 @@ def test_writes_within_a_step_become_values() -> None:
 
 
 def test_what_follows_from_no_input_is_computed_once() -> None:
-    """Positions and masks are constants; a number for all elements is none."""
+    """Positions and masks become constants, but not tensors of one repeated number."""
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
         angle = torch.arange(5, dtype=torch.float32).sin()

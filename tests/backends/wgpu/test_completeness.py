@@ -1,4 +1,4 @@
-"""Every operation that the wgpu backend has a kernel for is one that a clause tries."""
+"""A clause tries every operation that the wgpu backend has a kernel for."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from entrenar_py.backends.wgpu.pointwise import SCALARS
 from entrenar_py.systems.probes import operation_cases
 from entrenar_py.systems.probes.operation_cases import CASES, Case
 
-# Tried in test_operations alone, which compares with torch and needs no bound.
+# Only tried in test_operations, which compares with torch and needs no bound.
 WITHOUT_BOUND = {
     "max": "two results, and a bound is known for an operation of one",
     "min": "as max",
     "prod": "no bound on its error is known",
 }
-# No operations of torch's, but what `div` is with a rounding mode; each mode is a case.
+# These are `div` with a rounding mode. Each mode is a case.
 MODES = {"div_floor", "div_trunc"}
 
 
 def operations_of(case: Case) -> set[str]:
-    """Return the names of the operations that `case` is captured as."""
+    """Return the names of the operations in the captured graph of `case`."""
     groups = operation_cases.operands(case, torch.Generator().manual_seed(0))
     flat = [one for group in groups for one in group]
 
@@ -36,7 +36,7 @@ def operations_of(case: Case) -> set[str]:
 
 
 def test_every_operation_has_a_case_and_every_case_an_operation() -> None:
-    """No kernel is claimed that no case reaches; a case consists of what is claimed."""
+    """The operations with a kernel are exactly those that the cases use."""
     claimed = set(OPERATIONS) | set(SCALARS)
     tried = {name: operations_of(case) for name, case in CASES.items()}
     assert set().union(*tried.values()) | set(WITHOUT_BOUND) | MODES == claimed

@@ -18,7 +18,7 @@ from entrenar_py.errors import BackendUnavailable
 
 @dataclass
 class FakeAdapter:
-    """An adapter that knows its kind and refuses to open."""
+    """An adapter with its kind, which fails to open."""
 
     adapter_type: str
     backend_type: str = "Vulkan"
@@ -27,7 +27,7 @@ class FakeAdapter:
 
     @property
     def info(self) -> dict[str, str]:
-        """The adapter's info under the names that wgpu uses."""
+        """The adapter's info in the format of wgpu."""
         return {
             "adapter_type": self.adapter_type,
             "backend_type": self.backend_type,
@@ -35,12 +35,12 @@ class FakeAdapter:
         }
 
     def request_device_sync(self, **_: Any) -> None:
-        """Fails as a driver does."""
+        """Raise the error of a driver that fails."""
         raise RuntimeError("device lost")
 
 
 def test_hardware_before_software_before_opengl() -> None:
-    """Hardware wins over software whatever the order; OpenGL is the last resort."""
+    """Hardware comes before software, and OpenGL last, in whatever order adapters are listed."""
     software, hardware = FakeAdapter("CPU"), FakeAdapter("DiscreteGPU")
     opengl = FakeAdapter("IntegratedGPU", "OpenGL")
     assert ranked([opengl, software, hardware]) == [hardware, software, opengl]
@@ -53,7 +53,7 @@ def test_equals_keep_their_order() -> None:
 
 
 def test_an_index_beyond_the_last() -> None:
-    """Whoever asks for an adapter that is not there is told which are, and by which names."""
+    """The message for a missing adapter lists the names of those that exist."""
     there = [FakeAdapter("DiscreteGPU", name="one"), FakeAdapter("CPU", name="two")]
     assert choose(there, 1) is there[1]
     listed = r"backend wgpu:2: this machine has wgpu:0 one \(Vulkan\), wgpu:1 two \(Vulkan\)"
@@ -62,20 +62,20 @@ def test_an_index_beyond_the_last() -> None:
 
 
 def test_no_adapter() -> None:
-    """A machine without adapters is told what to install."""
+    """The message on a machine without adapters says what to install."""
     with pytest.raises(BackendUnavailable, match="no adapter on this machine; install"):
         choose([], 0)
 
 
 def test_wgpu_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without wgpu-py the message says how to get it."""
+    """The message without wgpu-py says how to install it."""
     monkeypatch.setitem(sys.modules, "wgpu", None)
     with pytest.raises(BackendUnavailable, match=r"entrenar-py\[wgpu\]"):
         open_device(0)
 
 
 def test_adapter_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter that fails to open is reported in its own words."""
+    """The message for an adapter that fails to open has wgpu's error."""
     wgpu = pytest.importorskip("wgpu")
     monkeypatch.setattr(wgpu.gpu, "enumerate_adapters_sync", lambda: [FakeAdapter("CPU")])
     with pytest.raises(BackendUnavailable, match="backend wgpu: device lost"):
@@ -101,7 +101,7 @@ def test_clean_exit(wgpu_backend: WgpuBackend) -> None:
 
 @pytest.mark.wgpu
 def test_a_lost_device_is_opened_again(wgpu_backend: WgpuBackend) -> None:
-    """A destroyed device fails with the adapter's message; opening the backend gives a new one."""
+    """A destroyed device fails with wgpu's message, and opening the backend gives a new one."""
     assert wgpu_backend.device
     first = open_wgpu(0)
     assert open_wgpu(0) is first

@@ -1,4 +1,4 @@
-"""Index arithmetic says what division and remainder say, whatever is simplified on the way."""
+"""Simplified index arithmetic gives the same values as plain division and remainder."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)
 
 
 def variables(shape: Sequence[int]) -> Indices:
-    """A loop variable for each dim: v0, v1, ..."""
+    """Return a loop variable for each dim: v0, v1, ..."""
     return tuple(at.variable(f"v{dim}", size) for dim, size in enumerate(shape))
 
 
 def value(index: Index, place: Sequence[int]) -> int:
-    """Return the value of a rendered index for these variables; `/` is WGSL's, of i32."""
+    """Return the value of a rendered index for these variables, with WGSL's `/` on i32."""
     names = {f"v{dim}": one for dim, one in enumerate(place)}
     return int(eval(at.render(index).replace("/", "//"), {}, names))
 
 
 def places(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """All indices into a tensor of `shape`, in C order."""
+    """Return all indices into a tensor of `shape`, in C order."""
     return list(itertools.product(*(range(size) for size in shape)))
 
 
 @given(SHAPES, st.data())
 def test_reshapes_of_reshapes(shape: list[int], data: st.DataObject) -> None:
-    """An element's place in C order survives any chain of reshapes."""
+    """A chain of reshapes keeps each element's position in C order."""
     to = data.draw(st.permutations([one for one in shape if one > 1] or [1]))
     back = at.reshape(at.reshape(variables(shape), shape, to), to, [math.prod(shape)])
     for position, place in enumerate(places(shape)):
@@ -44,7 +44,7 @@ def test_reshapes_of_reshapes(shape: list[int], data: st.DataObject) -> None:
 
 @given(SHAPES, st.integers(1, 7), st.integers(0, 9), st.integers(1, 5))
 def test_quotient_and_remainder(shape: list[int], by: int, offset: int, factor: int) -> None:
-    """They are those of the value, simplified or not, and stay within the stated bounds."""
+    """An index's quotient and remainder have the right values, and are within their bounds."""
     index = at.place(variables(shape), at.strides_of(shape)) * factor + Index(offset)
     quotient, remainder = index.divide(by), index.modulo(by)
     for place in places(shape):
@@ -57,7 +57,7 @@ def test_quotient_and_remainder(shape: list[int], by: int, offset: int, factor: 
 
 
 def test_a_view_of_a_view_costs_nothing() -> None:
-    """Splitting a dim and joining it again leaves no division behind."""
+    """Splitting a dim and joining it again leaves no division in the index."""
     (index,) = variables([12])
     split = at.reshape((index,), [12], [3, 4])
     assert at.render(at.reshape(split, [3, 4], [12])[0]) != at.render(index)  # two atoms, unjoined
@@ -67,7 +67,7 @@ def test_a_view_of_a_view_costs_nothing() -> None:
 
 @given(SHAPES, st.data())
 def test_strides_of_a_reshaped_view(shape: list[int], data: st.DataObject) -> None:
-    """Where strides are found they are a view's; torch finds them exactly where we do."""
+    """A reshape has strides exactly where torch can make a view, and they give its elements."""
     order = data.draw(st.permutations(range(len(shape))))
     factors = [one for one in shape if one > 1] or [1]
     to = data.draw(st.permutations(factors))

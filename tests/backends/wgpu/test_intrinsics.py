@@ -19,5 +19,5 @@ from entrenar_py.backends.wgpu.intrinsics import literal
     ],
 )
 def test_a_minus_is_in_brackets(value: float, dtype: str, text: str) -> None:
-    """So that another one before it makes no `--`, which is a decrement."""
+    """Negative literals are in brackets: a minus before them would make the decrement `--`."""
     assert literal(value, dtype) == text

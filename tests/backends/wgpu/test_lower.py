@@ -1,4 +1,4 @@
-"""Lowering: one dispatch or none, also on devices with few bindings and few workgroups."""
+"""Lowering fuses operations, also on devices with few bindings and few workgroups."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LIMITS = Limits(
 
 
 def lowered(fn: Function, *inputs: Tensor, bindings_max: int = 8, fused: bool = True) -> Lowered:
-    """The dispatches of `fn` on a device of WebGPU's own limits."""
+    """Return the dispatches of `fn` on a device with WebGPU's default limits."""
     return lower(capture(fn, inputs), LIMITS, bindings_max=bindings_max, fused=fused)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Scores, a mask, softmax and what is mixed by it."""
+    """Compute attention: scores, a mask, softmax and the product with the values."""
     scores = (q @ k.transpose(-2, -1) * 0.5).masked_fill(torch.ones(7, 7).bool().triu(1), -1e9)
     return (scores.softmax(-1) @ v,)
 
@@ -43,7 +43,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         (lambda x: (torch.cat([x, -x]).sum(),), (7, 5), 1),
         (lambda x: (x.sum(0) / 7,), (7, 5), 1),
         (lambda x: attention(x, x, x), (2, 7, 5), 3),
-        # What two products need is computed once: a product has no room for a prologue.
+        # An operand of two products is computed once: a product kernel has no prologue.
         (lambda x: (x.exp() @ x.t(), x.exp().t() @ x), (7, 5), 3),
     ],
 )
@@ -54,18 +54,18 @@ def test_what_fuses(fn: Function, shape: Sequence[int], count: int) -> None:
 
 
 def test_unfused_is_more() -> None:
-    """Without fusion each operation that is no view is a dispatch at least."""
+    """Without fusion, each operation but a view takes at least one dispatch."""
     naive = lowered(lambda x: (x.tanh() * 2 + x.t().t(),), torch.ones(7, 5), fused=False)
     assert len(naive.steps) == 3
 
 
 def test_a_step_knows_its_line() -> None:
-    """Each dispatch says where in the model it came from."""
+    """Each dispatch has the model's line that it comes from."""
     assert "test_lower.py" in lowered(lambda x: (x + 1,), torch.ones(3)).steps[0].line
 
 
 def sum_of_all(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Reads more tensors than some devices bind, in a chain, a join, a lookup and an epilogue."""
+    """Use more tensors than some devices can bind, in a chain, a join, a lookup and an epilogue."""
     first, *others = tensors
     total = first * 2
     for one in others:
@@ -76,7 +76,7 @@ def sum_of_all(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.wgpu
 def test_few_bindings(device: Device) -> None:
-    """No dispatch binds more than the device takes; the results are the same."""
+    """No dispatch exceeds the device's number of bindings, and the results are the same."""
     given = [torch.randn(3, 5) for _ in range(11)]
     steps = lowered(sum_of_all, *given, bindings_max=4)
     assert max(len(step.bindings) for step in steps.steps) == 4
@@ -87,7 +87,7 @@ def test_few_bindings(device: Device) -> None:
 
 @pytest.mark.wgpu
 def test_few_workgroups(device: Device) -> None:
-    """A dispatch of more workgroups than a dimension takes goes on in the next dimension."""
+    """A dispatch with more workgroups than one dimension allows uses the next one, too."""
     x = torch.randn(1000, 40)
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
@@ -106,7 +106,7 @@ def test_few_workgroups(device: Device) -> None:
 
 
 def test_memory_is_shared_but_never_read_and_written_at_once() -> None:
-    """No two buffers that are needed at one time are one piece of memory."""
+    """Buffers share memory, but never two that are in use at the same time."""
 
     def deep(x: Tensor) -> tuple[Tensor, ...]:
         kept = x @ x

@@ -1,4 +1,4 @@
-"""The product's bookkeeping: one submission, no copies of transposed views, limits with numbers."""
+"""Submissions, copies and limits of matrix products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from entrenar_py.errors import BackendUnavailable
 
 
 def device(*, binding: int = 1 << 20, buffer: int = 1 << 20, workgroups: int = 4) -> Device:
-    """A device with these limits and nothing behind them."""
+    """Return a device with these limits and no hardware."""
     limits = Limits(
         binding_bytes_max=binding,
         workgroup_bytes_max=16384,
@@ -26,7 +26,7 @@ def device(*, binding: int = 1 << 20, buffer: int = 1 << 20, workgroups: int = 4
 
 @pytest.mark.wgpu
 def test_several_products_in_one_submission(wgpu_backend: WgpuBackend) -> None:
-    """Any number of products takes one submission; none takes none."""
+    """Any number of products takes one submission, and no products take none."""
     before = wgpu_backend.submissions
     wgpu_backend.products([(torch.ones(3, 4), torch.ones(4, 5))] * 7)
     assert wgpu_backend.submissions == before + 1
@@ -36,7 +36,7 @@ def test_several_products_in_one_submission(wgpu_backend: WgpuBackend) -> None:
 
 @pytest.mark.wgpu
 def test_operand_beyond_the_adapter(wgpu_backend: WgpuBackend) -> None:
-    """An operand larger than a binding is refused with its size, before it is copied."""
+    """An operand larger than a binding is refused with its size before it is copied."""
     huge = torch.ones(1, 1).expand(1 << 20, 1 << 20)
     with pytest.raises(BackendUnavailable, match="a takes 4398046511104 bytes, a binding"):
         wgpu_backend.matmul(huge, huge)
@@ -57,7 +57,7 @@ def test_device_errors_are_translated(
 
 @pytest.mark.wgpu
 def test_a_shape_is_compiled_once(wgpu_backend: WgpuBackend) -> None:
-    """The same shape again takes no new pipeline, another layout does."""
+    """The same shape and layout share a pipeline. Another layout needs a new one."""
     matmul, square = Matmul(wgpu_backend._device), torch.ones(4, 4)
     for _ in range(2):
         matmul.run([(square, square), (square, square.t().contiguous().t())])
@@ -65,7 +65,7 @@ def test_a_shape_is_compiled_once(wgpu_backend: WgpuBackend) -> None:
 
 
 def test_transposed_views_are_not_copied() -> None:
-    """A transposed view is read in place with its strides swapped; other views are copied."""
+    """A transposed view is used in place with swapped strides. Other views are copied."""
     matrix = torch.arange(6.0).reshape(2, 3)
     for view, strides in ((matrix, (3, 1)), (matrix.t(), (1, 3))):
         assert np.shares_memory(flatten(view), matrix.numpy())
@@ -75,7 +75,7 @@ def test_transposed_views_are_not_copied() -> None:
 
 
 def test_results_are_aligned_and_apart() -> None:
-    """Results lie at multiples of 256 bytes and do not overlap."""
+    """Results are at multiples of 256 bytes and do not overlap."""
     pairs = [(torch.ones(m, 2), torch.ones(2, 9)) for m in (1, 8, 3)]
     jobs = plan(pairs, device())
     assert [job.offset for job in jobs] == [0, 256, 768]
@@ -83,7 +83,7 @@ def test_results_are_aligned_and_apart() -> None:
 
 
 def test_limits_are_named() -> None:
-    """Each limit of the device is checked and named with both numbers."""
+    """The message for each limit has the limit and the size that exceeds it."""
     pair = (torch.ones(20, 30), torch.ones(30, 10))
     with pytest.raises(BackendUnavailable, match=r"on paper: .* a takes 2400 bytes, .* holds 2399"):
         plan([pair], device(binding=2399))

@@ -1,6 +1,6 @@
 """Every operation agrees with torch on the CPU, on small odd shapes, views and broadcasts.
 
-Operations of a family are one program: a driver takes longer to compile than to run.
+The operations of a family share a program, because drivers take longer to compile than to run.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Function = Callable[..., tuple[Tensor, ...]]
 F = torch.nn.functional
 ATEN = torch.ops.aten
 
-# Of the largest element: float32 keeps 24 bits, and what WGSL grants its functions costs a few.
+# Relative to the largest element. float32 has 24 bits, of which WGSL's functions may lose a few.
 TOLERANCE = 4e-6
 
 
 def numbers(*shape: int) -> Tensor:
-    """Normal, with negative ones, the same in every run."""
+    """Return normally distributed numbers, the same in every run."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def agree(device: Device, fn: Function, *inputs: Tensor, packed: bool = False) -> None:
-    """Raises AssertionError where a result of `fn` differs, or differs from itself run again.
+    """Require torch's results of `fn` on the device, and the same bits when run again.
 
-    If `packed`, a kernel makes several results: for what would be a kernel of its own each.
+    If `packed`, one kernel computes several results that would otherwise have a kernel each.
     """
     program = compile_step(device, (lambda *given: pack(fn(*given))) if packed else fn, inputs)
     arrays = [one.numpy() for one in inputs]
@@ -65,14 +65,14 @@ def groups(results: Sequence[Tensor]) -> list[list[int]]:
 
 
 def pack(results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """One flat tensor for each group."""
+    """Return one flat tensor for each group."""
     return tuple(
         torch.cat([results[number].reshape(-1) for number in group]) for group in groups(results)
     )
 
 
 def unpack(packed: Sequence[Array], like: Sequence[Tensor]) -> list[Array]:
-    """The results, of the shapes of `like`, in their order."""
+    """Return the results in packed tensors, in the order and with the shapes of `like`."""
     found = {}
     for group, flat in zip(groups(like), packed, strict=True):
         ends = np.cumsum([like[number].numel() for number in group])[:-1]
@@ -82,7 +82,7 @@ def unpack(packed: Sequence[Array], like: Sequence[Tensor]) -> list[Array]:
 
 
 def test_pointwise_numbers(device: Device) -> None:
-    """Functions of one and two numbers, at their ends too."""
+    """Functions of one and two numbers, also of huge, tiny, infinite and NaN ones."""
 
     def fn(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         size = x.abs() + 0.1
@@ -125,9 +125,9 @@ def test_pointwise_whole_numbers_and_truth(device: Device) -> None:
 
 
 def test_divisions_to_whole_numbers(device: Device) -> None:
-    """Multiples, their neighbours and quotients of many digits come out as in float64.
+    """Integer divisions of multiples, of their neighbours and of large numbers match float64.
 
-    Nothing here is subnormal: a GPU may take such a number for zero.
+    No number here is subnormal: a GPU may flush it to zero.
     """
 
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -152,7 +152,7 @@ def test_divisions_to_whole_numbers(device: Device) -> None:
 
 
 def test_constants(device: Device) -> None:
-    """Tensors that are made of nothing, and the masks that they make."""
+    """Tensors without inputs (full, arange), and masks made of them."""
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         ones = torch.ones(3, 3, dtype=torch.bool)
@@ -169,7 +169,7 @@ def test_constants(device: Device) -> None:
 
 
 def test_views(device: Device) -> None:
-    """Views of inputs, of what is computed, and of views; none of them is a dispatch."""
+    """Views of inputs, of results and of views. None of them takes a dispatch."""
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         y = x * 2
@@ -189,7 +189,7 @@ def test_views(device: Device) -> None:
 
 
 def test_reductions(device: Device) -> None:
-    """Along any dims, short rows and long ones, with what comes before and after."""
+    """Reductions along any dims, of short and long rows, fused with operations around them."""
 
     def fn(x: Tensor, y: Tensor, i: Tensor) -> tuple[Tensor, ...]:
         row = x.mean(-1, keepdim=True)
@@ -206,7 +206,7 @@ def test_reductions(device: Device) -> None:
 
 
 def test_long_reductions_to_few_results(device: Device) -> None:
-    """A reduction too long for one workgroup is folded in parts; one of a prime length in one."""
+    """A long reduction is folded in parts, unless its length is a prime number."""
 
     def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         return x.sum(), x.amax((0, 2), keepdim=True), (x * x).mean((0, 2)), y.sum(), y.argmax()
@@ -215,7 +215,7 @@ def test_long_reductions_to_few_results(device: Device) -> None:
 
 
 def test_products(device: Device) -> None:
-    """Products of views, in batches, with what is added and multiplied after them."""
+    """Products of views and of batches, with pointwise operations on the results."""
 
     def fn(x: Tensor, y: Tensor, w: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         product = x @ y
@@ -230,7 +230,7 @@ def test_products(device: Device) -> None:
 
 
 def test_lookups(device: Device) -> None:
-    """Rows by number, forward and backward; joins, pads, overlays and scatters."""
+    """Embeddings, forward and backward, and joins, pads, overlays and scatters."""
     ids = torch.tensor([[3, 0, 3], [16, 3, 0], [1, -1, 16]])
 
     def fn(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
@@ -254,7 +254,7 @@ def test_lookups(device: Device) -> None:
 
 
 def test_out_of_range_is_not_a_number(device: Device) -> None:
-    """A row that a table does not have is NaN, never some other row."""
+    """An index out of range gives NaN, never another row."""
     program = compile_step(
         device,
         lambda x, i: (F.embedding(i, x),),
@@ -266,7 +266,7 @@ def test_out_of_range_is_not_a_number(device: Device) -> None:
 
 
 def test_only_an_index_counts_from_the_end(device: Device) -> None:
-    """Torch refuses a negative row of a table or of a gather: here it is NaN."""
+    """Only `x[i]` wraps a negative index. Embedding, index_select and gather give NaN."""
 
     def fn(x: Tensor, i: Tensor) -> tuple[Tensor, ...]:
         looked = F.embedding(i, x), x.index_select(0, i), x.gather(0, i[:, None]), x[i]
@@ -279,7 +279,7 @@ def test_only_an_index_counts_from_the_end(device: Device) -> None:
 
 
 def test_what_is_added_out_of_range_is_added_to_no_row(device: Device) -> None:
-    """An index past its dim is no element of the next row, one before it is wrapped once only."""
+    """An index out of range, also after wrapping once, adds to no element."""
 
     def fn(i: Tensor, j: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return (torch.zeros(3, 4).index_put((i, j), v, accumulate=True),)
@@ -300,6 +300,6 @@ def test_what_is_added_out_of_range_is_added_to_no_row(device: Device) -> None:
     ],
 )
 def test_what_has_no_kernel_is_refused(device: Device, fn: Any, message: str) -> None:
-    """By the operation's name, with the model's line and what to do."""
+    """The refusal has the operation, the model's line and what to do."""
     with pytest.raises(UsageError, match=message):
         compile_step(device, fn, [torch.eye(3)])

@@ -1,4 +1,4 @@
-"""Products by every tiling, over shapes, strides, batches and epilogues, within their bound."""
+"""Products with every tiling, of many shapes, strides, batches and epilogues."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ fn finish(acc: f32, b: u32, m: u32, n: u32) -> f32 {{
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix's layout and its buffer's elements; what belongs to no element of it is NaN."""
+    """A matrix's layout and its buffer. Elements of the buffer outside of the matrix are NaN."""
 
     layout: Layout
     values: Tensor
@@ -56,7 +56,7 @@ class Operand:
 
     @property
     def view(self) -> Tensor:
-        """[*batch, rows, columns], in the buffer's memory."""
+        """The matrix as a view of the buffer, [*batch, rows, columns]."""
         one = self.layout
         return self.values.as_strided(self.shape, (*one.batch, one.row, one.column), one.offset)
 
@@ -71,7 +71,7 @@ def operand(
     repeated: bool = False,
     seed: int = 0,
 ) -> Operand:
-    """Uniform in [-1, 1]; `repeated`: the first batch dimension has stride 0."""
+    """Return an operand, uniform in [-1, 1]. If `repeated`, the first batch dim has stride 0."""
     row, column, size = {
         "rows": (columns, 1, rows * columns),
         "columns": (1, rows, rows * columns),
@@ -129,7 +129,7 @@ def assert_right(
     tiling: Tiling | None,
     biased: bool = False,
 ) -> None:
-    """Every element of c is within its bound, and nothing else is written."""
+    """Require every element of c to be within its bound, and all others to be unchanged."""
     a, b, c = operands
     *batch, m, k = a.shape
     n = b.shape[-1]
@@ -159,7 +159,7 @@ def assert_right(
 
 
 def test_operands_are_what_they_say() -> None:
-    """A layout's element (b, i, j) is where its formula says, and the rest of the buffer is NaN."""
+    """An operand's element (b, i, j) is where the layout's formula puts it; all others are NaN."""
     one = operand((2, 3), 4, 5, form="sparse", offset=7)
     lay = one.layout
     at = lay.offset + 1 * lay.batch[0] + 2 * lay.batch[1] + 3 * lay.row + 4 * lay.column
@@ -170,7 +170,7 @@ def test_operands_are_what_they_say() -> None:
 @pytest.mark.wgpu
 @pytest.mark.parametrize("tiling", [*TILINGS, *OTHERS], ids=str)
 def test_each_tiling(wgpu_backend: WgpuBackend, tiling: Tiling) -> None:
-    """A ragged product over several tiles in every direction, one operand of each orientation."""
+    """A product of several incomplete tiles, of one row-major and one column-major operand."""
     if not tiling.fits(wgpu_backend._device.limits):
         pytest.skip(f"{tiling.workgroup_bytes} bytes of workgroup memory: this adapter has less")
     m, n, k = tiling.m + 3, tiling.n + 5, 2 * tiling.k + 3
@@ -186,7 +186,7 @@ SIZES = st.sampled_from([1, 2, 3, 4, 8, 15, 16, 17, 31, 36, 64, 67])
 @settings(max_examples=10)
 @given(data=st.data())
 def test_any_product(wgpu_backend: WgpuBackend, data: st.DataObject) -> None:
-    """Any shape, strides, offsets, batch and epilogue, by the tiling of its own or any other."""
+    """A product of any shape, strides, offsets, batch and epilogue is right with any tiling."""
     m, k, n = (data.draw(SIZES, label=name) for name in "mkn")
     batch = tuple(data.draw(st.lists(st.integers(1, 3), max_size=2), label="batch"))
     limits = wgpu_backend._device.limits
@@ -211,10 +211,10 @@ def test_any_product(wgpu_backend: WgpuBackend, data: st.DataObject) -> None:
 @pytest.mark.wgpu
 @pytest.mark.parametrize("tiling", [SMALL[0], SPLIT[-1]], ids=["small", "split"])
 def test_where_a_vector_is_written_whole(wgpu_backend: WgpuBackend, tiling: Tiling) -> None:
-    """On such an adapter no two invocations write to one vector, and the product is right."""
+    """Without `component_writes`, no two invocations write to one vector."""
     device = wgpu_backend._device
     careful = replace(device, limits=replace(device.limits, component_writes=False))
-    # One operand whose rows of four come from one load, or none.
+    # Operands that are loaded as vectors, or not.
     a = operand((), 20, 70, form="columns" if tiling.split > 1 else "rows")
     b = operand((), 70, 19, form="columns", seed=1)
     product = Product(m=20, k=70, n=19, a=a.layout, b=b.layout, c=operand_layout((), 20, 19))
@@ -227,7 +227,7 @@ def test_where_a_vector_is_written_whole(wgpu_backend: WgpuBackend, tiling: Tili
 
 @pytest.mark.wgpu
 def test_long_sums_are_split_and_give_the_same_bits(wgpu_backend: WgpuBackend) -> None:
-    """A long k of a thin product is split over a workgroup, right, and the same each time."""
+    """A workgroup splits the long k of a small product. The result is right and repeatable."""
     device = wgpu_backend._device
     a, b, c = operand((), 3, 5003), operand((), 5003, 9, seed=1), operand((), 3, 9)
     assert_right(device, (a, b, c), tiling=None)
@@ -240,7 +240,7 @@ def test_long_sums_are_split_and_give_the_same_bits(wgpu_backend: WgpuBackend) -
 
 @pytest.mark.wgpu
 def test_folded_dispatch(wgpu_backend: WgpuBackend) -> None:
-    """Where a dimension holds few workgroups, more dimensions are used, and the rest stays idle."""
+    """A dispatch beyond one dimension uses more. Workgroups in excess do nothing."""
     device = wgpu_backend._device
     few = replace(device, limits=replace(device.limits, workgroups_max=3))
     a, b, c = operand((7,), 33, 4), operand((7,), 4, 5, seed=1), operand((7,), 33, 5)
@@ -251,7 +251,7 @@ def test_folded_dispatch(wgpu_backend: WgpuBackend) -> None:
 
 
 def shaped(m: int, k: int, n: int, *batch: int) -> Product:
-    """A product of contiguous matrices."""
+    """Return the product of contiguous matrices."""
     a, b, c = (operand_layout(batch, *size) for size in ((m, k), (k, n), (m, n)))
     return Product(batch=batch, m=m, k=k, n=n, a=a, b=b, c=c)
 
@@ -279,7 +279,7 @@ def operand_layout(batch: tuple[int, ...], rows: int, columns: int) -> Layout:
     ],
 )
 def test_choice(product: Product, kind: tuple[Tiling, ...]) -> None:
-    """Shapes get the tiling that the rule says: of its kind, the first that the adapter takes."""
+    """A shape selects the kind of tiling, and the adapter's limits one of this kind."""
     ample = replace(LIMITS, workgroup_bytes_max=49152)
     assert choose(product, ample) is kind[0]
     least = MEDIUM if kind is LARGE else kind  # the smallest adapters take nothing large
@@ -287,7 +287,7 @@ def test_choice(product: Product, kind: tuple[Tiling, ...]) -> None:
 
 
 def test_tilings_fit_together() -> None:
-    """Every tiling's sizes divide, and every adapter takes one of each kind but the large one."""
+    """Every tiling's sizes divide, and WebGPU's default limits fit one of each kind but LARGE."""
     for one in (*TILINGS, *OTHERS):
         assert one.m % one.thread_m == one.n % one.thread_n == one.k % one.split == 0
         assert one.thread_m % 4 == one.thread_n % 4 == one.k % 4 == 0
@@ -295,7 +295,7 @@ def test_tilings_fit_together() -> None:
 
 
 def test_no_adapter_that_small() -> None:
-    """An adapter that takes no tiling is named with its limits; so is a forced one too large."""
+    """The error of an adapter too small for all tilings, or for a requested one, has its limits."""
     small = replace(LIMITS, workgroup_bytes_max=1000)
     with pytest.raises(BackendUnavailable, match=r"\[8, 8\] x \[8, 8\]: no kernel fits 1000 bytes"):
         product_kernel(shaped(8, 8, 8), small)
@@ -307,7 +307,7 @@ def test_no_adapter_that_small() -> None:
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1, 0)])
 def test_zero_sizes_are_refused(sizes: tuple[int, ...]) -> None:
-    """A size of zero, of a batch too, is refused by name."""
+    """A size of zero, also of a batch, is refused with the product's shape."""
     with pytest.raises(UsageError, match="nothing to multiply; use sizes of at least 1"):
         product_kernel(shaped(*sizes), LIMITS)
 
@@ -325,7 +325,7 @@ def test_bad_layouts_are_refused() -> None:
 
 
 def test_fold() -> None:
-    """A dispatch covers its workgroups in the fewest dimensions; three full ones are the end."""
+    """A dispatch uses as few dimensions as it can, and is refused beyond three."""
     few = replace(LIMITS, workgroups_max=4)
     found = [fold(total, few, "it") for total in (1, 4, 5, 16, 17, 64)]
     assert found == [(1, 1, 1), (4, 1, 1), (4, 2, 1), (4, 4, 1), (4, 4, 2), (4, 4, 4)]

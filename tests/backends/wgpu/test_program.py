@@ -1,4 +1,4 @@
-"""A whole step in one submission: what it costs, that it is right, and what it refuses."""
+"""A whole step in one submission: its costs, its results and its refusals."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.wgpu
 
 
 def test_a_step_of_a_workload(device: Device) -> None:
-    """Torch's gradients in one submission; the other workloads are left to `whole_steps`."""
+    """A step gives torch's gradients in one submission. `whole_steps` has the other workloads."""
     check_step(device, "mlp")
 
 
 def test_equal_kernels_are_compiled_once(device: Device) -> None:
-    """Twice the same function compiles nothing the second time; nor does a run."""
+    """The second program of a function, and a run, compile nothing."""
 
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         return (x * 3.25 + x.sum(0),)
@@ -43,7 +43,7 @@ def test_equal_kernels_are_compiled_once(device: Device) -> None:
 
 
 def test_what_needs_no_input_is_computed_once(device: Device) -> None:
-    """Work on resident tensors alone is done when the step is compiled, and not in a run."""
+    """Operations on resident tensors alone are computed at compilation, not in a run."""
 
     def fn(x: Tensor, table: Tensor) -> tuple[Tensor, ...]:
         return x * torch.cos(table).sum(0), table.t().contiguous()
@@ -58,7 +58,7 @@ def test_what_needs_no_input_is_computed_once(device: Device) -> None:
 
 
 def test_what_a_run_does_not_need_is_let_go(device: Device) -> None:
-    """The intermediate results of a table that is computed once take no memory afterwards."""
+    """The intermediate results of operations that are computed once are freed."""
 
     def fn(x: Tensor, table: Tensor) -> tuple[Tensor, ...]:
         return (x @ (table @ table.t() @ table),)
@@ -70,7 +70,7 @@ def test_what_a_run_does_not_need_is_let_go(device: Device) -> None:
 
 
 def test_a_device_goes_with_its_pipelines() -> None:
-    """Nothing holds a device, and what was compiled on it, when nobody has it any longer."""
+    """A device and its pipelines are freed after the last reference to the device is gone."""
     device = open_device(0)
     compile_step(device, lambda x: (x * 2,), [torch.ones(3)]).run([np.ones(3, np.float32)])
     handle = weakref.ref(device.handle)
@@ -80,7 +80,7 @@ def test_a_device_goes_with_its_pipelines() -> None:
 
 
 def test_inputs_and_constants_as_results(device: Device) -> None:
-    """Inputs that are passed through come back unchanged, whatever their type."""
+    """Inputs that are outputs, too, come back unchanged for every dtype."""
 
     def fn(x: Tensor, i: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         return x, i, b, x, torch.full((2, 2), 7)
@@ -99,7 +99,7 @@ def test_inputs_and_constants_as_results(device: Device) -> None:
 
 
 def test_inputs_that_do_not_fit(device: Device) -> None:
-    """Other shapes than those compiled for, or integers beyond 32 bits, are refused."""
+    """Inputs of other shapes than those compiled for, or with large integers, are refused."""
     program = compile_step(device, lambda i: (i + 1,), [torch.zeros(3, dtype=torch.int64)])
     with pytest.raises(UsageError, match=r"shapes \[\(2,\)\]: the program takes \[\(3,\)\]"):
         program.run([np.zeros(2, np.int64)])
@@ -108,14 +108,14 @@ def test_inputs_that_do_not_fit(device: Device) -> None:
 
 
 def test_a_tensor_larger_than_a_binding(device: Device) -> None:
-    """It is refused with its size and the line that makes it, before anything is allocated."""
+    """A tensor larger than a binding is refused, with its size and line, before any allocation."""
     side = int((device.limits.binding_bytes_max / 4) ** 0.5) + 1
     with pytest.raises(BackendUnavailable, match=r"test_program.*a tensor of \d+ bytes, a binding"):
         compile_step(device, lambda x: (x[:, None] + x,), [torch.zeros(side)])
 
 
 def test_a_shader_that_the_adapter_rejects(device: Device) -> None:
-    """It is reported in the adapter's words."""
+    """A shader that does not compile raises BackendUnavailable with wgpu's message."""
     lowered = lower(capture(lambda x: (x + 1,), [torch.zeros(3)]), device.limits, bindings_max=8)
     broken = dataclasses.replace(lowered.steps[0], source="fn main() { let x: f32 = 1u; }")
     with pytest.raises(BackendUnavailable, match=r"(?s)backend wgpu on .*f32"):
@@ -123,7 +123,7 @@ def test_a_shader_that_the_adapter_rejects(device: Device) -> None:
 
 
 def test_a_device_that_is_lost() -> None:
-    """A run on it raises BackendUnavailable with the adapter's words, and so does a compilation."""
+    """A run and a compilation on a lost device raise BackendUnavailable with wgpu's message."""
     lost = open_device(0)
     program: Program = compile_step(lost, lambda x: (x + 1,), [torch.zeros(3)])
     lost.handle.destroy()
@@ -137,7 +137,7 @@ def test_a_device_that_is_lost() -> None:
 def test_a_device_that_is_lost_while_commands_are_recorded(
     compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is submitted to it, which would end the process: it is one more failure."""
+    """Nothing is submitted to a lost device, which would end the process; it raises an error."""
     backend = WgpuBackend(open_device(0), name="wgpu")
     device, one = backend.programs.device, torch.ones(1, 1)
     program = compile_step(device, lambda x: (x + 1,), [one])

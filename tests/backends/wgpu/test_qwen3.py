@@ -1,4 +1,4 @@
-"""A model of somebody else's, unmodified: two blocks of Qwen3 with LoRA, forward and backward."""
+"""A third-party model, unmodified: two blocks of Qwen3 with LoRA, forward and backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 
 
 def model(attention: str) -> Any:
-    """Qwen3 with adapters at the queries and values, which are not zero any more."""
+    """Return Qwen3 with non-zero LoRA adapters at the queries and values."""
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
@@ -45,7 +45,7 @@ def model(attention: str) -> Any:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_a_step(device: Device, attention: str) -> None:
-    """Loss and all gradients are torch's; one submission; frozen weights go to the device once."""
+    """A step gives torch's loss and gradients in one submission, and uploads no frozen weights."""
     qwen = model(attention)
     held = {name: one.detach() for name, one in qwen.named_parameters()}
     trained = [name for name, one in qwen.named_parameters() if one.requires_grad]

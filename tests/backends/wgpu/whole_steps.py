@@ -1,6 +1,6 @@
-"""Steps of workloads in one submission beside torch's: what they cost, and that they are right.
+"""Compares steps of workloads in one submission with torch's, and counts their operations.
 
-`make graphs` tries the decoders, too: a software driver compiles their kernels for many seconds.
+`make graphs` also tries the decoders, whose kernels take a software driver many seconds to compile.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from entrenar_py.backends.wgpu.program import Array, compile_step
 from entrenar_py.training import dropout, workload
 from entrenar_py.training.tensors import Workload
 
-# Of a tensor's largest element. Derived bounds are held against elsewhere; this one is what the
-# whole decoder's gradients are off by, ten times over.
+# Relative to a tensor's largest element: ten times the error of the whole decoder's gradients.
+# Other tests compare with derived bounds.
 TOLERANCE = 1e-5
 
 
@@ -29,7 +29,7 @@ def arrays(tensors: Sequence[Tensor]) -> list[Array]:
 
 
 def step_of(model: Workload, ids: Sequence[int]) -> tuple[Function, list[Tensor], list[Tensor]]:
-    """Loss and gradients as a function of batch, trainable and frozen tensors; and these."""
+    """Return the step as a function of batch, trainable and frozen tensors, and these tensors."""
     rng = np.random.default_rng(1)
     held = {name: torch.from_numpy(array) for name, array in model.initial(rng).items()}
     for name, one in held.items():
@@ -51,7 +51,7 @@ def step_of(model: Workload, ids: Sequence[int]) -> tuple[Function, list[Tensor]
 
 
 def check_step(device: Device, name: str) -> None:
-    """One upload, one submission, one read-back; torch's gradients; the same bits again."""
+    """Require one upload, submission and read-back a run, torch's gradients, and repeated bits."""
     model = workload.build(name, num_samples=8, width=16, data=np.random.default_rng(0))
     step, inputs, resident = step_of(model, range(3))
     program = compile_step(device, step, inputs, resident)

@@ -19,13 +19,13 @@ NUM_GRAPHS = 15  # `make graphs` tries 500, on a wgpu adapter
 
 
 def test_random_graphs_on_the_cpu_stay_within_their_bounds() -> None:
-    """And nearly every element has one."""
+    """Nearly every element of a random graph has a finite bound, and is within it on the CPU."""
     num_elements, num_bounded = random_graphs.try_many(NUM_GRAPHS, random_graphs.on_cpu)
     assert num_bounded > 0.9 * num_elements > 0
 
 
 def test_either_neighbour_of_an_exact_result_is_within() -> None:
-    """A device may round up or down; what float32 holds exactly is not rounded."""
+    """The float32 numbers above and below a result are within. Exact results are not widened."""
     third, half = torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(0.5, dtype=torch.float64)
     one = intervals.rounded(third, third)
     assert one.low < third < one.high
@@ -34,7 +34,7 @@ def test_either_neighbour_of_an_exact_result_is_within() -> None:
 
 
 def test_a_sum_that_float64_rounds_is_no_exact_one() -> None:
-    """1 + 2^-60 may be rounded up by a device."""
+    """A device may round 1 + 2^-60, which is 1 in float64, up."""
     one, tiny = (torch.tensor(x, dtype=torch.float64) for x in (1.0, 2.0**-60))
     result = intervals.add(Interval(one, one), Interval(tiny, tiny))
     assert (float(result.low), float(result.high)) == (1.0, 1 + 2.0**-23)
@@ -72,7 +72,7 @@ def not_shifted(x: Tensor) -> tuple[Tensor, ...]:
 def test_what_is_wrong_is_outside(
     right: Callable[[Tensor], tuple[Tensor, ...]], wrong: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> None:
-    """A term left out, operands of 8 bits, a formula that is nearly right."""
+    """Results without a term, of 8-bit operands, or of an inexact formula are outside."""
     x = torch.randn(33, 17, generator=torch.Generator().manual_seed(0))
     graph = capture.capture(right, [x])
     assert all(one.explained for one in agreement.agrees(right(x), graph, [x]))
@@ -82,7 +82,7 @@ def test_what_is_wrong_is_outside(
 
 
 def test_a_comparison_within_errors_has_both_outcomes() -> None:
-    """Where rounding decides, both branches are within; elsewhere one is."""
+    """Both branches are within the bounds where rounding decides a comparison, else only one."""
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
         return (torch.where(x.square() * 3 > 0.27, 1.0, 5.0),)
@@ -94,7 +94,7 @@ def test_a_comparison_within_errors_has_both_outcomes() -> None:
 
 
 def test_what_may_be_anything_counts_as_unbounded() -> None:
-    """A quotient by what may be zero; it is not compared, and does not pass as compared."""
+    """A quotient by an interval around zero is counted as unbounded and not compared."""
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
         return (1 / (x * x - 0.09),)
@@ -105,7 +105,7 @@ def test_what_may_be_anything_counts_as_unbounded() -> None:
 
 
 def test_an_operation_without_a_bound_is_refused_by_its_line() -> None:
-    """Rather than taken to be exact."""
+    """An operation without a bound is refused with its line, and not taken for exact."""
 
     def run(x: Tensor) -> tuple[Tensor, ...]:
         return (torch.special.bessel_j0(x),)
@@ -117,7 +117,7 @@ def test_an_operation_without_a_bound_is_refused_by_its_line() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "decoder"])
 def test_a_whole_step_is_explained_to_first_order(name: str) -> None:
-    """Loss and gradients, and what explains them is less than a hundredth of them."""
+    """First-order bounds explain loss and gradients, and are below a hundredth of their size."""
     run, inputs = step(name)
     results = run(*inputs)
     found = sensitivity.deviations(results, captured(name), plain(inputs))
@@ -126,7 +126,7 @@ def test_a_whole_step_is_explained_to_first_order(name: str) -> None:
 
 
 def test_a_step_that_is_a_hundredth_off_is_not_explained() -> None:
-    """In none of its gradients, and not in one that is no number."""
+    """An error of a hundredth, or a NaN, is not explained in any gradient."""
     run, inputs = step("mlp")
     results = [one.detach() for one in run(*inputs)]
     for wrong in ([one * 1.01 for one in results], [one * torch.nan for one in results]):
@@ -135,7 +135,7 @@ def test_a_step_that_is_a_hundredth_off_is_not_explained() -> None:
 
 
 def test_one_element_that_is_off_is_named() -> None:
-    """A single one may be off by more than rounding explains of it, and less than of all."""
+    """An error in one element is found even if it is below the bound of the whole output."""
     run, inputs = step("mlp")
     results = [one.detach().double() for one in run(*inputs)]
     right = sensitivity.deviations(results, captured("mlp"), plain(inputs))[1]
