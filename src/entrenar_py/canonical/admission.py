@@ -25,7 +25,7 @@ def require_numbers(*, micro_batches: int, world_size: int) -> None:
     if not _is_power_of_two(micro_batches):
         raise UsageError(
             f"micro_batches={micro_batches!r}: only a power of two has a tree that ranks can share "
-            "evenly; take 1, 2, 4, 8 ..., the same for every world size"
+            "evenly; use 1, 2, 4, 8 ..., the same for every world size"
         )
     if not _is_power_of_two(world_size):
         raise UsageError(
@@ -35,7 +35,7 @@ def require_numbers(*, micro_batches: int, world_size: int) -> None:
     if world_size > micro_batches:
         raise UsageError(
             f"micro_batches={micro_batches} with world_size={world_size}: every rank needs one; "
-            f"cut the global batch into {world_size} or more, or start fewer ranks"
+            f"cut the global batch into {world_size} or more micro-batches, or start fewer ranks"
         )
 
 
@@ -48,8 +48,7 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
         if one.dtype not in _DTYPES:
             raise UsageError(
                 f"parameter {name} has dtype {one.dtype}: allowed are "
-                f"{' and '.join(map(str, _DTYPES))}, for sums over all micro-batches have to be "
-                "in range"
+                f"{' and '.join(map(str, _DTYPES))}, whose range holds sums over all micro-batches"
             )
         if not _is_dense(one):
             raise UsageError(
@@ -59,8 +58,8 @@ def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
         parameters[one] = name
     if model.parameters_to_ignore:
         raise UsageError(
-            f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: these would have "
-            "gradients of one rank alone; freeze them, or let DistributedDataParallel have them"
+            f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: their gradients would not "
+            "be reduced; freeze them, or let DistributedDataParallel reduce them"
         )
     for name, module in model.module.named_modules():
         _require_module(name, module)
@@ -72,20 +71,20 @@ def _require_options(model: DistributedDataParallel) -> None:
     for option in ("find_unused_parameters", "static_graph"):
         if getattr(model, option):
             raise UsageError(
-                f"DistributedDataParallel({option}=True): with it torch reduces what the last "
-                "micro-batch used, and which one is last depends on the world size; leave it out, "
-                "and let every micro-batch use every parameter"
+                f"DistributedDataParallel({option}=True): torch would reduce only the parameters "
+                "that a rank's last micro-batch used, which depend on the world size; leave the "
+                "option out, and use every parameter in every micro-batch"
             )
     if model.mixed_precision is not None:
-        raise UsageError("DistributedDataParallel(mixed_precision=...): use torch.autocast")
+        raise UsageError("DistributedDataParallel(mixed_precision=...): use torch.autocast instead")
 
 
 def _require_module(name: str, module: torch.nn.Module) -> None:
     if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.training:
         raise UsageError(
-            f"module {name} is a {type(module).__name__}: it mixes samples of a batch and sees "
-            "them in an order that depends on the world size; take LayerNorm or GroupNorm, or "
-            "freeze it with eval()"
+            f"module {name} is a {type(module).__name__}: its statistics depend on how "
+            "micro-batches are spread over ranks; use LayerNorm or GroupNorm, or freeze it with "
+            "eval()"
         )
     if getattr(module, "sparse", False) is True:
         raise UsageError(f"module {name} makes sparse gradients: set sparse=False")

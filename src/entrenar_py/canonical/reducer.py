@@ -60,8 +60,9 @@ class Reducer:
             model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
         except RuntimeError as error:
             raise UsageError(
-                f"the model has a communication hook ({error}): it can have one, and the canonical "
-                "all-reduce is one; leave the other out, and switch it on once a model"
+                f"the model has a communication hook ({error}): it can have only one, and the "
+                "canonical all-reduce needs it; remove the other hook, and call "
+                "canonical_all_reduce once for each model"
             ) from error
 
     @property
@@ -69,7 +70,7 @@ class Reducer:
         """The global index of the current micro-batch; UsageError outside of a loop over `fold`."""
         if self._shard is None:
             raise UsageError(
-                "reducer.shard outside of the loop over fold(): no micro-batch is in hand"
+                "reducer.shard outside of the loop over fold(): there is no current micro-batch"
             )
         return self._shard
 
@@ -123,7 +124,7 @@ class Reducer:
         if not self._reduced.isdisjoint(parameters):
             raise UsageError(
                 f"a second backward pass in micro-batch {self._shard}: with the canonical "
-                "all-reduce each has one; add up its losses first"
+                "all-reduce each has one; add its losses, and call backward() on the sum"
             )
         self._reduced.update(parameters)
         self._counter.complete(parameters, _views(bucket.buffer(), parameters))
@@ -135,8 +136,8 @@ def _exchange(
 ) -> Exchange:
     if symmetric and device.type != "cuda":
         raise UsageError(
-            f"symmetric_memory=True with a model on {device.type}: GPUs of one host have it; "
-            "leave it out"
+            f"symmetric_memory=True with a model on {device.type}: only GPUs of one host have it; "
+            "leave the argument out"
         )
     if device.type == "cuda" and dist.get_world_size(group) > 1:
         if symmetric:
@@ -173,8 +174,8 @@ def _next(coming: Iterator[Batch], shard: int, shards: range) -> Batch:
     for batch in coming:
         return batch
     raise UsageError(
-        f"batches ended before micro-batch {shard}, of {_named(shards)}: a rank needs "
-        f"{len(shards)} for every step, as many as every other; leave an incomplete batch out"
+        f"batches ended before micro-batch {shard}, of {_named(shards)}: every rank needs "
+        f"{len(shards)} micro-batches for a step; leave an incomplete global batch out"
     )
 
 

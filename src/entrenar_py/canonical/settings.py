@@ -26,13 +26,13 @@ def require_deterministic() -> None:
         )
     elif torch.is_deterministic_algorithms_warn_only_enabled():
         problems.append(
-            "use_deterministic_algorithms(..., warn_only=True) lets kernels through that are not: "
+            "use_deterministic_algorithms(..., warn_only=True) only warns of other kernels: "
             "call torch.use_deterministic_algorithms(True)"
         )
     if torch.backends.cudnn.benchmark:
         problems.append(
-            "torch.backends.cudnn.benchmark = True takes whichever kernel was faster this time: "
-            "set it to False"
+            "torch.backends.cudnn.benchmark = True selects the kernels that are fastest in this "
+            "run: set it to False"
         )
     workspace = os.environ.get(_WORKSPACE)
     if torch.cuda.is_available() and workspace not in _WORKSPACES:
@@ -97,7 +97,7 @@ def require_same(facts: dict[str, object], group: dist.ProcessGroup) -> None:
             if theirs.get(name) != value:
                 raise UsageError(
                     f"{name} = {theirs.get(name)!r} on rank {rank} and {value!r} on rank 0: "
-                    "ranks that run other kernels get other bits; make them the same on all"
+                    "ranks with other settings may get other bits; use the same on all ranks"
                 )
 
 
@@ -126,6 +126,6 @@ def require_unchanged(facts: dict[str, object]) -> None:
     for name, value in facts.items():
         if now[name] != value:
             raise UsageError(
-                f"{name} = {now[name]!r}, and was {value!r} when the canonical all-reduce was "
-                "switched on: kernels may give other bits now; leave it as it was"
+                f"{name} = {now[name]!r}, and was {value!r} when canonical_all_reduce was called: "
+                "kernels may give other bits now; don't change it during training"
             )
