@@ -96,4 +96,4 @@ def test_when_no_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(backends.BACKENDS, name, absent)
     end = run("reference", "auto").end
     assert end.status == "failed"
-    assert "no backend of cuda, wgpu, cpu served: cuda: away" in end.reason
+    assert "no backend of cuda, wgpu, cpu works: cuda: away" in end.reason

@@ -72,7 +72,7 @@ def first_finite(
             assert backend is not None
             return backend, result
         reasons.append(f"{name}: {reason}")
-    raise BackendUnavailable(f"no backend of {', '.join(order)} served: {'; '.join(reasons)}")
+    raise BackendUnavailable(f"no backend of {', '.join(order)} works: {'; '.join(reasons)}")
 
 
 def auto(*, on_attempt: Callable[[Attempt], None]) -> Backend:
@@ -107,7 +107,7 @@ def _probe_hardware(backend: Backend) -> Tensor:
     if backend.software:
         raise BackendUnavailable(
             f"{backend.device} is a software adapter, slower than the CPU that it runs on; "
-            f"--backend {backend.name} uses it all the same"
+            f"use it with --backend {backend.name}"
         )
     return probe(backend)
 

@@ -158,8 +158,8 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and any(self._is_given(one) for one in pytree.tree_leaves(value)):
                 raise UsageError(
-                    f"{func} at {line}: writes to a tensor that the step was given; "
-                    "return the new value as one more output"
+                    f"{func} at {line}: writes to an input or a constant of the step; "
+                    "return the new value as another output"
                 )
 
     def _line(self) -> str:
@@ -241,9 +241,9 @@ def _refuse_reading(func: Any, args: tuple[Any, ...], line: str) -> None:
 
 def _reads(given: str, line: str) -> UsageError:
     return UsageError(
-        f"{given} at {line}: what comes next depends on the values of tensors, and a graph has "
-        "neither branches on data nor shapes that follow it; "
-        "use torch.where, or decide before the step and pass the result in"
+        f"{given} at {line}: reads the values of tensors, but a captured step has neither branches "
+        "nor shapes that depend on data; use torch.where, or decide before the step and pass the "
+        "result in"
     )
 
 

@@ -157,7 +157,7 @@ def literal(value: float | int | bool, dtype: str) -> str:
         return "true" if value else "false"
     if dtype == "i32":
         if not -(2**31) <= int(value) < 2**31:
-            raise OverflowError(f"{int(value)} is no 32-bit integer")
+            raise OverflowError(f"{int(value)} does not fit into 32 bits")
         if int(value) == -(2**31):
             return "(-2147483647 - 1)"
         return f"{int(value)}" if value >= 0 else f"({int(value)})"

@@ -115,7 +115,7 @@ class _Lowering:
             found = self._lower(name, node, args, kwargs)
         except OverflowError as error:
             raise UsageError(
-                f"{node.target} at {line_of(node)}: {error}; use smaller ones"
+                f"{node.target} at {line_of(node)}: {error}; use smaller numbers"
             ) from error
         if found is None:
             raise UsageError(_refusal(node))

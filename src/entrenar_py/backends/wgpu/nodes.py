@@ -34,8 +34,8 @@ def shape_of(node: Node) -> tuple[int, ...]:
     shape = tuple(int(size) for size in node.meta["val"].shape)
     if 0 in shape:
         raise UsageError(
-            f"{node.target} at {line_of(node)}: shape={list(shape)} holds nothing; backend wgpu "
-            "takes sizes of at least 1"
+            f"{node.target} at {line_of(node)}: shape={list(shape)} has no elements; backend wgpu "
+            "needs sizes of at least 1"
         )
     return shape
 

@@ -280,8 +280,8 @@ def _device_array(array: Array, buffer: Buffer) -> Array:
         low, high = int(array.min()), int(array.max())
         if low < -_INT_MAX - 1 or high > _INT_MAX:
             raise UsageError(
-                f"{buffer.name} holds integers from {low} to {high}: backend wgpu takes those of "
-                "32 bits; use smaller ones or another backend"
+                f"{buffer.name} holds integers from {low} to {high}: backend wgpu has integers of "
+                "32 bits; use smaller numbers or another backend"
             )
     return np.ascontiguousarray(array, dtype=_HOST[buffer.dtype])
 

@@ -55,7 +55,7 @@ def _each_end(target: Any, args: Any, kwargs: Any) -> Interval:
     for one in pytree.tree_leaves(args):
         whole = isinstance(one, Bounded) and not one.value.is_floating_point()
         if whole and one.value.dtype != torch.bool and not is_exact(one):
-            raise UsageError(f"{target}: an index that rounding leaves undecided")
+            raise UsageError(f"{target}: an integer operand depends on rounding; no bound is known")
     return intervals.flush(
         Interval(
             evaluate(target, args, kwargs, lambda one: one.low),
