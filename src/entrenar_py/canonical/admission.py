@@ -42,20 +42,20 @@ def require_numbers(*, micro_batches: int, world_size: int) -> None:
 def require_model(model: DistributedDataParallel) -> dict[Tensor, str]:
     """Return the trainable parameters with their names; UsageError if `model` isn't supported."""
     parameters = {}
-    for name, one in model.module.named_parameters():
-        if not one.requires_grad:
+    for name, parameter in model.module.named_parameters():
+        if not parameter.requires_grad:
             continue
-        if one.dtype not in _DTYPES:
+        if parameter.dtype not in _DTYPES:
             raise UsageError(
-                f"parameter {name} has dtype {one.dtype}: allowed are "
+                f"parameter {name} has dtype {parameter.dtype}: allowed are "
                 f"{' and '.join(map(str, _DTYPES))}, whose range holds sums over all micro-batches"
             )
-        if not _is_dense(one):
+        if not _is_dense(parameter):
             raise UsageError(
-                f"parameter {name} has strides {tuple(one.stride())}, with gaps or overlaps: "
+                f"parameter {name} has strides {tuple(parameter.stride())}, with gaps or overlaps: "
                 "make it contiguous"
             )
-        parameters[one] = name
+        parameters[parameter] = name
     if model.parameters_to_ignore:
         raise UsageError(
             f"parameters_to_ignore={sorted(model.parameters_to_ignore)}: their gradients would not "
@@ -94,6 +94,6 @@ def _is_power_of_two(number: object) -> bool:
     return isinstance(number, int) and number > 0 and number & (number - 1) == 0
 
 
-def _is_dense(one: Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     """Return whether the elements lie in memory without gaps or overlaps, in any dim order."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(one))
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

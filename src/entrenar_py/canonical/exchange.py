@@ -66,8 +66,8 @@ def all_reduce(buffer: Tensor, *, scale: float, piece_max: int, group: dist.Proc
         buffer.mul_(scale)
         return
     plan = cut(len(buffer), world_size=world_size, piece_max=piece_max)
-    for one in plan.pieces:
-        piece = buffer[one.start : one.stop]
+    for span in plan.pieces:
+        piece = buffer[span.start : span.stop]
         rows = torch.empty_like(piece)
         dist.all_to_all_single(rows, piece, group=group)
         mine = piece.view(world_size, -1)[rank]

@@ -47,9 +47,9 @@ def take(parameters: Iterable[Tensor]) -> Gradients:
     Parameters without a gradient are left out.
     """
     taken = {}
-    for one in parameters:
-        if one.grad is not None:
-            taken[one], one.grad = one.grad, None
+    for parameter in parameters:
+        if parameter.grad is not None:
+            taken[parameter], parameter.grad = parameter.grad, None
     return taken
 
 

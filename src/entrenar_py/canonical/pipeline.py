@@ -35,9 +35,9 @@ class _Slot:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return cls(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
-    def like(self, one: Tensor, *, times: int = 1) -> Tensor:
-        """Return the slot's first `times * one.numel()` elements of the dtype of `one`, 1-d."""
-        return self.memory[: times * one.numel() * one.element_size()].view(one.dtype)
+    def like(self, tensor: Tensor, *, times: int = 1) -> Tensor:
+        """Return the slot's first `times * tensor.numel()` elements, of the same dtype, 1-d."""
+        return self.memory[: times * tensor.numel() * tensor.element_size()].view(tensor.dtype)
 
 
 class Pipeline:

@@ -164,9 +164,9 @@ def _views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     `bucket.gradients()` ignores strides: it would reorder the elements of channels-last weights.
     """
     views, start = [], buffer.storage_offset()
-    for one in parameters:
-        views.append(buffer.as_strided(one.size(), one.stride(), start))
-        start += one.numel()
+    for parameter in parameters:
+        views.append(buffer.as_strided(parameter.size(), parameter.stride(), start))
+        start += parameter.numel()
     return views
 
 

@@ -72,20 +72,20 @@ def switches() -> dict[str, object]:
 
 def surroundings(device: torch.device) -> dict[str, object]:
     """Return the versions and the hardware that select kernels. A process can't change them."""
-    found: dict[str, object] = {
+    facts: dict[str, object] = {
         "torch.__version__": str(torch.__version__),
         "torch.version.cuda": torch.version.cuda,
         "device.type": device.type,
     }
     if device.type == "cuda":
-        found["torch.cuda.get_device_name()"] = torch.cuda.get_device_name(device)
-        found["torch.backends.cudnn.version()"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        found["torch.backends.cuda.preferred_blas_library()"] = str(
+        facts["torch.cuda.get_device_name()"] = torch.cuda.get_device_name(device)
+        facts["torch.backends.cudnn.version()"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        facts["torch.backends.cuda.preferred_blas_library()"] = str(
             torch.backends.cuda.preferred_blas_library()
         )
     else:
-        found["torch.backends.cpu.get_cpu_capability()"] = torch.backends.cpu.get_cpu_capability()
-    return found
+        facts["torch.backends.cpu.get_cpu_capability()"] = torch.backends.cpu.get_cpu_capability()
+    return facts
 
 
 def require_same(facts: dict[str, object], group: dist.ProcessGroup) -> None:
@@ -115,9 +115,9 @@ def share_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
     dist.all_gather_object(everyone, own, group=group)
     indices = {index for _, index, _ in everyone}
     # If each rank sees only its own GPU, all have index 0, and access can't be determined.
-    told_apart = len(indices) == len(everyone)
+    distinct = len(indices) == len(everyone)
     one_host = len({host for host, _, _ in everyone}) == 1
-    return one_host and told_apart and all(indices <= found for _, _, found in everyone)
+    return one_host and distinct and all(indices <= peers for _, _, peers in everyone)
 
 
 def require_unchanged(facts: dict[str, object]) -> None:
