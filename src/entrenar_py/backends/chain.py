@@ -94,11 +94,11 @@ def probe(backend: Backend) -> Tensor:
     a = torch.linspace(-1, 1, 17 * 19).reshape(17, 19)
     b = torch.linspace(1, -2, 19 * 23).reshape(19, 23)
     result = backend.matmul(a, b)
-    found = rounding.compare(result, a, b, unit_roundoff=backend.unit_roundoff)
-    if not found.explained:
+    comparison = rounding.compare(result, a, b, unit_roundoff=backend.unit_roundoff)
+    if not comparison.explained:
         raise BackendUnavailable(
-            f"probe product on {backend.device}: element {found.element} is off by "
-            f"{found.error:.3g}, rounding explains {found.bound:.3g}"
+            f"probe product on {backend.device}: element {comparison.element} is off by "
+            f"{comparison.error:.3g}, rounding explains {comparison.bound:.3g}"
         )
     return result
 

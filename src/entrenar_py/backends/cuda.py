@@ -72,21 +72,21 @@ class ResidentStep:
         self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
         self._moving = {s.name: tensors[s.name] for s in workload.specs if s.role != "frozen"}
         with backend.failures():
-            self._held = {
+            self._copies = {
                 name: tensor.detach().to(backend.place, copy=True)
                 for name, tensor in tensors.items()
             }
             self._scale = torch.tensor(scale, device=backend.place)
         for name in self._trainable:
-            self._held[name].requires_grad_()
+            self._copies[name].requires_grad_()
 
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
         batch = self._workload.batch(ids)
         with self._backend.failures():
             flat = self._on_device(batch, drop).cpu().numpy()
-        sizes = [self._held[name].numel() for name in self._trainable]
+        sizes = [self._copies[name].numel() for name in self._trainable]
         loss, *parts = np.split(flat, np.cumsum([1, *sizes[:-1]]))
-        shapes = [tuple(self._held[name].shape) for name in self._trainable]
+        shapes = [tuple(self._copies[name].shape) for name in self._trainable]
         gradients = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         return float(loss[0]), gradients
 
@@ -94,10 +94,10 @@ class ResidentStep:
         """Return the loss and all gradients as one vector on the GPU."""
         with torch.no_grad():
             for name, tensor in self._moving.items():
-                self._held[name].copy_(tensor)
-        there = [one.to(self._backend.place) for one in batch]
-        loss = self._workload.loss_of(self._held, there, linear=F.linear, drop=drop)
-        leaves = [self._held[name] for name in self._trainable]
+                self._copies[name].copy_(tensor)
+        inputs = [one.to(self._backend.place) for one in batch]
+        loss = self._workload.loss_of(self._copies, inputs, linear=F.linear, drop=drop)
+        leaves = [self._copies[name] for name in self._trainable]
         gradients = torch.autograd.grad(loss, leaves, grad_outputs=self._scale)
         return torch.cat([loss.detach().reshape(1), *(one.reshape(-1) for one in gradients)])
 

@@ -90,8 +90,8 @@ def _functionalise(
     """
 
     def run(*tensors: Tensor) -> Any:
-        held = dict(zip(constants, tensors[len(inputs) :], strict=True))
-        return _Replay(traced, held).run(*tensors[: len(inputs)])
+        by_name = dict(zip(constants, tensors[len(inputs) :], strict=True))
+        return _Replay(traced, by_name).run(*tensors[: len(inputs)])
 
     functional = torch.func.functionalize(run)
     with torch.no_grad():
@@ -147,10 +147,10 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for view in pytree.tree_leaves(result):
                     self._given[view.untyped_storage()._cdata] = view
 
-    def _is_given(self, one: object) -> bool:
+    def _is_given(self, value: object) -> bool:
         """Return whether `one` is a tensor in the memory of an input or a constant."""
-        return isinstance(one, Tensor) and (
-            not isinstance(one, FakeTensor) or one.untyped_storage()._cdata in self._given
+        return isinstance(value, Tensor) and (
+            not isinstance(value, FakeTensor) or value.untyped_storage()._cdata in self._given
         )
 
     def _refuse_writing(self, func: Any, args: tuple[Any, ...], line: str) -> None:
@@ -239,11 +239,11 @@ def _refuse_reading(func: Any, args: tuple[Any, ...], line: str) -> None:
         raise _reads(str(func), line)
 
 
-def _reads(given: str, line: str) -> UsageError:
+def _reads(operation: str, line: str) -> UsageError:
     return UsageError(
-        f"{given} at {line}: reads the values of tensors, but a captured step has neither branches "
-        "nor shapes that depend on data; use torch.where, or decide before the step and pass the "
-        "result in"
+        f"{operation} at {line}: reads the values of tensors, but a captured step has neither "
+        "branches nor shapes that depend on data; use torch.where, or decide before the step and "
+        "pass the result in"
     )
 
 

@@ -115,11 +115,11 @@ def place(indices: Sequence[Index], strides: Sequence[int], offset: int = 0) -> 
 
 def unravel(position: Index, shape: Sequence[int]) -> Indices:
     """Return the indices of a contiguous tensor's element at `position`."""
-    found = []
+    indices = []
     for dim, stride in enumerate(strides_of(shape)):
         inner = position.divide(stride) if shape[dim] > 1 else Index(0)
-        found.append(inner.modulo(shape[dim]) if shape[dim] > 1 and dim else inner)
-    return tuple(found)
+        indices.append(inner.modulo(shape[dim]) if shape[dim] > 1 and dim else inner)
+    return tuple(indices)
 
 
 def reshape(indices: Sequence[Index], shape: Sequence[int], to: Sequence[int]) -> Indices:
@@ -140,11 +140,11 @@ def substitute(index: Index, change: Callable[[Atom], Index]) -> Index:
     total = Index(index.constant)
     for atom, coefficient in index.terms:
         if atom.of is None:
-            one = change(atom)
+            term = change(atom)
         else:
             inner = substitute(atom.of, change)
-            one = inner.divide(atom.by) if atom.text == "/" else inner.modulo(atom.by)
-        total += one * coefficient
+            term = inner.divide(atom.by) if atom.text == "/" else inner.modulo(atom.by)
+        total += term * coefficient
     return total
 
 

@@ -40,9 +40,9 @@ def look_up(
     recipe = value.read
     ids = {dim: (one.read, one.shape) for dim, one in indices.items()}
 
-    def read(emitter: Emitter, found: Indices) -> str:
-        inner = found[first : first + num_looked]
-        around = list(found[:first] + found[first + num_looked :])
+    def read(emitter: Emitter, wanted: Indices) -> str:
+        inner = wanted[first : first + num_looked]
+        around = list(wanted[:first] + wanted[first + num_looked :])
         places, wrong = [], []
         for dim, size in enumerate(value.shape):
             if dim not in ids:
@@ -70,9 +70,9 @@ def gather(schedule: Schedule, value: Value, dim: int, index: Value) -> Value:
     schedule.make_room([value, index], 4)
     recipe, number = value.read, index.read
 
-    def read(emitter: Emitter, found: Indices) -> str:
-        place, wrong = _position(emitter, number(emitter, found), value.shape[dim])
-        text = recipe(emitter, (*found[:dim], place, *found[dim + 1 :]))
+    def read(emitter: Emitter, indices: Indices) -> str:
+        place, wrong = _position(emitter, number(emitter, indices), value.shape[dim])
+        text = recipe(emitter, (*indices[:dim], place, *indices[dim + 1 :]))
         return emitter.op("select({0}, nan(), {1})", text, wrong) if value.dtype == "f32" else text
 
     return _recipe([value, index], index.shape, value.dtype, read, 4)
@@ -115,9 +115,9 @@ def _shifted(value: Value, dim: int, start: int, shape: Sequence[int]) -> Value:
     """Return a tensor of `shape` with `value` from index `start` on, and any elements elsewhere."""
     recipe = value.read
 
-    def read(emitter: Emitter, found: Indices) -> str:
-        place, _ = _within(emitter, found[dim], start, value.shape[dim], 1)
-        return recipe(emitter, (*found[:dim], place, *found[dim + 1 :]))
+    def read(emitter: Emitter, indices: Indices) -> str:
+        place, _ = _within(emitter, indices[dim], start, value.shape[dim], 1)
+        return recipe(emitter, (*indices[:dim], place, *indices[dim + 1 :]))
 
     return _recipe([value], shape, value.dtype, read, 2)
 
@@ -136,12 +136,12 @@ def _lay(schedule: Schedule, below: Value, above: Value, dim: int, start: int, s
     schedule.make_room([above, below], 3)
     upper, lower = above.read, below.read
 
-    def read(emitter: Emitter, found: Indices) -> str:
-        place, inside = _within(emitter, found[dim], start, above.shape[dim], step)
-        first = upper(emitter, (*found[:dim], place, *found[dim + 1 :]))
+    def read(emitter: Emitter, indices: Indices) -> str:
+        place, inside = _within(emitter, indices[dim], start, above.shape[dim], step)
+        first = upper(emitter, (*indices[:dim], place, *indices[dim + 1 :]))
         if inside == "true":
             return first
-        return emitter.op("select({1}, {0}, {2})", first, lower(emitter, found), inside)
+        return emitter.op("select({1}, {0}, {2})", first, lower(emitter, indices), inside)
 
     return _recipe([above, below], below.shape, above.dtype, read, 3)
 
@@ -192,15 +192,15 @@ def scatter(
     schedule.make_room([value, index, source], 4 * count)
     below, pointed, above = value.read, index.read, source.read
 
-    def read(emitter: Emitter, found: Indices) -> str:
-        text = below(emitter, found)
-        here = emitter.number(found[dim], "i32")
+    def read(emitter: Emitter, indices: Indices) -> str:
+        text = below(emitter, indices)
+        here = emitter.number(indices[dim], "i32")
         for number in range(count):
-            place = (*found[:dim], Index(number), *found[dim + 1 :])
+            place = (*indices[:dim], Index(number), *indices[dim + 1 :])
             hit = emitter.op("{0} == {1}", pointed(emitter, place), here)
-            one = above(emitter, views.broadcast(place, source.shape))
-            one = emitter.op("{0} + {1}", text, one) if add else one
-            text = emitter.op("select({1}, {0}, {2})", one, text, hit)
+            element = above(emitter, views.broadcast(place, source.shape))
+            element = emitter.op("{0} + {1}", text, element) if add else element
+            text = emitter.op("select({1}, {0}, {2})", element, text, hit)
         return text
 
     return _recipe([value, index, source], value.shape, value.dtype, read, 4 * count)
@@ -215,9 +215,9 @@ def _scatter_many(
     count, rank = index.shape[dim], len(value.shape)
     square = (*value.shape, count)
 
-    def spread(one: Value) -> Value:
+    def spread(operand: Value) -> Value:
         last = [*(d for d in range(rank) if d != dim), dim]
-        turned = views.permute(schedule, views.expand(schedule, one, index.shape), last)
+        turned = views.permute(schedule, views.expand(schedule, operand, index.shape), last)
         shape = [1 if d == dim else value.shape[d] for d in range(rank)]
         return views.expand(schedule, views.reshape(schedule, turned, [*shape, count]), square)
 

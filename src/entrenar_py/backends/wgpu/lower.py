@@ -92,12 +92,12 @@ class _Lowering:
 
     def _results(self, node: Node) -> tuple[Result, ...]:
         results = []
-        for one in node.args[0]:  # type: ignore[union-attr]
-            value = self._values[one]  # type: ignore[index]
+        for output in node.args[0]:  # type: ignore[union-attr]
+            value = self._values[output]  # type: ignore[index]
             assert isinstance(value, Value)
-            self.schedule.line = line_of(one)  # type: ignore[arg-type]
+            self.schedule.line = line_of(output)  # type: ignore[arg-type]
             stored = self.schedule.contiguous(value)
-            dtype = one.meta["val"].dtype  # type: ignore[union-attr]
+            dtype = output.meta["val"].dtype  # type: ignore[union-attr]
             results.append(Result(stored.buffer, stored.offset, value.shape, dtype))
         return tuple(results)
 
@@ -105,26 +105,26 @@ class _Lowering:
         name = name_of(node)
         if name == "getitem":
             source, position = node.args
-            found = self._values[source]  # type: ignore[index]
-            assert isinstance(found, tuple)
+            result = self._values[source]  # type: ignore[index]
+            assert isinstance(result, tuple)
             assert isinstance(position, int)
-            return found[position]
+            return result[position]
         value_of: Any = self._values.__getitem__
         args, kwargs = map_arg((node.args, node.kwargs), value_of)
         try:
-            found = self._lower(name, node, args, kwargs)
+            result = self._lower(name, node, args, kwargs)
         except OverflowError as error:
             raise UsageError(
                 f"{node.target} at {line_of(node)}: {error}; use smaller numbers"
             ) from error
-        if found is None:
+        if result is None:
             raise UsageError(_refusal(node))
-        if isinstance(found, Value):
-            assert found.shape == shape_of(node), f"{node.target}: {found.shape}"
-            if found.dtype != DTYPES.get(node.meta["val"].dtype, found.dtype):
+        if isinstance(result, Value):
+            assert result.shape == shape_of(node), f"{node.target}: {result.shape}"
+            if result.dtype != DTYPES.get(node.meta["val"].dtype, result.dtype):
                 raise UsageError(_refusal(node))  # another overload: a view of the bits
-            self._settle(node, name, found)
-        return found
+            self._settle(node, name, result)
+        return result
 
     def _lower(self, name: str, node: Node, args: Any, kwargs: Any) -> Any:
         if name in OPERATIONS:
@@ -186,9 +186,9 @@ def _uses(graph: GraphModule) -> dict[Node, int]:
 
 def _refusal(node: Node) -> str:
     operands = []
-    for one in node.args:
-        value = one.meta.get("val") if isinstance(one, Node) else None
-        operands.append(f"{value.dtype} {list(value.shape)}" if value is not None else str(one))
+    for arg in node.args:
+        value = arg.meta.get("val") if isinstance(arg, Node) else None
+        operands.append(f"{value.dtype} {list(value.shape)}" if value is not None else str(arg))
     return (
         f"{node.target} at {line_of(node)}: backend wgpu has no kernel for it with "
         f"{', '.join(operands) or 'nothing'}; write it with other operations, or use another "

@@ -166,13 +166,13 @@ def _index_select(schedule: Schedule, node: Node, x: Value, dim: int, ids: Value
 
 
 def _index(schedule: Schedule, node: Node, x: Value, indices: list[Value | None]) -> Value | None:
-    given = {dim: one for dim, one in enumerate(indices) if one is not None}
-    if any(one.dtype == "bool" for one in given.values()):
+    by_dim = {dim: one for dim, one in enumerate(indices) if one is not None}
+    if any(one.dtype == "bool" for one in by_dim.values()):
         return None  # the result's size would depend on data
-    dims = sorted(given)
+    dims = sorted(by_dim)
     together = dims == list(range(dims[0], dims[-1] + 1))
-    common = np.broadcast_shapes(*(one.shape for one in given.values()))
-    spread = {dim: views.expand(schedule, one, common) for dim, one in given.items()}
+    common = np.broadcast_shapes(*(one.shape for one in by_dim.values()))
+    spread = {dim: views.expand(schedule, one, common) for dim, one in by_dim.items()}
     first = dims[0] if together else 0
     return lookups.look_up(schedule, x, spread, shape_of(node), first, wraps=True)
 
@@ -190,15 +190,15 @@ def _index_put(
     accumulate: bool = False,
     *_: Any,
 ) -> Value | None:
-    given = [one for one in indices if one is not None]
-    known = len(given) == len(indices) and all(one.dtype == "i32" for one in given)
+    tensors = [one for one in indices if one is not None]
+    known = len(tensors) == len(indices) and all(one.dtype == "i32" for one in tensors)
     if not (accumulate and known and x.dtype == "f32"):
         return None
-    ids = lookups.flatten_index(schedule, x.shape[: len(given)], given)
-    width = math.prod(x.shape[len(given) :])
+    ids = lookups.flatten_index(schedule, x.shape[: len(tensors)], tensors)
+    width = math.prod(x.shape[len(tensors) :])
     whole = views.reshape(schedule, x, [x.size // width, width])
-    looked = np.broadcast_shapes(*(one.shape for one in given))
-    added = views.expand(schedule, rows, (*looked, *x.shape[len(given) :]))
+    looked = np.broadcast_shapes(*(one.shape for one in tensors))
+    added = views.expand(schedule, rows, (*looked, *x.shape[len(tensors) :]))
     added = views.reshape(schedule, added, [ids.size, width])
     return views.reshape(schedule, row_sums.add_rows(schedule, whole, ids, added), x.shape)
 

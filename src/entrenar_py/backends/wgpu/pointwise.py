@@ -214,18 +214,18 @@ def fuse(
 
 def _settle_products(schedule: Schedule, operands: Sequence[Value], size: int) -> Value | None:
     """Store all pending products but the last one that is not broadcast, and return that one."""
-    found = None
-    for one in operands:
-        if one.product is None or one is found:
+    kept = None
+    for operand in operands:
+        if operand.product is None or operand is kept:
             continue
-        if one.size != size:
-            schedule.realise(one)
-        elif found is not None:
-            schedule.realise(found)
-            found = one
+        if operand.size != size:
+            schedule.realise(operand)
+        elif kept is not None:
+            schedule.realise(kept)
+            kept = operand
         else:
-            found = one
-    return found
+            kept = operand
+    return kept
 
 
 def counting(start: float, step: float, shape: Sequence[int], dim: int, dtype: str) -> Value:

@@ -153,12 +153,12 @@ class Program:
         """Record `dispatches`, in order, as one compute pass."""
         compute = encoder.begin_compute_pass()
         current = None
-        for one in dispatches:
-            if one.pipeline is not current:
-                current = one.pipeline
+        for dispatch in dispatches:
+            if dispatch.pipeline is not current:
+                current = dispatch.pipeline
                 compute.set_pipeline(current)
-            compute.set_bind_group(0, one.group)
-            compute.dispatch_workgroups(*one.workgroups)
+            compute.set_bind_group(0, dispatch.group)
+            compute.dispatch_workgroups(*dispatch.workgroups)
         compute.end()
         self.counts.dispatches += len(dispatches)
 
@@ -252,11 +252,11 @@ class Program:
 
     def _collect(self, encoder: Any) -> None:
         """Record the copies of all results to the buffer for the read-back."""
-        for start, one in zip(self._result_starts, self._lowered.results, strict=True):
-            memory, offset = self.places[one.buffer]
+        for start, result in zip(self._result_starts, self._lowered.results, strict=True):
+            memory, offset = self.places[result.buffer]
             encoder.copy_buffer_to_buffer(
-                *(memory, offset + one.offset * ELEMENT_BYTES, self._staging, start),
-                _num_bytes(one.shape),
+                *(memory, offset + result.offset * ELEMENT_BYTES, self._staging, start),
+                _num_bytes(result.shape),
             )
 
     def _read(self) -> memoryview:

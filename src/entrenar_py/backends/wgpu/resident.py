@@ -105,16 +105,16 @@ class ResidentStep:
 
     def _places(self, batch: Sequence[Tensor]) -> list[torch.Size]:
         """Return the shapes of the tensors that the model passes to dropout, in order."""
-        found: list[torch.Size] = []
+        shapes: list[torch.Size] = []
 
         def note(x: Tensor) -> Tensor:
-            found.append(x.shape)
+            shapes.append(x.shape)
             return x
 
-        held = {name: tensor.detach().to("meta") for name, tensor in self._tensors.items()}
-        there = [one.to("meta") for one in batch]
-        self._workload.loss_of(held, there, linear=F.linear, drop=note)
-        return found
+        tensors = {name: tensor.detach().to("meta") for name, tensor in self._tensors.items()}
+        inputs = [one.to("meta") for one in batch]
+        self._workload.loss_of(tensors, inputs, linear=F.linear, drop=note)
+        return shapes
 
     def _inputs(self, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors that are uploaded for each step."""
@@ -127,26 +127,26 @@ class ResidentStep:
     def _graph(self, key: Key, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> GraphModule:
         graphs = self._compiled.graphs
         if key not in graphs:
-            given = [*self._inputs(batch, masks), *self._resident()]
-            graphs[key] = capture(self._step(len(batch), len(masks)), given)
+            inputs = [*self._inputs(batch, masks), *self._resident()]
+            graphs[key] = capture(self._step(len(batch), len(masks)), inputs)
         return graphs[key]
 
     def _step(self, num_batch: int, num_masks: int) -> Function:
         """Return the step as a function of `_inputs` and `_resident`: (loss, gradients ...)."""
 
-        def compute(*given: Tensor) -> tuple[Tensor, ...]:
-            rest = iter(given)
-            held = {name: next(rest) for name in self._moving}
+        def compute(*inputs: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(inputs)
+            tensors = {name: next(rest) for name in self._moving}
             batch = [next(rest) for _ in range(num_batch)]
             masks = iter([next(rest) for _ in range(num_masks)])
-            held |= {name: next(rest) for name in self._frozen}
+            tensors |= {name: next(rest) for name in self._frozen}
             loss = self._workload.loss_of(
-                held,
+                tensors,
                 batch,
                 linear=F.linear,
                 drop=(lambda x: x * next(masks)) if num_masks else (lambda x: x),
             )
-            leaves = [held[name] for name in self._trainable]
+            leaves = [tensors[name] for name in self._trainable]
             scale = torch.tensor(self._scale)
             return loss.detach(), *torch.autograd.grad(loss, leaves, grad_outputs=scale)
 

@@ -175,14 +175,14 @@ class Schedule:
         split = len(value.shape) if value.rows is None else value.rows
         rows, columns = value.shape[:split], value.shape[split:]
         emitter = Emitter(rows)
-        found = ""
+        element = ""
         if math.prod(columns) == 1:
-            found = value.read(emitter, emitter.variables + (Index(0),) * len(columns))
+            element = value.read(emitter, emitter.variables + (Index(0),) * len(columns))
         else:
             emitter.columns(columns, lambda inner: value.read(emitter, emitter.variables + inner))
         loops = [item.size for item in emitter.body if isinstance(item, Loop)]
         write = codegen.row_kernel if max(loops, default=0) > SERIAL_MAX else codegen.thread_kernel
-        self.add(write(emitter, found, out, workgroups_max=self.limits.workgroups_max))
+        self.add(write(emitter, element, out, workgroups_max=self.limits.workgroups_max))
 
     def add(self, shader: codegen.Shader) -> None:
         """Add a dispatch that writes to the last of the shader's buffers."""
@@ -206,8 +206,8 @@ class Schedule:
         )
         emitter = Emitter(operands.shape, product=operands)
         position = at.place(emitter.variables, at.strides_of(operands.shape))
-        found = value.read(emitter, at.unravel(position, value.shape))
-        finish = codegen.epilogue(emitter, found) if found != "acc" else ""
+        element = value.read(emitter, at.unravel(position, value.shape))
+        finish = codegen.epilogue(emitter, element) if element != "acc" else ""
         kernel = product_kernel(product, self.limits, epilogue=finish)
         bindings = (a.buffer, b.buffer, out, *emitter.buffers)
         self.steps.append(Step(kernel.source, kernel.workgroups, bindings, out, self.line))
@@ -224,19 +224,19 @@ def join_rows(shape: tuple[int, ...], values: Iterable[Value]) -> int | None:
 
     None if their rows differ, if one would be computed twice, or if nothing is pending.
     """
-    found: int | None = None
+    common: int | None = None
     for value in values:
         if value.rows is None:
             continue
         rows = _rows_within(shape, value)
         if rows is None:
             return None
-        if found is None:
-            found = rows
-        elif math.prod(shape[:rows]) != math.prod(shape[:found]):
+        if common is None:
+            common = rows
+        elif math.prod(shape[:rows]) != math.prod(shape[:common]):
             return None
-        found = max(found, rows)
-    return found
+        common = max(common, rows)
+    return common
 
 
 def _rows_within(shape: tuple[int, ...], value: Value) -> int | None:

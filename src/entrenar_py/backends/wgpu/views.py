@@ -29,7 +29,7 @@ def reshape(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
         return None if strides is None else Stored(stored.buffer, strides, stored.offset)
 
     return _view(
-        *(schedule, value, to, lambda found: at.reshape(found, to, own), restride),
+        *(schedule, value, to, lambda indices: at.reshape(indices, to, own), restride),
         ordered=True,
     )
 
@@ -40,8 +40,8 @@ def permute(schedule: Schedule, value: Value, dims: Sequence[int]) -> Value:
     if order == list(range(len(order))):
         return value
 
-    def change(found: Indices) -> Indices:
-        return tuple(found[order.index(dim)] for dim in range(len(order)))
+    def change(indices: Indices) -> Indices:
+        return tuple(indices[order.index(dim)] for dim in range(len(order)))
 
     def restride(stored: Stored) -> Stored:
         return Stored(stored.buffer, tuple(stored.strides[dim] for dim in order), stored.offset)
@@ -59,9 +59,9 @@ def expand(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
     if value.rows is not None:
         rows = join_rows(to, [value])
         if rows is not None:
-            found = _recipe(value, to, lambda one: broadcast(one, value.shape))
-            found.rows = rows
-            return found
+            expanded = _recipe(value, to, lambda one: broadcast(one, value.shape))
+            expanded.rows = rows
+            return expanded
 
     def restride(stored: Stored) -> Stored:
         strides = (0,) * new + stored.strides
@@ -77,8 +77,8 @@ def take(schedule: Schedule, value: Value, dim: int, start: int, size: int, step
     if shape == value.shape:
         return value
 
-    def change(found: Indices) -> Indices:
-        return (*found[:dim], found[dim] * step + Index(start), *found[dim + 1 :])
+    def change(indices: Indices) -> Indices:
+        return (*indices[:dim], indices[dim] * step + Index(start), *indices[dim + 1 :])
 
     def restride(stored: Stored) -> Stored:
         strides = list(stored.strides)
@@ -119,20 +119,20 @@ def reshaped_strides(
             blocks[-1] = (blocks[-1][0] * size, stride)
         else:
             blocks.append((size, stride))
-    found: list[int] = []
+    result: list[int] = []
     rest = 1  # of the block being cut, from its end
     for size in reversed(to):
         if size == 1:
-            found.append(1)
+            result.append(1)
             continue
         if not blocks or blocks[-1][0] % (rest * size):
             return None
-        found.append(blocks[-1][1] * rest)
+        result.append(blocks[-1][1] * rest)
         rest *= size
         if rest == blocks[-1][0]:
             blocks.pop()
             rest = 1
-    return tuple(reversed(found))
+    return tuple(reversed(result))
 
 
 def _view(
@@ -154,11 +154,11 @@ def _view(
         stored = restride(value.stored)
         if stored is not None:
             return stored_value(to, value.dtype, stored)
-    found = _recipe(value, to, change)
-    found.product = value.product
-    found.rows = None if value.rows is None else len(to)
-    found.view = (value, lambda base: _view(schedule, base, to, change, restride, ordered=ordered))
-    return found
+    view = _recipe(value, to, change)
+    view.product = value.product
+    view.rows = None if value.rows is None else len(to)
+    view.view = (value, lambda base: _view(schedule, base, to, change, restride, ordered=ordered))
+    return view
 
 
 def stored_value(shape: tuple[int, ...], dtype: str, stored: Stored) -> Value:

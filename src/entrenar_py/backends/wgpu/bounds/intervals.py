@@ -119,12 +119,12 @@ def _slack(x: Tensor, relative: Tensor | float, absolute: Tensor | float) -> Ten
     return floor * (torch.as_tensor(relative) + 4 * FLOAT64_ROUNDOFF) + absolute
 
 
-def flush(given: Interval) -> Interval:
+def flush(interval: Interval) -> Interval:
     """Extend subnormal ends to zero: WGSL lets devices flush inputs and outputs of operations."""
-    if not given.low.is_floating_point():
-        return given
-    low = torch.where((given.low > 0) & (given.low < FLUSHED), 0.0, given.low)
-    high = torch.where((given.high < 0) & (given.high > -FLUSHED), 0.0, given.high)
+    if not interval.low.is_floating_point():
+        return interval
+    low = torch.where((interval.low > 0) & (interval.low < FLUSHED), 0.0, interval.low)
+    high = torch.where((interval.high < 0) & (interval.high > -FLUSHED), 0.0, interval.high)
     return Interval(low, high)
 
 

@@ -20,9 +20,9 @@ Rule = Callable[[Any, Any, Any], Interval]
 _ATEN = torch.ops.aten
 
 
-def is_exact(one: Bounded) -> bool:
+def is_exact(operand: Bounded) -> bool:
     """Return whether `one` holds integers or bools that no rounding error can change."""
-    return not one.value.is_floating_point() and bool((one.low == one.high).all())
+    return not operand.value.is_floating_point() and bool((operand.low == operand.high).all())
 
 
 def evaluate(target: Any, args: Any, kwargs: Any, pick: Callable[[Bounded], Tensor]) -> Tensor:
@@ -40,14 +40,14 @@ def evaluate(target: Any, args: Any, kwargs: Any, pick: Callable[[Bounded], Tens
     return result
 
 
-def _number(one: Any) -> Interval:
+def _number(operand: Any) -> Interval:
     """Return the interval of an operand. A Python number is rounded to float32."""
-    if not isinstance(one, Bounded):
-        exact = torch.tensor(float(one), dtype=torch.float64)
+    if not isinstance(operand, Bounded):
+        exact = torch.tensor(float(operand), dtype=torch.float64)
         return intervals.rounded(exact, exact)
-    if one.value.is_floating_point():
-        return one.interval
-    return intervals.rounded(one.low.double(), one.high.double())
+    if operand.value.is_floating_point():
+        return operand.interval
+    return intervals.rounded(operand.low.double(), operand.high.double())
 
 
 def _each_end(target: Any, args: Any, kwargs: Any) -> Interval:
@@ -207,10 +207,9 @@ def _argument(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _convert(target: Any, args: Any, kwargs: Any) -> Interval:
-    one = args[0]
     if not evaluate(target, args, kwargs, lambda one: one.value).is_floating_point():
         return _each_end(target, args, kwargs)  # rounds towards zero, which is non-decreasing
-    return _number(one)
+    return _number(args[0])
 
 
 def _range(target: Any, args: Any, kwargs: Any) -> Interval:

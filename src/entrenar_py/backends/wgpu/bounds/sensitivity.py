@@ -60,8 +60,8 @@ def deviations(
     Raises UsageError as `bounds.bound` does.
     """
     walk = _Local(graph)
-    given = [bounds.given(one.detach()) for one in inputs]
-    exact = walk.run(*given)
+    bounded = [bounds.given(one.detach()) for one in inputs]
+    exact = walk.run(*bounded)
     return [
         _deviation(index, got.detach().double(), one.value, walk)
         for index, (got, one) in enumerate(zip(outputs, exact, strict=True))
@@ -120,13 +120,13 @@ class _Local(bounds.Walk):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> intervals.Bounded:
         """Return the exact result, and append the error of this operation to `errors`."""
         with torch.no_grad():  # operands have no interval of their own here
-            one = super().call_function(target, args, kwargs)
-        if not one.value.is_floating_point():
-            return intervals.Bounded(one.value, one.value, one.value)
+            result = super().call_function(target, args, kwargs)
+        if not result.value.is_floating_point():
+            return intervals.Bounded(result.value, result.value, result.value)
         value = rules.evaluate(target, args, kwargs, lambda one: one.value)
         if not value.requires_grad:
             value = value.detach().requires_grad_()
-        error = one.error
+        error = result.error
         if bool((error > 0).any()):
             # With inexact operands, a result that is exact here may be rounded.
             size = value.detach().abs().nan_to_num(posinf=0.0)  # an infinite result is exact
