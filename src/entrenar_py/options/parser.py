@@ -54,7 +54,7 @@ def build() -> argparse.ArgumentParser:
     )
     cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
     add = partial(_add, cli)
-    named = "a YAML contract: a path, or the name of a shipped one; of several each has a report"
+    named = "a YAML contract: a path, or the name of a shipped one; may be given again"
     add("--contract FILE", named, action="append")
     bindings = (
         "bindings of the contract's statements to checks, besides those in NAME.bindings.yaml next "
@@ -64,7 +64,7 @@ def build() -> argparse.ArgumentParser:
     _add_configuration(cli.add_mutually_exclusive_group())
     _add_selection(cli.add_argument_group("which invariants"))
     _add_runs(cli.add_argument_group("how they are tried"))
-    _add_modes(cli.add_argument_group("instead of running all that"))
+    _add_modes(cli.add_argument_group("instead of a full run"))
     _add_output(cli.add_argument_group("output"))
     return cli
 
@@ -87,13 +87,14 @@ def _add_configuration(group: argparse._ActionsContainer) -> None:
         "entrenar-check.toml, in this folder or above it"
     )
     _add(group, "--config FILE", nearest, type=Path)
-    _add(group, "--no-config", "go without a configuration")
+    _add(group, "--no-config", "use no configuration")
 
 
 def _add_selection(group: argparse._ActionsContainer) -> None:
-    _add(group, "--only ID[,ID]", "these alone", type=values.words, default=())
-    _add(group, "--exclude ID[,ID]", "all but these", type=values.words, default=())
-    _add(group, "--severity P0[,P1]", "of these severities", type=values.severities, default=())
+    add = partial(_add, group, default=())
+    add("--only ID[,ID]", "only the invariants with these ids", type=values.words)
+    add("--exclude ID[,ID]", "all invariants but these", type=values.words)
+    add("--severity P0[,P1]", "only invariants of these severities", type=values.severities)
 
 
 def _add_runs(group: argparse._ActionsContainer) -> None:
@@ -118,7 +119,7 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     add("--timeout S", "start no new run after S seconds", type=values.seconds)
     deadline = "end each run of a command after S seconds (default 300)"
     add("--deadline S", deadline, type=values.seconds, default=300.0)
-    steps = "what {steps} stands for in a command: optimizer steps of a run (default 8)"
+    steps = "the value of {steps} in a command: optimizer steps of a run (default 8)"
     add("--steps N", steps, type=lambda text: values.natural(text, least=1), default=8)
     add("-x", "stop at the first falsified invariant", dest="stop_early")
     add("--allow-inconclusive", "exit 0 instead of 4 if nothing broke")
@@ -128,22 +129,22 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
     modes = group.add_mutually_exclusive_group()
     _add(modes, "--list", "list the contract's invariants")
     _add(modes, "--validate", "only validate the contract")
-    _add(modes, "--suggest", "draft bindings for what has no check, as guesses")
+    _add(modes, "--suggest", "draft bindings, as guesses, for statements without a check")
     stored = (
         "judge stored traces by --contract, run nothing: files, folders or patterns of them, or "
         "the files of a run's ranks"
     )
     _add(modes, "--judge TRACE", stored, nargs="+", type=Path)
     _add(modes, "--replay FILE", "run a saved counterexample of --contract", type=Path)
-    _add(modes, "--mutants", "plant every known bug and print what kills it")
-    _add(group, "--strict", "the contract's warnings are errors")
+    _add(modes, "--mutants", "plant every known bug and print the clauses that kill it")
+    _add(group, "--strict", "treat the contract's warnings as errors")
     levels = (
-        "how loudly --validate tells of a rule (docs/contract-rules.md): off, info, warning, "
-        "error; may be given again"
+        "the level of a rule in --validate (docs/contract-rules.md): off, info, warning, error; "
+        "may be given again"
     )
     _add(group, "--rule ID=LEVEL", levels, action="append", default=())
     aside = (
-        "put findings of --validate aside: 'RULE [in ITEM or FILE] until YYYY-MM-DD: REASON'; may "
+        "suppress findings of --validate: 'RULE [in ITEM or FILE] until YYYY-MM-DD: REASON'; may "
         "be given again"
     )
     _add(group, "--suppress TEXT", aside, action="append", default=())
