@@ -169,5 +169,5 @@ def _require_parts(bound: Sequence[Bound]) -> None:
             message = "is bound more than once: give each binding a part, or remove one"
             record.problems.error(binding.entry.position, f"{record.what}: {message}")
         elif part in parts:
-            record.error("part", f"part {part!r} stands at {parts[part]} too; rename one")
+            record.error("part", f"part {part!r} is used at {parts[part]} too; rename one")
         parts.setdefault(part, binding.entry.position)

@@ -168,7 +168,7 @@ class _Composer:
 
     def _alias(self, event: yaml.AliasEvent) -> Node:
         if any(top.anchor == event.anchor for top in self._open):
-            raise _stop(f"alias *{event.anchor} stands inside what it names", event)
+            raise _stop(f"alias *{event.anchor} stands inside its own anchor", event)
         if event.anchor not in self._anchors:
             raise _stop(f"alias *{event.anchor} has no anchor &{event.anchor} before it", event)
         node = self._anchors[event.anchor]

@@ -50,9 +50,9 @@ def test_written_on_a_command_line() -> None:
     [
         ("SCHEMA-009", "write RULE [in ITEM or FILE] until YYYY-MM-DD: REASON"),
         ("SCHEMA-009 until 2026-12-31:", "write RULE [in"),
-        ("SCHEMA-009: because", "until is missing; say until which day"),
-        ("SCHEMA-009 until tomorrow: because", "until 'tomorrow' is no day; write YYYY-MM-DD"),
-        ("SCHEMA-009 until 2026-02-30: because", "until '2026-02-30' is no day"),
+        ("SCHEMA-009: because", "until is missing; give the last day"),
+        ("SCHEMA-009 until tomorrow: because", "until 'tomorrow' is not a date; write YYYY-MM-DD"),
+        ("SCHEMA-009 until 2026-02-30: because", "until '2026-02-30' is not a date"),
         ("SCHEMA-9 until 2026-12-31: because", "rule 'SCHEMA-9' is unknown: did you mean"),
         ("PV-VAL-001 until 2026-12-31: because", "PV-VAL-001 can't be suppressed"),
         ("PV-SUP-001 until 2026-12-31: because", "PV-SUP-001 can't be suppressed"),
@@ -71,9 +71,9 @@ def test_refused(text: str, message: str) -> None:
         ({"rules": "x"}, "unknown key 'rules': did you mean 'rule'?"),
         ({"reason": " "}, "SCHEMA-009 has no reason; say why"),
         ({"reason": 3}, "reason = 3: give a text"),
-        ({"until": 3}, "until 3 is no day"),
+        ({"until": 3}, "until 3 is not a date"),
         ({"until": None}, "until is missing"),
-        ({"until": datetime.datetime(2026, 12, 31, 1, 2)}, "is no day"),
+        ({"until": datetime.datetime(2026, 12, 31, 1, 2)}, "is not a date"),
     ],
 )
 def test_tables_refused(change: dict[str, Any], message: str) -> None:

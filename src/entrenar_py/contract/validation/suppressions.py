@@ -84,7 +84,7 @@ def read(entry: Mapping[str, Any], *, source: str, at: Position | None = None) -
     if BY_ID[rule].fixed or rule == STALE:
         raise UsageError(f"{source}: rule {rule} can't be suppressed; correct what breaks it")
     if not texts["reason"]:
-        raise UsageError(f"{source}: {rule} has no reason; say why it is put aside")
+        raise UsageError(f"{source}: {rule} has no reason; say why it is suppressed")
     until = _day(entry.get("until"), f"{source}: {rule}")
     return Suppression(**texts, until=until, source=source, at=at)
 
@@ -107,10 +107,10 @@ def parse(text: str) -> Suppression:
 
 def _day(given: Any, what: str) -> datetime.date:
     if given is None:
-        raise UsageError(f"{what}: until is missing; say until which day, as YYYY-MM-DD")
+        raise UsageError(f"{what}: until is missing; give the last day as YYYY-MM-DD")
     if isinstance(given, datetime.date) and not isinstance(given, datetime.datetime):
         return given
     try:
         return datetime.datetime.strptime(str(given), "%Y-%m-%d").date()
     except ValueError:
-        raise UsageError(f"{what}: until {given!r} is no day; write YYYY-MM-DD") from None
+        raise UsageError(f"{what}: until {given!r} is not a date; write YYYY-MM-DD") from None
