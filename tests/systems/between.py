@@ -1,4 +1,4 @@
-"""A simulated star in which faults strike between two blocks of a vector, not before the first."""
+"""A simulated star in which faults strike between two blocks of a vector."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Between(ScenarioRun):
         self._averaged: set[tuple[int, int]] = set()
 
     def train(self) -> Trace:
-        """On one thread, as `systems.run` has it: how a sum is split is part of its order."""
+        """Run on one thread, as `systems.run` does: threads change the order of sums."""
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

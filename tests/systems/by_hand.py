@@ -1,4 +1,4 @@
-"""A server and its members without machines: what each carries is handed over by the test."""
+"""A server and its members without protocol machines: the test passes their messages on."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Hands:
 
 
 def met(scenario: Scenario) -> Hands:
-    """Everyone with the initial state."""
+    """Return a server and members that all have the initial state."""
     hands = Hands(Server(scenario), {})
     for rank in range(scenario.world_size):
         join(hands, rank, step=0)
@@ -40,7 +40,7 @@ def met(scenario: Scenario) -> Hands:
 
 
 def join(hands: Hands, rank: int, step: int) -> None:
-    """Worker `rank` takes the server's state before `step`."""
+    """Have worker `rank` take the server's state before `step`."""
     member = hands.members[rank] = Member(hands.server.scenario)
     welcome = welcome_of(hands.server, rank, step)
     member.load(welcome, bytearray(hands.server.payload(welcome)))
@@ -49,25 +49,25 @@ def join(hands: Hands, rank: int, step: int) -> None:
 
 
 def welcome_of(server: Server, rank: int, step: int, *, resumed: bool = False) -> Welcome:
-    """Return what the server's coordinator would say to worker `rank` before `step`."""
+    """Return the welcome that the coordinator would send to worker `rank` before `step`."""
     blocks = server.blocks.count
     return Welcome(rank=rank, step=step, blocks=blocks, resumed=resumed, proof=PROOF)
 
 
 def average_of(step: int, block: int, loss: float = 1.0, weight: float = 1.0) -> Average:
-    """Return what it would say of a block that is averaged."""
+    """Return the message that the coordinator would send for an averaged block."""
     return Average(step=step, round=0, block=block, loss=loss, weight=weight)
 
 
 def tell(hands: Hands, rank: int, message: Message) -> None:
-    """The server takes what worker `rank` carries."""
+    """Have the server take the payload of worker `rank`'s message."""
     payload = bytearray(hands.members[rank].payload(message))
     hands.server.require(rank, message, payload)
     hands.server.keep(rank, message, payload)
 
 
 def begin(hands: Hands, rank: int, step: int, shards: tuple[int, ...]) -> list[TreeNode]:
-    """Worker `rank` computes `shards` and says so; the blocks that it has to send then."""
+    """Have worker `rank` compute and report `shards`; return the blocks that it must send."""
     outcome = hands.members[rank].work(step, shards)
     assert not isinstance(outcome, NonFinite)
     tell(hands, rank, Computed(step=step, shards=shards))
@@ -75,7 +75,7 @@ def begin(hands: Hands, rank: int, step: int, shards: tuple[int, ...]) -> list[T
 
 
 def deliver(hands: Hands, rank: int, step: int, shards: tuple[int, ...]) -> None:
-    """Worker `rank` computes `shards`, and the server has them."""
+    """Have worker `rank` compute `shards` and deliver them to the server."""
     for node in begin(hands, rank, step, shards):
         tell(hands, rank, node)
     hands.server.deliver(rank)
@@ -88,14 +88,14 @@ def shards_of(hands: Hands) -> dict[int, tuple[int, ...]]:
 
 
 def make(hands: Hands, step: int) -> None:
-    """Everyone makes `step`, whose shards are all delivered."""
+    """Have all members make `step`, whose shards are all delivered."""
     for block in hands.server.blocks.order():
         average(hands, step, block)
     commit(hands, step)
 
 
 def average(hands: Hands, step: int, block: int) -> None:
-    """The server averages `block`, and everyone holds it."""
+    """Have the server average `block`, and all members hold the average."""
     reduced = hands.server.reduce(block)
     assert not isinstance(reduced, str)
     said = average_of(step, block, *reduced)
@@ -106,7 +106,7 @@ def average(hands: Hands, step: int, block: int) -> None:
 
 
 def commit(hands: Hands, step: int) -> None:
-    """Everyone makes `step`, of which all hold everything."""
+    """Have all members make `step`, of which they hold all blocks."""
     for rank, member in hands.members.items():
         member.make_held(step)
         if rank == min(hands.members):

@@ -20,25 +20,25 @@ class Holdings:
     objects: int
 
     def within(self, other: Holdings) -> bool:
-        """Return whether there is no more of anything than in `other`."""
+        """Return whether no count is higher than in `other`."""
         pairs = zip(astuple(self), astuple(other), strict=True)
         return all(mine <= theirs for mine, theirs in pairs)
 
 
 def holdings() -> Holdings:
-    """Return what this process holds now, after a collection of garbage."""
+    """Return the present counts of this process, after a garbage collection."""
     gc.collect()
     return Holdings(
         files=sum(1 for _ in Path("/proc/self/fd").iterdir()),
         processes=len(descendants(os.getpid())),
         threads=threading.active_count(),
-        # Not isinstance: some objects would be asked, and answer with a warning.
+        # Not isinstance: it reads __class__, at which some objects warn.
         objects=sum(issubclass(type(one), Task | BaseTransport) for one in gc.get_objects()),
     )
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that `pid` started, and theirs."""
+    """Return the processes that `pid` started, directly or indirectly."""
     tasks = Path(f"/proc/{pid}/task")
     children = [
         int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()
@@ -47,5 +47,5 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident_bytes() -> int:
-    """The memory that this process has resident."""
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

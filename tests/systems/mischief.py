@@ -1,6 +1,6 @@
-"""Connections of random misbehaviour at a real door, many at a time, each soon over.
+"""Short connections of random misbehaviour to a real coordinator, many at a time.
 
-Who misbehaves does not know the secret. What it says may be a worker's own words, recorded.
+They don't know the secret, but some replay the recorded messages of a worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from entrenar_py.protocol.terms import Terms
 from entrenar_py.systems.star import strangers
 from tests.drivers.misdeeds import RESETS, speeches
 
-AT_A_TIME = 300  # more than there are places
+AT_A_TIME = 300  # more than the connections that are accepted at once
 PACE_S = 0.05
 STAY_S = 1.5
 CHUNK_BYTES = 2**16
@@ -46,7 +46,7 @@ class Mischief:
     num_answered: int = 0
 
     async def run(self, number: int, rng: random.Random) -> None:
-        """So many connections, AT_A_TIME of them at once; returns when all have ended."""
+        """Make the given number of attacks, AT_A_TIME at once; return when all have ended."""
         kinds = list(KINDS)
         limit = asyncio.Semaphore(AT_A_TIME)
 
@@ -60,7 +60,7 @@ class Mischief:
     async def _visit(self, kind: str, rng: random.Random) -> None:
         context = self.context if rng.random() < 0.5 else None
         self.done[kind if context is None else f"{kind}, TLS"] += 1
-        with suppress(OSError):  # sent away, in whatever words
+        with suppress(OSError):  # the connection may be closed in any way
             async with asyncio.timeout(STAY_S), self._connected(context) as streams:
                 await KINDS[kind](self, streams, rng)
 
@@ -73,12 +73,12 @@ class Mischief:
             streams[1].transport.abort()
 
     async def say(self, streams: Streams, data: bytes) -> None:
-        """Says it, and listens until it is sent away."""
+        """Send `data`, and listen until the connection is closed."""
         streams[1].write(data)
         await self.listen(streams[0])
 
     async def listen(self, reader: asyncio.StreamReader) -> None:
-        """Until nothing more comes."""
+        """Read until the connection is closed."""
         heard = False
         while await reader.read(CHUNK_BYTES):
             if not heard:
@@ -86,16 +86,16 @@ class Mischief:
 
 
 async def _reset(_: Mischief, streams: Streams, rng: random.Random) -> None:
-    """At once, or in the middle of what follows."""
+    """Reset the connection at once, or during what follows."""
     await asyncio.sleep(rng.choice([0, 0, 0.001, 0.02]))
     sock = streams[1].get_extra_info("socket")
-    if sock is not None:  # not sent away in between
+    if sock is not None:  # still connected
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESETS)
 
 
 async def _half_close(here: Mischief, streams: Streams, rng: random.Random) -> None:
     streams[1].write(rng.choice(list(speeches().values()))[:200])
-    with suppress(NotImplementedError):  # TLS has no halves
+    with suppress(NotImplementedError):  # TLS can't be closed in one direction
         streams[1].write_eof()
     await here.listen(streams[0])
 
@@ -145,7 +145,7 @@ KINDS: dict[str, Callable[[Mischief, Streams, random.Random], Awaitable[None]]] 
 
 
 class Recorder:
-    """A relay to `host`:`port` that keeps what is said to it first, of its first connections."""
+    """A relay to `host`:`port` that keeps the first bytes sent over its first connections."""
 
     def __init__(self, host: str, port: int) -> None:
         self.recorded = b""
@@ -153,13 +153,13 @@ class Recorder:
         self._server: asyncio.Server | None = None
 
     async def listen(self) -> int:
-        """The port at which it does."""
+        """Start listening; return the port."""
         self._server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
     def close(self) -> None:
-        """Takes nobody up any more."""
+        """Stop accepting connections."""
         assert self._server is not None
         self._server.close()
 
@@ -169,7 +169,7 @@ class Recorder:
             up = self._copy(reader, there[1], keep=True)
             await asyncio.gather(up, self._copy(there[0], writer, keep=False))
         except OSError:
-            pass  # one end is gone: so is the other
+            pass  # when one end has disconnected, the other is closed
         finally:
             for one in (writer, there[1]):
                 one.transport.abort()

@@ -33,19 +33,19 @@ from tests.systems.stars import SIMULATED
 NUM_STEPS = 1_000
 HOUR_S = 3_600.0
 COMPUTING_S = (0.2, 2.0)  # of a shard: a step takes some seconds
-CALM_STEPS = 10  # before the end: whoever is to come back is back
+CALM_STEPS = 10  # before the end, in which absent workers come back
 FAULT_EVERY = (3, 6)  # steps
 LOOK_EVERY = 50  # steps
 # Between two looks who is there differs, and what is on its way; an unfreed connection or replica a
 # fault would be 200 of them by the end.
 GROWTH_BYTES_MAX = 2**18
 KIB = 2**10
-# Those that must be turned away whoever is there.
+# Strangers that are never entitled, whichever workers are present.
 UNINVITED = [one for one in faults.STRANGERS if one not in ("taken_rank", "one_too_many")]
 
 
 def draw(seed: int, num_steps: int = NUM_STEPS) -> Scenario:
-    """Four workers, and at any message any fault that a run survives; some leave for a while."""
+    """Draw a run of four workers with any survivable faults; some workers leave for a while."""
     rng = random.Random(seed)
     scenario = Scenario(
         system=SIMULATED,
@@ -89,7 +89,7 @@ def _trouble(rng: random.Random, step: int, rank: int) -> list[Fault]:
 
 @dataclass
 class Seen:
-    """A run, as far as it was looked at."""
+    """The part of a run that was examined so far."""
 
     struck: Counter[tuple[str, str]] = field(default_factory=Counter)
     num_rejoins: int = 0
@@ -100,7 +100,7 @@ class Seen:
 
 
 class Hour(ScenarioRun):
-    """Looks every LOOK_EVERY steps at what was recorded, and lets it go."""
+    """Examines the record of a run every LOOK_EVERY steps, and drops it."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario, SimulatedTransport)
@@ -111,7 +111,7 @@ class Hour(ScenarioRun):
 
     @property
     def simulation(self) -> Simulation:
-        """The one in work."""
+        """The simulation that is running."""
         assert isinstance(self.transport, SimulatedTransport)
         return self.transport.simulation
 
@@ -139,7 +139,7 @@ class Hour(ScenarioRun):
         self.seen.bytes_held.append(tracemalloc.get_traced_memory()[0])
 
     def judge(self, event: Event) -> None:
-        """Each step on the undisturbed bits, each shard of its own samples."""
+        """Check that each step has the undisturbed bits, and each shard its own samples."""
         seen = self.seen
         match event:
             case Update(step=step, rank=rank):
@@ -158,9 +158,9 @@ class Hour(ScenarioRun):
 
 
 def soak(scenario: Scenario) -> tuple[Hour, float]:
-    """The run of `scenario`, looked at, and how long it took in virtual seconds.
+    """Run and examine `scenario`; return the examiner, and the virtual seconds that passed.
 
-    What is wrong with it stands in `seen.wrong`.
+    `seen.wrong` has the complaints.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(simulated, "COMPUTING_S", COMPUTING_S)
@@ -171,7 +171,7 @@ def soak(scenario: Scenario) -> tuple[Hour, float]:
         finally:
             tracemalloc.stop()
     seen, end = star.seen, left.end
-    for event in left.events:  # what came after the last look
+    for event in left.events:  # the events after the last examination
         star.judge(event)
     if end.status != "completed":
         seen.wrong.append(f"it ended {end.status}: {end.reason}")
@@ -186,7 +186,7 @@ def soak(scenario: Scenario) -> tuple[Hour, float]:
 
 
 def main() -> int:
-    """One hour; 1 if anything is wrong with it."""
+    """Run one hour; return 1 if anything is wrong with it."""
     parser = argparse.ArgumentParser(prog="python -m tests.systems.soak_hour")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

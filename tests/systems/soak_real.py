@@ -38,7 +38,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Held:
-    """Open resources and memory of this process while it has no workers."""
+    """The open resources and the memory of this process while it has no workers."""
 
     holdings: Holdings
     rss_bytes: int
@@ -55,9 +55,9 @@ class Soak:
 
 
 def draw(seed: int) -> Scenario:
-    """The scenario of `seed`: as the simulator's, of what can befall real processes.
+    """Draw the scenario of `seed`, as for the simulator, but only faults of real processes.
 
-    Its seconds are shorter: who is silent for one is given up.
+    Its times are shorter: a worker that is silent for one second is given up.
     """
     drawn = schedules.draw(seed, schedules.STAR)
     taken = {"audit_share", "block_bytes", "updates"} & set(drawn.options)
@@ -74,7 +74,7 @@ def _real(fault: Fault) -> Fault:
 
 
 def attempt(seed: int, soak: Soak) -> None:
-    """One run, judged; what it was is added to `soak`."""
+    """Run and judge one seed, and add the outcome to `soak`."""
     scenario = draw(seed)
     run = systems.run(scenario, every_fault=False)
     complaint = schedules.judge(run, _calm(scenario))
@@ -90,7 +90,7 @@ def _calm(scenario: Scenario) -> Trace:
 
 
 def soak(seconds: float, first_seed: int) -> bool:
-    """Runs for so long and prints what came of it; whether nothing was wrong and nothing grew."""
+    """Make runs for the given time and print the outcome; return whether all was right."""
     total, began = Soak(), time.monotonic()
     seed = first_seed
     while total.num_runs < NUM_WARM:
@@ -115,13 +115,13 @@ def soak(seconds: float, first_seed: int) -> bool:
 
 
 def _held() -> Held:
-    """As it is when all workers were sent home."""
+    """Return what this process holds after all workers were dismissed."""
     processes.crew().dismiss()
     return Held(holdings(), resident_bytes())
 
 
 def _grown(before: Held, after: Held) -> list[str]:
-    """Prints what was held when, and names what has grown."""
+    """Print what was held at each time, and return the names of what has grown."""
     rows = [
         ("MiB resident", before.rss_bytes // MIB, after.rss_bytes // MIB, RSS_GROWTH_MIB_MAX),
         *(
@@ -136,7 +136,7 @@ def _grown(before: Held, after: Held) -> list[str]:
 
 
 def replay(seed: int) -> bool:
-    """Makes one run again, and says what it is and what is wrong with it; whether nothing is."""
+    """Make one run again and print its scenario and complaints; return whether there are none."""
     total = Soak()
     print(json.dumps(draw(seed).to_dict()))
     attempt(seed, total)
@@ -145,7 +145,7 @@ def replay(seed: int) -> bool:
 
 
 def main() -> int:
-    """Soaks as long as the command line says, or replays one seed; 1 if anything is wrong."""
+    """Soak for the time on the command line, or replay one seed; return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.systems.soak_real")
     parser.add_argument("seconds", type=float, nargs="?", default=SECONDS, help="how long")
     parser.add_argument("--seed", type=int, default=0, help="of the first run")

@@ -25,7 +25,7 @@ from tests.service.cluster import cluster, metrics, weights
 from tests.systems.mischief import Mischief, Recorder
 
 NUMBER = 10_000
-NUM_WARM = 300  # strangers, before the coordinator is looked at for the first time
+NUM_WARM = 300  # strangers before the first measurement of the coordinator
 TRAINING: dict[str, Any] = {
     "workload": "mlp",
     "width": 128,
@@ -34,7 +34,7 @@ TRAINING: dict[str, Any] = {
     "num_steps": 3_000,
     "optimizer": "momentum",
 }
-SETTLED_S = 12.0  # by then every stranger was sent away
+SETTLED_S = 12.0  # by then every stranger is disconnected
 LOOK_S = 0.1
 MIB = 2**20
 # What may be held of all that may be here at a time (docs/protocol.md), and by the allocator.
@@ -44,7 +44,7 @@ KEPT_MIB_MAX = 16
 
 @dataclass
 class Held:
-    """Resident memory and open files of one process, now and at most so far."""
+    """The resident memory and the open files of one process, now and at most so far."""
 
     pid: int
     rss_mib: float = 0.0
@@ -53,7 +53,7 @@ class Held:
     files_max: int = 0
 
     def look(self) -> None:
-        """Looks again."""
+        """Measure again."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         self.rss_mib = pages * os.sysconf("SC_PAGE_SIZE") / MIB
         self.files = sum(1 for _ in Path(f"/proc/{self.pid}/fd").iterdir())
@@ -70,7 +70,7 @@ class Outcome:
 
 
 async def disturbed(folder: Path, number: int, seed: int, *, secured: bool) -> Outcome:
-    """A run with two workers, one of them recorded, and `number` strangers in the middle of it."""
+    """Run two workers, one of them recorded, with `number` strangers in between."""
     with cluster(folder) as star:
         tls_files, believing, context = _secured(folder) if secured else ({}, [], None)
         star.configure(TRAINING, wait_for=2, metrics="metrics.jsonl", **tls_files)
@@ -101,7 +101,7 @@ async def disturbed(folder: Path, number: int, seed: int, *, secured: bool) -> O
 async def _misbehave(
     mischief: Mischief, number: int, seed: int, pid: int, folder: Path
 ) -> list[str]:
-    """Does it, and looks at the coordinator meanwhile; complaints."""
+    """Send the strangers and measure the coordinator meanwhile; return the complaints."""
     rng = random.Random(seed)
     before, during, after = Held(pid), Held(pid), Held(pid)
     before.look()
@@ -140,7 +140,7 @@ def _step(folder: Path) -> int:
 
 
 def _secured(folder: Path) -> tuple[dict[str, Any], list[object], ssl.SSLContext]:
-    """The coordinator's configuration, what workers are told, and what strangers use."""
+    """Return the configuration of the coordinator, of the workers, and of the strangers."""
     authority = Authority(folder, "ca")
     own = authority.signed("coordinator")
     files = {"tls": {"cert": own.cert.name, "key": own.key.name}}
@@ -148,7 +148,7 @@ def _secured(folder: Path) -> tuple[dict[str, Any], list[object], ssl.SSLContext
 
 
 def soak(number: int, seed: int) -> bool:
-    """Both runs; whether nothing was wrong."""
+    """Make both runs; return whether all was right."""
     wrong = []
     for secured in (False, True):
         with tempfile.TemporaryDirectory() as folder:
@@ -161,7 +161,7 @@ def soak(number: int, seed: int) -> bool:
 
 
 def main() -> int:
-    """Soaks as the command line says; 1 if anything is wrong."""
+    """Soak as the command line says; return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.systems.soak_strangers")
     parser.add_argument("number", type=int, nargs="?", default=NUMBER, help="of strangers")
     parser.add_argument("--seed", type=int, default=0, help="of what they do")

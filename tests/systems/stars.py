@@ -1,4 +1,4 @@
-"""Runs of stars and meshes, and what the reference says that must come out of them."""
+"""Runs of stars and meshes, and the results that the reference requires of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.checks import traces
 
 REAL, SIMULATED = "parameter_server", "parameter_server_simulated"
 MESH, MESH_SIMULATED = "mesh", "mesh_simulated"
-# Who is silent is given up soon, so that a test need not wait for it.
+# Silent workers are given up soon, so that tests need not wait for them.
 SOON = {"heartbeat_s": 0.1, "dead_after_s": 2.0}
-STEP = 2  # in which something befalls worker 1
+STEP = 2  # the step in which a fault strikes worker 1
 
 
 def subject(system: str, **changes: Any) -> Scenario:
-    """Five steps on three workers, with an optimizer that has a state to be handed over."""
+    """Return a run of five steps on three workers, with an optimizer that has a state."""
     usual: dict[str, Any] = {
         "workload": "linear",
         "world_size": 3,
@@ -33,37 +33,37 @@ def subject(system: str, **changes: Any) -> Scenario:
 
 
 def _options(system: str) -> dict[str, Any]:
-    """In a mesh two blocks, so that workers 0 and 1 average one each."""
+    """Return the system's options; a mesh has two blocks, so that workers 0 and 1 own one each."""
     blocks = {"block_bytes": 4} if system in (MESH, MESH_SIMULATED) else {}
     return {**(SOON if system in (REAL, MESH) else {}), **blocks}
 
 
 def in_blocks(system: str, block_bytes: int, **changes: Any) -> Scenario:
-    """The same with 151 parameters, that is 604 bytes, which travel in blocks."""
+    """Return the same run with 151 parameters, or 604 bytes, which travel in blocks."""
     options = {**_options(system), "block_bytes": block_bytes}
     return subject(system, workload="mlp", width=1, options=options, **changes)
 
 
 def struck(system: str, kind: str, at: str, seconds: float | None = None) -> Scenario:
-    """The same, and `kind` befalls worker 1 at message `at`."""
+    """Return the same run with a fault `kind` on worker 1 at message `at`."""
     fault = Fault(kind=kind, step=STEP, rank=1, at=at, seconds=seconds)
     return subject(system, faults=(fault,))
 
 
 def lying(system: str, value: str, at: str) -> Scenario:
-    """The same, and worker 1 lies at message `at`."""
+    """Return the same run with a lie of worker 1 at message `at`."""
     fault = Fault(kind="lie", step=STEP, rank=1, at=at, value=value)
     return subject(system, faults=(fault,))
 
 
 def visited(system: str, value: str) -> Scenario:
-    """The same, and a stranger comes."""
+    """Return the same run with a stranger."""
     rank = 1 if value == "taken_rank" else None
     return subject(system, faults=(Fault(kind="stranger", step=STEP, rank=rank, value=value),))
 
 
 LIES = [(value, at) for value, places in LIE_PLACES.items() for at in places if at in PLACES]
-# What each stranger is told; those that only make a noise are sent away without a word.
+# The start of the answer to each stranger; those without a hello get none.
 TOLD = {
     **dict.fromkeys(("taken_rank", "one_too_many"), "all 3 ranks are taken by live workers"),
     "wrong_secret": "wrong secret",
@@ -73,7 +73,7 @@ TOLD = {
 
 
 def require_turned_away(trace: Trace) -> None:
-    """Returns if the one stranger was challenged, told why, and not let in; nobody else moved."""
+    """Assert that the one stranger was refused with its reason, and that no worker moved."""
     (seen,) = trace.of(Admission)
     assert (seen.entitled, seen.let_in) == (False, False)
     assert seen.answer.startswith(TOLD[seen.case])
@@ -81,7 +81,7 @@ def require_turned_away(trace: Trace) -> None:
 
 
 def held(trace: Trace) -> list[Tensors]:
-    """The weights after each step, on which all who made it agree."""
+    """Return the weights after each step, after checking that all workers agree."""
     assert trace.end.status == "completed", trace.end.reason
     found: dict[int, Tensors] = {}
     for update in trace.of(Update):
@@ -92,15 +92,15 @@ def held(trace: Trace) -> list[Tensors]:
 
 @cache
 def expected(scenario: Scenario) -> list[Tensors]:
-    """Return what the reference holds after each step, alone and undisturbed."""
+    """Return the weights of the undisturbed reference with one worker, after each step."""
     calm = scenario.with_(system="reference", world_size=1, faults=(), stops=(), options={})
     return held(traces.run(calm))
 
 
 def require_right(scenario: Scenario) -> Trace:
-    """The trace of `scenario`, which struck as planned and ended on the reference's bits.
+    """Return the trace of `scenario`, after checking faults and final bits against the reference.
 
-    No sample was lost or drawn twice, all replicas agree, and all of it ended.
+    No sample was lost or drawn twice, all replicas agree, and the run completed.
     """
     trace = traces.run(scenario)
     assert held(trace) == expected(scenario)
@@ -122,7 +122,7 @@ def changes(trace: Trace) -> list[tuple[int, int, str]]:
 
 
 def require_back(trace: Trace) -> None:
-    """Returns if worker 1 left when it was struck, and came back if there was time for that."""
+    """Assert that worker 1 left when the fault struck, and came back if there was time for it."""
     seen = changes(trace)
     assert seen in (
         [(STEP, 1, "left"), (STEP + 1, 1, "joined")],
@@ -132,5 +132,5 @@ def require_back(trace: Trace) -> None:
 
 
 def run(scenario: Scenario) -> Trace:
-    """The trace of `scenario`, however it ended; never the one of an earlier run."""
+    """Return the trace of `scenario`, however it ended, from a new run."""
     return systems.run(scenario)

@@ -1,4 +1,4 @@
-"""The backends of a run: opened once, by name or as the first of the chain that serves."""
+"""The backends of a run are opened once, by name or as the first that works in the chain."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from entrenar_py.errors import BackendUnavailable
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, Start, Trace, Update
 
-# Those whose workers live in one process; elsewhere each process opens its own.
+# The systems with all workers in one process; in others each process opens its own backend.
 TRAINERS = ("reference", "textbook")
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A machine without CUDA whose wgpu is the CPU; the names opened, in order."""
+    """Have no CUDA, and the CPU under wgpu's name; return the names opened, in order."""
     names: list[str] = []
 
     def opener(name: str) -> Callable[[], Backend]:
@@ -39,19 +39,19 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(system: str, *names: str, **changes: Any) -> Trace:
-    """Two steps of three workers on the backends `names` in turn."""
+    """Run two steps of three workers on the backends `names` in turn."""
     usual: dict[str, Any] = {"workload": "linear", "world_size": 3, "seed": 0, "num_steps": 2}
     return systems.run(Scenario(system=system, backends=names, **{**usual, **changes}))
 
 
 def weights(trace: Trace) -> list[Any]:
-    """Return what every worker held after every step."""
+    """Return the weights of every worker after every step."""
     return [update.weights for update in trace.of(Update)]
 
 
 @pytest.mark.parametrize("system", TRAINERS)
 def test_auto_falls_back_and_says_so(system: str, opened: list[str]) -> None:
-    """Every try with its reason comes before training; the last one names who served."""
+    """Every attempt is recorded with its reason before training; the last one served."""
     trace = run(system, "auto")
     assert trace.end.status == "completed", trace.end.reason
     tries = [(event.backend, event.served) for event in trace.of(Attempt)]
@@ -64,7 +64,7 @@ def test_auto_falls_back_and_says_so(system: str, opened: list[str]) -> None:
 
 @pytest.mark.parametrize("system", TRAINERS)
 def test_a_name_never_falls_back(system: str, opened: list[str]) -> None:
-    """The run fails in the backend's own words, and nothing else was opened."""
+    """The run fails with the backend's own reason, and no other backend was opened."""
     end = run(system, "cuda").end
     assert (end.status, opened) == ("failed", ["cuda"])
     assert "BackendUnavailable: backend cuda: none here" in end.reason
@@ -72,7 +72,7 @@ def test_a_name_never_falls_back(system: str, opened: list[str]) -> None:
 
 @pytest.mark.parametrize("system", TRAINERS)
 def test_a_name_is_opened_once(system: str, opened: list[str]) -> None:
-    """However many workers share it, and however often the run was stopped."""
+    """A backend is opened once, for any number of workers and stops."""
     trace = run(system, "cpu", "wgpu", stops=(1,))
     assert len(trace.of(Start)) == 6
     assert opened == ["cpu", "wgpu"]
@@ -80,14 +80,14 @@ def test_a_name_is_opened_once(system: str, opened: list[str]) -> None:
 
 
 def test_bits_are_promised_by_who_served(opened: list[str]) -> None:
-    """Two names of one backend round alike; two backends don't."""
+    """Two names of one backend promise bits; two backends do not."""
     assert run("reference", "auto", "wgpu").promises == ("bitwise",)
     assert run("reference", "auto", "cpu").promises == ("draws",)
     assert run("reference", "cpu", "auto", world_size=1).promises == ("bitwise",)
 
 
 def test_when_no_backend_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed run that gives every reason."""
+    """The run fails with the reasons of all backends."""
 
     def absent() -> Backend:
         raise BackendUnavailable("away")

@@ -1,4 +1,4 @@
-"""A trace describes the process that it was recorded in."""
+"""A trace describes the process in which it was recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSIONS = {"entrenar", "python", "torch", "numpy", "platform"}
 
 
 def test_versions() -> None:
-    """Every library that decides bits is named with its version, as text."""
+    """The version of every library that affects bits is recorded, as text."""
     described = environment.describe()
     assert set(described) >= VERSIONS
     assert described["entrenar"] == entrenar_py.__version__
@@ -23,7 +23,7 @@ def test_versions() -> None:
 
 
 def test_no_adapter_unless_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that opened no wgpu adapter names none, and opens none to say so."""
+    """Without an open adapter none is named, and none is opened for the description."""
     monkeypatch.setattr(wgpu, "_opened", {})
     assert set(environment.describe()) == VERSIONS
     monkeypatch.delitem(sys.modules, "entrenar_py.backends.wgpu")
@@ -32,9 +32,9 @@ def test_no_adapter_unless_opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where wgpu-py is not installed, a run that asked for its backend in vain ends like others."""
+    """Without wgpu-py, a run that requested its backend still ends with a description."""
     monkeypatch.setitem(sys.modules, "wgpu", None)
-    monkeypatch.setattr(wgpu, "_opened", {})  # as if unopened
+    monkeypatch.setattr(wgpu, "_opened", {})  # as if none were open
     with pytest.raises(BackendUnavailable, match="backend wgpu"):
         open_backend("wgpu")
     assert set(environment.describe()) == VERSIONS
@@ -42,7 +42,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.wgpu
 def test_opened_adapter() -> None:
-    """An adapter that was opened is named, and named as software if it is."""
+    """An open adapter is named, and marked if it is a software one."""
     try:
         backend = open_backend("wgpu")
     except BackendUnavailable as error:

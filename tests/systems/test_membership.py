@@ -1,4 +1,4 @@
-"""Membership by step: strangers that are to find no place free must find none."""
+"""Strangers that must find no free rank are refused where they might find one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE_TOO_MANY = Fault(kind="stranger", step=2, value="one_too_many")
 
 
 def cut(step: int) -> Fault:
-    """Worker 0 is cut off in `step`."""
+    """Return a fault that cuts worker 0 off in `step`."""
     return Fault(kind="cut", step=step, rank=0, at="Staged")
 
 
@@ -24,7 +24,7 @@ def cut(step: int) -> Fault:
     "faults", [(TAKEN, ONE_TOO_MANY), (TAKEN, cut(3)), (ONE_TOO_MANY, TAKEN, cut(4))]
 )
 def test_strangers_that_find_no_place(faults: tuple[Fault, ...]) -> None:
-    """Everyone is there until then."""
+    """Such a stranger is accepted while all workers are present."""
     systems.require_possible(subject(SIMULATED, faults=faults))
 
 
@@ -38,6 +38,6 @@ def test_strangers_that_find_no_place(faults: tuple[Fault, ...]) -> None:
     ],
 )
 def test_strangers_that_might_find_one(faults: Any, message: str) -> None:
-    """A rank that a fault struck may be away when strangers come, who would then be entitled."""
+    """After a fault a rank may be free, and the stranger entitled."""
     with pytest.raises(UsageError, match=message):
         systems.require_possible(subject(SIMULATED, faults=faults))

@@ -1,4 +1,4 @@
-"""Every system of logical shards shares positions, guards, averages and steps."""
+"""The parts that all systems of logical shards share: positions, guards, averages, steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _alone(**changes: object) -> tuple[Replicas, Worker]:
 
 
 def test_positions_go_through_epochs() -> None:
-    """Batches of 5, 5 and 2 make an epoch of 12, and the next one has another order."""
+    """Batches of 5, 5 and 2 are an epoch of 12, and the next epoch has another order."""
     replicas, _ = _alone()
     drawn: list[sharding.Ids] = []
     for _ in range(6):
@@ -32,7 +32,7 @@ def test_positions_go_through_epochs() -> None:
 
 
 def test_a_shard_is_computed_and_recorded() -> None:
-    """The leaf is finite, and its event names the samples it was made of."""
+    """The leaf is finite, and its event names its samples."""
     replicas, worker = _alone()
     leaf = replicas.compute(worker, 0, 3, [1, 2])
     (event,) = replicas.recorder.drain()
@@ -52,7 +52,7 @@ def test_a_shard_is_computed_and_recorded() -> None:
     ],
 )
 def test_what_is_not_finite_is_named(kind: str, value: str, named: bool) -> None:
-    """With its tensor and element, or the loss; the fault that struck is recorded."""
+    """A halt names tensor and element, or the loss, and the fault is recorded."""
     fault = Fault(kind=kind, step=0, rank=0, shard=3, value=value)
     replicas, worker = _alone(faults=(fault,))
     leaf = replicas.compute(worker, 0, 3, [1, 2])
@@ -76,7 +76,7 @@ def test_what_is_not_finite_is_named(kind: str, value: str, named: bool) -> None
 def test_what_is_meant_for_others_strikes_nobody(
     step: int, rank: int | None, shard: int | None
 ) -> None:
-    """Another step, rank or shard."""
+    """A fault of another step, rank or shard does not strike."""
     fault = Fault(kind="non_finite_loss", step=step, rank=rank, shard=shard, value="nan")
     replicas = Replicas(traces.scenario(world_size=2, faults=(fault,)))
     worker = replicas.new_worker(0, replicas.initial())
@@ -84,7 +84,7 @@ def test_what_is_meant_for_others_strikes_nobody(
 
 
 def test_the_average_is_clipped_once() -> None:
-    """Its record and norm are from before; the norm applied is at most the limit."""
+    """Record and norm are from before clipping, and the applied norm is within the limit."""
     replicas, worker = _alone(clip_norm=1e-3)
     leaf = replicas.compute(worker, 0, 0, [0, 1, 2])
     average = replicas.averaged(leaf.vector, leaf.loss, leaf.weight)
@@ -98,7 +98,7 @@ def test_the_average_is_clipped_once() -> None:
 
 
 def test_everyone_steps_alike() -> None:
-    """One gradient, and the same weights and moments on every worker afterwards."""
+    """After a step all workers have the same gradient, weights and moments."""
     replicas = Replicas(traces.scenario(world_size=2, optimizer="adamw"))
     replicas.workers = {rank: replicas.new_worker(rank, replicas.initial()) for rank in (0, 1)}
     leaf = replicas.compute(replicas.workers[0], 0, 0, [0, 1, 2])

@@ -1,4 +1,4 @@
-"""The soaks themselves: what they draw can be run, a short one is right, and growth is told."""
+"""The soaks themselves: their scenarios can run, a short one passes, and growth is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_SEEDS = 100
 
 
 def test_what_is_drawn_can_be_run() -> None:
-    """By real processes, and as an hour of the simulator's."""
+    """Every scenario drawn is possible, for real processes and for the simulated hour."""
     for seed in range(NUM_SEEDS):
         scenario = soak_real.draw(seed)
         systems.require_possible(scenario)
@@ -27,14 +27,14 @@ def test_what_is_drawn_can_be_run() -> None:
 
 @pytest.fixture
 def _closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every 20 steps, so that few of them are enough."""
+    """Examine the run every 20 steps, so that a short one is enough."""
     monkeypatch.setattr(soak_hour, "LOOK_EVERY", 20)
 
 
 @pytest.mark.usefixtures("_closer_look")
 @pytest.mark.slow
 def test_some_minutes_of_an_hour() -> None:
-    """On the undisturbed bits, with nothing left open and nothing grown."""
+    """A short run has the undisturbed bits, and nothing is left open or grows."""
     star, virtual_s = soak_hour.soak(soak_hour.draw(3, num_steps=120))
     assert star.seen.wrong == []
     assert star.seen.struck.total() > 8
@@ -44,7 +44,7 @@ def test_some_minutes_of_an_hour() -> None:
 
 @pytest.mark.usefixtures("_closer_look")
 def test_an_hour_sees_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 KiB a step that nobody lets go."""
+    """A leak of 16 KiB a step is reported."""
     kept: list[bytearray] = []
     apply_average = Server.apply_average
 
@@ -58,7 +58,7 @@ def test_an_hour_sees_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_growth_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """Any more files, processes, threads or objects are told, and memory above the allocator's."""
+    """Additional files, processes, threads or objects are reported, and memory above the limit."""
     before = Held(Holdings(files=8, processes=2, threads=1, objects=0), 300 * soak_real.MIB)
     after = Held(replace(before.holdings, files=9), 310 * soak_real.MIB)
     assert soak_real._grown(before, before) == []
@@ -71,7 +71,7 @@ def test_growth_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_real_run_is_counted() -> None:
-    """The faults that struck are counted, and the ranks that came back."""
+    """Faults that struck and ranks that came back are counted."""
     soak = Soak()
     seed = next(
         n for n in range(NUM_SEEDS) if {"kill"} <= {f.kind for f in soak_real.draw(n).faults}

@@ -1,4 +1,4 @@
-"""`systems.run`: one door, one thread, and crashes as records."""
+"""`systems.run` runs every system on one thread, and turns crashes into failed traces."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ USUAL = Scenario(system="reference", workload="linear", world_size=1, seed=0, nu
 
 @pytest.mark.parametrize("name", systems.SYSTEMS)
 def test_every_system_is_there(name: str) -> None:
-    """A module of its name, whose `run` takes a scenario."""
+    """Every system has a module whose `run` takes a scenario."""
     module = systems.module_of(name)
     assert list(signature(module.run).parameters) == ["scenario"]
 
 
 def test_an_unknown_system_is_refused() -> None:
-    """With the list of those that are known; nothing that merely lies in the folder is run."""
+    """The refusal lists the known systems; other modules of the folder can't be run."""
     for name in ("membership", "recorder", "", "..cli"):
         with pytest.raises(UsageError, match=f"system='{name}': allowed are reference, textbook"):
             systems.run(USUAL.with_(system=name))
 
 
 def test_an_unknown_mutant_is_refused() -> None:
-    """By its name."""
+    """The refusal has the mutant's name."""
     with pytest.raises(UsageError, match="mutant='no such mutant'"):
         systems.run(USUAL.with_(mutant="no such mutant"))
 
 
 @pytest.mark.parametrize("error", [SystemFailure("lost"), ValueError("lost"), MemoryError("lost")])
 def test_a_crash_is_a_failed_trace(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its type and message; the scenario stays with it."""
+    """The trace has the error's type and message, and the scenario."""
 
     def crash(scenario: Scenario) -> NoReturn:
         raise error
@@ -54,7 +54,7 @@ def test_a_crash_is_a_failed_trace(error: Exception, monkeypatch: pytest.MonkeyP
 
 
 def test_an_interrupt_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C must reach the command line."""
+    """A KeyboardInterrupt is not caught."""
 
     def interrupt(scenario: Scenario) -> NoReturn:
         raise KeyboardInterrupt
@@ -65,7 +65,7 @@ def test_an_interrupt_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_are_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the number of threads is what it was afterwards, also after a crash."""
+    """The number of threads is restored afterwards, even after a crash."""
     before = torch.get_num_threads()
     seen: list[int] = []
 
@@ -83,12 +83,12 @@ def test_runs_are_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_fault_kind_has_a_system() -> None:
-    """A kind that no system could inject would be for nothing."""
+    """Every kind of fault can be injected by some system."""
     assert {kind for one in systems.SYSTEMS.values() for kind in one.faults} == set(KINDS)
 
 
 def test_a_fault_that_finds_nobody_there() -> None:
-    """Is a failed run, unless not every fault has to strike."""
+    """A planned fault that does not strike fails the run, unless `every_fault` is False."""
     gone = (Fault(kind="kill", step=0, rank=1, at=at) for at in ("Assign", "Commit"))
     scenario = USUAL.with_(system="parameter_server_simulated", world_size=2, faults=tuple(gone))
     assert "never struck" in systems.run(scenario).end.reason
@@ -96,7 +96,7 @@ def test_a_fault_that_finds_nobody_there() -> None:
 
 
 def test_the_docs_have_the_tables() -> None:
-    """docs/contract-format.md: what each system takes, and what each fault does and needs."""
+    """docs/contract-format.md has what each system accepts, and what faults do and need."""
     page = Path(__file__).parents[2] / "docs" / "contract-format.md"
     lines = page.read_text(encoding="utf-8").splitlines()
     for name, one in systems.SYSTEMS.items():
@@ -124,7 +124,7 @@ def _code(names: tuple[str, ...]) -> str:
 def test_what_a_system_can_not_do_is_a_failed_trace(
     change: dict[str, object], message: str
 ) -> None:
-    """One trace for one scenario, whatever happens."""
+    """An impossible scenario gives a failed trace, not an error."""
     end = systems.run(USUAL.with_(**change)).end
     assert end.status == "failed"
     assert re.search(message, end.reason), end.reason

@@ -1,4 +1,4 @@
-"""A star whose server updates: the reference's bits, and state where it belongs."""
+"""A star whose server makes the steps has the reference's bits, and its state is in one place."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ BREAKS = ("kill", "cut", "half_open", "duplicate", "reorder", "truncate", "flip"
 
 
 def served(system: str, **changes: Any) -> Scenario:
-    """The usual star in two blocks or more, whose server updates."""
+    """Return the usual star, in two blocks or more, with a server that makes the steps."""
     scenario = stars.in_blocks(system, 400)
     return scenario.with_(options={**scenario.options, "updates": "server"}, **changes)
 
 
 def struck(system: str, kind: str, at: str) -> Scenario:
-    """The same, and `kind` befalls worker 1 at message `at`."""
+    """Return the same run with a fault `kind` on worker 1 at message `at`."""
     return served(system, faults=(Fault(kind=kind, step=STEP, rank=1, at=at),))
 
 
 def in_workers(trace: Trace) -> list[Tensors]:
-    """Return what workers recorded of an optimizer's state."""
+    """Return the optimizer states that workers recorded."""
     recorded = [one.optimizer for one in trace.of(Start)]
     recorded += [one.optimizer for one in trace.of(Update)]
     return [one for one in recorded if one]
@@ -57,7 +57,7 @@ def in_workers(trace: Trace) -> list[Tensors]:
 def test_any_number_of_workers_gives_the_reference(
     changes: dict[str, Any], world_size: int
 ) -> None:
-    """After every step, the same weights; and no worker holds anything of the optimizer."""
+    """The weights after every step are the reference's, and no worker has optimizer state."""
     trace = stars.require_right(served(SIMULATED, world_size=world_size, **changes))
     assert in_workers(trace) == []
 
@@ -65,13 +65,13 @@ def test_any_number_of_workers_gives_the_reference(
 @pytest.mark.parametrize("at", SERVED_PLACES)
 @pytest.mark.parametrize("kind", BREAKS)
 def test_what_breaks_a_connection(kind: str, at: str) -> None:
-    """The worker is given up, comes back with everything it needs, and no bit is another."""
+    """The worker is given up and comes back with the weights, and no bit changes."""
     stars.require_back(stars.require_right(struck(SIMULATED, kind, at)))
 
 
 @pytest.mark.parametrize("at", ["Weights", "Commit"])
 def test_everyone_dies(at: str) -> None:
-    """Before anybody used the weights, the step is made anew from the old state, moments too."""
+    """If all die before the weights are used, the step is made again from the old state."""
     scenario = served(
         SIMULATED, faults=tuple(Fault(kind="kill", step=STEP, rank=n, at=at) for n in range(3))
     )
@@ -82,21 +82,21 @@ def test_everyone_dies(at: str) -> None:
 
 @pytest.mark.parametrize("at", ["TreeNode", "Weights", "Commit", "Applied"])
 def test_the_coordinator_dies(at: str) -> None:
-    """The moments are in the checkpoint, and nowhere else."""
+    """The new coordinator reads the moments from the checkpoint."""
     restart = Fault(kind="restart", step=STEP, at=at)
     scenario = served(SIMULATED, faults=(restart,), optimizer="adamw")
     assert stars.held(stars.run(scenario)) == stars.expected(scenario)
 
 
 def test_a_run_that_is_stopped_and_resumed() -> None:
-    """Twice, and nobody can tell from the weights; what is saved has the moments."""
+    """Stopping twice changes no weights, and the checkpoint has the moments."""
     trace = stars.require_right(served(SIMULATED, stops=(1, 3)))
     assert [set(one.optimizer) for one in trace.of(Saved)] == [{"momentum"}, {"momentum"}]
     assert in_workers(trace) == []
 
 
 def test_audits_go_with_it() -> None:
-    """A worker that goes wrong is caught before anything is averaged."""
+    """An audit finds a corrupt worker before anything is averaged."""
     wrong = Fault(kind="corrupt_gradient", step=STEP, rank=1, shard=3, value="0.5")
     scenario = served(SIMULATED, faults=(wrong,))
     trace = stars.run(scenario.with_(options={**scenario.options, "audit_share": 1.0}))
@@ -116,7 +116,7 @@ def test_audits_go_with_it() -> None:
     ],
 )
 def test_real_processes(faults: tuple[Fault, ...]) -> None:
-    """Over TCP, undisturbed and not."""
+    """Real processes give the same weights, with and without faults."""
     scenario = served(REAL, faults=faults, optimizer="adamw")
     trace = stars.run(scenario)
     assert stars.held(trace) == stars.expected(scenario)
@@ -126,7 +126,7 @@ def test_real_processes(faults: tuple[Fault, ...]) -> None:
 @pytest.mark.parametrize("changes", [{}, {"stops": (2,)}])
 @pytest.mark.parametrize("check", ["step_rule", "parity", "worker_count", "resume"])
 def test_what_checks_say_of_it(check: str, changes: dict[str, Any]) -> None:
-    """They hold: the server says what gradient it used, and the weights are the workers' own."""
+    """The checks hold: the server records its gradient, and workers record their weights."""
     scenario = served(SIMULATED, detail="values", **changes)
     if check == "resume" and not changes:
         return
@@ -138,9 +138,7 @@ def test_what_checks_say_of_it(check: str, changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stops", [(), (2,)])
 def test_the_optimizer_s_state_can_t_be_judged(stops: tuple[int, ...]) -> None:
-    """Nobody records the server's: F-TI-002 says so, and what workers hold of a checkpoint is
-    compared.
-    """
+    """F-TI-002 reports that nobody records the server's optimizer state, and compares the rest."""
     finding = traces.judge("optimizer_state", [traces.run(served(SIMULATED, stops=stops))])
     assert finding.verdict.name == "INCONCLUSIVE"
     assert finding.reason.startswith(
@@ -150,7 +148,7 @@ def test_the_optimizer_s_state_can_t_be_judged(stops: tuple[int, ...]) -> None:
 
 
 def test_a_worker_with_a_state_of_its_own_is_not_passed_over() -> None:
-    """Where one records moments the others are asked for theirs: nothing holds."""
+    """If one worker records moments, the clause doesn't hold without those of the others."""
     trace = traces.run(served(SIMULATED))
     moments = next(one.weights for one in trace.of(Update))
     events = tuple(
@@ -166,7 +164,7 @@ def test_a_worker_with_a_state_of_its_own_is_not_passed_over() -> None:
 
 
 def at_work() -> by_hand.Hands:
-    """Three workers who have delivered all of step 0."""
+    """Return three workers that have delivered all of step 0."""
     hands = by_hand.met(served(SIMULATED))
     for rank, shards in by_hand.shards_of(hands).items():
         by_hand.deliver(hands, rank, 0, shards)
@@ -180,7 +178,7 @@ def _averaged(hands: by_hand.Hands) -> None:
 
 
 def _states(hands: by_hand.Hands) -> list[bytes]:
-    """The whole state of everyone, the server's moments included."""
+    """Return the whole state of all, with the server's moments."""
     server = hands.server.replica
     everything = [*server.replica.arrays.values(), *server.state.values()]
     members = [member.workers[rank] for rank, member in hands.members.items()]
@@ -189,14 +187,14 @@ def _states(hands: by_hand.Hands) -> list[bytes]:
 
 
 def _sent(hands: by_hand.Hands) -> list[Weights]:
-    """The server's messages of a step that it has prepared."""
+    """Return the server's messages of a step that it has prepared."""
     loss, weight = hands.server.prepare(0)
     order = hands.server.blocks.order()
     return [Weights(step=0, block=block, loss=loss, weight=weight) for block in order]
 
 
 def test_nobody_s_state_changes_before_the_commit() -> None:
-    """Not the server's when it prepares, not a worker's when it holds everything."""
+    """Preparing changes no state of the server, and receiving all blocks none of a worker."""
     hands = at_work()
     before = _states(hands)
     _averaged(hands)
@@ -214,7 +212,7 @@ def test_nobody_s_state_changes_before_the_commit() -> None:
 
 
 def test_a_step_that_did_not_happen_is_prepared_again() -> None:
-    """From the state before it, moments too: the same bits."""
+    """The step is prepared again from the state before it, with the same bits."""
     hands = at_work()
     _averaged(hands)
     first = [bytes(hands.server.payload(one)) for one in _sent(hands)]
@@ -226,7 +224,7 @@ def test_a_step_that_did_not_happen_is_prepared_again() -> None:
 
 
 def test_a_worker_gets_no_moments() -> None:
-    """Its welcome is as long as with an optimizer that has no state."""
+    """A welcome has the size of one for an optimizer without a state."""
     hands = at_work()
     welcome = by_hand.welcome_of(hands.server, 1, 0)
     specs = hands.server.workload.specs
@@ -237,7 +235,7 @@ def test_a_worker_gets_no_moments() -> None:
 
 
 def test_what_the_server_alone_knows_is_recorded_by_it() -> None:
-    """The gradient that it used, its norms and the rate, whatever a worker says of them."""
+    """The server records its gradient, norms and rate, whatever a worker reports."""
     hands = at_work()
     _averaged(hands)
     for message in _sent(hands):
@@ -269,7 +267,7 @@ def _reference(scenario: Scenario) -> Scenario:
 
 @pytest.mark.parametrize("by_server", [False, True])
 def test_what_does_not_come_down_in_this_run_is_refused(by_server: bool) -> None:
-    """Averages where the server updates, new weights where the workers do."""
+    """Averages are refused if the server makes the steps, and new weights if workers do."""
     scenario = served(SIMULATED) if by_server else stars.in_blocks(SIMULATED, 400)
     hands = by_hand.met(scenario)
     other: Message = (
@@ -304,7 +302,7 @@ def test_weights_that_are_wrong_are_refused(
 
 
 def test_who_updates_is_one_of_two() -> None:
-    """Another word is refused, with the two."""
+    """Another value is refused with the two allowed ones."""
     scenario = served(SIMULATED).with_(options={"updates": "nobody"})
     with pytest.raises(UsageError, match="updates='nobody': use workers or server"):
         systems.require_possible(scenario)
@@ -313,7 +311,7 @@ def test_who_updates_is_one_of_two() -> None:
 
 @pytest.mark.parametrize("system", [MESH_SIMULATED, "mesh", "ring", "ring_simulated", "reference"])
 def test_it_is_a_star_s(system: str) -> None:
-    """Where no coordinator has the state it can't update."""
+    """Systems without a coordinator that has the state refuse the option."""
     scenario = served(SIMULATED).with_(system=system, options={"updates": "server"})
     with pytest.raises(UsageError, match=f"option='updates' on system {system}: allowed are"):
         systems.require_possible(scenario)
@@ -321,7 +319,7 @@ def test_it_is_a_star_s(system: str) -> None:
 
 @pytest.mark.parametrize("by_server", [False, True])
 def test_a_fault_strikes_at_a_message_that_there_is(by_server: bool) -> None:
-    """Another would never strike."""
+    """A fault at a message that is never sent is refused."""
     at, right = ("Average", "Weights") if by_server else ("Weights", "Average")
     scenario = struck(SIMULATED, "cut", at)
     if not by_server:

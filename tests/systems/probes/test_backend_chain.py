@@ -1,4 +1,4 @@
-"""The chain under injected faults, on a machine where all three backends work."""
+"""The fallback chain under injected faults, on a machine where all three backends work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = ("absent", "init_error", "out_of_memory", "non_finite_output")
 
 @pytest.fixture(autouse=True)
 def _three_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU under the names of the GPUs: a machine where everything works."""
+    """Use the CPU under the names of the GPUs, as on a machine where everything works."""
     monkeypatch.setitem(backends.BACKENDS, "cuda", named("cuda"))
     monkeypatch.setitem(backends.BACKENDS, "wgpu", named("wgpu"))
 
@@ -66,7 +66,7 @@ def test_the_first_backend_serves() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fault_strikes_once_and_the_next_serves(kind: str) -> None:
-    """A faulty backend fails for a reason that names the fault's effect; the next one serves."""
+    """The faulty backend fails with a reason that names the fault, and the next one serves."""
     fault = Fault(kind=kind, backend="cuda")
     trace = backend_chain.run(scenario(fault))
     assert [event.fault for event in trace.of(Injected)] == [fault.to_dict()]
@@ -78,7 +78,7 @@ def test_a_fault_strikes_once_and_the_next_serves(kind: str) -> None:
 
 
 def test_everything_fails() -> None:
-    """When nothing is left the run halts, names every reason, and shows no product."""
+    """When no backend is left, the run halts with every reason, and has no product."""
     faults = [Fault(kind="out_of_memory", backend=name) for name in chain.ORDER]
     trace = backend_chain.run(scenario(*faults))
     (halt,) = trace.of(Halt)
@@ -91,7 +91,7 @@ def test_everything_fails() -> None:
 def test_a_fault_strikes_where_there_is_no_device(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that is not there is played by a stand-in, which fails as planned."""
+    """A stand-in takes the place of a missing device, and fails as planned."""
     monkeypatch.setitem(backends.BACKENDS, "cuda", absent("cuda"))
     fault = Fault(kind=kind, backend="cuda")
     trace = backend_chain.run(scenario(fault))
@@ -104,7 +104,7 @@ def test_a_fault_strikes_where_there_is_no_device(
 
 
 def test_no_stand_in_without_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that fails by itself shows its own reason, whatever is planned for others."""
+    """A backend that fails by itself gives its own reason, whatever is planned for others."""
     monkeypatch.setitem(backends.BACKENDS, "cuda", absent("cuda"))
     trace = backend_chain.run(scenario(Fault(kind="out_of_memory", backend="wgpu")))
     assert trace.of(Attempt)[0].reason == "no driver"
@@ -126,7 +126,7 @@ def test_a_non_finite_element_is_where_it_was_planned() -> None:
 
 
 def test_a_panicking_chain_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain that lets a device's error through halts, and the trace shows who was not tried."""
+    """If the chain lets a device's error through, the run halts; the trace has what was tried."""
 
     def panics(compute: Callable[[Backend], Tensor], **_: Any) -> None:
         compute(open_cpu())
@@ -171,9 +171,9 @@ WORDS = {
 @pytest.mark.wgpu
 @pytest.mark.parametrize("kind", OF_ADAPTERS)
 def test_an_adapter_fails_in_its_own_words(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lost, asked for too much, or given nonsense: the next one serves, and the trace says why.
+    """After a real failure of the adapter the next backend serves, and the trace has the reason.
 
-    The process's own backend is none the worse for it.
+    The process's own backend still works afterwards.
     """
     monkeypatch.undo()
     try:
@@ -192,7 +192,7 @@ def test_an_adapter_fails_in_its_own_words(kind: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("kind", OF_ADAPTERS)
 def test_an_adapter_that_is_not_there_is_played(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is none, a stand-in fails in its place, and says so."""
+    """Without an adapter, a stand-in fails in its place, and is recorded as one."""
     monkeypatch.setitem(backends.BACKENDS, "wgpu", absent("wgpu"))
     trace = backend_chain.run(scenario(Fault(kind=kind, backend="wgpu"), order=("wgpu", "cpu")))
     failed, served = trace.of(Attempt)
@@ -202,6 +202,6 @@ def test_an_adapter_that_is_not_there_is_played(kind: str, monkeypatch: pytest.M
 
 
 def test_only_an_adapter_is_lost() -> None:
-    """Faults of adapters are refused elsewhere."""
+    """Faults of adapters are refused on other backends."""
     with pytest.raises(UsageError, match=r"fault device_lost backend='cuda': use wgpu"):
         backend_chain.run(scenario(Fault(kind="device_lost", backend="cuda")))

@@ -20,10 +20,10 @@ from entrenar_py.training import workload
 
 
 class Exhausted(CpuBackend):
-    """Opens, and can't compute."""
+    """A backend that opens and can't compute."""
 
     def stepper(self, *_: Any, **__: Any) -> Any:
-        """Fails as a full device does."""
+        """Raise the error of a device without memory."""
 
         def step(*_: Any) -> Any:
             raise BackendUnavailable("backend cuda: out of memory")
@@ -32,10 +32,10 @@ class Exhausted(CpuBackend):
 
 
 class Wide(CpuBackend):
-    """Answers in float64."""
+    """A backend that returns float64."""
 
     def stepper(self, *given: Any, **named: Any) -> Any:
-        """The gradients, widened."""
+        """Return the gradients in float64."""
         right = super().stepper(*given, **named)
 
         def step(*asked: Any) -> Any:
@@ -58,7 +58,7 @@ def scenario(name: str, **changes: Any) -> Scenario:
 
 @pytest.mark.parametrize("name", ["linear", "mlp", "decoder"])
 def test_gradients_are_the_trainable_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every trainable tensor is declared and sent, and no frozen one and no buffer."""
+    """Every trainable tensor is declared and sent; frozen tensors and buffers are not."""
     monkeypatch.setitem(backends.BACKENDS, "cuda", lambda: replace(open_cpu(), name="cuda"))
     monkeypatch.setitem(backends.BACKENDS, "wgpu", absent)
     asked = scenario(name)
@@ -122,7 +122,7 @@ def test_what_is_sent_is_what_gradients_gives(
     expected: list[tuple[str, tuple[int, ...]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Names go to arrays in order, as at the receiver; what is missing or too much shows."""
+    """Arrays get names in order, as at a receiver; missing and extra arrays show."""
     right = workload.LinearRegression.gradients
 
     def wrong(*args: Any, **named: Any) -> tuple[float, list[Any]]:
@@ -135,7 +135,7 @@ def test_what_is_sent_is_what_gradients_gives(
 
 
 def test_a_wider_backend_shows() -> None:
-    """Where a backend computes in float64, the gradients sent are float64 too."""
+    """If a backend computes in float64, the gradients that are sent are float64."""
     asked = scenario("linear")
     model = workload.build("linear", num_samples=asked.num_samples, width=1, data=asked.rng("data"))
     entries = manifest.sent(asked, model, Wide("wide"))

@@ -1,4 +1,4 @@
-"""The system that multiplies on a device."""
+"""The system `matmul`, which multiplies matrices on a device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_cpu_is_the_other_side(named: tuple[str, ...], compared: str) -> Non
 
 
 def test_one_event_per_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every shape asked for is one event, in order, from the backend named."""
+    """Each requested shape gives one event, in order, from the named backend."""
     monkeypatch.setitem(backends.BACKENDS, "cuda", lambda: replace(open_cpu(), name="cuda"))
     shapes = [[2, 3, 4], [17, 1, 5]]
     trace = products.run(
@@ -49,7 +49,7 @@ def test_one_event_per_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_absent_device_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the device the run is failed for the device's own reason, and shows no product."""
+    """Without the device the run fails with the device's own reason, and has no product."""
 
     def absent() -> Backend:
         raise BackendUnavailable("backend wgpu: no adapter on this machine")

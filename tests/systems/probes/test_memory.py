@@ -1,4 +1,4 @@
-"""One worker's share in a process of its own: measured, bounded, and never left behind."""
+"""The system `memory`: each worker's share is measured in its own process, which always ends."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ USUAL = Scenario(
 
 
 def _children() -> set[str]:
-    """Process ids of this process's children."""
+    """Return the ids of this process's child processes."""
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 def test_every_rank_is_measured() -> None:
-    """One after the other, each in a process of its own, and none is left behind."""
+    """Ranks are measured one after the other, each in its own process, and all processes end."""
     before = _children()
     trace = systems.run(USUAL)
     assert trace.end.status == "completed", trace.end.reason
@@ -78,7 +78,7 @@ CHANGES: list[dict[str, Any]] = [
     {"width": 512, "num_samples": 1600, "batch_size": 1600, "num_shards": 1, "dropout": 0.1},
 ]
 SUBJECTS = [USUAL.with_(**{"world_size": 1, "width": 2304, **changes}) for changes in CHANGES]
-# Does what the process of each scenario does in a fork of one that has loaded torch for all.
+# Measures each scenario in a fork of one process that has loaded torch.
 ONE_BY_ONE = """
 import io, os, sys
 from entrenar_py.systems.probes import memory
@@ -95,7 +95,7 @@ for line in sys.stdin.read().splitlines():
 
 @pytest.fixture(scope="module")
 def measured() -> dict[Scenario, Any]:
-    """Return what the one worker of each of SUBJECTS measured."""
+    """Return the measurement of the one worker of each of SUBJECTS."""
     done = subprocess.run(
         [sys.executable, "-c", ONE_BY_ONE],
         input="\n".join(json.dumps(subject.to_dict()) for subject in SUBJECTS),
@@ -113,14 +113,14 @@ def measured() -> dict[Scenario, Any]:
 def test_the_estimate_bounds_the_peak(
     subject: Scenario, measured: dict[Scenario, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is trained, and however, what it needs was foreseen, and not too generously."""
+    """For every workload and option the estimate covers the peak, and is not far above it."""
     monkeypatch.setattr(memory, "_measured_apart", lambda scenario: [measured[scenario]])
     finding = traces.judge("memory", [traces.run(subject)])
     assert finding.verdict is Verdict.HELD, finding
 
 
 def test_the_estimate_grows_with_what_it_counts() -> None:
-    """Parameters, moments, tree nodes, activations, data: each by its bytes."""
+    """Parameters, moments, tree nodes, activations and data each add their bytes."""
 
     def estimated(
         num_trained: int = 1000, num_others: int = 0, rank: int = 0, **changes: Any
@@ -145,7 +145,7 @@ def test_the_estimate_grows_with_what_it_counts() -> None:
 
 @given(st.integers(0, 70), st.integers(1, 70))
 def test_nodes_are_counted_as_they_fold(start: int, count: int) -> None:
-    """The estimate's number of nodes is that of the reduction, in a tree that goes on."""
+    """The estimate counts as many nodes as the reduction really holds."""
     leaves = [
         reduction.Node(0, shard, np.zeros(1, np.float32), 0.0, 1.0)
         for shard in range(start, start + count)
@@ -165,12 +165,12 @@ def test_nodes_are_counted_as_they_fold(start: int, count: int) -> None:
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_share_can_be_done_in_this_process(rank: int, changes: dict[str, Any]) -> None:
-    """The child's own work, without its measurement, also where there are no samples for it."""
+    """The child's work also runs in this process, even for a rank without samples."""
     memory.work(USUAL.with_(**{"width": 8, "batch_size": 8, **changes}), rank, open_cpu())
 
 
 def test_a_share_is_computed_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Micro-batches and dropout are those of the scenario: they need memory."""
+    """The work uses the scenario's micro-batches and dropout, since they need memory."""
     seen: list[tuple[int, bool]] = []
     shard = engine.Engine.shard
 
@@ -185,7 +185,7 @@ def test_a_share_is_computed_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_child_measures_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Resident bytes before and the peak after; nothing is reset in this process."""
+    """The child reports its resident bytes before the work, and the peak after it."""
     monkeypatch.setattr(Path, "write_text", lambda *_: 0)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     found = memory.measured(USUAL.with_(width=8), 1)
@@ -194,7 +194,7 @@ def test_the_child_measures_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_system_without_peaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel keeps no high-water mark nothing is made up."""
+    """A kernel without a high-water mark is an error, not a made-up number."""
     monkeypatch.setattr(Path, "read_text", lambda *_: "VmRSS: 3 kB\n")
     with pytest.raises(SystemFailure, match="has no VmHWM line"):
         memory.measure(USUAL.with_(width=8), 0)
@@ -211,7 +211,7 @@ def test_a_system_without_peaks_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_dying_child_is_a_failed_run(
     script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a signal, or with a last word."""
+    """A child that dies by a signal, or exits with a message, fails the run."""
     _interpreter(tmp_path, monkeypatch, script)
     end = systems.run(USUAL).end
     assert end.status == "failed"
@@ -219,7 +219,7 @@ def test_a_dying_child_is_a_failed_run(
 
 
 def test_a_child_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its deadline, and it is not left behind."""
+    """A child is killed after its deadline, and does not remain."""
     before = _children()
     _interpreter(tmp_path, monkeypatch, "exec sleep 600")
     monkeypatch.setattr(memory, "DEADLINE_S", 0.2)
@@ -235,7 +235,7 @@ def test_an_interrupt_ends_the_child_at_once(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A real SIGINT: no child, no word and no handler is left, and it is told only once."""
+    """A real SIGINT leaves no child, output or handler behind, and is raised once."""
     before = _children()
     _interpreter(tmp_path, monkeypatch, INTERRUPTING + "exec sleep 600")
     with harness():
@@ -251,7 +251,7 @@ def test_an_interrupt_ends_the_child_at_once(
 def test_an_interrupt_that_is_ignored_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under nohup nobody asked for it."""
+    """If SIGINT is ignored, as under nohup, the child goes on."""
     _interpreter(tmp_path, monkeypatch, INTERRUPTING + ANSWER)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -263,7 +263,7 @@ def test_an_interrupt_that_is_ignored_ends_nothing(
 
 
 def test_another_thread_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no handler can be installed, nothing is, and nothing fails."""
+    """Outside the main thread no handler is installed, and nothing fails."""
     _interpreter(tmp_path, monkeypatch, ANSWER)
     ends = []
     thread = threading.Thread(target=lambda: ends.append(memory.run(USUAL).end.status))
@@ -272,14 +272,14 @@ def test_another_thread_can_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert ends == ["completed"]
 
 
-# Sent when the scenario was read, and so when the parent waits.
+# Sent after the scenario was read, so that the parent is waiting.
 INTERRUPTING = "cat >/dev/null; kill -INT $PPID; "
 FOUND = {"baseline": 1, "peak": 2, "planted": False, "unavailable": "", "reported": None}
 ANSWER = f"echo '{json.dumps(FOUND)}'\n" * 2  # a line for each rank
 
 
 def _interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Puts a shell script in the interpreter's place."""
+    """Replace the Python interpreter by a shell script."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o700)
@@ -287,7 +287,7 @@ def _interpreter(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> 
 
 
 def test_a_child_out_of_memory_is_a_failed_run() -> None:
-    """A width no machine can hold: the child's own last line is the reason."""
+    """With a width that no machine can hold, the child's last line is the reason."""
     end = systems.run(USUAL.with_(width=10**12)).end
     assert end.status == "failed"
     assert "SystemFailure: the process of rank 0 exited with 1: " in end.reason
@@ -307,7 +307,7 @@ def test_a_child_out_of_memory_is_a_failed_run() -> None:
     ],
 )
 def test_what_would_be_ignored_is_refused(changes: dict[str, Any], message: str) -> None:
-    """Before a process is started."""
+    """Options that would be ignored are refused before a process is started."""
     end = systems.run(USUAL.with_(**changes)).end
     assert end.status == "failed"
     assert message in end.reason
@@ -316,7 +316,7 @@ def test_what_would_be_ignored_is_refused(changes: dict[str, Any], message: str)
 def test_a_device_that_is_not_there_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank without its device is no failure of the others."""
+    """A rank without its device is recorded, and the other ranks are measured."""
     answer = json.dumps({**FOUND, "unavailable": "no driver"})
     _interpreter(tmp_path, monkeypatch, f"echo '{answer}'; echo '{answer}'")
     trace = systems.run(USUAL.with_(backends=("cuda:0",)))
@@ -328,7 +328,7 @@ def test_a_device_that_is_not_there_is_told(
 
 
 def test_a_budget_is_no_more_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a device reports the size of its memory, that is the budget, if it is less."""
+    """If a device reports less memory than the budget, its memory is the budget."""
     answer = json.dumps({**FOUND, "reported": 1000})
     _interpreter(tmp_path, monkeypatch, f"echo '{answer}'; echo '{answer}'")
     (measured, _) = systems.run(USUAL.with_(backends=("cuda",))).of(Memory)
@@ -336,7 +336,7 @@ def test_a_budget_is_no_more_than_there_is(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_estimate_of_a_device_counts_its_programs() -> None:
-    """On an adapter one for each number of samples that the micro-batches have."""
+    """An adapter has one program for each number of samples in a micro-batch."""
     specs = [TensorSpec("w", (1000,), "trainable", decayed=True)]
 
     def estimated(backend: str, **changes: Any) -> int:
@@ -352,7 +352,7 @@ def test_the_estimate_of_a_device_counts_its_programs() -> None:
 @pytest.mark.wgpu
 @pytest.mark.parametrize("changes", [{"accumulation": 3}, {"workload": "linear", "dropout": 0.2}])
 def test_the_estimate_bounds_an_adapter_s_memory(changes: dict[str, Any]) -> None:
-    """As buffers are asked for, and no longer than they are held."""
+    """The estimate covers the buffers of an adapter, which are counted until they are freed."""
     given: dict[str, Any] = {"width": 64, "batch_size": 16, "backends": ("wgpu",), **changes}
     subject = USUAL.with_(world_size=1, num_steps=1, **given)
     try:

@@ -1,4 +1,4 @@
-"""Options of products: what is accepted, what is drawn, what is measured."""
+"""The options of products, and their operands and measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCENARIO = Scenario(system="matmul", workload="linear", world_size=1, seed=3)
 
 
 def test_no_options_ask_for_the_stated_product() -> None:
-    """Without options the product is the one the contract states a tolerance for."""
+    """By default the product is the one for which the contract states a tolerance."""
     wanted = Request(shapes=((64, 64, 64),), layout="plain", magnitude=1.0)
     assert request({}) == wanted
     assert wanted.shapes[0] == products.STATED_SHAPE
@@ -51,7 +51,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands_lie_as_the_layout_says(layout: str) -> None:
-    """Shapes are [m, k] and [k, n]; a transposed operand is a view; values are in range."""
+    """Shapes are [m, k] and [k, n], transposed operands are views, and values are in range."""
     wanted = Request(shapes=((3, 5, 4), (64, 2, 7)), layout=layout, magnitude=0.5)
     for (a, b), (m, k, n) in zip(operands(SCENARIO, wanted), wanted.shapes, strict=True):
         assert (a.shape, b.shape) == ((m, k), (k, n))
@@ -60,7 +60,7 @@ def test_operands_lie_as_the_layout_says(layout: str) -> None:
 
 
 def test_operands_are_the_scenarios() -> None:
-    """The first operand is the stream `a` of the scenario, and nothing else decides it."""
+    """The first operand depends only on the scenario's stream `a`."""
     wanted = request({"m": 2, "k": 3, "n": 4})
     ((a, b),) = operands(SCENARIO, wanted)
     drawn = SCENARIO.rng("a").uniform(-1, 1, (2, 3)).astype(np.float32)
@@ -71,7 +71,7 @@ def test_operands_are_the_scenarios() -> None:
 
 
 def test_right_product_is_measured() -> None:
-    """A right product is finite, within its bound, and stated at the stated shape and range."""
+    """A right product is finite and within its bound, and marked as stated if it is that one."""
     cpu = open_cpu()
     for magnitude, stated in ((1.0, True), (2.0, False)):
         wanted = request({"magnitude": magnitude})

@@ -1,4 +1,4 @@
-"""The probes of a wgpu adapter: what is counted is what was done, and right steps hold."""
+"""The probes of a wgpu adapter count what was done, and correct steps pass their clauses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def scenario(system: str, **changes: Any) -> Scenario:
 
 @pytest.fixture
 def adapter() -> None:
-    """An adapter, or the test is skipped with the reason."""
+    """Return an adapter, or skip the test with the reason."""
     try:
         backends.open_backend("wgpu")
     except BackendUnavailable as error:
@@ -44,7 +44,7 @@ def adapter() -> None:
 def test_without_an_adapter_a_probe_fails_with_the_reason(
     system: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And its clauses are inconclusive."""
+    """Without an adapter the run fails, and its clauses are inconclusive."""
 
     def absent(index: int | None = None) -> wgpu.WgpuBackend:
         raise BackendUnavailable("backend wgpu: no adapter")
@@ -57,7 +57,7 @@ def test_without_an_adapter_a_probe_fails_with_the_reason(
 @pytest.mark.wgpu
 @pytest.mark.usefixtures("adapter")
 def test_right_steps_hold() -> None:
-    """One small model by all clauses of steps; what is compared is no zero."""
+    """A small model holds all clauses of steps, and none of the compared values is zero."""
     trace = systems.run(scenario("wgpu_steps", options={"samples": [3, 7]}))
     checked = [name for name, check in CHECKS.items() if name.startswith("device_")]
     for name in checked:
@@ -81,7 +81,7 @@ def test_right_steps_hold() -> None:
     ],
 )
 def test_sizes_that_no_step_has_are_refused(options: dict[str, Any], message: str) -> None:
-    """With what is allowed."""
+    """Impossible numbers of samples are refused with the allowed ones."""
     with pytest.raises(UsageError, match=message):
         wgpu_steps.run(scenario("wgpu_steps", options=options))
 
@@ -89,7 +89,7 @@ def test_sizes_that_no_step_has_are_refused(options: dict[str, Any], message: st
 @pytest.mark.wgpu
 @pytest.mark.usefixtures("adapter")
 def test_few_operations_hold() -> None:
-    """Exact ones exactly; NaNs are NaNs; a name that is none is refused."""
+    """Exact operations have no error, NaNs stay NaNs, and an unknown name is refused."""
     wanted = ["relu", "amax", "mm_square"]
     trace = systems.run(scenario("wgpu_operations", options={"operations": wanted}))
     for name in ("device_operations", "device_finiteness"):
@@ -104,7 +104,7 @@ def test_few_operations_hold() -> None:
 @pytest.mark.wgpu
 @pytest.mark.usefixtures("adapter")
 def test_refusals_hold() -> None:
-    """Each case is refused, and so it names an operation and a line."""
+    """Each case is refused with the names of its operation and line."""
     trace = systems.run(scenario("wgpu_refusals"))
     finding = traces.judge("device_refusals", [trace])
     assert finding.verdict is Verdict.HELD, finding
@@ -114,7 +114,7 @@ def test_refusals_hold() -> None:
 @pytest.mark.wgpu
 @pytest.mark.usefixtures("adapter")
 def test_a_meter_counts_what_was_done() -> None:
-    """It counts a program's two runs, and the operations that torch computes on the host."""
+    """The meter counts a program's two runs, and the operations that torch computes on the host."""
     device = backends.open_backend("wgpu").programs.device  # type: ignore[attr-defined]
     x = torch.ones(5)
     with device_meter.watching() as compiling:
@@ -137,7 +137,7 @@ def test_a_meter_counts_what_was_done() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_can_be_tried(name: str) -> None:
-    """On finite operands it is finite in float32, and no operand is what it was given before."""
+    """Operands and results of each case are finite; poisoning adds NaNs to a copy only."""
     case = CASES[name]
     given = operation_cases.operands(case, torch.Generator().manual_seed(0))
     assert all(one.isfinite().all() for group in given for one in group)
@@ -149,7 +149,7 @@ def test_every_case_can_be_tried(name: str) -> None:
 
 
 def test_an_interval_that_is_beside_its_own_value_explains_nothing() -> None:
-    """Such an element is the worst there is, and is not hidden by one that is inside."""
+    """An element outside its interval is reported as the worst, even if others are inside."""
     one = torch.ones(2)
     beside = Bounded(torch.ones(2).double(), torch.tensor([0.5, 2.0]), torch.tensor([1.5, 3.0]))
     device = cast("Any", SimpleNamespace(name="none", software=True))

@@ -1,4 +1,4 @@
-"""The probe of the wire: it really reads bytes, and what it says of them is true."""
+"""The probe `wire` really decodes bytes, and records the true outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCENARIO = Scenario(system="wire", workload="linear", world_size=1, seed=5)
 
 
 def test_every_message_is_carried() -> None:
-    """Each kind, and each that carries something with nothing, odd bytes and several chunks."""
+    """Each kind is carried, without a payload and with odd bytes and several chunks."""
     carried = systems.run(SCENARIO).of(Carried)
     assert {one.message for one in carried} == {
         kind.__name__ for kind in messages.MESSAGES.values()
@@ -26,7 +26,7 @@ def test_every_message_is_carried() -> None:
 
 
 def test_the_same_seed_the_same_events() -> None:
-    """But for what memory took, which is measured."""
+    """Two runs record equal events, but for the memory, which is measured."""
     first, again = (systems.run(SCENARIO) for _ in range(2))
     facts = [[(one.case, one.error) for one in run.of(Refused)] for run in (first, again)]
     assert facts[0] == facts[1]
@@ -34,7 +34,7 @@ def test_the_same_seed_the_same_events() -> None:
 
 
 def test_applicants() -> None:
-    """One is entitled, many are not, and each refusal is said."""
+    """One applicant is entitled, many are not, and each refusal has an answer."""
     asked = systems.run(SCENARIO).of(Admission)
     assert sum(one.entitled for one in asked) == 1
     assert {one.answer for one in asked if not one.let_in} == {"Refuse"}

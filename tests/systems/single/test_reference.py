@@ -1,4 +1,4 @@
-"""The reference trainer: what it records, how it halts, leaves, joins, stops and resumes."""
+"""The reference trainer: its record, halts, leaving and joining workers, stops and resumes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _present(trace: Trace, step: int) -> list[int]:
 
 
 def test_a_run_keeps_its_promises() -> None:
-    """Completed, bitwise, an update of every worker in every step, every sample once an epoch."""
+    """A run completes with equal bits, updates every worker in every step, and uses all samples."""
     trace = _run()
     assert (trace.end.status, trace.promises) == ("completed", ("bitwise",))
     assert [(u.step, u.rank) for u in trace.of(Update)] == [
@@ -78,12 +78,12 @@ def test_a_run_keeps_its_promises() -> None:
 
 
 def test_two_runs_are_the_same() -> None:
-    """Event for event."""
+    """Two runs of one scenario have equal events."""
     assert _run(dropout=0.2).events == _run(dropout=0.2).events
 
 
 def test_digests_are_those_of_the_values() -> None:
-    """Recording values changes no digest, and brings every tensor's elements."""
+    """Recording values adds every tensor's elements, and changes no digest."""
     plain, full = _run(), _run(detail="values")
     for one, other in zip(plain.of(Update), full.of(Update), strict=True):
         assert {n: t.digest for n, t in one.weights.items()} == {
@@ -96,7 +96,7 @@ def test_digests_are_those_of_the_values() -> None:
 
 
 def test_frozen_tensors_rest_and_trainable_ones_move() -> None:
-    """The decoder's base keeps its bits; each adapter moves, A after B."""
+    """The decoder's base keeps its bits, and each adapter changes, A after B."""
     trace = _run(workload="decoder", num_steps=2, learning_rate=0.5)
     start, last = trace.of(Start)[0], trace.of(Update)[-1]
     assert start.frozen
@@ -117,7 +117,7 @@ def test_frozen_tensors_rest_and_trainable_ones_move() -> None:
     st.integers(0, 99),
 )
 def test_a_resumed_run_is_the_straight_one(stops: set[int], optimizer: str, seed: int) -> None:
-    """Stopped anywhere, also in the middle of an epoch and more than once: the same bits."""
+    """A run stopped anywhere, even within an epoch or twice, ends on the same bits."""
     changes: dict[str, Any] = {
         "optimizer": optimizer,
         "seed": seed,
@@ -134,7 +134,7 @@ def test_a_resumed_run_is_the_straight_one(stops: set[int], optimizer: str, seed
 
 @pytest.mark.parametrize("system", ["reference", "textbook"])
 def test_a_resumed_run_is_written_alike(system: str) -> None:
-    """A checkpoint file gives its tensors in no order; the trace has one, run after run."""
+    """The trace has its tensors in a fixed order, although a checkpoint has none."""
     runs = [_run(system=system, stops=(2,), optimizer="adamw") for _ in range(6)]
     orders = {tuple(tuple(update.optimizer) for update in run.of(Update)) for run in runs}
     assert len(orders) == 1
@@ -157,7 +157,7 @@ def test_a_resume_restores_what_was_saved() -> None:
 
 
 def test_workers_that_left_stay_away_after_a_resume() -> None:
-    """A checkpoint brings no one back."""
+    """A resume does not bring back a worker that left."""
     trace = _run(_leave(0, 1), stops=(2,))
     assert trace.of(Saved)[0].rank == 1
     assert _present(trace, 5) == [1, 2]
@@ -195,7 +195,7 @@ def test_departures_and_returns_are_recorded() -> None:
     ],
 )
 def test_who_is_there(faults: tuple[Fault, ...], first: list[int], last: list[int]) -> None:
-    """A worker whose first event is a join is absent until then, in whatever order it is listed."""
+    """A worker whose first change is to join is absent until then, in any order of faults."""
     trace = _run(*faults)
     assert trace.end.status == "completed", trace.end.reason
     assert (_present(trace, 0), _present(trace, 5)) == (first, last)
@@ -221,7 +221,7 @@ def test_who_is_there(faults: tuple[Fault, ...], first: list[int], last: list[in
     ],
 )
 def test_impossible_faults_are_refused(faults: list[Fault], message: str) -> None:
-    """By both trainers, before they run; a run of it is a failed trace that says which fault."""
+    """Both trainers refuse them before they run; a run is a failed trace that names the fault."""
     for system in ("reference", "textbook"):
         scenario = USUAL.with_(system=system, faults=tuple(faults))
         expected = message.replace("reference", system)
@@ -234,7 +234,7 @@ def test_impossible_faults_are_refused(faults: list[Fault], message: str) -> Non
 
 
 def test_a_fault_that_strikes_no_one_is_no_calm_run() -> None:
-    """Shard 0 is never rank 2's: both trainers fail, and say that nothing was planted."""
+    """Rank 2 never computes shard 0: both trainers fail, because nothing was planted."""
     fault = _nan(rank=2, shard=0)
     for system in ("reference", "textbook"):
         end = _run(fault, system=system).end
@@ -251,7 +251,7 @@ def test_a_fault_that_strikes_no_one_is_no_calm_run() -> None:
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
 def test_a_halt_names_the_place(kind: str, value: str) -> None:
-    """Step, worker, shard, tensor and samples; no update of that step, none after it."""
+    """A halt names step, worker, shard, tensor and samples; the step is not made."""
     gradient = kind == "non_finite_gradient"
     place: dict[str, Any] = {"tensor": "output.bias", "element": 4} if gradient else {}
     trace = _run(Fault(kind=kind, step=2, shard=3, value=value, **place))
@@ -268,7 +268,7 @@ def test_a_halt_names_the_place(kind: str, value: str) -> None:
 
 
 def test_the_first_culprit_is_named_and_opposites_do_not_warn() -> None:
-    """Inf and -Inf in one element would cancel to NaN if anyone still added them."""
+    """Inf and -Inf in one element are not added after the halt, so that numpy doesn't warn."""
     faults = [
         Fault(kind="non_finite_gradient", step=0, shard=shard, value=value)
         for shard, value in ((1, "inf"), (2, "-inf"), (4, "nan"))
@@ -280,13 +280,13 @@ def test_the_first_culprit_is_named_and_opposites_do_not_warn() -> None:
 
 
 def test_a_fault_of_one_rank_strikes_its_shards_alone() -> None:
-    """`rank` narrows a fault as `shard` does."""
+    """A fault with a `rank` strikes only the shards of that rank."""
     trace = _run(Fault(kind="non_finite_loss", step=0, rank=1, value="nan"))
     assert {s.rank for s in trace.of(Shard) if not s.finite} == {1}
 
 
 def test_a_halted_step_moves_no_one() -> None:
-    """The steps before the halt are a prefix of the calm run's."""
+    """The steps before the halt are equal to those of the undisturbed run."""
     fault = Fault(kind="non_finite_loss", step=3, shard=0, value="nan")
     halted, calm = _held(_run(fault)), _held(_run())
     assert halted == calm[: len(halted)]
@@ -294,7 +294,7 @@ def test_a_halted_step_moves_no_one() -> None:
 
 
 def test_huge_gradients_average_to_a_finite_one() -> None:
-    """Per-sample gradients near the largest float: their mean is finite, and no halt."""
+    """Per-sample gradients near the largest float have a finite mean, and do not halt the run."""
     trace = _run(Fault(kind="huge_gradient", step=1, element=0, value="1e38"), num_steps=2)
     assert trace.end.status == "completed", trace.end.reason
     last = trace.of(Update)[-1]
@@ -303,7 +303,7 @@ def test_huge_gradients_average_to_a_finite_one() -> None:
 
 
 def test_a_run_that_diverges_halts() -> None:
-    """An absurd learning rate: weights overflow in silence, and the next step stops everyone."""
+    """With an absurd learning rate weights overflow, and the next step halts."""
     trace = _run(workload="linear", learning_rate=1e38)
     assert trace.end.status == "halted", trace.end.reason
     (halt,) = trace.of(Halt)
@@ -311,7 +311,7 @@ def test_a_run_that_diverges_halts() -> None:
 
 
 def test_rates_and_norms_are_recorded() -> None:
-    """Clipping shows in the norms, the schedule in the rates."""
+    """The norms show the clipping, and the rates the schedule."""
     trace = _run(clip_norm=0.01, schedule="linear", warmup_steps=1)
     first = [update for update in trace.of(Update) if update.rank == 0]
     assert [u.learning_rate for u in first] == pytest.approx([0.025, 0.05, 0.04, 0.03, 0.02, 0.01])

@@ -1,4 +1,4 @@
-"""The textbook trainer: an oracle of its own, equal to the reference within rounding."""
+"""The textbook trainer, an independent oracle, equals the reference within rounding."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def _run(*faults: Fault, **changes: Any) -> Trace:
 
 
 def _flat(tensors: Tensors) -> np.ndarray[Any, Any]:
-    """All float32 values of `tensors`, in the order of their names."""
+    """Return all float32 values of `tensors`, in the order of their names."""
     parts = [tensors[name].values() for name in sorted(tensors)]
     return np.concatenate([part for part in parts if part is not None])
 
 
 def _distance(one: Tensors, other: Tensors) -> float:
-    """The largest difference, relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     a, b = _flat(one), _flat(other)
     return float(np.abs(a - b).max() / np.abs(b).max())
 
@@ -64,7 +64,7 @@ def _distance(one: Tensors, other: Tensors) -> float:
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_one_rank_is_the_reference(workload: str, clip_norm: float | None, optimizer: str) -> None:
-    """Gradients, weights, buffers, losses and norms of every step, by two independent trainers."""
+    """Two independent trainers agree in all gradients, weights, buffers, losses and norms."""
     changes: dict[str, Any] = {
         "workload": workload,
         "optimizer": optimizer,
@@ -92,7 +92,7 @@ def test_one_rank_is_the_reference(workload: str, clip_norm: float | None, optim
 def test_ranks_and_accumulation_are_rounding(
     world_size: int, accumulation: int, batch_size: int, seed: int
 ) -> None:
-    """Any split of the batch over ranks and micro-batches: the single rank's run, nearly."""
+    """Any split of the batch over ranks and micro-batches equals one rank within rounding."""
     changes: dict[str, Any] = {"batch_size": batch_size, "seed": seed, "num_steps": 3}
     alone = _run(world_size=1, **changes)
     split = _run(world_size=world_size, accumulation=accumulation, **changes)
@@ -103,7 +103,7 @@ def test_ranks_and_accumulation_are_rounding(
 
 
 def test_it_promises_no_bits() -> None:
-    """But all ranks hold the same ones, in every step, and see every sample once an epoch."""
+    """No bits are promised; all ranks are equal after every step, and use every sample once."""
     trace = _run(optimizer="adamw", dropout=0.2)
     assert trace.promises == ()
     for step in range(6):
@@ -121,7 +121,7 @@ def test_it_promises_no_bits() -> None:
     st.sampled_from(["sgd", "momentum", "adamw"]),
 )
 def test_a_resumed_run_is_the_straight_one(stops: set[int], optimizer: str) -> None:
-    """Weights, moments, schedule and each rank's dropout stream come back bit by bit."""
+    """Weights, moments, schedule and each rank's dropout stream are restored bit by bit."""
     changes: dict[str, Any] = {
         "optimizer": optimizer,
         "dropout": 0.2,
@@ -138,7 +138,7 @@ def test_a_resumed_run_is_the_straight_one(stops: set[int], optimizer: str) -> N
 
 
 def test_departures_are_recorded_and_the_rest_go_on() -> None:
-    """The rank's samples go to the others; the first of them saves."""
+    """Other ranks take over the samples of a rank that left; the first of them saves."""
     trace = _run(Fault(kind="leave", rank=0, step=2), stops=(4,))
     assert [(m.step, m.rank, m.change) for m in trace.of(Membership)] == [(2, 0, "left")]
     assert {u.rank for u in trace.of(Update) if u.step >= 2} == {1, 2}
@@ -150,7 +150,7 @@ def test_departures_are_recorded_and_the_rest_go_on() -> None:
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
 def test_a_halt_names_the_rank(kind: str, value: str) -> None:
-    """Step, rank, micro-batch and samples; no update of that step."""
+    """A halt names step, rank, micro-batch and samples, and the step is not made."""
     trace = _run(Fault(kind=kind, step=2, rank=1, value=value), accumulation=2)
     (halt,) = trace.of(Halt)
     culprit = next(shard for shard in trace.of(Shard) if not shard.finite)
@@ -161,7 +161,7 @@ def test_a_halt_names_the_rank(kind: str, value: str) -> None:
 
 
 def test_a_fault_on_a_rank_without_samples_strikes_too() -> None:
-    """Two samples on three ranks: the third one's NaN must not get lost."""
+    """With two samples on three ranks, a NaN on the third rank still halts the run."""
     fault = Fault(kind="non_finite_gradient", step=0, rank=2, value="nan")
     trace = _run(fault, batch_size=2)
     assert trace.end.status == "halted"

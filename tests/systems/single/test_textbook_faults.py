@@ -1,4 +1,4 @@
-"""Faults of the textbook trainer: ranks that come and go, values planted in micro-batches."""
+"""Faults of the textbook trainer: ranks that leave and join, and values planted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _ranks(trace: Trace, step: int) -> list[int]:
 
 
 def _flat(trace: Trace, step: int) -> np.ndarray[Any, Any]:
-    """The averaged gradient of `step`, which all ranks hold."""
+    """Return the averaged gradient of `step`, which all ranks hold."""
     update = next(update for update in trace.of(Update) if update.step == step)
     parts = [record.values() for record in update.gradient.values()]
     return np.concatenate([part for part in parts if part is not None])
@@ -64,7 +64,7 @@ def _flat(trace: Trace, step: int) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_a_rank_that_joins_has_everything(optimizer: str) -> None:
-    """Weights, moments, schedule and buffers are the others' when it comes and ever after."""
+    """A joining rank has the weights, moments, schedule and buffers of the others from then on."""
     trace = _run(
         _leave(0, 1), _join(0, 3), optimizer=optimizer, schedule="linear", warmup_steps=2, dropout=0
     )
@@ -97,7 +97,7 @@ def test_a_rank_that_joins_has_everything(optimizer: str) -> None:
 
 
 def test_a_rank_may_come_first_in_the_middle() -> None:
-    """It is absent until it joins; every sample is still seen once an epoch."""
+    """The rank is absent until it joins, and every sample is still used once an epoch."""
     trace = _run(_join(1, 2))
     assert [start.rank for start in trace.of(Start)] == [0, 2, 1]
     assert [_ranks(trace, step) for step in (1, 2)] == [[0, 2], [0, 1, 2]]
@@ -107,14 +107,14 @@ def test_a_rank_may_come_first_in_the_middle() -> None:
 
 
 def test_a_rank_that_comes_back_draws_no_mask_again() -> None:
-    """Its dropout differs from its own of before and from everybody else's."""
+    """The rank's dropout differs from its earlier dropout and from that of other ranks."""
     trace = _run(_leave(1, 2), _join(1, 3), dropout=0.3)
     draws = [shard.draws for shard in trace.of(Shard)]
     assert len(set(draws)) == len(draws)
 
 
 def test_a_resume_after_a_join_is_the_straight_run() -> None:
-    """The newcomer's dropout stream is in the checkpoint too."""
+    """The checkpoint also has the dropout stream of the rank that joined."""
     faults = (_leave(1, 1), _join(1, 2))
     changes: dict[str, Any] = {"dropout": 0.2, "optimizer": "momentum", "detail": "digests"}
     straight, resumed = _run(*faults, **changes), _run(*faults, stops=(4,), **changes)
@@ -129,7 +129,7 @@ def test_a_resume_after_a_join_is_the_straight_run() -> None:
 def test_a_huge_gradient_is_the_mean_of_itself(
     world_size: int, accumulation: int, batch_size: int, value: float
 ) -> None:
-    """In every sample of every micro-batch: their mean is that value, the rest is as it was."""
+    """Planted in every sample, the value is the mean; all other elements are unchanged."""
     changes: dict[str, Any] = {
         "world_size": world_size,
         "accumulation": accumulation,
@@ -144,7 +144,7 @@ def test_a_huge_gradient_is_the_mean_of_itself(
 
 
 def test_a_huge_gradient_of_one_shard_counts_its_samples() -> None:
-    """The micro-batch's share of the mean, beside what the other micro-batches left there."""
+    """The micro-batch's share of the value is added to the other micro-batches' gradient."""
     changes: dict[str, Any] = {"accumulation": 2, "num_steps": 2, "clip_norm": 1.0}
     trace, calm = _run(_huge("1e9", rank=1), **changes), _run(**changes)
     assert [(i.rank, i.shard) for i in trace.of(Injected)] == [(1, 2), (1, 3)]
@@ -156,7 +156,7 @@ def test_a_huge_gradient_of_one_shard_counts_its_samples() -> None:
 
 
 def test_clipping_survives_squares_that_overflow() -> None:
-    """The applied norm is the clipping norm, not zero."""
+    """If squares overflow, the applied norm is the clipping norm, not zero."""
     trace = _run(_huge("1e36"), num_steps=2, clip_norm=1.0)
     last = trace.of(Update)[-1]
     assert last.grad_norm == pytest.approx(1e36, rel=1e-5)
@@ -168,7 +168,7 @@ def test_clipping_survives_squares_that_overflow() -> None:
 def test_a_logical_shard_is_struck_where_its_first_sample_is(
     world_size: int, accumulation: int, batch_size: int, step: int, data: st.DataObject
 ) -> None:
-    """Whatever the micro-batches are; an empty shard is where the batch ends."""
+    """The fault strikes the micro-batch of the first sample; an empty shard is at the end."""
     num_shards = data.draw(st.integers(world_size, 9))
     shard = data.draw(st.integers(0, num_shards - 1))
     trace = _run(
@@ -189,6 +189,6 @@ def test_a_logical_shard_is_struck_where_its_first_sample_is(
 
 
 def test_without_a_place_every_micro_batch_is_struck() -> None:
-    """As in the reference: neither `rank` nor `shard` narrows it."""
+    """Without `rank` and `shard`, a fault strikes every micro-batch, as in the reference."""
     trace = _run(Fault(kind="non_finite_gradient", step=0, value="inf"), accumulation=2)
     assert [event.shard for event in trace.of(Injected)] == [0, 1, 2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""The reference trainer's main promise: the same bits for any number of workers, whoever dies."""
+"""The reference trainer's main promise: equal bits for any number of workers, even if some die."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bits = list[tuple[Any, ...]]
 
 @st.composite
 def scenarios(draw: st.DrawFn, workload: str) -> Scenario:
-    """Small runs of one worker, with everything that could depend on the number of workers."""
+    """Draw small runs of one worker, with all that could depend on the number of workers."""
     optimizer, clip_norm = draw(
         st.sampled_from([("sgd", 0.05), ("sgd", None), ("momentum", 0.5), ("adamw", None)])
     )
@@ -49,7 +49,7 @@ def _run(scenario: Scenario) -> Trace:
 
 
 def _updates(trace: Trace) -> Bits:
-    """Return the result of each step on the first worker: every digest, norm and loss, as bits."""
+    """Return the digests, norms and loss of each step on the first worker."""
     bits: Bits = []
     for update in trace.of(Update):
         if len(bits) > update.step:
@@ -77,7 +77,7 @@ def _shards(trace: Trace) -> Bits:
 
 
 def _agree(trace: Trace) -> bool:
-    """Return whether all workers hold the same after every step."""
+    """Return whether all workers hold the same state after every step."""
     held: dict[int, set[str]] = {}
     for update in trace.of(Update):
         text = repr((update.weights, update.optimizer, update.buffers))
@@ -97,28 +97,28 @@ def _check_worker_counts(scenario: Scenario) -> None:
 @settings(max_examples=15, deadline=None)
 @given(scenarios("linear"))
 def test_linear_runs_are_the_same_bits(scenario: Scenario) -> None:
-    """1, 2, 3, 4, 5 and 8 workers: every shard, gradient, norm, loss, weight and moment."""
+    """All records are equal with 1, 2, 3, 4, 5 and 8 workers."""
     _check_worker_counts(scenario)
 
 
 @settings(max_examples=12, deadline=None)
 @given(scenarios("mlp"))
 def test_mlp_runs_are_the_same_bits(scenario: Scenario) -> None:
-    """With dropout and a buffer too."""
+    """All records are equal with dropout and a buffer, too."""
     _check_worker_counts(scenario)
 
 
 @settings(max_examples=3, deadline=None)
 @given(scenarios("decoder"))
 def test_decoder_runs_are_the_same_bits(scenario: Scenario) -> None:
-    """With samples of unequal weight and frozen tensors too."""
+    """All records are equal with samples of unequal weight and frozen tensors, too."""
     _check_worker_counts(scenario)
 
 
 @settings(max_examples=25, deadline=None)
 @given(scenarios("mlp") | scenarios("linear"), st.data())
 def test_departures_and_returns_change_no_bit(scenario: Scenario, data: st.DataObject) -> None:
-    """Any workers die at any steps, in the middle of them, and may come back later."""
+    """Workers may die within any step, and come back later."""
     world_size = data.draw(st.integers(2, 6))
     faults = []
     for rank in sorted(data.draw(st.sets(st.integers(0, world_size - 1), max_size=world_size - 1))):
@@ -135,7 +135,7 @@ def test_departures_and_returns_change_no_bit(scenario: Scenario, data: st.DataO
 
 @pytest.mark.parametrize("backends", [("cpu",), ("cpu", "cpu"), ("cpu",) * 5])
 def test_how_backends_are_dealt_changes_no_bit(backends: tuple[str, ...]) -> None:
-    """Workers of one backend are alike, however the list names it."""
+    """Workers on one backend give equal bits, whatever the list of backends."""
     scenario = Scenario(
         system="reference", workload="mlp", world_size=1, seed=3, num_steps=2, width=8
     )
@@ -144,7 +144,7 @@ def test_how_backends_are_dealt_changes_no_bit(backends: tuple[str, ...]) -> Non
 
 
 def test_the_number_of_shards_does_change_bits() -> None:
-    """Otherwise the tests above could not fail: another tree rounds differently."""
+    """Another number of shards changes bits: the tests above could fail."""
     scenario = Scenario(
         system="reference", workload="mlp", world_size=1, seed=3, num_steps=2, width=8
     )
@@ -153,7 +153,7 @@ def test_the_number_of_shards_does_change_bits() -> None:
 
 @pytest.mark.wgpu
 def test_wgpu_workers_are_the_same_bits() -> None:
-    """On a GPU, or its software stand-in: 1 and 3 workers."""
+    """1 and 3 workers on an adapter, also a software one, give equal bits."""
     scenario = Scenario(
         system="reference",
         workload="linear",

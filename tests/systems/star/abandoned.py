@@ -1,4 +1,4 @@
-"""A long run that tells when its workers are busy, frozen or idle; to be ended from outside."""
+"""A long run that reports when its workers are busy, frozen or idle; it is ended from outside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FREEZE = Fault(kind="freeze", step=2, rank=1, at="Average", seconds=600.0)
 
 
 class Telling(ScenarioRun):
-    """Says when worker 1 was just frozen, and when a step was made."""
+    """Reports when worker 1 was just frozen, and when a step was made."""
 
     def strike(self, fault: Fault) -> None:
         super().strike(fault)

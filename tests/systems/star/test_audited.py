@@ -1,4 +1,4 @@
-"""Copies of audited shards, and which shards those are."""
+"""Copies of audited shards, and the choice of these shards."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SUFFERED = trace.Injected(fault={"kind": "corrupt_gradient"}, step=0, rank=1, sh
 
 
 def node(*values: float, loss: float = 1.0) -> Node:
-    """A block of a leaf."""
+    """Return a block of a leaf."""
     return Node(0, 3, np.array(values, np.float32), loss, 2.0)
 
 
 def give(copies: Copies, rank: int, *blocks: Node, events: tuple[trace.Event, ...] = ()) -> None:
-    """A whole copy of shard 3, its last block first."""
+    """Deliver a complete copy of shard 3, its last block first."""
     copies.begin(rank, list(events))
     for block in reversed(range(len(blocks))):
         copies.take(rank, block, blocks[block], b"")
@@ -35,7 +35,7 @@ def give(copies: Copies, rank: int, *blocks: Node, events: tuple[trace.Event, ..
 
 
 def locate(block: int, place: int) -> tuple[str, int]:
-    """A tensor for each block."""
+    """Return another tensor for each block."""
     return f"t{block}", place
 
 
@@ -50,7 +50,7 @@ def locate(block: int, place: int) -> tuple[str, int]:
     ],
 )
 def test_copies_differ_in_any_bit(other: tuple[Node, ...]) -> None:
-    """A block may differ in its sign or its loss, or be missing."""
+    """Copies differ by a sign, a loss or a missing block."""
     copies, first = Copies(), (node(1 if other[0].vector[0] else 0.0, 2), node(3, 4))
     give(copies, 0, *first)
     give(copies, 1, *other)
@@ -59,7 +59,7 @@ def test_copies_differ_in_any_bit(other: tuple[Node, ...]) -> None:
 
 
 def test_a_copy_is_not_compared_with_itself() -> None:
-    """Two equal copies take one comparison of each block."""
+    """Two equal copies need one comparison of each block."""
     copies, first = Copies(), (node(1, 2), node(3, 4))
     give(copies, 0, *first)
     give(copies, 1, *first)
@@ -78,7 +78,7 @@ def test_a_copy_is_not_compared_with_itself() -> None:
 
 
 def test_what_is_recorded_of_an_audit() -> None:
-    """The audit has its workers, the culprit's first difference, and the valid copy's events."""
+    """The audit has its workers and the culprit's first difference, next to the valid events."""
     copies, shard = Copies(), trace.Planted(name="of what counts")
     give(copies, 1, node(1, 2), node(3, 5), events=(trace.Planted(name="void"), SUFFERED))
     give(copies, 2, node(1, 2), node(3, 4), events=(shard,))
@@ -94,7 +94,7 @@ def test_what_is_recorded_of_an_audit() -> None:
 
 
 def test_an_audit_that_nothing_comes_of() -> None:
-    """No copy counts, and what befell whom is recorded all the same."""
+    """If no copy counts, the injected faults are still recorded."""
     copies = Copies()
     give(copies, 0, node(1))
     give(copies, 1, node(2), events=(trace.Planted(name="void"), SUFFERED))
@@ -104,7 +104,7 @@ def test_an_audit_that_nothing_comes_of() -> None:
 
 
 def test_another_loss_has_no_tensor() -> None:
-    """The culprit is named without one."""
+    """If only the loss differs, the culprit is named without a tensor."""
     copies = Copies()
     give(copies, 0, node(1))
     give(copies, 1, node(1, loss=7.0))
@@ -114,7 +114,7 @@ def test_another_loss_has_no_tensor() -> None:
 
 
 def test_who_is_gone_takes_its_copies() -> None:
-    """Those that are whole and the one on its way; what befell it stays."""
+    """A worker that left loses its complete and unfinished copies, and its faults stay recorded."""
     copies = Copies()
     give(copies, 0, node(1))
     give(copies, 1, node(1), events=(SUFFERED, trace.Planted(name="void")))
@@ -126,7 +126,7 @@ def test_who_is_gone_takes_its_copies() -> None:
 
 @pytest.mark.parametrize(("share", "count"), [(0, 0), (0.01, 1), (0.25, 2), (0.5, 5), (1, 10)])
 def test_as_many_as_asked_for(share: float, count: int) -> None:
-    """At least one if any, others in each step, the same in each run."""
+    """At least one shard is audited, others in each step, and the same ones in each run."""
     scenario = SCENARIO.with_(options={"audit_share": share})
     drawn = [audited.shards(scenario, step) for step in range(50)]
     assert {len(set(shards)) for shards in drawn} == {count}
@@ -137,6 +137,6 @@ def test_as_many_as_asked_for(share: float, count: int) -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, "1", True, None])
 def test_a_share_is_a_share(share: object) -> None:
-    """From 0 to 1."""
+    """A share is a number from 0 to 1."""
     with pytest.raises(UsageError, match=r"audit_share=.*: use a number from 0 to 1"):
         audited.share_of(SCENARIO.with_(options={"audit_share": share}))

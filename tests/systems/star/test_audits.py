@@ -1,4 +1,4 @@
-"""Silent corruption: what nobody sees without audits, and what they make of it, in both stars."""
+"""Silent corruption in both stars, without audits and with them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ LASTING = Fault(kind="corrupt_worker", step=1, rank=1, value="0.5")
 
 
 def audited(system: str, *faults: Fault, share: float = 1.0, **changes: object) -> Scenario:
-    """A run of eight shards a step, in two blocks."""
+    """Return a run of eight shards a step, in two blocks."""
     options = {**subject(system).options, "audit_share": share, "block_bytes": 4}
     return subject(system, options=options, faults=faults, **changes)
 
 
 def caught(trace: Trace) -> list[tuple[int, int | None, int]]:
-    """Return step, rank and shard of each worker that was caught."""
+    """Return step, rank and shard of each culprit that an audit named."""
     audits = trace.of(Audit)
     return [(one.step, one.culprit, one.shard) for one in audits if one.culprit is not None]
 
 
 @pytest.mark.parametrize("fault", [ONCE, LASTING])
 def test_nobody_sees_it_without_audits(fault: Fault) -> None:
-    """It bites: the weights are others from that step on. And every guard is content, since all
-    replicas agree, nothing is infinite, and each worker records what would have been right.
+    """Without audits corruption changes the weights, and all other checks hold.
+
+    Replicas agree, nothing is infinite, and each worker records the correct gradient.
     """
     scenario = subject(SIMULATED, faults=(fault,))
     trace = traces.run(scenario)
@@ -50,19 +51,19 @@ def test_nobody_sees_it_without_audits(fault: Fault) -> None:
 
 @pytest.mark.parametrize("system", [SIMULATED, REAL])
 def test_it_is_caught(system: str) -> None:
-    """And named; the worker comes back, and the weights are those of the undisturbed run."""
+    """The worker is named and comes back, and the weights are those of the undisturbed run."""
     trace = stars.run(audited(system, ONCE))
     assert stars.held(trace) == stars.expected(trace.scenario)
     assert caught(trace) == [(1, 1, 3)]
     assert stars.changes(trace) == [(1, 1, "left"), (2, 1, "joined")]
     assert len(trace.of(Audit)) == 5 * 8
-    # Audited or not, each shard of each step is recorded once, and no sample is drawn twice.
+    # Each shard of each step is recorded once, audited or not, and no sample is drawn twice.
     assert len(trace.of(Shard)) == 5 * 8
 
 
 @pytest.mark.parametrize("system", [SIMULATED, REAL])
 def test_who_is_wrong_for_good_is_not_let_in_a_third_time(system: str) -> None:
-    """Caught, back, caught again, and gone; two go on, and audit each other."""
+    """A worker that was caught twice is barred; the other two go on, and audit each other."""
     trace = stars.run(audited(system, LASTING, num_steps=6))
     assert stars.held(trace) == stars.expected(trace.scenario)
     assert [(step, rank) for step, rank, _ in caught(trace)] == [(1, 1), (2, 1)]
@@ -71,7 +72,7 @@ def test_who_is_wrong_for_good_is_not_let_in_a_third_time(system: str) -> None:
 
 
 def test_another_coordinator_does_not_wait_for_it() -> None:
-    """The one that caught it twice has died, and with it what it knew: the run goes on without."""
+    """The run goes on without a barred worker, even if the coordinator that barred it has died."""
     restart = Fault(kind="restart", step=4, at="TreeNode")
     trace = stars.run(audited(SIMULATED, LASTING, restart, num_steps=6))
     assert stars.held(trace) == stars.expected(trace.scenario)
@@ -79,7 +80,7 @@ def test_another_coordinator_does_not_wait_for_it() -> None:
 
 
 def test_what_is_not_finite_is_not_silent() -> None:
-    """Both befall one shard: the guard comes first, and the run halts."""
+    """If a shard is corrupted and not finite, the guard comes first, and the run halts."""
     nan = Fault(kind="non_finite_gradient", step=1, rank=1, shard=3, value="nan")
     trace = stars.run(subject(SIMULATED, faults=(nan, ONCE)))
     (halt,) = trace.of(Halt)
@@ -87,7 +88,7 @@ def test_what_is_not_finite_is_not_silent() -> None:
 
 
 def test_two_that_stay_with_it_halt() -> None:
-    """One of the two is wrong in every copy: nobody can say which, and no step is made with it."""
+    """With two workers that disagree, the culprit is unknown, and the run halts before the step."""
     trace = stars.run(audited(SIMULATED, LASTING, world_size=2))
     (halt,) = trace.of(Halt)
     assert (trace.end.status, halt.step, halt.rank) == ("halted", 1, None)
@@ -96,14 +97,14 @@ def test_two_that_stay_with_it_halt() -> None:
 
 
 def test_who_is_alone_says_so() -> None:
-    """Every shard was to be audited, and by nobody could be."""
+    """A single worker's trace says that shards should have been audited, and were not."""
     trace = stars.run(audited(SIMULATED, world_size=1))
     assert stars.held(trace) == stars.expected(trace.scenario)
     assert {one.ranks for one in trace.of(Audit)} == {(0,)}
 
 
 def test_an_auditor_killed_and_a_culprit_in_one_step() -> None:
-    """Both go, others take over, and the audit is by two in the end."""
+    """Both leave, others take over, and two workers complete the audit."""
     kill = Fault(kind="kill", step=1, rank=2, at="TreeNode")
     trace = stars.run(audited(SIMULATED, ONCE, kill, world_size=5))
     assert stars.held(trace) == stars.expected(trace.scenario)
@@ -113,7 +114,7 @@ def test_an_auditor_killed_and_a_culprit_in_one_step() -> None:
 
 @pytest.mark.parametrize("system", ["mesh", "ring", "mesh_simulated", "ring_simulated"])
 def test_who_can_not_audit_says_so(system: str) -> None:
-    """An option is obeyed or refused, never ignored."""
+    """Systems without audits refuse the option."""
     scenario = subject(system, options={"audit_share": 1.0})
     with pytest.raises(UsageError, match=f"option='audit_share' on system {system}: allowed are"):
         systems.require_possible(scenario)

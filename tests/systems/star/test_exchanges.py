@@ -1,4 +1,4 @@
-"""A mesh worker's hands: it averages the blocks that are its own, and hands on what it holds."""
+"""The exchanges of a mesh's worker: it averages its own blocks, and hands on what it holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_RING = SCENARIO.with_(system="ring_simulated")
 
 
 def members() -> tuple[Server, Member, Member]:
-    """A server, and two workers with the initial state."""
+    """Return a server, and two workers with the initial state."""
     server, both = Server(SCENARIO), (Member(SCENARIO), Member(SCENARIO))
     for rank, member in enumerate(both):
         welcome = by_hand.welcome_of(server, rank, 0)
@@ -29,20 +29,20 @@ def members() -> tuple[Server, Member, Member]:
 
 
 def tree_of(member: Member) -> TreeExchange:
-    """The part of a mesh's worker that adds."""
+    """Return the exchange of a mesh's worker."""
     assert isinstance(member.exchange, TreeExchange)
     return member.exchange
 
 
 def computed(member: Member, *shards: int) -> list[TreeNode]:
-    """The blocks of the nodes of `shards` of step 0."""
+    """Return the blocks of the nodes of `shards` in step 0."""
     outcome = member.work(0, shards)
     assert not isinstance(outcome, NonFinite)
     return outcome
 
 
 def exchange(one: Member, other: Member, block: int) -> tuple[float, float] | None:
-    """Both have computed their shards; `one` gets all of `block`, and averages it."""
+    """Have both compute their shards, and `one` receive all of `block` and average it."""
     half = SCENARIO.num_shards // 2
     for node in computed(one, *range(half)):
         if node.block == block:
@@ -58,12 +58,12 @@ def exchange(one: Member, other: Member, block: int) -> tuple[float, float] | No
 
 
 def average(block: int) -> Average:
-    """The message that carries it."""
+    """Return the message of an averaged block."""
     return Average(step=0, round=1, block=block, loss=1.0, weight=1.0)
 
 
 def test_an_own_block_has_the_bits_of_the_star_s() -> None:
-    """Whoever owns it, and whoever computed what."""
+    """A block has the star's bits, whichever worker owns it, and whichever computed what."""
     star = by_hand.met(SCENARIO.with_(system="parameter_server_simulated"))
     for rank, shards in by_hand.shards_of(star).items():
         by_hand.deliver(star, rank, 0, shards)
@@ -79,7 +79,7 @@ def test_an_own_block_has_the_bits_of_the_star_s() -> None:
 
 
 def test_another_round_begins_from_nothing() -> None:
-    """Received blocks are void, own results are counted again, and the same bits come out."""
+    """Received blocks are dropped and own nodes added again, with the same bits as a result."""
     _, one, other = members()
     exchange(one, other, 2)
     before = bytes(one.payload(average(2)))
@@ -92,9 +92,9 @@ def test_another_round_begins_from_nothing() -> None:
 @pytest.mark.parametrize("scenario", [SCENARIO, IN_RING])
 @pytest.mark.parametrize("early", [False, True])
 def test_what_is_void_is_written_elsewhere(scenario: Scenario, early: bool) -> None:
-    """Half a block comes, its round ends, the new round's block is held, then the old one's rest.
+    """The rest of a block from an ended round does not overwrite the block of the new round.
 
-    Or the new one is whole before this worker has heard of its round.
+    This holds even if the new block is complete before the worker has heard of its round.
     """
     server, _, _ = members()
     one, block, right = Member(scenario), 2, np.arange(38, dtype=np.float32).tobytes()
@@ -117,7 +117,7 @@ def test_what_is_void_is_written_elsewhere(scenario: Scenario, early: bool) -> N
 
 
 def test_a_round_s_blocks_come_where_they_stay() -> None:
-    """In each step, and in a round that is new in it: nothing is copied."""
+    """Blocks are received in their final place in each step and round, without a copy."""
     _, one, _ = members()
     for number in (1, 1, 2):
         one.regroup(number)
@@ -128,7 +128,7 @@ def test_a_round_s_blocks_come_where_they_stay() -> None:
 
 
 def test_nobody_writes_over_an_own_block() -> None:
-    """Bytes that claim to be its average go elsewhere, before the sender has been checked."""
+    """A block that claims to be an own block's average goes to other memory before its check."""
     _, one, other = members()
     exchange(one, other, 2)
     before = bytes(one.payload(average(2)))
@@ -138,7 +138,7 @@ def test_nobody_writes_over_an_own_block() -> None:
 
 
 def test_a_block_that_overflows_is_no_average() -> None:
-    """Though every node of it was finite: those of a worker that counts less than there is."""
+    """Finite nodes whose sum overflows give no average."""
     _, one, _ = members()
     for index in range(SCENARIO.num_shards):
         vector = np.full(38, 0.0 if index else 3e38, np.float32)
@@ -148,7 +148,7 @@ def test_a_block_that_overflows_is_no_average() -> None:
 
 
 def test_the_state_that_it_hands_on_is_the_server_s() -> None:
-    """Bit by bit, also the moments: whoever comes is as good as who was there."""
+    """The state that a worker hands on equals the server's bit by bit, moments included."""
     server, one, _ = members()
     welcome = by_hand.welcome_of(server, 0, 0)
     assert bytes(one.payload(State(step=0))) == bytes(server.payload(welcome))
@@ -168,9 +168,9 @@ def test_the_state_that_it_hands_on_is_the_server_s() -> None:
 def test_a_sum_weighs_what_a_batch_can(
     right: TreeNode | Partial, loss: float, weight: float
 ) -> None:
-    """As in a star: what another worker sends would bend the mean of all."""
+    """A sum with an impossible weight is refused, as in a star."""
     member = Member(IN_RING)
-    payload = bytes(member.vector_bytes)  # one block, until a welcome says how many
+    payload = bytes(member.vector_bytes)  # one block, before a welcome with their number
     member.require(right, payload)
     member.require(replace(right, weight=0.0), payload)
     with pytest.raises(ProtocolError, match="use 0 to 16, and a finite loss"):
@@ -179,7 +179,7 @@ def test_a_sum_weighs_what_a_batch_can(
 
 @pytest.mark.parametrize(("block", "num_bytes"), [(0, 148), (3, 0), (3, 152 + 4), (4, 152)])
 def test_a_node_has_the_size_of_its_block(block: int, num_bytes: int) -> None:
-    """Blocks of 37 and 38 elements; a longer one, or one of no block, is not taken."""
+    """Blocks have 37 and 38 elements; other lengths and block numbers are refused."""
     _, one, _ = members()
     node = TreeNode(step=0, round=1, block=block, level=0, index=0, loss=1.0, weight=1.0)
     if num_bytes == 148:

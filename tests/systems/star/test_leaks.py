@@ -1,4 +1,4 @@
-"""Run after run, whatever befell them: a process holds no more afterwards than before."""
+"""After many runs with faults, a process holds no more resources than before."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FAULTS = (
 
 @pytest.fixture
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
-    """The worker processes of these runs alone."""
+    """Return worker processes that only these runs use."""
     made = Crew(worker_process.main, preload=preloaded.MODULES)
     monkeypatch.setattr(processes, "crew", lambda: made)
     yield made
@@ -56,15 +56,15 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
 @pytest.mark.usefixtures("crew")
 @pytest.mark.slow
 def test_runs_with_faults_leave_nothing_open() -> None:
-    """Neither files nor processes, threads, tasks or connections: as after the first run."""
-    stars.run(subject(REAL))  # everyone is there
+    """No file, process, thread, task or connection is added after the first run."""
+    stars.run(subject(REAL))  # starts all workers
     before = holdings()
     for number in range(NUM_RUNS):
         kind, at = FAULTS[number % len(FAULTS)]
         fault = Fault(kind=kind, step=1, rank=number % 3, at=at)
         trace = stars.run(subject(REAL, seed=number, num_steps=3, faults=(fault,)))
         assert stars.held(trace) == stars.expected(trace.scenario)
-    # Whoever was killed last, and is not needed again, was not replaced.
+    # The worker that was killed last was not replaced if it was not needed again.
     after = holdings()
     assert after.processes <= before.processes
     assert after.files <= before.files
@@ -72,7 +72,7 @@ def test_runs_with_faults_leave_nothing_open() -> None:
 
 
 def test_dismissed_workers_leave_nothing_open(crew: Crew) -> None:
-    """With them go their processes and their pipes."""
+    """Dismissing workers ends their processes and closes their pipes."""
     stars.run(subject(REAL))
     crew.dismiss()
     before = holdings()
@@ -82,10 +82,9 @@ def test_dismissed_workers_leave_nothing_open(crew: Crew) -> None:
 
 
 def test_connections_leave_nothing_open() -> None:
-    """One loop that coordinates again and again, whoever connects and is turned away.
+    """One loop that coordinates again and again leaves nothing open, whoever connects.
 
-    In a process of its own: what earlier tests have left in this one comes and goes, and takes
-    seconds to look through.
+    It runs in its own process: the leftovers of earlier tests change, and are slow to collect.
     """
     done = subprocess.run(
         [sys.executable, "-m", "tests.systems.star.test_leaks"],
@@ -99,11 +98,13 @@ def test_connections_leave_nothing_open() -> None:
 
 
 async def _story() -> None:
-    # The pool of the loop adds a thread whenever none happens to be idle, and keeps it.
+    # The loop's pool adds a thread whenever none is idle, and keeps it.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(max_workers=1))
     tasks = len(asyncio.all_tasks())
     await _one_run()
-    await until(lambda: len(asyncio.all_tasks()) == tasks)  # none that is about to end is counted
+    await until(
+        lambda: len(asyncio.all_tasks()) == tasks
+    )  # tasks that are about to end are not counted
     before = holdings()
     for _ in range(NUM_RUNS):
         await _one_run()

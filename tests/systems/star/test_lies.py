@@ -1,4 +1,4 @@
-"""A liar says the truth but where it is planned, once; each lie is of its kind."""
+"""A liar replaces only the planned message, once, and by the planned kind of lie."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ VECTOR = bytes(range(8))
 
 
 def node(step: int, index: int = 2) -> TreeNode:
-    """A node of two shards."""
+    """Return a node of two shards."""
     return TreeNode(step=step, round=0, block=0, level=1, index=index, loss=1.0, weight=2.0)
 
 
 def liar(value: str, at: str) -> tuple[Liar, list[Fault]]:
-    """One that is to lie in step 2, and its lies that were told."""
+    """Return a liar that must lie in step 2, and the list of its reported lies."""
     planned = [Fault(kind="lie", step=2, rank=1, at=at, value=value)]
     told: list[Fault] = []
 
@@ -44,7 +44,7 @@ def liar(value: str, at: str) -> tuple[Liar, list[Fault]]:
     ],
 )
 def test_what_is_said(value: str, message: Message, said: list[Said]) -> None:
-    """In its step and place, once; the truth everywhere else."""
+    """The planned message is replaced once; all others are sent unchanged."""
     one, told = liar(value, type(message).__name__)
     others: list[Message] = [Heartbeat(), Staged(step=2, round=0), node(1), node(3)]
     assert [one.speak(other, b"") for other in others] == [[(other, b"")] for other in others]
@@ -55,7 +55,7 @@ def test_what_is_said(value: str, message: Message, said: list[Said]) -> None:
 
 
 def test_an_old_step_is_said_again() -> None:
-    """The first of that kind in the step before, with what it carried then."""
+    """The first message of that kind in the step before is sent again, with its payload."""
     one, _ = liar("old_step", "TreeNode")
     for step in range(2):
         one.speak(node(step, index=step), bytes([step]))
@@ -64,13 +64,13 @@ def test_an_old_step_is_said_again() -> None:
 
 
 def test_who_was_not_there_makes_an_old_step_up() -> None:
-    """It sends its present message with the number of the step before."""
+    """A worker without a message of the step before sends its present one under that step."""
     one, _ = liar("old_step", "Staged")
     assert one.speak(Staged(step=2, round=0), b"") == [(Staged(step=1, round=0), b"")]
 
 
 def test_records_of_another() -> None:
-    """All that is said of shards and steps is said of the next rank."""
+    """All records of shards and steps get the next rank."""
     shard = trace.Shard(
         step=2, epoch=0, rank=1, shard=0, ids=(3,), loss_sum=1.0, weight=1.0, finite=True
     )

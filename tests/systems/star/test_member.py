@@ -1,4 +1,4 @@
-"""A worker's hands: what it is given it holds, what it computes it tells, once."""
+"""The work of a worker: it keeps what it receives, and sends each result once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _in_blocks(block_bytes: int) -> Member:
 
 
 def _average(loss: float = 1.0, weight: float = 8.0) -> Average:
-    """The whole of a step's gradient, in one block."""
+    """Return the whole gradient of a step, in one block."""
     return Average(step=0, round=0, block=0, loss=loss, weight=weight)
 
 
@@ -50,7 +50,7 @@ def _nodes(member: Member, *shards: int) -> list[tuple[TreeNode, np.ndarray[Any,
 
 
 def test_its_nodes_are_the_tree_s() -> None:
-    """As few as cover the shards, and each is the sum of those under it, in the tree's order."""
+    """The nodes are the fewest that cover the shards, each added in the tree's order."""
     member = _alone()
     together = _nodes(member, 2, 3, 4)
     assert [(node.level, node.index) for node, _ in together] == [(1, 1), (0, 4)]
@@ -72,7 +72,7 @@ def test_its_nodes_are_the_tree_s() -> None:
     ],
 )
 def test_what_is_of_no_such_run_is_refused(message: Message, complaint: str) -> None:
-    """Shards that are not there, and numbers that make no mean."""
+    """Unknown shards and impossible numbers are refused."""
     member = _alone()
     vector = bytes(member.vector_bytes)
     member.require(Assign(step=0, shards=(0, 7)), b"")
@@ -83,7 +83,7 @@ def test_what_is_of_no_such_run_is_refused(message: Message, complaint: str) -> 
 
 @pytest.mark.parametrize("block_bytes", [4, 12, 160, 2**20])
 def test_its_blocks_are_the_vector(block_bytes: int) -> None:
-    """From the end of it to its beginning: together they are what goes in one block."""
+    """All blocks, sent from the last to the first, are the whole vector."""
     shards = (2, 3, 4)
     whole = {(one.level, one.index): vector for one, vector in _nodes(_in_blocks(604), *shards)}
     sent = _nodes(_in_blocks(block_bytes), *shards)
@@ -96,7 +96,7 @@ def test_its_blocks_are_the_vector(block_bytes: int) -> None:
 
 
 def test_a_vector_is_kept_until_its_step_is_made() -> None:
-    """Not longer: a step needs memory for its own nodes alone."""
+    """A step's nodes are freed when the step is made."""
     hands = by_hand.met(stars.subject("parameter_server", world_size=1, num_shards=1))
     (node,) = by_hand.begin(hands, 0, 0, (0,))
     by_hand.tell(hands, 0, node)
@@ -107,7 +107,7 @@ def test_a_vector_is_kept_until_its_step_is_made() -> None:
 
 
 def test_it_tells_what_happened_once() -> None:
-    """Each event with the first message that can carry it, and never again."""
+    """Each event is sent with the first message that can carry it, and not again."""
     member = _alone()
     member.work(0, (0, 1))
     told = trace.load_events(bytes(member.payload(Computed(step=0, shards=(0, 1)))))
@@ -117,7 +117,7 @@ def test_it_tells_what_happened_once() -> None:
 
 
 def test_the_first_shard_that_is_not_finite_is_all() -> None:
-    """No node comes of it: what, where and of which samples."""
+    """The first non-finite shard is reported with its place and samples, and no node is sent."""
     fault = Fault(kind="non_finite_gradient", step=0, shard=1, value="nan")
     member = _alone(faults=(fault,))
     said = member.work(0, (0, 1, 2))
@@ -131,7 +131,7 @@ def test_the_first_shard_that_is_not_finite_is_all() -> None:
 
 
 def test_a_loss_that_is_not_finite_has_no_place() -> None:
-    """The gradient of that shard is finite, and no tensor is named."""
+    """If only the loss is not finite, no tensor is named."""
     fault = Fault(kind="non_finite_loss", step=0, shard=0, value="inf")
     said = _alone(faults=(fault,)).work(0, (0,))
     assert isinstance(said, NonFinite)
@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_finite_has_no_place() -> None:
 
 
 def test_a_new_stay_begins_anew() -> None:
-    """Results, blocks and events of an earlier stay are forgotten."""
+    """Results, blocks and events of an earlier session are forgotten."""
     hands = by_hand.met(stars.subject("parameter_server", world_size=1))
     member = hands.members[0]
     (node, *_) = by_hand.begin(hands, 0, 0, (0, 1, 2))
@@ -155,7 +155,7 @@ def test_a_new_stay_begins_anew() -> None:
 @pytest.mark.parametrize("more", [-1, 1])
 @pytest.mark.parametrize(("block", "due"), [(0, 4 * 37), (1, 4 * 38), (2, 4 * 38), (3, 4 * 38)])
 def test_a_block_of_another_size_is_refused(block: int, due: int, more: int) -> None:
-    """One byte less or more than the manifest makes of that block; blocks differ in size."""
+    """A block that is one byte too long or too short is refused; blocks differ in size."""
     member = _in_blocks(160)
     average = by_hand.average_of(0, block)
     member.require(average, bytes(due))
@@ -166,7 +166,7 @@ def test_a_block_of_another_size_is_refused(block: int, due: int, more: int) -> 
 
 @pytest.mark.parametrize("num_bytes", [4, 148, 156, 604])
 def test_room_of_another_size_is_elsewhere(num_bytes: int) -> None:
-    """A block with a wrong size, from a damaged prefix or a liar, does not touch the average."""
+    """A block with a wrong size is received in other memory than the average's."""
     member = _in_blocks(160)
     average = by_hand.average_of(0, 3)
     right = member.room(average, 152)
@@ -177,7 +177,7 @@ def test_room_of_another_size_is_elsewhere(num_bytes: int) -> None:
 
 
 def test_a_vector_has_no_more_blocks_than_elements() -> None:
-    """A coordinator that says so is not believed, before anything is made of it."""
+    """A welcome with more blocks than elements is refused before anything is allocated."""
     hands = by_hand.met(stars.in_blocks("parameter_server", 160, world_size=1))
     welcome = by_hand.welcome_of(hands.server, 0, 0)
     payload = hands.server.payload(welcome)
@@ -188,7 +188,7 @@ def test_a_vector_has_no_more_blocks_than_elements() -> None:
 
 @pytest.mark.parametrize("message", [Commit(step=0), Heartbeat()])
 def test_most_messages_carry_nothing(message: Message) -> None:
-    """A payload is refused where none is due."""
+    """A payload of a message without one is refused."""
     member = _alone()
     member.require(message, b"")
     with pytest.raises(ProtocolError, match="with a payload of 1 bytes: 0 are due"):
@@ -196,7 +196,7 @@ def test_most_messages_carry_nothing(message: Message) -> None:
 
 
 def test_sizes_are_exact() -> None:
-    """One state and one vector, and nothing else is carried down."""
+    """Only a state and a vector are sent down, and each has its exact size."""
     member = _alone(optimizer="adamw")
     assert set(member.sizes()) == {Welcome, Average}
     assert member.sizes()[Average] == member.vector_bytes

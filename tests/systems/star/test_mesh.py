@@ -1,4 +1,4 @@
-"""The mesh over TCP, each worker a process: signals, broken connections, real bytes."""
+"""The mesh over TCP, with each worker in its own process, under real faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.systems.stars import MESH, subject
 
 @pytest.mark.parametrize("workload", ["linear", "decoder"])
 def test_any_number_of_processes_gives_the_reference(workload: str) -> None:
-    """One digest after every step, which is the reference's: of 1, 2, 3 and 4 workers."""
+    """With 1, 2, 3 and 4 workers every step has the digest of the reference."""
     block_bytes = {"linear": 4, "decoder": 4_000}[workload]
     options = {**stars.SOON, "dead_after_s": 10.0, "block_bytes": block_bytes}
     scenario = subject(MESH, workload=workload, num_steps=3, options=options)
@@ -26,7 +26,7 @@ def test_any_number_of_processes_gives_the_reference(workload: str) -> None:
 
 
 def _digests(steps: list[trace.Tensors]) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Step by step, those of the weights."""
+    """Return the digests of the weights after each step."""
     return tuple(tuple((name, one.digest) for name, one in step.items()) for step in steps)
 
 
@@ -45,7 +45,7 @@ def _digests(steps: list[trace.Tensors]) -> tuple[tuple[tuple[str, str], ...], .
     ],
 )
 def test_who_is_cut_off(kind: str, at: str) -> None:
-    """The worker is given up, comes back with everything, and no bit is another."""
+    """The worker is given up and comes back with the whole state, and no bit changes."""
     run = stars.run(stars.struck(MESH, kind, at))
     assert stars.held(run) == stars.expected(run.scenario)
     stars.require_back(run)
@@ -54,7 +54,7 @@ def test_who_is_cut_off(kind: str, at: str) -> None:
 @pytest.mark.parametrize("at", ["TreeNode", "Average"])
 @pytest.mark.parametrize("kind", ["cut", "half_open", "truncate", "flip", "duplicate"])
 def test_what_breaks_between_two_workers(kind: str, at: str) -> None:
-    """Nobody leaves: the exchange begins again over another link, and no bit is another."""
+    """No worker leaves: the exchange starts again over another link, and no bit changes."""
     run = stars.run(stars.struck(MESH, kind, at))
     assert stars.held(run) == stars.expected(run.scenario)
     assert stars.changes(run) == []
@@ -62,14 +62,14 @@ def test_what_breaks_between_two_workers(kind: str, at: str) -> None:
 
 @pytest.mark.parametrize("at", ["Assign", "Average"])
 def test_a_short_while_is_waited_for(at: str) -> None:
-    """Nobody is given up who comes back within its time."""
+    """A worker that comes back in time is not given up."""
     run = stars.run(stars.struck(MESH, "freeze", at, seconds=0.2))
     assert stars.held(run) == stars.expected(run.scenario)
     assert stars.changes(run) == []
 
 
 def test_a_long_while_is_not() -> None:
-    """The others go on; who was frozen comes back with everything."""
+    """The others go on, and the frozen worker comes back with the whole state."""
     run = stars.run(stars.struck(MESH, "freeze", "TreeNode", seconds=4.0))
     assert stars.held(run) == stars.expected(run.scenario)
     assert (stars.STEP, 1, "left") in stars.changes(run)
@@ -79,21 +79,21 @@ def test_a_long_while_is_not() -> None:
     ("value", "at"), [("old_step", "TreeNode"), ("twice", "TreeNode"), ("not_mine", "Computed")]
 )
 def test_a_lie_changes_no_bit(value: str, at: str) -> None:
-    """Whomever it is told."""
+    """A lie to the coordinator or to another worker changes no bit."""
     run = stars.run(stars.lying(MESH, value, at))
     assert stars.held(run) == stars.expected(run.scenario)
 
 
 @pytest.mark.parametrize("value", faults.STRANGERS)
 def test_strangers_are_turned_away(value: str) -> None:
-    """At real sockets: the run goes on as if nobody had come."""
+    """Strangers at real sockets do not affect the run."""
     run = stars.run(stars.visited(MESH, value))
     assert stars.held(run) == stars.expected(run.scenario)
     stars.require_turned_away(run)
 
 
 def test_who_leaves_and_joins() -> None:
-    """A worker that is killed for good, and one that comes later."""
+    """One worker is killed for good, and one joins later."""
     leave, join = (
         Fault(kind=kind, step=step, rank=2) for kind, step in (("leave", 1), ("join", 3))
     )
@@ -103,18 +103,18 @@ def test_who_leaves_and_joins() -> None:
 
 @pytest.mark.parametrize("at", ["TreeNode", "Staged", "Commit"])
 def test_a_coordinator_that_dies(at: str) -> None:
-    """At a message between workers, one to it or one from it: all go on from its checkpoint."""
+    """All workers go on from its checkpoint, whichever message it died at."""
     run = stars.require_right(subject(MESH, faults=(Fault(kind="restart", step=1, at=at),)))
     assert {event.reason for event in run.of(Membership)} == {"the coordinator died"}
 
 
 def test_a_run_that_is_stopped_and_resumed() -> None:
-    """Twice, by processes that start anew each time."""
+    """A run is stopped twice, and resumed by new processes each time."""
     stars.require_right(subject(MESH, stops=(1, 3)))
 
 
 def test_a_value_that_is_not_finite_halts_everyone() -> None:
-    """For the one reason that names the worker, and nobody steps."""
+    """All processes halt with the one reason that names the worker, and none steps."""
     fault = Fault(kind="non_finite_gradient", step=1, rank=1, value="inf")
     run = stars.run(subject(MESH, faults=(fault,)))
     (halt,) = run.of(Halt)

@@ -1,4 +1,4 @@
-"""The mesh in virtual time: the reference's bits, whatever befalls it."""
+"""The mesh in virtual time has the reference's bits under every fault."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from entrenar_py.trace import Halt, Injected, Membership, Shard, Update
 from tests.systems import stars
 from tests.systems.stars import MESH_SIMULATED, STEP, subject
 
-# Virtual seconds: within the patience of both ends, and beyond it.
+# Virtual seconds: within the timeouts of both ends, and beyond them.
 SHORT_S, LONG_S = 1.0, 40.0
 BREAKS = ("kill", "cut", "half_open", "duplicate", "reorder", "truncate", "flip")
-# What passes between workers: where that breaks they still have the coordinator.
+# The messages between workers; if one of these links breaks, the coordinator is still connected.
 BETWEEN = ("TreeNode", "Average")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("workload", ["linear", "mlp", "decoder"])
 def test_any_number_of_workers_gives_the_reference(workload: str, world_size: int) -> None:
-    """After every step, the same weights."""
+    """The weights after every step are those of the reference."""
     options = {"block_bytes": 4 if workload == "linear" else 4_000}
     stars.require_right(
         subject(MESH_SIMULATED, workload=workload, world_size=world_size, options=options)
@@ -33,7 +33,7 @@ def test_any_number_of_workers_gives_the_reference(workload: str, world_size: in
 @pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("kind", BREAKS)
 def test_what_breaks_a_connection(kind: str, at: str) -> None:
-    """A worker that is cut off comes back with everything; no bit is another."""
+    """A worker that is cut off comes back with the whole state, and no bit changes."""
     trace = stars.require_right(stars.struck(MESH_SIMULATED, kind, at))
     if at in BETWEEN and kind != "kill":
         assert stars.changes(trace) == []
@@ -44,7 +44,7 @@ def test_what_breaks_a_connection(kind: str, at: str) -> None:
 @pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("kind", ["freeze", "delay"])
 def test_what_takes_time(kind: str, at: str) -> None:
-    """A short while is waited for; after a long one the worker, or its link, is given up."""
+    """A short delay is waited for; after a long one the worker, or its link, is given up."""
     scenario = stars.struck(MESH_SIMULATED, kind, at, SHORT_S)
     assert stars.changes(stars.require_right(scenario)) == []
     trace = stars.require_right(stars.struck(MESH_SIMULATED, kind, at, LONG_S))
@@ -55,7 +55,7 @@ def test_what_takes_time(kind: str, at: str) -> None:
 
 
 def test_a_state_that_can_not_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker with an invalid state is dropped once, before it is let in; another is asked."""
+    """A worker with an invalid state is dropped before its admission; another is asked."""
     payload, given = Member.payload, list[int]()
 
     def bent(self: Member, message: Message) -> Buffer:
@@ -77,7 +77,7 @@ def test_a_state_that_can_not_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("block_bytes", [4, 100, 604])
 @pytest.mark.parametrize("at", BETWEEN)
 def test_blocks_of_any_size_give_the_reference(block_bytes: int, at: str) -> None:
-    """Also when a worker dies with some of them sent."""
+    """The bits are equal for any size of blocks, even if a worker dies between two."""
     fault = Fault(kind="kill", step=STEP, rank=BETWEEN.index(at) ^ 1, at=at)  # 0 owns them all
     for planned in ((), (fault,)):
         stars.require_right(stars.in_blocks(MESH_SIMULATED, block_bytes, faults=planned))
@@ -87,7 +87,10 @@ def test_blocks_of_any_size_give_the_reference(block_bytes: int, at: str) -> Non
 def test_a_lie_changes_no_bit(value: str, at: str) -> None:
     """A lie to the coordinator costs the worker its place; one to another worker costs the link."""
     trace = stars.require_right(stars.lying(MESH_SIMULATED, value, at))
-    if at in BETWEEN or (value, at) == ("twice", "Staged"):  # which is said of a round, not once
+    if at in BETWEEN or (value, at) == (
+        "twice",
+        "Staged",
+    ):  # Staged may be sent again in each round
         assert stars.changes(trace) == []
     else:
         stars.require_back(trace)
@@ -95,12 +98,12 @@ def test_a_lie_changes_no_bit(value: str, at: str) -> None:
 
 @pytest.mark.parametrize("value", faults.STRANGERS)
 def test_strangers_are_turned_away(value: str) -> None:
-    """Whoever it is: the run goes on as if nobody had come."""
+    """Strangers of every kind do not affect the run."""
     stars.require_turned_away(stars.require_right(stars.visited(MESH_SIMULATED, value)))
 
 
 def test_who_leaves_and_joins() -> None:
-    """Its delivered shards are computed again; a worker that joins gets another's state."""
+    """A dead worker's shards are computed again; a joining worker gets another's state."""
     leave = Fault(kind="leave", step=1, rank=2)
     join = Fault(kind="join", step=3, rank=2)
     trace = stars.require_right(subject(MESH_SIMULATED, faults=(leave, join)))
@@ -110,7 +113,7 @@ def test_who_leaves_and_joins() -> None:
 
 
 def test_all_but_one_are_lost() -> None:
-    """In one step, at another message each: the last one does it all, and the others come back."""
+    """All but one are lost in one step, at different messages; the last one does all the work."""
     planned = tuple(
         Fault(kind="kill", step=STEP, rank=rank, at=at)
         for rank, at in enumerate(("TreeNode", "Average", "Staged"))
@@ -124,7 +127,7 @@ def test_all_but_one_are_lost() -> None:
 @pytest.mark.parametrize("at", [at for at in PLACES if at not in BETWEEN])
 @pytest.mark.parametrize("kind", ["cut", "half_open"])
 def test_all_are_cut_off(kind: str, at: str) -> None:
-    """They come back and still hold the state: nothing is lost, and no bit is another."""
+    """All workers come back with their state, and no bit changes."""
     planned = tuple(Fault(kind=kind, step=STEP, rank=rank, at=at) for rank in range(3))
     trace = stars.run(subject(MESH_SIMULATED, faults=planned))
     assert stars.held(trace) == stars.expected(trace.scenario)
@@ -133,7 +136,7 @@ def test_all_are_cut_off(kind: str, at: str) -> None:
 
 
 def test_all_are_lost() -> None:
-    """Their state is lost with them, and the run says so."""
+    """If all workers die the state is lost, and the run fails with that reason."""
     planned = tuple(Fault(kind="kill", step=STEP, rank=rank, at="Assign") for rank in range(3))
     trace = stars.run(subject(MESH_SIMULATED, faults=planned))
     reason = "no worker is left that holds the state before step 2: go on from the last checkpoint"
@@ -141,20 +144,20 @@ def test_all_are_lost() -> None:
 
 
 def test_a_coordinator_that_dies() -> None:
-    """Another goes on from its checkpoint, with whoever comes back."""
+    """Another coordinator goes on from its checkpoint with the workers that come back."""
     stars.require_right(
         subject(MESH_SIMULATED, faults=(Fault(kind="restart", step=STEP, at="Average"),))
     )
 
 
 def test_a_run_that_is_stopped_and_resumed() -> None:
-    """Twice, and nobody can tell from the weights."""
+    """Stopping twice changes no weights."""
     stars.require_right(subject(MESH_SIMULATED, stops=(1, 3)))
 
 
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
 def test_a_value_that_is_not_finite_halts(kind: str) -> None:
-    """The worker, step, shard and samples are named, and nobody makes that step."""
+    """Worker, step, shard and samples are named, and no worker makes that step."""
     fault = Fault(kind=kind, step=1, rank=1, value="nan")
     trace = stars.run(subject(MESH_SIMULATED, faults=(fault,)))
     (halt,) = trace.of(Halt)
@@ -166,6 +169,6 @@ def test_a_value_that_is_not_finite_halts(kind: str) -> None:
 
 
 def test_the_same_scenario_is_the_same_run() -> None:
-    """Event by event, also under a fault."""
+    """Two runs have equal events, even under a fault."""
     scenario = stars.struck(MESH_SIMULATED, "cut", "TreeNode")
     assert stars.run(scenario).events == stars.run(scenario).events

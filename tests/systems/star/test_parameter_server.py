@@ -1,4 +1,4 @@
-"""The parameter server over TCP, each worker a process: signals, broken connections, real bytes."""
+"""The parameter server over TCP, with each worker in its own process, under real faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GONE_S = 20.0
 
 
 class Remembering(Crew):
-    """A crew that knows whom it gave a job."""
+    """A crew that remembers to which processes it gave jobs."""
 
     def __init__(self) -> None:
         super().__init__(worker_process.main, preload=preloaded.MODULES)
@@ -50,7 +50,7 @@ class Remembering(Crew):
 
 @pytest.fixture
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remembering]:
-    """The processes of one test."""
+    """Return the worker processes of one test."""
     made = Remembering()
     monkeypatch.setattr(processes, "crew", lambda: made)
     yield made
@@ -60,7 +60,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remembering]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("workload", ["linear", "mlp", "decoder"])
 def test_any_number_of_processes_gives_the_reference(workload: str, world_size: int) -> None:
-    """After every step, the same weights."""
+    """The weights after every step are those of the reference."""
     scenario = subject(REAL, workload=workload, world_size=world_size, num_steps=3)
     trace = stars.run(scenario)
     assert stars.held(trace) == stars.expected(scenario)
@@ -86,7 +86,7 @@ def test_any_number_of_processes_gives_the_reference(workload: str, world_size: 
     ],
 )
 def test_what_breaks_a_connection(kind: str, at: str) -> None:
-    """The worker is given up, comes back with everything, and no bit is another."""
+    """The worker is given up and comes back with the whole state, and no bit changes."""
     trace = stars.run(stars.struck(REAL, kind, at))
     assert stars.held(trace) == stars.expected(trace.scenario)
     stars.require_back(trace)
@@ -94,7 +94,7 @@ def test_what_breaks_a_connection(kind: str, at: str) -> None:
 
 @pytest.mark.parametrize(("value", "at"), stars.LIES)
 def test_who_lies_is_given_up(value: str, at: str) -> None:
-    """It comes back with everything, and no bit is another."""
+    """The worker comes back with the whole state, and no bit changes."""
     trace = stars.run(stars.lying(REAL, value, at))
     assert stars.held(trace) == stars.expected(trace.scenario)
     stars.require_back(trace)
@@ -102,7 +102,7 @@ def test_who_lies_is_given_up(value: str, at: str) -> None:
 
 @pytest.mark.parametrize("at", ["Assign", "TreeNode", "Average", "Applied"])
 def test_a_coordinator_that_dies(at: str) -> None:
-    """Another one takes its checkpoint, at the same address; everyone comes back by themselves."""
+    """Another coordinator takes over its checkpoint and address, and all workers reconnect."""
     trace = stars.require_right(subject(REAL, faults=(Fault(kind="restart", step=1, at=at),)))
     reasons = {event.reason for event in trace.of(Membership)}
     assert reasons == {"the coordinator died"}
@@ -110,7 +110,7 @@ def test_a_coordinator_that_dies(at: str) -> None:
 
 @pytest.mark.parametrize("value", faults.STRANGERS)
 def test_strangers_are_turned_away(value: str) -> None:
-    """At real sockets: the run goes on as if nobody had come."""
+    """Strangers at real sockets do not affect the run."""
     trace = stars.run(stars.visited(REAL, value))
     assert stars.held(trace) == stars.expected(trace.scenario)
     stars.require_turned_away(trace)
@@ -118,7 +118,7 @@ def test_strangers_are_turned_away(value: str) -> None:
 
 @pytest.mark.parametrize(("kind", "at"), [("freeze", "Assign"), ("delay", "Average")])
 def test_a_short_while_is_waited_for(kind: str, at: str) -> None:
-    """Nobody is given up who comes back within its time."""
+    """A worker that comes back in time is not given up."""
     trace = stars.run(stars.struck(REAL, kind, at, seconds=0.2))
     assert stars.held(trace) == stars.expected(trace.scenario)
     assert stars.changes(trace) == []
@@ -126,7 +126,7 @@ def test_a_short_while_is_waited_for(kind: str, at: str) -> None:
 
 @pytest.mark.parametrize(("kind", "at"), [("freeze", "Staged"), ("delay", "TreeNode")])
 def test_a_long_while_is_not(kind: str, at: str) -> None:
-    """The others go on; who was frozen comes back with everything."""
+    """The others go on, and the frozen worker comes back with the whole state."""
     trace = stars.run(stars.struck(REAL, kind, at, seconds=4.0))
     assert stars.held(trace) == stars.expected(trace.scenario)
     stars.require_back(trace)
@@ -134,12 +134,12 @@ def test_a_long_while_is_not(kind: str, at: str) -> None:
 
 @pytest.mark.parametrize(("kind", "at"), [("kill", "Staged"), ("cut", "Applied")])
 def test_nothing_is_lost_or_repeated(kind: str, at: str) -> None:
-    """Every clause that could see it holds."""
+    """Every clause that would detect a lost or repeated step holds."""
     stars.require_right(stars.struck(REAL, kind, at))
 
 
 def test_who_leaves_and_joins() -> None:
-    """A worker that is killed for good, and one that comes later."""
+    """One worker is killed for good, and one joins later."""
     leave = Fault(kind="leave", step=1, rank=2)
     join = Fault(kind="join", step=3, rank=2)
     trace = stars.require_right(subject(REAL, faults=(leave, join)))
@@ -147,12 +147,12 @@ def test_who_leaves_and_joins() -> None:
 
 
 def test_a_run_that_is_stopped_and_resumed() -> None:
-    """Twice, by processes that start anew each time."""
+    """A run is stopped twice, and resumed by new processes each time."""
     stars.require_right(subject(REAL, stops=(1, 3)))
 
 
 class Barring(ScenarioRun):
-    """Worker 1 is not let in any more after the stop."""
+    """A run in which worker 1 is barred after the stop."""
 
     def run_of(self, first: int, last: int) -> Run:
         self._caught[1] = CONVICTIONS_MAX if first else 0
@@ -160,7 +160,7 @@ class Barring(ScenarioRun):
 
 
 def test_what_a_worker_measured_is_told_once(crew: Remembering) -> None:
-    """Also of one that takes no part in the run that goes on from the stop."""
+    """Measurements are recorded once, even of a worker that takes no part after the stop."""
     scenario = subject(REAL, workload="vectors", world_size=2, num_steps=2, stops=(1,))
     star = Barring(scenario, ProcessTransport)
     told = Counter(one.rank for one in star.train().of(Traffic) if one.message == "Hello")
@@ -172,7 +172,7 @@ def test_what_a_worker_measured_is_told_once(crew: Remembering) -> None:
 
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
 def test_a_value_that_is_not_finite_halts_everyone(crew: Remembering, kind: str) -> None:
-    """Every process ends as halted, for the one reason that names the worker, and nobody steps."""
+    """All processes halt with the one reason that names the worker, and none steps."""
     fault = Fault(kind=kind, step=1, rank=1, value="inf")
     trace = stars.run(subject(REAL, faults=(fault,)))
     (halt,) = trace.of(Halt)
@@ -185,7 +185,7 @@ def test_a_value_that_is_not_finite_halts_everyone(crew: Remembering, kind: str)
 
 
 def test_every_process_hears_of_the_end(crew: Remembering) -> None:
-    """And is used again by the next run."""
+    """Every process learns of the end, and is used again by the next run."""
     stars.run(subject(REAL))
     assert [answer["status"] for answer in crew.answers()] == ["completed"] * 3
     pids = {hand.pid for hand in crew.given}
@@ -197,13 +197,13 @@ def test_every_process_hears_of_the_end(crew: Remembering) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The processes that `pid` started, and theirs."""
+    """Return the processes that `pid` started, directly or indirectly."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [one for child in map(int, children) for one in (child, *_descendants(child))]
 
 
 def _require_gone(watched: list[int]) -> None:
-    """Returns when the processes behind these file descriptors have ended."""
+    """Return when the processes behind these file descriptors have ended."""
     for one in watched:
         poll = select.poll()
         poll.register(one, select.POLLIN)
@@ -221,7 +221,7 @@ def _require_gone(watched: list[int]) -> None:
     ],
 )
 def test_nobody_is_left_behind(number: signal.Signals, mood: str) -> None:
-    """However the first process ends, and whatever its workers do just then."""
+    """No process remains, however the first one ends, and whatever its workers do just then."""
     with subprocess.Popen(
         [sys.executable, str(SCRIPT), mood],
         stdout=subprocess.PIPE,

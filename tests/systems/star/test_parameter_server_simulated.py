@@ -1,4 +1,4 @@
-"""The parameter server in virtual time: the reference's bits, whatever befalls it."""
+"""The parameter server in virtual time has the reference's bits under every fault."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.systems import stars
 from tests.systems.between import Between
 from tests.systems.stars import SIMULATED, subject
 
-# Virtual seconds: within the patience of both ends, and beyond it.
+# Virtual seconds: within the timeouts of both ends, and beyond them.
 SHORT_S, LONG_S = 1.0, 40.0
 BREAKS = ("kill", "cut", "half_open", "duplicate", "reorder", "truncate", "flip")
 
@@ -19,28 +19,28 @@ BREAKS = ("kill", "cut", "half_open", "duplicate", "reorder", "truncate", "flip"
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("workload", ["linear", "mlp", "decoder"])
 def test_any_number_of_workers_gives_the_reference(workload: str, world_size: int) -> None:
-    """After every step, the same weights."""
+    """The weights after every step are those of the reference."""
     stars.require_right(subject(SIMULATED, workload=workload, world_size=world_size))
 
 
 @pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("kind", BREAKS)
 def test_what_breaks_a_connection(kind: str, at: str) -> None:
-    """The worker is given up, comes back with everything, and no bit is another."""
+    """The worker is given up and comes back with the whole state, and no bit changes."""
     stars.require_back(stars.require_right(stars.struck(SIMULATED, kind, at)))
 
 
 @pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("kind", ["freeze", "delay"])
 def test_what_takes_time(kind: str, at: str) -> None:
-    """A short while is waited for, after a long one the worker is given up and comes back."""
+    """A short delay is waited for; after a long one the worker is given up and comes back."""
     assert stars.changes(stars.require_right(stars.struck(SIMULATED, kind, at, SHORT_S))) == []
     stars.require_back(stars.require_right(stars.struck(SIMULATED, kind, at, LONG_S)))
 
 
 @pytest.mark.parametrize("block_bytes", [4, 100, 604])
 def test_blocks_of_any_size_give_the_reference(block_bytes: int) -> None:
-    """Also when a worker is lost with some of them sent."""
+    """The bits are equal for any size of blocks, even if a worker is lost between two."""
     fault = Fault(kind="duplicate", step=stars.STEP, rank=1, at="TreeNode")
     for faults_planned in ((), (fault,)):
         stars.require_right(stars.in_blocks(SIMULATED, block_bytes, faults=faults_planned))
@@ -62,18 +62,18 @@ def test_what_breaks_a_connection_between_blocks(kind: str, at: str, block: int)
 
 @pytest.mark.parametrize(("value", "at"), stars.LIES)
 def test_who_lies_is_given_up(value: str, at: str) -> None:
-    """It comes back with everything, its shards are computed by others, and no bit is another."""
+    """The worker comes back, others compute its shards, and no bit changes."""
     stars.require_back(stars.require_right(stars.lying(SIMULATED, value, at)))
 
 
 @pytest.mark.parametrize("value", faults.STRANGERS)
 def test_strangers_are_turned_away(value: str) -> None:
-    """Whoever it is: the run goes on as if nobody had come."""
+    """Strangers of every kind do not affect the run."""
     stars.require_turned_away(stars.require_right(stars.visited(SIMULATED, value)))
 
 
 def test_strangers_come_when_much_is_wrong() -> None:
-    """A coordinator that dies takes them with it; the run ends right."""
+    """A coordinator that dies disconnects the strangers, and the run ends right."""
     others = tuple(
         Fault(kind="stranger", step=2, value=value) for value in ("silent", "slow_loris", "garbage")
     )
@@ -84,12 +84,12 @@ def test_strangers_come_when_much_is_wrong() -> None:
 
 
 def test_every_fault_on_the_way_is_tried_here() -> None:
-    """A new kind must join one of the tables above."""
+    """A new kind of fault must be added to one of the tables above."""
     assert {*BREAKS, "freeze", "delay"} == set(faults.ON_THE_WAY)
 
 
 def test_who_leaves_and_joins() -> None:
-    """As with the reference: recorded in the same steps, with the shards computed by others."""
+    """The trace has the same changes as the reference's, and others compute the shards."""
     leave = Fault(kind="leave", step=1, rank=2)
     join = Fault(kind="join", step=3, rank=2)
     trace = stars.require_right(subject(SIMULATED, faults=(leave, join)))
@@ -99,13 +99,13 @@ def test_who_leaves_and_joins() -> None:
 
 
 def test_a_run_that_is_stopped_and_resumed() -> None:
-    """Twice, and nobody can tell from the weights."""
+    """Stopping twice changes no weights."""
     stars.require_right(subject(SIMULATED, stops=(1, 3)))
 
 
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
 def test_a_value_that_is_not_finite_halts(kind: str) -> None:
-    """The worker, step, shard and samples are named, and nobody makes that step."""
+    """Worker, step, shard and samples are named, and no worker makes that step."""
     fault = Fault(kind=kind, step=1, rank=1, value="nan")
     trace = stars.run(subject(SIMULATED, faults=(fault,)))
     (halt,) = trace.of(Halt)
@@ -119,6 +119,6 @@ def test_a_value_that_is_not_finite_halts(kind: str) -> None:
 
 
 def test_the_same_scenario_is_the_same_run() -> None:
-    """Event by event, also under a fault."""
+    """Two runs have equal events, even under a fault."""
     scenario = stars.struck(SIMULATED, "cut", "TreeNode")
     assert stars.run(scenario).events == stars.run(scenario).events

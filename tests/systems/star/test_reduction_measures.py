@@ -1,4 +1,4 @@
-"""Measures of a reduction are true: errors by hand, bytes at both ends."""
+"""The measurements of a reduction are correct: errors by hand, bytes at both ends."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from entrenar_py.trace import Reduced, Start, Traffic, Update
 from entrenar_py.training.tensors import Array
 from entrenar_py.training.vectors import GivenVectors
 
-LENGTH = reduction_measures.PIECE + 5  # more than is recomputed at a time
-IDS = (2, 0, 5)  # which weigh 3, 1 and 3
+LENGTH = reduction_measures.PIECE + 5  # more than one piece of the recomputation
+IDS = (2, 0, 5)  # with the weights 3, 1 and 3
 TCP = ("parameter_server", "mesh", "ring")
 
 
 @pytest.fixture(scope="module")
 def model() -> GivenVectors:
-    """Six vectors."""
+    """Return six vectors."""
     return GivenVectors(6, length=LENGTH, data=np.random.default_rng(3))
 
 
 @pytest.fixture(scope="module")
 def terms(model: GivenVectors) -> Array:
-    """Those of IDS, in float64 [3, LENGTH]."""
+    """Return the terms of IDS, float64 [3, LENGTH]."""
     drawn = [model.pieces(one)(LENGTH) for one in IDS]
     return np.stack(drawn).astype(np.float64)
 
 
 @pytest.mark.parametrize("element", [0, 7, LENGTH - 1])
 def test_the_element_that_is_off_is_found(model: GivenVectors, terms: Array, element: int) -> None:
-    """By how many roundings of the terms' mean size; the others are within half a one."""
+    """Its error is counted in roundings of the terms' mean size; others are within half of one."""
     mean = (terms.sum(axis=0) / 7).astype(np.float32)
     right = reduction_measures.reduced(0, 1, mean, model, IDS)
     assert 0 < right.roundings <= 1
@@ -51,7 +51,7 @@ def test_the_element_that_is_off_is_found(model: GivenVectors, terms: Array, ele
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_is_off_by_all(model: GivenVectors, terms: Array, value: float) -> None:
-    """And its element is named."""
+    """A value that is not finite has an infinite error, and its element is named."""
     mean = (terms.sum(axis=0) / 7).astype(np.float32)
     mean[9] = value
     found = reduction_measures.reduced(0, 0, mean, model, IDS)
@@ -59,7 +59,7 @@ def test_what_is_not_finite_is_off_by_all(model: GivenVectors, terms: Array, val
 
 
 def vectors(system: str, **changes: Any) -> Scenario:
-    """Two workers and a few blocks."""
+    """Return a run of two workers and a few blocks."""
     usual: dict[str, Any] = {
         "workload": "vectors",
         "world_size": 2,
@@ -72,13 +72,13 @@ def vectors(system: str, **changes: Any) -> Scenario:
 
 @pytest.mark.parametrize("system", [*TCP, *(f"{name}_simulated" for name in TCP)])
 def test_whatever_one_sends_another_gets(system: str) -> None:
-    """Kind by kind, in bytes: over the coordinator, and between workers."""
+    """Bytes sent and received are equal for each kind, to the coordinator and between workers."""
     run = systems.run(vectors(system))
     assert run.end.status == "completed", run.end.reason
     total: Counter[tuple[str, bool, str, str]] = Counter()
     for one in run.of(Traffic):
         if one.message not in (*PLACES, *RING_PLACES):
-            continue  # heartbeats and farewells may be on their way when the run is over
+            continue  # heartbeats and farewells may be in flight when the run ends
         over_coordinator = one.rank is None or one.peer == "coordinator"
         up = (one.rank is None) == (one.direction == "got")
         way = "up" if up else "down"
@@ -92,7 +92,7 @@ def test_whatever_one_sends_another_gets(system: str) -> None:
 
 @pytest.mark.parametrize("system", ["mesh_simulated", "reference"])
 def test_only_known_vectors_are_measured(system: str) -> None:
-    """A model's mean is nobody's to know beforehand; and who does not talk sends nothing."""
+    """Only vectors with a known mean are measured, and a system without messages has no traffic."""
     run = systems.run(vectors(system, workload="linear", width=16, options={}))
     assert run.of(Update)
     assert not run.of(Reduced)
@@ -100,7 +100,7 @@ def test_only_known_vectors_are_measured(system: str) -> None:
 
 
 def test_a_run_that_takes_too_long_is_ended() -> None:
-    """Two workers of which one never has an answer: the reason says after how long."""
+    """The run fails after its deadline, and the reason names the time."""
     fault = Fault(kind="half_open", step=0, rank=1, at="Computed")
     options = {"heartbeat_s": 10.0, "dead_after_s": 30.0, "deadline_s": 1.0}
     run = systems.run(vectors("ring", faults=(fault,), options=options), every_fault=False)
@@ -119,14 +119,14 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
     ],
 )
 def test_options_that_make_no_sense(system: str, option: str, value: object, advice: str) -> None:
-    """Are told by name, before any worker is started."""
+    """Impossible options are named before a worker is started."""
     run = systems.run(vectors(system, options={option: value}))
     assert run.end.status == "failed"
     assert f"{option}={value!r}: {advice}" in run.end.reason
 
 
 def test_another_network_is_the_same_training() -> None:
-    """Other delays, other order of events, and not one bit."""
+    """Other delays change the order of events, and no bit."""
     options = {"block_bytes": 100}
     subject = vectors("mesh_simulated", world_size=5, options=options)
     other = subject.with_(options={**options, "network_seed": 1})

@@ -1,4 +1,4 @@
-"""A run's plan: who is started when, who is awaited, which faults are still to strike."""
+"""The plan of a run: when workers are started and awaited, and which faults are still to strike."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from tests.systems import stars
 
 
 class Planned(ScenarioRun):
-    """Drives nothing: remembers what it would have to, and that it went well.
-
-    It is its own transport.
-    """
+    """Is its own transport, which only remembers its calls and reports success."""
 
     secret = b""
 
@@ -50,7 +47,7 @@ class Planned(ScenarioRun):
         self.guests.append(guest)
 
     def befall(self, fault: Fault) -> None:
-        """There is no process."""
+        """Do nothing: there is no process."""
 
 
 LEAVE = Fault(kind="leave", step=1, rank=2)
@@ -59,7 +56,7 @@ CUT = Fault(kind="cut", step=2, rank=1, at="Commit")
 
 
 def test_everyone_is_started_and_awaited() -> None:
-    """A run from the first step to the last, before which all are there."""
+    """A run goes from the first to the last step, and awaits all workers before the first."""
     star = Planned()
     finished = star.train()
     assert (finished.end.status, finished.promises) == ("completed", ("bitwise",))
@@ -71,7 +68,7 @@ def test_everyone_is_started_and_awaited() -> None:
 
 
 def test_who_joins_is_started_and_awaited_then() -> None:
-    """Before its step, and not before; the fault is recorded when that happens."""
+    """A joining worker is started before its step, when the fault is recorded, and not earlier."""
     star = Planned(Fault(kind="join", step=3, rank=2))
     star.train()
     assert set(star.runs[0].awaited[0]) == {0, 1}
@@ -86,7 +83,7 @@ def test_who_joins_is_started_and_awaited_then() -> None:
 
 
 def test_who_is_struck_is_awaited_for_the_next_step() -> None:
-    """So that it comes back while there is something to do; not if it was struck already."""
+    """A worker with a fault to come is awaited before the next step; one already struck is not."""
     star = Planned(CUT)
     star.train()
     assert set(star.runs[0].awaited[3]) == {1}
@@ -100,7 +97,7 @@ def test_who_is_struck_is_awaited_for_the_next_step() -> None:
 
 
 def test_a_run_with_stops_is_several() -> None:
-    """Each goes on where the last ended, with the state that was saved there."""
+    """Each part starts where the last one ended, from the state saved there."""
     star = Planned(stops=(3, 1))
     finished = star.train()
     spans = [(run.first_step, run.num_steps, run.resumed) for run in star.runs]
@@ -110,7 +107,7 @@ def test_a_run_with_stops_is_several() -> None:
 
 
 def test_who_may_restart_saves_every_step() -> None:
-    """Until it has: what was made before the coordinator died is never made again."""
+    """Every step is saved until the coordinator has died: no step is made again."""
     restart = Fault(kind="restart", step=2, at="Commit")
     star = Planned(restart, stops=(3,))
     assert set(star.run_of(0, 3).saves) == {1, 2, 3}
@@ -120,7 +117,7 @@ def test_who_may_restart_saves_every_step() -> None:
 
 
 def test_a_run_that_failed_is_not_resumed() -> None:
-    """It ends as it ended."""
+    """The run keeps the status with which it failed."""
     star = Planned(stops=(1, 3), statuses=["completed", "halted"])
     finished = star.train()
     assert len(star.runs) == 2
@@ -129,7 +126,7 @@ def test_a_run_that_failed_is_not_resumed() -> None:
 
 
 def test_faults_wait_by_kind() -> None:
-    """Until each has struck; those that strike values are no star's affair."""
+    """A fault waits until it has struck; faults that plant values are not the star's."""
     star = Planned(LEAVE, JOIN, CUT, Fault(kind="non_finite_loss", step=4, value="nan"))
     assert star.waiting("leave", "cut") == [LEAVE, CUT]
     assert star.waiting("non_finite_loss") == []
@@ -143,7 +140,7 @@ def test_faults_wait_by_kind() -> None:
 def test_bits_are_promised_by_who_served(
     monkeypatch: pytest.MonkeyPatch, served: tuple[str, ...], promised: tuple[str, ...]
 ) -> None:
-    """Under `auto` two workers may be served by two backends, which round differently."""
+    """Under `auto` two workers may use two backends, which round differently."""
     turns = iter(served)
 
     def auto(on_attempt: Callable[[chain.Attempt], None]) -> backends.Backend:

@@ -1,4 +1,4 @@
-"""The server's hands: the reference's sums, and nothing taken that is not what it must be."""
+"""The work of the server: it has the reference's sums, and refuses invalid messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.systems import by_hand, stars
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """As in `systems.run` and in worker processes: how a sum is split is part of its order."""
+    """Run on one thread, as `systems.run` and workers do: threads change the order of sums."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -48,7 +48,7 @@ def _subject(**changes: Any) -> Scenario:
 
 
 def _held(hands: by_hand.Hands) -> list[trace.Tensors]:
-    """The weights after each step, as worker 0 recorded them."""
+    """Return the weights after each step, as worker 0 recorded them."""
     events = hands.server.recorder.drain()
     return [one.weights for one in events if isinstance(one, Update) and one.rank == 0]
 
@@ -56,7 +56,7 @@ def _held(hands: by_hand.Hands) -> list[trace.Tensors]:
 @pytest.mark.parametrize("block_bytes", [64, 2**20])
 @pytest.mark.parametrize("workload", ["linear", "mlp", "decoder"])
 def test_steps_by_hand_are_the_reference(workload: str, block_bytes: int) -> None:
-    """Whoever delivers first, in blocks of any size; the server's own replica is the workers'."""
+    """Steps equal the reference's for any order of deliveries and any size of blocks."""
     scenario = _subject(workload=workload, num_steps=3, options={"block_bytes": block_bytes})
     hands = by_hand.met(scenario)
     for step in range(3):
@@ -69,7 +69,7 @@ def test_steps_by_hand_are_the_reference(workload: str, block_bytes: int) -> Non
 
 
 def test_a_shard_at_a_time_is_the_same() -> None:
-    """How shards are dealt, and in how many deliveries, changes no bit."""
+    """The distribution of shards, and the number of deliveries, change no bit."""
     scenario = _subject(num_steps=1)
     hands = by_hand.met(scenario)
     for shard in (7, 0, 3, 1, 2, 6, 5, 4):
@@ -83,7 +83,7 @@ def test_a_shard_at_a_time_is_the_same() -> None:
     [(1.0, -4.0), (1.0, 17.0), (1.0, float("nan")), (float("nan"), 4.0), (float("inf"), 4.0)],
 )
 def test_a_node_weighs_what_a_batch_can(loss: float, weight: float) -> None:
-    """One that weighs less than nothing, or more than 16 samples, would bend the mean."""
+    """A node with a weight below 0, or above 16 samples, is refused."""
     server = Server(_subject(batch_size=16))
     right = TreeNode(step=0, round=0, block=0, level=0, index=0, loss=1.0, weight=16.0)
     payload = bytearray(server.vector_bytes)
@@ -94,7 +94,7 @@ def test_a_node_weighs_what_a_batch_can(loss: float, weight: float) -> None:
 
 
 def test_half_a_delivery_does_not_count() -> None:
-    """A worker that is lost before it sent its whole run of shards has delivered nothing."""
+    """A worker that is lost before its delivery is complete has delivered nothing."""
     scenario = _subject(num_steps=1)
     hands = by_hand.met(scenario)
     (node, *_) = by_hand.begin(hands, 1, 0, (3, 4, 5))
@@ -116,7 +116,7 @@ def test_half_a_delivery_does_not_count() -> None:
 
 @pytest.mark.parametrize("num_averaged", [1, 2, 3])
 def test_who_is_lost_between_blocks_leaves_the_right_bits(num_averaged: int) -> None:
-    """Averaged blocks stay; in all others the results of other workers count instead."""
+    """Averaged blocks stay; for all others the results of other workers are used."""
     scenario = stars.in_blocks("parameter_server", 160, num_steps=1)
     hands = by_hand.met(scenario)
     assert hands.server.blocks.count == 4
@@ -125,7 +125,7 @@ def test_who_is_lost_between_blocks_leaves_the_right_bits(num_averaged: int) -> 
     _send(hands, sent, order[:num_averaged])
     for block in order[:num_averaged]:
         by_hand.average(hands, 0, block)
-    # Of the next block something of the one that is lost is there, too.
+    # The lost worker has delivered a part of the next block, too.
     _send(hands, {1: sent.pop(1)}, order[num_averaged : num_averaged + 1])
     hands.server.left(Left(1, 0, "gone"))
     del hands.members[1]
@@ -144,7 +144,7 @@ _THIRDS = {0: (0, 1, 2), 1: (3, 4, 5), 2: (6, 7)}
 
 
 def _send(hands: by_hand.Hands, sent: dict[int, list[TreeNode]], blocks: list[int]) -> None:
-    """The server takes `blocks` of what workers have to send."""
+    """Have the server take `blocks` of the nodes that workers must send."""
     for rank, nodes in sent.items():
         for node in nodes:
             if node.block in blocks:
@@ -152,7 +152,7 @@ def _send(hands: by_hand.Hands, sent: dict[int, list[TreeNode]], blocks: list[in
 
 
 def test_a_step_that_did_not_happen_is_forgotten() -> None:
-    """All of it is computed again, and the same bits come out."""
+    """The whole step is computed again, with the same bits."""
     scenario = _subject(num_steps=1)
     hands = by_hand.met(scenario)
     for rank, shards in by_hand.shards_of(hands).items():
@@ -165,7 +165,7 @@ def test_a_step_that_did_not_happen_is_forgotten() -> None:
 
 
 def test_who_joins_late_has_everything(tmp_path: Path) -> None:
-    """Weights, moments and position; and a server that restores a checkpoint has them, too."""
+    """A late worker, and a server that restores a checkpoint, have the whole state."""
     scenario = _subject(world_size=2, optimizer="adamw", num_steps=4)
     hands = by_hand.met(scenario.with_(world_size=1))
     hands.server.scenario = scenario
@@ -187,7 +187,7 @@ def test_who_joins_late_has_everything(tmp_path: Path) -> None:
 
 
 def test_what_overflows_is_not_averaged() -> None:
-    """Finite nodes whose sum is not: a reason, and nobody steps."""
+    """Finite nodes whose sum overflows give a reason to halt, and no step."""
     scenario = _subject(world_size=1, num_shards=2)
     server = Server(scenario)
     huge = np.full(server.vector_bytes // 4, 3e38, "<f4").tobytes()
@@ -203,7 +203,7 @@ def test_what_overflows_is_not_averaged() -> None:
 
 
 def test_a_culprit_is_recorded() -> None:
-    """With all that its worker said of it."""
+    """The halt has all that the worker reported of its non-finite value."""
     server = Server(_subject())
     said = NonFinite(step=1, shard=3, tensor="weight", element=0, loss=1.0, ids=(4, 5))
     server.stop(Stop(1, 2, "because", said))
@@ -212,7 +212,7 @@ def test_a_culprit_is_recorded() -> None:
 
 
 def test_what_messages_carry() -> None:
-    """A state as long as was foretold, a vector, and nothing."""
+    """A state has its announced size, an average is a vector, and other payloads are empty."""
     hands = by_hand.met(_subject())
     server, member = hands.server, hands.members[0]
     welcome = by_hand.welcome_of(server, 0, 0)
@@ -227,7 +227,7 @@ def test_what_messages_carry() -> None:
 
 @pytest.mark.parametrize("block_bytes", [4, 7, 8, 160, 603, 604, 605, 2**20])
 def test_no_block_is_longer_than_asked(block_bytes: int) -> None:
-    """Whole elements, as many as fit; and the bound is that of the longest."""
+    """Blocks have as many whole elements as fit, and the longest is the limit of payloads."""
     server = Server(stars.in_blocks("parameter_server", block_bytes))
     sizes = [server.blocks.num_bytes(block) for block in range(server.blocks.count)]
     assert sum(sizes) == server.vector_bytes == 604
@@ -238,7 +238,7 @@ def test_no_block_is_longer_than_asked(block_bytes: int) -> None:
 
 @pytest.mark.parametrize("block_bytes", [0, 3, -4, 4.0, "8", True, None])
 def test_a_block_holds_an_element_at_least(block_bytes: Any) -> None:
-    """The refusal names the value, and what is allowed."""
+    """A smaller block size is refused with the value and what is allowed."""
     with pytest.raises(UsageError, match=r"block_bytes=.*: use a whole number of bytes >= 4"):
         Server(_subject(options={"block_bytes": block_bytes}))
 
@@ -279,7 +279,7 @@ PROBLEM = NonFinite(step=2, shard=0, tensor=None, element=None, loss=1.0, ids=()
     ],
 )
 def test_the_truth_is_taken(message: Message, payload: bytearray) -> None:
-    """So what is refused below is refused for what is wrong in it."""
+    """The correct messages are accepted, so that the refusals below have the planted reason."""
     Server(_subject()).require(1, message, payload)
 
 
@@ -307,7 +307,7 @@ def test_the_truth_is_taken(message: Message, payload: bytearray) -> None:
 def test_what_is_no_part_of_a_message_is_refused(
     message: Message, payload: bytearray, reason: str
 ) -> None:
-    """Another size, another kind of event, and garbage: a ProtocolError that says which."""
+    """Another size, another kind of event, and garbage are refused by name."""
     with pytest.raises(ProtocolError) as caught:
         Server(_subject()).require(1, message, payload)
     assert str(caught.value).startswith(reason)
@@ -315,7 +315,7 @@ def test_what_is_no_part_of_a_message_is_refused(
 
 @pytest.mark.parametrize(("block", "due"), [(0, 4 * 37), (1, 4 * 38), (3, 4 * 38)])
 def test_a_block_of_another_size_is_refused(block: int, due: int) -> None:
-    """One byte less or more, and what would be right for another block: blocks differ in size."""
+    """Blocks that are one byte too short or long, or have another block's size, are refused."""
     server = Server(stars.in_blocks("parameter_server", 160))
     node = _node(step=2, block=block)
     server.require(1, node, bytes(due))
@@ -331,7 +331,7 @@ def test_a_block_of_another_size_is_refused(block: int, due: int) -> None:
     [(Loaded(step=2), START), (COMPUTED, SHARD), (Applied(step=2), UPDATE), (PROBLEM, SHARD)],
 )
 def test_nobody_tells_of_another(message: Message, event: trace.Event, name: str) -> None:
-    """Neither of another worker nor of another step."""
+    """Events of another worker or of another step are refused."""
     record = json.loads(trace.dump_events([event]))
     record[name] += 1
     with pytest.raises(ProtocolError, match="of rank 1 in step 2 tells of another"):
@@ -340,7 +340,7 @@ def test_nobody_tells_of_another(message: Message, event: trace.Event, name: str
 
 @pytest.mark.parametrize("place", [{"rank": None}, {"step": None}])
 def test_nobody_tells_of_nobody(place: dict[str, None]) -> None:
-    """A fault that struck says where."""
+    """A fault that struck must have a place."""
     record = {"kind": "injected", "fault": FAULT, "step": 2, "rank": 1, **place}
     with pytest.raises(ProtocolError, match="tells of another"):
         Server(_subject()).require(1, COMPUTED, bytearray(json.dumps(record).encode()))
@@ -350,7 +350,7 @@ def test_nobody_tells_of_nobody(place: dict[str, None]) -> None:
     ("system", "owners"), [("parameter_server", 1), ("mesh", 3), ("ring_simulated", 3)]
 )
 def test_the_shape_of_a_run(system: str, owners: int) -> None:
-    """It is the scenario's, wherever it is driven: so many blocks as the server itself takes."""
+    """The run has the scenario's numbers, and the server's number of blocks."""
     scenario = Scenario(system=system, workload="mlp", world_size=3, seed=0, width=1200)
     server = Server(scenario)
     run = server.run_between(2, 5)

@@ -1,4 +1,4 @@
-"""A worker process's reports on its job, and the faults that it suffers."""
+"""A worker process's reports on its job, and the faults that it injects into itself."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCENARIO = stars.subject("parameter_server")
 
 @pytest.fixture
 def as_before() -> Iterator[None]:
-    """Undo the changes of a worker to its process, which is this one here."""
+    """Undo a worker's changes to its process, which is this test's process here."""
     handler, num_threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
     yield
     signal.signal(signal.SIGINT, handler)
@@ -53,7 +53,7 @@ def _job(**changes: Any) -> dict[str, Any]:
 
 
 def _answers(*jobs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a worker's answers, job after job, until there is none."""
+    """Return a worker's answers to all its jobs."""
     ours, theirs = Pipe()
     answers = []
 
@@ -73,7 +73,7 @@ def _answers(*jobs: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("as_before")
 def test_job_after_job() -> None:
-    """Each is answered with how it went; nobody listens here, and the address is named."""
+    """Each job gets an answer; without a coordinator it names the address."""
     jobs = [_job(), _job(rank=1)]
     for job, answer in zip(jobs, _answers(*jobs), strict=True):
         assert answer["status"] == "failed"
@@ -83,13 +83,13 @@ def test_job_after_job() -> None:
 
 
 def _doomed(*faults: Fault) -> tuple[Doomed, Any]:
-    """A worker that is to suffer `faults`, and the end of the pipe that hears its notes."""
+    """Return a worker that must inject `faults`, and the pipe's end that receives its notes."""
     ours, theirs = Pipe()
     return Doomed(faults, Job(theirs)), ours
 
 
 def test_what_befalls_a_message_is_noted_before() -> None:
-    """Once, at its place and no other."""
+    """A fault is noted once, before it strikes, and only at its place."""
     fault = Fault(kind="delay", step=2, rank=0, at="Staged", seconds=0.5)
     doomed, notes = _doomed(fault)
     others = (Staged(step=1, round=0), Commit(step=2), Heartbeat())
@@ -101,7 +101,7 @@ def test_what_befalls_a_message_is_noted_before() -> None:
 
 
 def test_each_of_two_faults_strikes() -> None:
-    """In their own steps."""
+    """Two faults strike in their own steps."""
     faults = [Fault(kind="cut", step=step, rank=0, at="Staged") for step in (1, 3)]
     doomed, notes = _doomed(*faults)
     struck = [doomed.meddle(0, True, Staged(step=step, round=0)) for step in range(5)]

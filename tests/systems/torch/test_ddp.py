@@ -1,4 +1,4 @@
-"""torch's DistributedDataParallel as a system: real processes, gloo, recorded by `observe`."""
+"""torch's DistributedDataParallel as a system: real processes over gloo, with `observe`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _run(**changes: Any) -> trace.Trace:
 
 
 def test_all_ranks_train() -> None:
-    """Every rank makes every step, and all samples of the batch are drawn once."""
+    """Every rank makes every step, and each sample of the batch is used once."""
     run = _run(accumulation=2)
     assert run.end == trace.End(status="completed")
     updates = [(one.step, one.rank) for one in run.of(trace.Update)]
@@ -37,7 +37,7 @@ def test_all_ranks_train() -> None:
 
 
 def test_everyone_stops_at_the_same_place() -> None:
-    """A NaN in a logical shard is named by the micro-batch that has it, on every rank."""
+    """Every rank names the micro-batch with the NaN that was planted in a logical shard."""
     fault = Fault(kind="non_finite_gradient", step=1, shard=7, value="nan", tensor="output.bias")
     run = _run(faults=(fault,), accumulation=2)
     assert run.end.status == "halted"
@@ -49,7 +49,7 @@ def test_everyone_stops_at_the_same_place() -> None:
 
 
 def test_who_dies_is_gone_and_comes_back() -> None:
-    """A worker is killed, the others go on from the checkpoint; it joins under its own number."""
+    """After a worker dies the others resume from the checkpoint; it joins under its own number."""
     leave = Fault(kind="leave", rank=1, step=0)
     run = _run(faults=(leave, Fault(kind="join", rank=1, step=2)))
     assert run.end.status == "completed", run.end
@@ -62,7 +62,7 @@ def test_who_dies_is_gone_and_comes_back() -> None:
 
 
 def test_what_a_rank_fails_by_is_told() -> None:
-    """A run on more GPUs than there are fails, and says so; it does not hang."""
+    """A run on more GPUs than there are fails with that reason, and does not hang."""
     run = _run(backends=("cuda",), world_size=9, num_shards=9)
     assert run.end.status == "failed"
     assert "9 ranks need a GPU each" in run.end.reason
@@ -71,7 +71,7 @@ def test_what_a_rank_fails_by_is_told() -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_nccl_trains_as_gloo_does() -> None:
-    """The same losses within float32 rounding, on two GPUs."""
+    """On two GPUs the losses are equal within float32 rounding."""
     on_cpu, on_gpu = (_run(world_size=2, backends=(name,)) for name in ("cpu", "cuda"))
     assert on_gpu.end.status == "completed", on_gpu.end
     losses = [[s.loss_sum for s in run.of(trace.Shard)] for run in (on_cpu, on_gpu)]

@@ -32,7 +32,7 @@ def _weights(run: trace.Trace) -> list[dict[str, str]]:
 
 
 def test_the_number_of_workers_changes_no_bit() -> None:
-    """1 and 4 workers: leaves of other sizes, some of them empty, dropout; every rank's weights."""
+    """1 and 4 workers have equal weights, with dropout, and with some leaves empty."""
     alone, together = (_run(world_size=n, num_shards=16) for n in (1, 4))
     (expected,) = _weights(alone)
     assert _weights(together) == [expected] * 4
@@ -42,8 +42,9 @@ def test_the_number_of_workers_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("shard", [4, 5])
 def test_whose_gradient_is_not_finite_is_named(shard: int) -> None:
-    """By its leaf, and the same on every rank, which all halt before the step: a leaf's gradients
-    are taken away before the next one's, and that is no step that was skipped.
+    """All ranks name the same leaf, and halt before the step.
+
+    The reducer removes a leaf's gradients before the next leaf: this is no skipped step.
     """
     fault = Fault(kind="non_finite_gradient", step=1, shard=shard, value="nan")
     run = _run(faults=(fault,))
@@ -59,7 +60,7 @@ def test_whose_gradient_is_not_finite_is_named(shard: int) -> None:
     ],
 )
 def test_only_powers_of_two_have_such_a_tree(changes: dict[str, int], message: str) -> None:
-    """Others are refused by name."""
+    """Other numbers are refused by name."""
     run = _run(**changes)
     assert run.end.status == "failed"
     assert message in run.end.reason

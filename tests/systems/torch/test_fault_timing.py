@@ -1,4 +1,4 @@
-"""Where faults strike in trainers whose ranks share batches."""
+"""The places of faults in trainers whose ranks share batches."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ STAGES = fault_timing.Arrangement(micro_batches=2, group_size=2, in_stages=True)
 
 
 def struck(fault: Fault, arranged: fault_timing.Arrangement) -> list[tuple[int | None, int | None]]:
-    """At which ranks, in which of their micro-batches."""
+    """Return the ranks that the fault strikes, and their micro-batches."""
     placed = fault_timing.place(SCENARIO, fault, range(4), arranged)
     return [(one.rank, one.shard) for one in placed]
 
 
 def test_a_shard_is_struck_on_all_who_compute_it() -> None:
-    """In the micro-batch that has its first sample; a rank that is named is struck alone."""
+    """A shard's fault strikes its micro-batch on all ranks of the group, or on the named rank."""
     assert struck(NAN, PAIRS) == [(2, 1), (3, 1)]
     assert struck(RANK, PAIRS) == [(3, None)]
     assert struck(NAN, fault_timing.Arrangement(micro_batches=2)) == [(3, 0)]
 
 
 def test_in_stages_it_strikes_where_the_tensor_or_the_loss_is() -> None:
-    """In a group the first rank has the first tensor, the last rank the loss."""
+    """The first rank of a group has the first tensor, the last rank has the loss."""
     assert struck(NAN, STAGES) == [(2, None)]
     assert struck(LOSS, STAGES) == [(1, None)]
     named = Fault(**{**RANK.to_dict(), "tensor": "output.bias"})

@@ -1,4 +1,4 @@
-"""torch's fully_shard as a system: real processes, gloo, pieces recorded by `observe`."""
+"""torch's fully_shard as a system: real processes over gloo, with `observe`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def _losses(run: trace.Trace) -> list[float]:
 
 
 def test_all_ranks_train() -> None:
-    """Every rank makes every step, sees the same whole weights, and draws samples of its own."""
+    """Every rank makes every step, has the same whole weights, and draws its own samples."""
     run = _run(accumulation=2, detail="values")
     assert run.end == trace.End(status="completed")
     updates = run.of(trace.Update)
     assert [(one.step, one.rank) for one in updates] == [(s, r) for s in range(4) for r in range(3)]
     bias = updates[0].weights["output.bias"].values()
     assert bias is not None
-    assert len(bias) == 10  # of which the ranks hold 4, 4 and 2
+    assert len(bias) == 10  # the ranks hold 4, 4 and 2 of them
     assert len({str(one.weights) for one in updates if one.step == 3}) == 1
     drawn = [i for shard in run.of(trace.Shard) if shard.epoch == 0 for i in shard.ids]
     assert sorted(drawn) == list(range(21))
@@ -47,13 +47,13 @@ def test_all_ranks_train() -> None:
 
 
 def test_micro_batches_without_samples_are_no_second_look_at_others() -> None:
-    """A micro-batch without samples is empty: gradients not yet reduced stand in no `.grad`."""
+    """A micro-batch without samples is empty, as gradients not yet reduced are in no `.grad`."""
     run = _run(world_size=1, num_samples=2, batch_size=2, num_steps=1, accumulation=4)
     assert [shard.ids for shard in run.of(trace.Shard)] == [(0,), (1,), (), ()]
 
 
 def test_everyone_stops_at_the_same_place() -> None:
-    """A NaN is named by the rank and micro-batch that had it, though all would have got it."""
+    """A NaN is named by its rank and micro-batch, before the reduction spreads it."""
     fault = Fault(kind="non_finite_gradient", step=1, shard=7, value="nan", tensor="output.bias")
     run = _run(faults=(fault,), accumulation=2)
     assert run.end.status == "halted"
@@ -64,7 +64,7 @@ def test_everyone_stops_at_the_same_place() -> None:
 
 
 def test_another_number_of_ranks_goes_on() -> None:
-    """A worker dies before there is any optimizer state, and comes back when there is."""
+    """A worker dies before there is optimizer state, and comes back when there is."""
     leave = Fault(kind="leave", rank=1, step=0)
     run = _run(faults=(leave, Fault(kind="join", rank=1, step=2)), optimizer="adamw")
     assert run.end.status == "completed", run.end
@@ -76,7 +76,7 @@ def test_another_number_of_ranks_goes_on() -> None:
 
 
 def test_bfloat16_is_computed_in_and_not_kept() -> None:
-    """Losses are those of float32 within its precision and not the same; weights are float32."""
+    """Losses differ from float32's within bfloat16's precision, and weights are float32."""
     full, mixed = (_run(options={"precision": name}) for name in ("float32", "bf16"))
     assert _losses(mixed) == pytest.approx(_losses(full), rel=0.02)
     assert _losses(mixed) != _losses(full)
@@ -84,7 +84,7 @@ def test_bfloat16_is_computed_in_and_not_kept() -> None:
 
 
 def test_an_unknown_precision_is_refused() -> None:
-    """The run fails, and says what is allowed."""
+    """The run fails with the allowed values."""
     reason = _run(options={"precision": "fp4"}).end.reason
     assert "option precision='fp4': allowed are float32, bf16" in reason
 
@@ -92,7 +92,7 @@ def test_an_unknown_precision_is_refused() -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_nccl_trains_as_gloo_does() -> None:
-    """The same losses within float32 rounding, on two GPUs."""
+    """On two GPUs the losses are equal within float32 rounding."""
     on_cpu, on_gpu = (_run(world_size=2, backends=(name,)) for name in ("cpu", "cuda"))
     assert on_gpu.end.status == "completed", on_gpu.end
     assert _losses(on_gpu) == pytest.approx(_losses(on_cpu), rel=1e-4)

@@ -1,4 +1,4 @@
-"""DiLoCo as a system: real processes, gloo, recorded by `observe`."""
+"""DiLoCo as a system: real processes over gloo, with `observe`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAN = Fault(kind="non_finite_gradient", rank=1, step=2, value="nan")
 
 
 def _run(**changes: Any) -> trace.Trace:
-    """Three workers, rounds of two steps and a last one of one."""
+    """Run three workers with rounds of two steps, and a last one of one step."""
     return systems.run(local_sgd.plan_scenario(**changes))
 
 
@@ -24,7 +24,7 @@ def _digests(events: list[Any], step: int) -> set[str]:
 
 
 def test_workers_differ_and_are_brought_together() -> None:
-    """One all-reduce a round, after which all hold the same; none within it."""
+    """A round has one all-reduce, at its end, after which all workers are equal."""
     run = _run()
     assert run.end == trace.End(status="completed")
     together = run.of(trace.Synchronised)
@@ -37,7 +37,7 @@ def test_workers_differ_and_are_brought_together() -> None:
 
 
 def test_who_dies_loses_its_round() -> None:
-    """The others end theirs without it; it comes back in the middle of a later one."""
+    """The others end their round without it, and it joins in the middle of a later one."""
     moves = (Fault(kind="leave", rank=1, step=1), Fault(kind="join", rank=1, step=3))
     run = _run(faults=moves)
     assert run.end.status == "completed", run.end
@@ -51,7 +51,7 @@ def test_who_dies_loses_its_round() -> None:
 
 @pytest.mark.parametrize("stops", [(), (3,)])
 def test_everyone_halts_before_the_outer_step(stops: tuple[int, ...]) -> None:
-    """Also where the run was to stop in the middle of that round."""
+    """All halt before the outer step, even if the run was to stop within that round."""
     run = _run(faults=(NAN,), stops=stops)
     assert run.end.status == "halted"
     assert {(one.rank, one.step, one.shard) for one in run.of(trace.Halt)} == {(1, 2, 1)}
@@ -61,7 +61,7 @@ def test_everyone_halts_before_the_outer_step(stops: tuple[int, ...]) -> None:
 
 
 def test_options_out_of_range_are_told() -> None:
-    """The run fails, and says by what."""
+    """The run fails, and the reason names the option."""
     run = _run(options={"outer_momentum": 1.5})
     assert run.end.status == "failed"
     assert "outer_momentum=1.5" in run.end.reason
@@ -70,7 +70,7 @@ def test_options_out_of_range_are_told() -> None:
 @pytest.mark.multi_gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_nccl_trains_as_gloo_does() -> None:
-    """The same losses within float32 rounding, on two GPUs; one collective a round."""
+    """On two GPUs the losses are equal within float32 rounding, with one collective a round."""
     on_cpu, on_gpu = (
         _run(world_size=2, optimizer="sgd", learning_rate=0.05, backends=(name,))
         for name in ("cpu", "cuda")

@@ -1,4 +1,4 @@
-"""Pipeline parallelism as a system: real processes, gloo, recorded by `observe`."""
+"""Pipeline parallelism as a system: real processes over gloo, with `observe`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.checks import traces
 
 
 def scenario(**changes: Any) -> Scenario:
-    """Two stages, one batch of seven lines of unequal length."""
+    """Return a run of two stages, with one batch of seven lines of unequal length."""
     usual: dict[str, Any] = {
         "system": "pipeline_parallel",
         "workload": "decoder_full",
@@ -34,7 +34,7 @@ def scenario(**changes: Any) -> Scenario:
 
 @pytest.mark.parametrize("schedule", pipeline_parallel.SCHEDULES)
 def test_it_trains_as_a_single_device_does(schedule: str) -> None:
-    """Loss, every gradient and every weight, by every schedule; all stages are one model."""
+    """For every schedule, losses, gradients and weights are those of a single device."""
     subject = scenario(options={"schedule": schedule})
     ((oracle,),) = companions.of((ORACLE,), subject).beside.values()
     runs = [traces.run(subject), traces.run(oracle)]
@@ -58,13 +58,13 @@ def test_it_trains_as_a_single_device_does(schedule: str) -> None:
 def test_how_many_ranks_share_a_model(
     workload: str, options: dict[str, Any], sizes: list[int]
 ) -> None:
-    """As many as divide the world, have a stage each, and something to train."""
+    """The number of ranks divides the world, and each has stages and something to train."""
     subject = scenario(workload=workload, options=options)
     assert [pipeline_parallel.degree(subject, world) for world in (1, 2, 3, 4)] == sizes
 
 
 def test_two_stages_a_rank_are_dealt_in_turn() -> None:
-    """The first rank has the first stage of each round."""
+    """With two stages a rank, consecutive stages are on consecutive ranks."""
     subject = scenario(options={"schedule": "zero_bubble"})
     assert pipeline_parallel.stages_of(subject, 2) == [
         [range(1), range(2, 3)],
@@ -81,6 +81,6 @@ def test_two_stages_a_rank_are_dealt_in_turn() -> None:
     ],
 )
 def test_what_can_not_be_cut_is_refused(options: dict[str, Any], message: str) -> None:
-    """Before any process is started."""
+    """Impossible options are refused before a process is started."""
     with pytest.raises(UsageError, match=message):
         pipeline_parallel.run(scenario(options=options))

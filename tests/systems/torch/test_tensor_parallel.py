@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism as systems: real processes, gloo, recorded by `observe`."""
+"""Tensor and sequence parallelism as systems: real processes over gloo, with `observe`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.checks import traces
 
 
 def scenario(**changes: Any) -> Scenario:
-    """Four ranks, two groups of two, one batch of seven lines of unequal length."""
+    """Return a run of two groups of two ranks, with one batch of seven lines of unequal length."""
     usual: dict[str, Any] = {
         "system": "tensor_parallel",
         "workload": "decoder_full",
@@ -38,7 +38,7 @@ def scenario(**changes: Any) -> Scenario:
     ("system", "world_size"), [("tensor_parallel", 4), ("sequence_parallel", 2)]
 )
 def test_it_trains_as_a_single_device_does(system: str, world_size: int) -> None:
-    """Loss, every gradient and every weight, on every rank."""
+    """Losses, gradients and weights on every rank are those of a single device."""
     subject = scenario(system=system, world_size=world_size, clip_norm=0.5)
     ((oracle,),) = companions.of((ORACLE,), subject).beside.values()
     runs = [traces.run(subject), traces.run(oracle)]
@@ -50,14 +50,14 @@ def test_it_trains_as_a_single_device_does(system: str, world_size: int) -> None
 
 
 def test_each_rank_holds_half() -> None:
-    """And the few numbers that all ranks of a group have."""
+    """Each rank has half of the cut tensors, and the whole of the few small ones."""
     held = traces.run(scenario(clip_norm=0.5)).of(trace.Held)
     assert [(one.rank, one.num_parts) for one in held] == [(rank, 2) for rank in range(4)]
     assert all(0.5 < one.held_bytes / one.whole_bytes < 0.52 for one in held)
 
 
 def test_a_fault_is_named_where_it_struck() -> None:
-    """An element has its number in the whole tensor, whoever holds the piece that it is in."""
+    """An element is named by its index in the whole tensor, whichever rank has its piece."""
     fault = Fault(
         kind="non_finite_gradient", step=0, rank=1, tensor="output.bias", element=9, value="nan"
     )
@@ -71,13 +71,13 @@ def test_a_fault_is_named_where_it_struck() -> None:
     [({"tp": 4}, "2 key-value heads; use a number that divides them"), ({"tp": "2"}, "tp='2'")],
 )
 def test_what_can_not_be_cut_is_refused(options: dict[str, Any], message: str) -> None:
-    """Before any process is started."""
+    """Impossible options are refused before a process is started."""
     with pytest.raises(UsageError, match=message):
         tensor_parallel.run(scenario(options=options))
 
 
 def test_a_world_that_the_groups_do_not_divide_has_smaller_ones() -> None:
-    """A rank that is left alone holds all of the model."""
+    """Groups become smaller; a rank alone in its group has the whole model."""
     sizes = [tensor_parallel.degree(scenario(), world) for world in (1, 2, 3, 4, 6)]
     assert sizes == [1, 2, 1, 2, 2]
 
@@ -86,7 +86,7 @@ def test_a_world_that_the_groups_do_not_divide_has_smaller_ones() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("system", ["tensor_parallel", "sequence_parallel", "pipeline_parallel"])
 def test_nccl_trains_as_gloo_does(system: str) -> None:
-    """The same losses within float32 rounding, on two GPUs."""
+    """On two GPUs the losses are equal within float32 rounding."""
     subject = scenario(system=system, world_size=2)
     on_cpu, on_gpu = (
         systems.run(subject.with_(backends=(name,), num_steps=3)) for name in ("cpu", "cuda")

@@ -1,4 +1,4 @@
-"""The workloads as chains of torch layers: the same function as the workload's formulas."""
+"""The workloads as chains of torch layers compute the same function as their formulas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scenario(name: str) -> Scenario:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_is_the_workload_s(name: str) -> None:
-    """The same tensors under the same names give the same loss; padding rows count nothing."""
+    """Equal tensors give an equal loss, and padding rows add nothing to it."""
     subject = scenario(name)
     workload, model = models.model_of(subject), workload_layers.build(subject)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -44,7 +44,7 @@ def test_the_loss_is_the_workload_s(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "decoder_full"])
 def test_stages_one_after_the_other_are_the_model(name: str) -> None:
-    """Each with its own units alone, and of the shapes that it says."""
+    """Stages with their own units compute the model, with the shapes that `example` returns."""
     subject = scenario(name)
     whole, data = workload_layers.build(subject), workload_layers.Data(subject, torch.device("cpu"))
     x, targets = data.batch([1, 5], 2)
@@ -56,7 +56,7 @@ def test_stages_one_after_the_other_are_the_model(name: str) -> None:
 
 
 def test_who_has_no_samples_has_a_loss_of_nothing() -> None:
-    """And a gradient of zeros: it takes part all the same."""
+    """Without samples the loss and the gradients are zero, and exist."""
     for name in NAMES:
         subject = scenario(name)
         model, data = (
