@@ -97,7 +97,7 @@ def test_two_that_stay_with_it_halt() -> None:
 
 
 def test_who_is_alone_says_so() -> None:
-    """A single worker's trace says that shards should have been audited, and were not."""
+    """With a single worker, each audit in the trace has that worker alone."""
     trace = stars.run(audited(SIMULATED, world_size=1))
     assert stars.held(trace) == stars.expected(trace.scenario)
     assert {one.ranks for one in trace.of(Audit)} == {(0,)}
