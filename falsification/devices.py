@@ -1,7 +1,7 @@
 """Bugs of a device's kernels and memory, on a stand-in that computes on the CPU.
 
-A stand-in is there on every machine and wrong in the same element every time, so that no kill
-depends on an adapter or on luck.
+The stand-in works on every machine and is wrong in the same element every time, so that no mutant's
+detection depends on an adapter or on chance.
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ Change = Callable[[list[Array]], list[Array]]
 
 
 def as_they_are(arrays: list[Array]) -> list[Array]:
-    """No change."""
+    """Return the gradients unchanged."""
     return arrays
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A backend that calls itself `wgpu`, multiplies by `product`, and gives the gradients of its
-    steps as `change` makes them.
-    """
+    """A backend called `wgpu` that multiplies by `product`, and applies `change` to gradients."""
 
     product: Product
     change: Change
@@ -54,7 +52,7 @@ class StandIn:
     unit_roundoff: float = 2.0**-23
 
     def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
-        """The workload's own, changed."""
+        """Return the workload's own step, with its gradients changed."""
 
         def step(ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
             loss, arrays = workload.gradients(tensors, ids, drop=drop, scale=scale)
@@ -63,22 +61,22 @@ class StandIn:
         return step
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """torch's own."""
+        """Apply torch's own linear layer."""
         return F.linear(x, weight, bias)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """`product` of the two."""
+        """Return `product` of the two operands."""
         return self.product(a, b)
 
     def products(self, pairs: Sequence[Pair]) -> list[Tensor]:
-        """One after the other."""
+        """Compute the products one after the other."""
         return [self.product(a, b) for a, b in pairs]
 
 
 def standing_in(
     product: Product = torch.matmul, change: Change = as_they_are
 ) -> Callable[[str], Backend]:
-    """`open_backend` on a machine whose only device is that stand-in."""
+    """Return an `open_backend` for a machine whose only device is the stand-in."""
 
     def open_backend(name: str) -> Backend:
         if name == "wgpu":
@@ -91,7 +89,7 @@ def standing_in(
 
 
 def corner_skipped(a: Tensor, b: Tensor) -> Tensor:
-    """The tile that is ragged in both directions is never written."""
+    """Leaves out the tile that is ragged in both directions."""
     result = a @ b
     rows, columns = (size - size % TILE for size in result.shape)
     result[rows:, columns:] = 0
@@ -99,13 +97,13 @@ def corner_skipped(a: Tensor, b: Tensor) -> Tensor:
 
 
 def tail_skipped(a: Tensor, b: Tensor) -> Tensor:
-    """The sum stops at the last full tile of k."""
+    """Stops the sum at the last full tile of k."""
     full = a.shape[1] - a.shape[1] % TILE
     return a[:, :full] @ b[:full]
 
 
 def strides_ignored(a: Tensor, b: Tensor) -> Tensor:
-    """Operands are read as they lie in memory."""
+    """Reads operands in memory order, without their strides."""
     return _as_stored(a) @ _as_stored(b)
 
 
@@ -114,12 +112,12 @@ def _as_stored(matrix: Tensor) -> Tensor:
 
 
 def swapped(a: Tensor, b: Tensor) -> Tensor:
-    """Rows and columns of the result change places."""
+    """Swaps rows and columns of the result."""
     return (a @ b).t()
 
 
 def ten_bits(a: Tensor, b: Tensor) -> Tensor:
-    """Operands keep 10 bits of mantissa."""
+    """Keeps 10 bits of the operands' mantissa."""
     return _truncated(a) @ _truncated(b)
 
 
@@ -131,7 +129,7 @@ _kept: list[Array] = []
 
 
 def kept_for_ever(nodes: Iterable[reduction.Node], num_shards: int) -> list[reduction.Node]:
-    """Keep every leaf of the second half of the shards in float64: all are on the second worker."""
+    """Keeps the leaves of the second half of the shards, all on the second worker, in float64."""
 
     def copied(node: reduction.Node) -> reduction.Node:
         if node.index >= num_shards // 2:
@@ -142,7 +140,7 @@ def kept_for_ever(nodes: Iterable[reduction.Node], num_shards: int) -> list[redu
 
 
 def weights_only(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -> int:
-    """Twice the weights: them and their gradients."""
+    """Estimates twice the weights: for them and their gradients."""
     return 2 * memory.FLOAT_BYTES * sum(prod(spec.shape) for spec in specs)
 
 
@@ -236,6 +234,6 @@ VARIANTS = (
         plants={"entrenar_py.systems.probes.memory.estimate_bytes": weights_only},
         scenario=_MEMORY.with_(world_size=1, num_steps=2, optimizer="adamw"),
         invariants=("F-HET-002",),
-        place={"rank": 0, "expected": f"0 to {8 * 5_483_594}"},  # the elements of that model
+        place={"rank": 0, "expected": f"0 to {8 * 5_483_594}"},  # the model's number of elements
     ),
 )
