@@ -1,9 +1,8 @@
-"""Every worker's share of a training run, each in a process of its own, with its memory measured.
+"""Measures the memory of every worker's share of a training run, each in its own process.
 
 The processes are forks of one that has loaded all code and computed nothing. The estimate is made
-before a worker is built, from the scenario and the manifest alone. The peak is the kernel's
-(`VmHWM` of /proc/self/status, reset when all code is loaded), or that of the device which the
-worker computes on.
+before a worker is built, from the scenario and the manifest alone. The peak is that of the worker's
+device, or on the CPU the kernel's `VmHWM` in /proc/self/status, reset when all code is loaded.
 """
 
 from __future__ import annotations
@@ -36,31 +35,31 @@ from entrenar_py.training.tensors import TensorSpec
 
 DEADLINE_S = 120
 FLOAT_BYTES = 4
-# Allocator, and code first used at this size (BLAS).
+# The allocator, and code that is first used at the real size (BLAS).
 FIXED_BYTES = 16 * 2**20
-# Vectors as long as the trainable tensors that a worker holds at the worst moment beside its tree
-# nodes and the optimizer's state: weights, autograd's gradients and what they are made of, the
-# averaged gradient, its squares in float64, the clipped one, the optimizer's temporaries. Measured
-# are 5, for every optimizer, with and without clipping.
+# The most vectors of the trainable tensors' length that a worker has at once, without tree nodes
+# and optimizer state: weights, autograd's gradients and their parts, the averaged gradient, its
+# squares in float64, the clipped gradient, the optimizer's temporaries. 5 were measured, for every
+# optimizer, with and without clipping.
 PARAMETER_VECTORS = 6
-# The same on a device, where the tree and the optimizer are not: weights, gradients, and what they
-# are read back from.
+# The same on a device, which has neither tree nor optimizer: weights, gradients, and the buffers
+# from which gradients are read back.
 DEVICE_VECTORS = 3
 DEVICE_FIXED_BYTES = 2**20
-# glibc gives memory back at once from this size on, instead of guessing one: a peak is then what is
-# in use, the same in every run, and not how the heap happened to be cut up.
+# glibc returns blocks of this size or more to the kernel at once, instead of adapting the size. The
+# peak then shows the memory in use, the same in every run, and not the heap's fragmentation.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**16)}
 OPTIMIZER_VECTORS = {"sgd": 0, "momentum": 1, "adamw": 2}
-# Floats per sample of the data set: the sample, what it is made of, its place in the epoch's order.
+# Floats per sample of the data set: the sample, its sources, its place in the epoch's order.
 DATA_FLOATS = {"linear": 16, "mlp": 128, "decoder": 256}
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """A Memory event per rank: its share of `scenario` as system reference would give it; or a
-    failed Attempt that says why a rank's device was not to be had.
+    """Record a Memory event for each rank, with its share as system reference would assign it.
 
-    SystemFailure if a process dies or takes longer than its deadline; UsageError for a budget that
-    is not stated, and for what a share has not: known vectors, stops, recorded values.
+    A rank whose device is unavailable gets a failed Attempt instead. Raises SystemFailure if a
+    process dies or exceeds its deadline. Raises UsageError without a budget, and for a workload,
+    stops or detail that this system does not support.
     """
     budget = scenario.options.get("budget_bytes")
     if type(budget) is not int:
@@ -103,7 +102,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def estimate_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -> int:
-    """Bytes that the share of worker `rank` will need on top of the interpreter and its libraries.
+    """Return the bytes that worker `rank` will need, without the interpreter and its libraries.
 
     Source: distributed-training-v1, F-HET-002.
     """
@@ -126,10 +125,10 @@ def estimate_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -
 
 
 def estimate_device_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -> int:
-    """Bytes of a device's own memory that the share of worker `rank` will need.
+    """Return the bytes of device memory that worker `rank` will need.
 
-    On an adapter for each number of samples that its shards have: each has a program of its own,
-    and keeps its memory. Source: distributed-training-v1, F-HET-002.
+    On an adapter, each number of samples that occurs has its own program, which keeps its memory.
+    Source: distributed-training-v1, F-HET-002.
     """
     trainable = sum(prod(spec.shape) for spec in specs if spec.role == "trainable")
     others = sum(prod(spec.shape) for spec in specs) - trainable
@@ -149,7 +148,7 @@ def estimate_device_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorS
 
 
 def _activations(scenario: Scenario) -> int:
-    """Floats that one sample needs in the forward and the backward pass."""
+    """Return the number of floats that one sample needs in the forward and the backward pass."""
     masks = 4 if scenario.dropout else 0
     per_sample = {
         "linear": 16,
@@ -160,7 +159,7 @@ def _activations(scenario: Scenario) -> int:
 
 
 def _nodes_max(run: Sequence[int]) -> int:
-    """The most nodes that `reduction.fold` holds at once: of the leaves before, and the next."""
+    """Return the most nodes that `reduction.fold` holds at once, including the next leaf."""
     return 1 + max(num_nodes(run[0], leaf) for leaf in run)
 
 
@@ -175,12 +174,12 @@ def num_nodes(start: int, end: int) -> int:
 
 
 def _run_of(scenario: Scenario, rank: int) -> Sequence[int]:
-    """The shards of worker `rank`."""
+    """Return the shards of worker `rank`."""
     return sharding.runs(range(scenario.num_shards), range(scenario.world_size))[rank]
 
 
 def _measured_apart(scenario: Scenario) -> list[dict[str, Any]]:
-    """Return what `measured` says of each rank, in processes that are gone by then.
+    """Return the result of `measured` for each rank, each from a process that has ended.
 
     Raises SystemFailure if one of them fails.
     """
@@ -224,10 +223,10 @@ def _kill(child: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _ended_by_interrupt(child: subprocess.Popen[str]) -> Iterator[None]:
-    """While inside, SIGINT kills `child`; KeyboardInterrupt on the way out if one came.
+    """Make SIGINT kill `child` inside the block, and raise KeyboardInterrupt at its end.
 
-    At once, where the harness would note the signal and go on to the end of the run. Changes
-    nothing outside the main thread, and where SIGINT is ignored.
+    The harness would only note the signal, and wait for the end of the run. Does nothing outside
+    the main thread, or if SIGINT is ignored.
     """
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
@@ -250,9 +249,9 @@ def _ended_by_interrupt(child: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def measure(scenario: Scenario, rank: int) -> device_memory.Measured:
-    """Does this process's share: the bytes it has before, and the most during it.
+    """Do the share of `rank` in this process; return the bytes before it and the most during it.
 
-    Raises BackendUnavailable if the rank's device can't be had.
+    Raises BackendUnavailable if the rank's device can't be used.
     """
     name = scenario.backend_of(rank)
     tiny = scenario.with_(world_size=1, num_shards=1, batch_size=1, num_steps=1, width=8)
@@ -271,8 +270,8 @@ def measure(scenario: Scenario, rank: int) -> device_memory.Measured:
 def work(scenario: Scenario, rank: int, backend: Backend) -> None:
     """Do the work of worker `rank` in every step: shards, tree nodes, an optimizer step.
 
-    The other workers' nodes never come, so it steps on its own first node: other numbers, the same
-    memory. Every step sees the first batch and the peak learning rate.
+    There are no nodes of other workers, so it steps with its own first node: the numbers differ,
+    the memory doesn't. Every step uses the first batch and the peak learning rate.
     """
     model = models.model_of(scenario)
     scale = engine.scale_of(model.weight_max * scenario.batch_size)
@@ -293,7 +292,7 @@ def work(scenario: Scenario, rank: int, backend: Backend) -> None:
 def _share(
     scenario: Scenario, rank: int, replica: engine.Engine, step: int, ids: sharding.Ids
 ) -> list[reduction.Node]:
-    """Return what worker `rank` sends in `step`."""
+    """Return the nodes that worker `rank` would send in `step`."""
     shards = sharding.cut(ids, scenario.num_shards)
 
     def leaf(shard: int) -> reduction.Node:
@@ -318,7 +317,7 @@ def _peak_bytes() -> int:
 def measured(scenario: Scenario, rank: int) -> dict[str, Any]:
     """Measure the share of `rank` in this process; return a record that JSON can hold.
 
-    It has the bytes, whether the scenario's mutant took part, and why the device was `unavailable`.
+    It has the bytes, whether the mutant was run (`planted`), and why the device is `unavailable`.
     """
     torch.set_num_threads(1)  # as in `systems.run`
     found: dict[str, Any] = {"unavailable": ""}
@@ -334,9 +333,9 @@ def measured(scenario: Scenario, rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read a scenario from standard input; print a line for each rank, from a fork of its own.
+    """Read a scenario from standard input; print one line for each rank, from its own fork.
 
-    Where a fork fails, end as it did.
+    If a fork fails, end with the same exit status or signal.
     """
     scenario = Scenario.from_dict(json.load(sys.stdin))
     if scenario.mutant is not None:
