@@ -7,7 +7,13 @@ from __future__ import annotations
 
 import sys
 
-STAR = ("entrenar_py.systems.star.worker_process", "entrenar_py.training.decoder")
+STAR = (
+    "encodings.idna",  # which the first name of a host loads
+    "entrenar_py.backends.cpu",
+    "entrenar_py.systems.star.worker_process",
+    "entrenar_py.training.decoder",
+    "numpy.random",
+)
 MODULES = (
     "entrenar_py.observing.observer",
     "entrenar_py.systems.torch.ranks",
