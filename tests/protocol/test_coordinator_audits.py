@@ -147,7 +147,7 @@ def test_nobody_is_audited_by_another_backend() -> None:
 
 
 def _asked_as_third(star: Star) -> Station:
-    """Return the rank that is asked for the deciding copy."""
+    """Return the worker that is asked for the deciding copy."""
     star.until(lambda: len(dealt(star)) > 5)
     rank, shards = dealt(star)[5]
     assert shards == (1,)
@@ -217,7 +217,7 @@ def test_an_owner_that_dies_is_replaced() -> None:
 
 
 def test_a_step_that_did_not_happen_has_no_audits() -> None:
-    """After all workers left, a new one that leaves early is not audited."""
+    """If all leave, the loss of a new worker before the step hands out nothing."""
     star = audited(3, shards=(0, 1, 2, 3), num_steps=1)
     for link in reversed(list(star.links.values())):
         star.cut(link)

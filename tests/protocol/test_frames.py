@@ -1,4 +1,4 @@
-"""Frames: any split is put together again; anything lost, changed, moved or too long is refused."""
+"""Frames: any split decodes; anything lost, changed, reordered or too long is refused."""
 
 from __future__ import annotations
 
@@ -48,32 +48,32 @@ MIB = 2**20
 
 @contextmanager
 def short_chunks() -> Iterator[None]:
-    """Chunks of 16 bytes, so that a small payload takes many frames."""
+    """Use chunks of 16 bytes, so that a small payload takes many frames."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frames, "CHUNK_BYTES", 16)
         yield
 
 
 def decoder(limit: int = LIMIT, key: bytes = KEY) -> Decoder:
-    """One that takes `limit` bytes with whatever carries something."""
+    """Return a decoder that allows payloads of `limit` bytes."""
     return Decoder(lambda kind: limit, key)
 
 
 def signed(frame: bytes, key: bytes = KEY) -> bytes:
-    """`frame` with the checksum that someone who has the key would give it."""
+    """Return `frame` with the right checksum for its content."""
     checksum = AESGCM(key).encrypt(frame[4:16], b"", frame[:32] + frame[48:])
     return frame[:32] + checksum + frame[48:]
 
 
 def changed(frame: bytes, at: int, form: str, value: int) -> bytes:
-    """`frame` with another value at byte `at` of its prefix, and a checksum that fits."""
+    """Return `frame` with another value at byte `at` of its prefix, and a checksum that fits."""
     copy = bytearray(frame)
     struct.pack_into(form, copy, at, value)
     return signed(bytes(copy))
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most memory that `work` had allocated at once."""
+    """Return the most memory that `work` had allocated at once."""
     tracemalloc.start()
     try:
         work()
@@ -94,7 +94,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
     cuts=st.lists(st.integers(min_value=0), max_size=40),
 )
 def test_any_split_is_put_together(sent: list[tuple[Message, bytes]], cuts: list[int]) -> None:
-    """Messages and payloads come out whole and in order, wherever the stream of bytes was cut."""
+    """Messages come complete and in order, wherever the stream was cut."""
     with short_chunks():
         encoder = Encoder(KEY)
         data = b"".join(frame for one in sent for frame in written(encoder, *one))
@@ -108,7 +108,7 @@ def test_any_split_is_put_together(sent: list[tuple[Message, bytes]], cuts: list
     "size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES]
 )
 def test_chunks_of_full_size(size: int) -> None:
-    """A payload around the bounds of a chunk takes as many frames as it needs, and comes whole."""
+    """A payload around a multiple of the chunk size takes the right number of frames."""
     payload = (bytes(range(251)) * (size // 251 + 1))[:size]
     sent = written(Encoder(KEY), NODE, payload)
     assert len(sent) == max(1, -(-size // CHUNK_BYTES))
@@ -118,14 +118,14 @@ def test_chunks_of_full_size(size: int) -> None:
 
 
 def test_a_payload_keeps_its_bits() -> None:
-    """NaN payloads and -0.0 are bytes like any others."""
+    """NaN payloads and -0.0 arrive unchanged."""
     payload = struct.pack("<4I", 0x7FC00001, 0xFFC12345, 0x7F800001, 0x80000000)
     (got,) = feed(decoder(), b"".join(written(Encoder(KEY), NODE, payload)))
     assert got.payload == payload
 
 
 def test_the_key_may_come_between_messages() -> None:
-    """A session starts without a key and goes on with one, on a stream that is never cut."""
+    """A session starts without a key and continues with one, on one stream."""
     reader, encoder = decoder(key=NO_KEY), Encoder()
     challenge = Challenge(version=VERSION, nonce="0" * 32)
     (first,) = feed(reader, b"".join(written(encoder, challenge)))
@@ -139,7 +139,7 @@ def test_the_key_may_come_between_messages() -> None:
 
 @given(message=anything(CARRYING), payload=st.binary(max_size=40), place=st.integers(min_value=0))
 def test_a_flipped_bit_is_never_delivered(message: Message, payload: bytes, place: int) -> None:
-    """Wherever it is: an error, or nothing until more has come, and an error then."""
+    """It causes an error, at once or when more bytes have come."""
     with short_chunks():
         data = bytearray(b"".join(written(Encoder(KEY), message, payload)))
         place %= 8 * len(data)
@@ -150,7 +150,7 @@ def test_a_flipped_bit_is_never_delivered(message: Message, payload: bytes, plac
 
 @given(payload=st.binary(max_size=60), data=st.data())
 def test_what_is_cut_off_is_not_delivered(payload: bytes, data: st.DataObject) -> None:
-    """Every byte but the last may have come: nothing is handed on."""
+    """No message is returned before its last byte has come."""
     with short_chunks():
         whole = b"".join(written(Encoder(KEY), NODE, payload))
         end = data.draw(st.integers(0, len(whole) - 1))
@@ -159,7 +159,7 @@ def test_what_is_cut_off_is_not_delivered(payload: bytes, data: st.DataObject) -
 
 @given(data=st.data())
 def test_every_frame_has_its_place(data: st.DataObject) -> None:
-    """Repeated, swapped or dropped, it is refused, and what was delivered before is right."""
+    """A repeated, swapped or dropped frame is refused; messages before it are right."""
     sent: tuple[tuple[Message, bytes], ...] = (
         (NODE, bytes(range(50))),
         (Commit(step=1), b""),
@@ -185,14 +185,14 @@ def test_every_frame_has_its_place(data: st.DataObject) -> None:
 
 @given(message=anything([one for one in MESSAGES.values() if one not in UNKEYED]))
 def test_another_key_is_refused(message: Message) -> None:
-    """A frame of another session, or of nobody's, is no frame of this one."""
+    """A frame of another session, or without a key, is refused."""
     for key in (bytes(32), bytes(range(1, 33))):
         with pytest.raises(ProtocolError, match="checksum"):
             feed(decoder(), b"".join(written(Encoder(key), message)))
 
 
 def test_the_key_covers_all_of_a_frame() -> None:
-    """Whoever has no key can change no byte of a frame and give it a checksum that fits."""
+    """No byte of a frame can be changed without the key."""
     (frame,) = written(Encoder(KEY), NODE, b"12345678")
     for place in range(len(frame)):
         forged = bytearray(frame)
@@ -234,7 +234,7 @@ def test_a_frame_sent_back_is_refused() -> None:
     ],
 )
 def test_a_wrong_prefix_is_refused(at: int, form: str, value: int, complaint: str) -> None:
-    """Even from one who has the key, at the last byte of the prefix, with what is wrong in it."""
+    """Even with a right checksum, at its last byte; the error names the wrong field."""
     (frame,) = written(Encoder(KEY), NODE, b"12345678")
     reader = decoder()
     wrong = changed(frame, at, form, value)
@@ -245,7 +245,7 @@ def test_a_wrong_prefix_is_refused(at: int, form: str, value: int, complaint: st
 
 @pytest.mark.parametrize("claim", [2**20 + 1, 2**40, 2**62, 2**64 - 1])
 def test_a_claimed_size_allocates_nothing(claim: int) -> None:
-    """48 bytes that promise 2**62 are refused before there is a buffer for them."""
+    """48 bytes that announce 2**62 are refused before any allocation."""
     frame = changed(written(Encoder(KEY), NODE, b"12345678")[0], 24, "<Q", claim)
     reader = decoder()
 
@@ -276,7 +276,7 @@ def test_the_limit_is_of_the_kind_and_of_the_moment() -> None:
 )
 @given(data=st.data())
 def test_what_carries_nothing_brings_nothing(kind: type[Message], data: st.DataObject) -> None:
-    """Neither may it be given a payload, nor is one taken, whatever a driver allows."""
+    """A kind without payload can't be sent or received with one."""
     message = data.draw(said(kind, short=True))
     with pytest.raises(AssertionError, match="carries nothing"):
         written(Encoder(KEY), message, b"x")
@@ -289,7 +289,7 @@ def test_what_carries_nothing_brings_nothing(kind: type[Message], data: st.DataO
 
 
 def test_a_message_is_finished_before_the_next() -> None:
-    """Frames of another message in between, of another size, or with a header again are refused."""
+    """Frames of another message, of another size, or with a second header are refused."""
     with short_chunks():
         encoder = Encoder(KEY)
         first, second, *_ = written(encoder, NODE, bytes(60))
@@ -312,7 +312,7 @@ def test_a_message_is_finished_before_the_next() -> None:
 
 
 def test_a_header_is_checked_like_any() -> None:
-    """A frame that is sound, with a header that is not."""
+    """A frame with a right checksum and a bad header is refused."""
     (frame,) = written(Encoder(KEY), Commit(step=1))
     wrong = signed(frame.replace(b'{"step":1}', b'{"step":x}'))
     with pytest.raises(ProtocolError, match="Commit: its header can't be read"):
@@ -320,7 +320,7 @@ def test_a_header_is_checked_like_any() -> None:
 
 
 def test_an_end_refuses_to_send_what_no_end_would_take() -> None:
-    """A header that is too long is our own mistake, and is not sent."""
+    """Sending a header that is too long is an assertion error."""
     hello = Hello(
         version=VERSION,
         run="\U0001f600" * 400,
@@ -346,7 +346,7 @@ def test_an_end_refuses_to_send_what_no_end_would_take() -> None:
 )
 @given(data=st.data())
 def test_a_stranger_says_nothing_else(kind: type[Message], data: st.DataObject) -> None:
-    """Before a session has a key only what makes one is read: the rest ends with its prefix."""
+    """Without a key only handshake messages are read; others fail at the prefix."""
     (frame,) = written(Encoder(), data.draw(said(kind, short=True)))
     with pytest.raises(ProtocolError, match=f"{kind.__name__} from a stranger"):
         feed(decoder(key=NO_KEY), frame[:PREFIX_BYTES])
@@ -385,7 +385,7 @@ def test_a_stranger_is_brief(kind: type[Message]) -> None:
 
 @pytest.mark.parametrize(("said_bytes", "each_kib"), [(0, 2), (47, 2), (48 + 4095, 6)])
 def test_a_thousand_strangers_cost_little(said_bytes: int, each_kib: int) -> None:
-    """Codecs of 1,000 connections: 2 KiB each while silent, 6 KiB for the longest of hellos."""
+    """The codecs of a connection take 2 KiB while silent, 6 KiB for the longest hello."""
     frame = bytearray(written(Encoder(), Refuse(reason="", retry=False))[0].ljust(48 + 4095, b"x"))
     struct.pack_into("<I", frame, 16, 4096)
     held = []
@@ -402,7 +402,7 @@ def test_a_thousand_strangers_cost_little(said_bytes: int, each_kib: int) -> Non
 
 
 def test_a_payload_goes_where_the_receiver_says() -> None:
-    """Into the room that was given for it, over all its frames; none is asked for an empty one."""
+    """It is written into its room, over all frames; an empty payload needs none."""
     own = bytearray(60)
     asked: list[tuple[Message, int]] = []
 
@@ -422,7 +422,7 @@ def test_a_payload_goes_where_the_receiver_says() -> None:
 
 
 def test_a_message_may_have_no_room() -> None:
-    """Whoever gives the room may refuse it, by the message that it is for."""
+    """`room` may refuse a message."""
 
     def room(message: Message, num_bytes: int) -> memoryview:
         raise ProtocolError(f"{num_bytes} bytes of nobody's")
@@ -434,7 +434,7 @@ def test_a_message_may_have_no_room() -> None:
 
 @pytest.mark.parametrize("num_bytes", [7, 9])
 def test_room_of_another_size_is_our_mistake(num_bytes: int) -> None:
-    """A payload fills its room, and never less or more of it."""
+    """Room of a wrong size is an assertion error."""
     reader = Decoder(lambda kind: 8, KEY, room=lambda *_: memoryview(bytearray(num_bytes)))
     (frame,) = written(Encoder(KEY), NODE, b"12345678")
     with pytest.raises(AssertionError, match=f"room of {num_bytes} bytes for 8"):
@@ -446,7 +446,7 @@ def test_room_of_another_size_is_our_mistake(num_bytes: int) -> None:
     [(5, 0, "no message has it"), (24, 9, "9 bytes: 8 are allowed"), (48, 0, "can't be read")],
 )
 def test_no_room_is_asked_for_what_is_refused(place: int, value: int, complaint: str) -> None:
-    """Not before the prefix is sound, its sizes are allowed, and the header is a message's."""
+    """`room` is called after prefix, sizes and header were checked."""
 
     def room(message: Message, num_bytes: int) -> memoryview:
         raise AssertionError("asked")
@@ -458,7 +458,7 @@ def test_no_room_is_asked_for_what_is_refused(place: int, value: int, complaint:
 
 
 def test_a_large_payload_is_held_once() -> None:
-    """64 MiB pass in 64 MiB and less than 3 more, for both ends together."""
+    """Both ends together take less than 3 MiB more than the 64 MiB of payload."""
     payload = bytes(64 * MIB)
     welcome = Welcome(rank=0, step=0, blocks=1, resumed=False, proof="0" * 64)
     reader = decoder(64 * MIB)
@@ -472,7 +472,7 @@ def test_a_large_payload_is_held_once() -> None:
 
 
 def test_a_long_list_fits() -> None:
-    """The shards of a large run are one message."""
+    """The shards of a large run fit in one message."""
     assign = Assign(step=0, shards=tuple(range(2**16)))
     (got,) = feed(decoder(), b"".join(written(Encoder(KEY), assign)))
     assert got.message == assign

@@ -1,4 +1,4 @@
-"""The bytes on the wire are those agreed on, both ways, and lie where the docs say."""
+"""The bytes on the wire equal the stored ones both ways, and are laid out as documented."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROWS: list[dict[str, Any]] = json.loads(GOLDEN.read_text("utf-8"))
 
 
 def test_the_same_bytes_are_written() -> None:
-    """One of each message, under fixed fields and a fixed key. See `tests.protocol.samples`."""
+    """One frame of each message, with fixed fields and a fixed key. See `samples`."""
     assert [row["message"] for row in ROWS] == [kind.__name__ for kind in MESSAGES.values()]
     assert vectors() == ROWS
 
 
 def test_the_same_messages_are_read() -> None:
-    """All of them as one stream."""
+    """All stored frames are decoded as one stream."""
     data = b"".join(bytes.fromhex(row["frame"]) for row in ROWS)
     got = feed(Decoder(lambda kind: 1024, KEY), data)
     assert [(repr(one.message), bytes(one.payload)) for one in got] == [
@@ -34,7 +34,7 @@ def test_the_same_messages_are_read() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["message"])
 def test_every_byte_is_where_the_docs_say(row: dict[str, Any]) -> None:
-    """Read by hand, without our code."""
+    """A frame is parsed here without the package's code."""
     frame = bytes.fromhex(row["frame"])
     header, payload = row["header"].encode(), bytes.fromhex(row["payload"])
     tag = next(tag for tag, kind in MESSAGES.items() if kind.__name__ == row["message"])

@@ -1,4 +1,4 @@
-"""Proofs: each depends on the secret and on everything that was said, and no use is another."""
+"""Proofs depend on the secret and both messages, and differ for each use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HELLO = Hello(
 @pytest.mark.parametrize("use", USES)
 @given(data=st.data())
 def test_it_depends_on_all_that_was_said(use: Use, data: st.DataObject) -> None:
-    """Another secret, challenge or hello: another proof, and another key."""
+    """Another secret, challenge or hello gives another proof and another key."""
     heard = st.tuples(st.binary(max_size=40), said(Challenge), said(Hello))
     one, other = data.draw(heard), data.draw(heard)
     blank = [(secret, asked, replace(hello, proof="")) for secret, asked, hello in (one, other)]
@@ -64,7 +64,7 @@ def test_it_depends_on_all_that_was_said(use: Use, data: st.DataObject) -> None:
     ids=lambda changes: next(iter(changes)),
 )
 def test_every_field_of_a_hello_counts(use: Use, changes: dict[str, object]) -> None:
-    """None can be changed on its way."""
+    """A changed field makes the proof wrong."""
     changed = Hello(**{**asdict(HELLO), **changes})
     assert use(SECRET, CHALLENGE, HELLO) != use(SECRET, CHALLENGE, changed)
 
@@ -72,20 +72,20 @@ def test_every_field_of_a_hello_counts(use: Use, changes: dict[str, object]) -> 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("changes", [{"version": 1}, {"nonce": "2" * 32}])
 def test_every_field_of_a_challenge_counts(use: Use, changes: dict[str, object]) -> None:
-    """A proof is worth nothing for another challenge: it can't be kept and used again."""
+    """A proof for one challenge is wrong for any other."""
     changed = Challenge(**{**asdict(CHALLENGE), **changes})
     assert use(SECRET, CHALLENGE, HELLO) != use(SECRET, changed, HELLO)
 
 
 @pytest.mark.parametrize("use", USES)
 def test_the_secret_counts_and_the_proof_does_not(use: Use) -> None:
-    """A worker proves what it said besides the proof; nobody gets it right without the secret."""
+    """The field `proof` is not covered; the secret is needed."""
     assert use(SECRET, CHALLENGE, HELLO) == use(SECRET, CHALLENGE, replace(HELLO, proof="a" * 64))
     assert use(SECRET, CHALLENGE, HELLO) != use(b"", CHALLENGE, HELLO)
 
 
 def test_each_use_is_another() -> None:
-    """A worker's proof can't be sent back to it, and is no key."""
+    """A worker's proof is neither the coordinator's nor the session's key."""
     made = {
         proof_of_worker(SECRET, CHALLENGE, HELLO),
         proof_of_coordinator(SECRET, CHALLENGE, HELLO),
@@ -97,7 +97,7 @@ def test_each_use_is_another() -> None:
 
 
 def test_it_is_what_the_docs_say() -> None:
-    """HMAC-SHA256 of the use and both messages, a line each, the proof left empty."""
+    """HMAC-SHA256 of the use and both messages, a line each, with an empty proof."""
     lines = ["worker", *map(_canonical, (asdict(CHALLENGE), asdict(HELLO)))]
     expected = hmac.new(SECRET, "\n".join(lines).encode(), hashlib.sha256).hexdigest()
     assert proof_of_worker(SECRET, CHALLENGE, replace(HELLO, proof="x")) == expected

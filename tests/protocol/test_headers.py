@@ -1,4 +1,4 @@
-"""Messages as fields of JSON: what is written is read back; nothing else is."""
+"""Messages as JSON headers: every one is read back, and nothing else is accepted."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ WELCOME: dict[str, object] = {
 
 
 def header(record: object) -> bytes:
-    """`record` in canonical form."""
+    """Return `record` in canonical form."""
     return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
 
 def refusal(tag: int, sent: bytes) -> str | None:
-    """Why `sent` is refused; None if it is read, as what `dump` writes just so."""
+    """Return why `sent` is refused, or None; then `dump` must write the same bytes."""
     try:
         assert headers.dump(headers.parse(tag, sent)) == sent
     except ProtocolError as error:
@@ -69,7 +69,7 @@ def refusal(tag: int, sent: bytes) -> str | None:
 @OF_EACH_KIND
 @given(data=st.data())
 def test_what_is_written_is_read_back(kind: type[Message], data: st.DataObject) -> None:
-    """Every field, bit for bit: -0.0, NaN and infinities, the largest numbers, any script."""
+    """Every field keeps its bits: -0.0, NaN, infinities, largest numbers, any script."""
     message = data.draw(said(kind))
     assert repr(headers.parse(kind.tag, headers.dump(message))) == repr(message)
 
@@ -78,7 +78,7 @@ def test_what_is_written_is_read_back(kind: type[Message], data: st.DataObject) 
 @OF_EACH_KIND
 @given(data=st.data())
 def test_two_messages_never_look_alike(kind: type[Message], data: st.DataObject) -> None:
-    """One form for each message, and one message for each form."""
+    """Headers are equal exactly if the messages are."""
     one, other = data.draw(said(kind)), data.draw(said(kind))
     assert (headers.dump(one) == headers.dump(other)) == (repr(one) == repr(other))
 
@@ -87,7 +87,7 @@ def test_two_messages_never_look_alike(kind: type[Message], data: st.DataObject)
 @OF_EACH_KIND
 @given(junk=st.binary(max_size=60))
 def test_junk_is_refused(kind: type[Message], junk: bytes) -> None:
-    """Any bytes are either canonical, or a ProtocolError that names the message."""
+    """Any bytes are either canonical, or raise a ProtocolError that names the message."""
     complaint = refusal(kind.tag, junk)
     assert complaint is None or complaint.startswith(kind.__name__)
 
@@ -103,7 +103,7 @@ def test_junk_is_refused(kind: type[Message], junk: bytes) -> None:
     ),
 )
 def test_any_value_in_any_field(kind: type[Message], data: st.DataObject, value: object) -> None:
-    """A field with another value is read as just that, or refused by the field's name."""
+    """A field's value is read exactly, or refused with the field's name."""
     record = json.loads(headers.dump(data.draw(said(kind, short=True))))
     name = data.draw(st.sampled_from(sorted(record) or ["odd"]))
     changed = header(record | {name: value})
@@ -149,7 +149,7 @@ def test_any_value_in_any_field(kind: type[Message], data: st.DataObject, value:
     ],
 )
 def test_a_wrong_field_is_named(tag: int, changes: dict[str, object], complaint: str) -> None:
-    """The message, the field, what was given (never all of a long one) and what is allowed."""
+    """The error has message, field, the value, shortened, and the allowed ones."""
     usual: dict[str, object] = {2: HELLO, 3: WELCOME, 12: NODE}.get(tag, {})
     with pytest.raises(ProtocolError, match=f"^{complaint}") as caught:
         headers.parse(tag, header({**usual, **changes}))
@@ -186,7 +186,7 @@ def test_a_wrong_field_is_named(tag: int, changes: dict[str, object], complaint:
     ids=range(23),
 )
 def test_another_form_is_refused(sent: bytes, complaint: str) -> None:
-    """Invalid JSON, too deep, too long, doubled, or spelled otherwise than `dump` does."""
+    """Invalid, deep, long or doubled JSON is refused, and any spelling but `dump`'s."""
     with pytest.raises(ProtocolError) as caught:
         headers.parse(16, sent)
     assert str(caught.value).startswith("Commit")
@@ -196,7 +196,7 @@ def test_another_form_is_refused(sent: bytes, complaint: str) -> None:
 
 @pytest.mark.parametrize("spelled", [b"NaN", b"-Infinity", b"1e999", b"1.50", b"1.5e0", b"-0"])
 def test_numbers_have_one_spelling(spelled: bytes) -> None:
-    """The literals that Python's reader takes beyond JSON, and longer spellings, are refused."""
+    """Literals that Python accepts beyond JSON, and longer spellings, are refused."""
     assert refusal(12, header(NODE)) is None
     sent = header(NODE).replace(b'"loss":1.0', b'"loss":' + spelled)
     with pytest.raises(ProtocolError, match="TreeNode"):
@@ -205,7 +205,7 @@ def test_numbers_have_one_spelling(spelled: bytes) -> None:
 
 @pytest.mark.parametrize("tag", [0, 19, 24, 255])
 def test_an_unknown_tag_is_refused(tag: int) -> None:
-    """A tag that no message has is named."""
+    """The error names the tag."""
     with pytest.raises(ProtocolError, match=f"tag={tag}: no message has it"):
         headers.parse(tag, b"{}")
 

@@ -1,4 +1,4 @@
-"""A worker's links to the others, bare: who connects, who is let in, what waits, who is silent."""
+"""A worker's links to other workers: connections, admission, queued messages and timeouts."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ SAID, MORE = Overflow(step=0, block=0), Overflow(step=0, block=1)
 
 
 def links(own: int = 1, *, secret: bytes = SECRET, terms: Terms = TERMS) -> Links:
-    """Those of worker `own`, whose group has ranks 0, 1 and 2."""
+    """Return the links of worker `own`, whose group has ranks 0, 1 and 2."""
     made = Links(terms, secret, "cpu", TIMING)
     made.group(own, {rank: address for rank, address in ALL.items() if rank != own})
     return made
 
 
 def said(effects: list[Effect]) -> list[Message]:
-    """The messages among `effects`."""
+    """Return the messages among `effects`."""
     return [one.message for one in effects if isinstance(one, do.Send)]
 
 
 def hello_of(dialer: Links, nonce: str = THERE) -> Hello:
-    """Return its answer to the challenge with `nonce`."""
+    """Return the hello of `dialer` in answer to a challenge with `nonce`."""
     dialer.dialed("out", TO_2, HERE, 0.0)
     effects, _ = dialer.greet("out", Challenge(version=VERSION, nonce=nonce), 0.0)
     (hello,) = said(effects)
@@ -52,7 +52,7 @@ def hello_of(dialer: Links, nonce: str = THERE) -> Hello:
 
 
 def linked() -> tuple[Links, Links]:
-    """Workers 1 and 2, who have proved themselves to each other: by "out" and by "in"."""
+    """Return workers 1 and 2 after their handshake: 1 has the link "out", 2 the link "in"."""
     one, two = links(1), links(2)
     two.accepted("in", THERE, 0.0)
     answer, again = two.greet("in", hello_of(one), 0.0)
@@ -66,7 +66,7 @@ def linked() -> tuple[Links, Links]:
 
 
 def test_the_lower_rank_connects() -> None:
-    """To each of higher rank, once."""
+    """It connects to each higher rank, once."""
     made = Links(TERMS, SECRET, "cpu", TIMING)
     addresses = {0: "a:0", 2: "c:2", 3: "d:3"}
     assert made.group(1, addresses) == [TO_2, Dial(3, "d:3")]
@@ -77,7 +77,7 @@ def test_the_lower_rank_connects() -> None:
 
 
 def test_who_is_not_in_the_group_is_left() -> None:
-    """If it was dialed from here: who connected may know of a later group than we do."""
+    """Only dialed links are closed: others may know of a later group."""
     made = links(1)
     made.dialed("out", TO_2, HERE, 0.0)
     made.accepted("in", HERE, 0.0)
@@ -86,7 +86,7 @@ def test_who_is_not_in_the_group_is_left() -> None:
 
 
 def test_a_connection_that_comes_too_late_is_closed() -> None:
-    """Its worker is gone, or elsewhere; one that fails is missed only if it is still wanted."""
+    """Its worker has left or moved; a failed dial to it is ignored."""
     made = links(1)
     made.group(1, {2: "elsewhere:2"})
     gone = [do.Close("out", "it is not in the group any more")]
@@ -99,7 +99,7 @@ def test_a_connection_that_comes_too_late_is_closed() -> None:
 
 
 def test_both_prove_themselves() -> None:
-    """Challenge, hello, accept: every effect, and both have the same key."""
+    """Challenge, hello, accept: all effects, and the same key at both ends."""
     one, two = links(1), links(2)
     challenge = Challenge(version=VERSION, nonce=THERE)
     assert two.accepted("in", THERE, 0.0) == [do.Send("in", challenge)]
@@ -128,7 +128,7 @@ def test_both_prove_themselves() -> None:
     ],
 )
 def test_who_is_of_another_run_is_refused(dialer: Links, reason: str) -> None:
-    """The secret comes first; it is told why, and its connection ends."""
+    """The secret is checked first; the worker gets the reason and is disconnected."""
     two = links(2)
     two.accepted("in", THERE, 0.0)
     refusal = Refuse(reason=reason, retry=False)
@@ -140,7 +140,7 @@ def test_who_is_of_another_run_is_refused(dialer: Links, reason: str) -> None:
 
 
 def test_a_hello_of_mine_is_refused() -> None:
-    """Nobody else has my rank, and everyone has one."""
+    """A hello must have a rank, and not this worker's."""
     two = links(2)
     two.accepted("in", THERE, 0.0)
     with pytest.raises(ProtocolError, match="Hello rank=2: this worker's own, or no rank"):
@@ -164,7 +164,7 @@ def test_who_is_connected_to_proves_itself_too(proof: str) -> None:
 
 @pytest.mark.parametrize("message", [SAID, Heartbeat(), Accept(proof="0" * 64)])
 def test_nothing_is_heard_before_that(message: Message) -> None:
-    """That holds for the end that connects and for the one that listens."""
+    """Neither end accepts other messages before the handshake is complete."""
     made = links(1)
     made.dialed("out", TO_2, HERE, 0.0)
     made.accepted("in", HERE, 0.0)
@@ -174,7 +174,7 @@ def test_nothing_is_heard_before_that(message: Message) -> None:
 
 
 def test_a_handshake_is_made_once() -> None:
-    """A second challenge, or a hello where one was dialed, makes no sense."""
+    """A second challenge is refused, and a hello on a dialed link."""
     made, challenge = links(1), Challenge(version=VERSION, nonce=THERE)
     hello = hello_of(made)
     for again in (challenge, hello):
@@ -186,7 +186,7 @@ def test_a_handshake_is_made_once() -> None:
 
 
 def test_a_new_link_takes_the_place_of_the_old() -> None:
-    """And it is said of whom: what went over the old one may be lost."""
+    """Its rank is returned, since messages on the old link may be lost."""
     one, two = linked()
     one.lost("out", "cut")
     two.accepted("in 2", HERE, 1.0)
@@ -201,7 +201,7 @@ def test_a_new_link_takes_the_place_of_the_old() -> None:
 
 
 def test_what_is_said_early_waits() -> None:
-    """Until both have proved themselves, in order; not until the next round."""
+    """Messages wait in order for the handshake; a new round drops them."""
     two = links(2)
     two.accepted("in", THERE, 0.0)
     assert two.say(1, SAID) == []
@@ -229,7 +229,7 @@ def test_a_link_that_is_lost_is_told_of() -> None:
 
 
 def test_the_silent_are_named() -> None:
-    """A ready link has `dead_after_s`, one that is not `hello_s`; bytes of a stranger buy none."""
+    """A ready link times out after `dead_after_s`, another after `hello_s` whatever it sends."""
     one, _ = linked()
     one.accepted("stranger", HERE, 0.0)
     one.heard("out", 5.0)
@@ -242,7 +242,7 @@ def test_the_silent_are_named() -> None:
 
 
 def test_each_hears_that_we_live() -> None:
-    """Every `heartbeat_s`, once it has proved itself."""
+    """Every ready link gets a heartbeat every `heartbeat_s`."""
     one, _ = linked()
     one.accepted("stranger", HERE, 0.0)
     assert one.tick(4.9)[0] == []
@@ -251,7 +251,7 @@ def test_each_hears_that_we_live() -> None:
 
 
 def test_all_are_closed_at_the_end_of_a_stay() -> None:
-    """And nobody is in the group any more."""
+    """The group is empty afterwards."""
     one, _ = linked()
     one.accepted("in", HERE, 0.0)
     over = [do.Close(peer, "this worker left its group") for peer in ("out", "in")]

@@ -1,4 +1,4 @@
-"""Coordinator and workers of a mesh, bare: any legal order, any losses, and the run ends right."""
+"""Coordinator and workers of a mesh without I/O: legal events in any order, with losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GONE = "no worker is left that holds the state before step"
 
 
 class Disorder(RuleBasedStateMachine):
-    """Anything legal, in any order; what must hold is asserted in `mesh`."""
+    """Legal events in any order; `mesh` asserts the invariants."""
 
     mesh: Mesh
 
@@ -50,7 +50,7 @@ class Disorder(RuleBasedStateMachine):
         saves: set[int],
         num_workers: int,
     ) -> None:
-        """A run of any shape, and its first workers."""
+        """Start a run of any shape, with its first workers."""
         run = run_of(
             num_shards=shards,
             num_blocks=blocks,
@@ -66,13 +66,13 @@ class Disorder(RuleBasedStateMachine):
     @precondition(lambda self: len(self.mesh.stations) < 6)
     @rule(rank=st.none() | st.integers(0, 3))
     def arrive(self, rank: int | None) -> None:
-        """One more worker, with a wish or without: there may be more than places."""
+        """Add a worker that requests a rank or none; there may be more workers than ranks."""
         self.mesh.arrive(rank if rank is None else rank % self.mesh.run.world_size)
 
     @precondition(lambda self: bool(self.mesh.ready()))
     @rule(choice=st.integers(min_value=0), times=st.integers(1, 30))
     def happen(self, choice: int, times: int) -> None:
-        """Something that is on its way arrives, some work is done, somebody is dialed."""
+        """Do one possible action: deliver a message, finish work, or answer a dial."""
         for turn in range(times):
             if actions := self.mesh.ready():
                 actions[(choice >> turn) % len(actions)]()
@@ -80,7 +80,7 @@ class Disorder(RuleBasedStateMachine):
     @precondition(lambda self: bool(self._open()))
     @rule(choice=st.integers(min_value=0), half=st.booleans())
     def break_off(self, choice: int, half: bool) -> None:
-        """A connection is cut, or nothing more passes and nobody is told."""
+        """Cut a connection, or let it silently lose everything."""
         wire = self._open()[choice % len(self._open())]
         if half:
             wire.dead = True
@@ -89,14 +89,14 @@ class Disorder(RuleBasedStateMachine):
 
     @rule(choice=st.integers(min_value=0))
     def come_back(self, choice: int) -> None:
-        """A worker that is away connects again."""
+        """Reconnect a disconnected worker."""
         away = [one for one in self.mesh.stations if one.wire is None and one.finished is None]
         if away:
             self.mesh.connect(away[choice % len(away)])
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 12.0, 31.0]))
     def wait(self, seconds: float) -> None:
-        """Time passes, for longer than some have patience."""
+        """Advance the clock, by more than some timeouts."""
         self.mesh.wait(seconds)
 
     @precondition(lambda self: bool(self._links()))
@@ -113,7 +113,7 @@ class Disorder(RuleBasedStateMachine):
         assert set(self.mesh.coordinator.peers) == there
 
     def teardown(self) -> None:
-        """In a fair world it ends, with every step made once and the same for everyone."""
+        """Without more faults the run completes; every step is made once, alike by all workers."""
         if not hasattr(self, "mesh"):
             return
         mesh = self.mesh
@@ -132,7 +132,7 @@ class Disorder(RuleBasedStateMachine):
         return [one for one in self.mesh.wires if not one.dead and not one.closed]
 
     def _links(self) -> list[Wire]:
-        """Those between workers that have proved themselves to each other."""
+        """Return the ready links between workers."""
         return [one for one in self._open() if one.to is not None and _is_ready(one)]
 
 
@@ -143,7 +143,7 @@ def _is_ready(wire: Wire) -> bool:
 
 
 def test_disorder() -> None:
-    """Any order of arrivals, deliveries, losses, lies and waits."""
+    """Arrivals, deliveries, losses, lies and waits in any order."""
     run_state_machine_as_test(
         Disorder, settings=settings(max_examples=150, stateful_step_count=50, deadline=None)
     )
@@ -152,7 +152,7 @@ def test_disorder() -> None:
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
 @pytest.mark.parametrize(("num_shards", "num_blocks"), [(1, 1), (4, 2), (7, 1), (7, 5)])
 def test_a_run_in_order(num_workers: int, num_shards: int, num_blocks: int) -> None:
-    """Any number of workers make the same steps, in one round, also with fewer shards or blocks."""
+    """Any number of workers make the same steps in one round, even with fewer shards or blocks."""
     run = run_of(
         world_size=num_workers,
         num_shards=num_shards,
@@ -169,13 +169,13 @@ def test_a_run_in_order(num_workers: int, num_shards: int, num_blocks: int) -> N
 
 
 def groups(mesh: Mesh) -> list[Group]:
-    """Every round that was told of."""
+    """Return every Group message that was sent."""
     told = [one.message for one in mesh.effects if isinstance(one, Send)]
     return [one for one in told if isinstance(one, Group)]
 
 
 def started(num_workers: int = 3, **changes: object) -> tuple[Mesh, list[Station]]:
-    """A mesh whose workers compute the first step."""
+    """Return a mesh whose workers compute the first step."""
     run = run_of(**{"num_blocks": 3, "awaited": {0: range(num_workers)}, **changes})
     mesh = Mesh(run)
     stations = [mesh.arrive(rank) for rank in range(num_workers)]
@@ -184,13 +184,13 @@ def started(num_workers: int = 3, **changes: object) -> tuple[Mesh, list[Station
 
 
 def wire_of(station: Station) -> Wire:
-    """The connection of a worker to the coordinator."""
+    """Return the connection of a worker to the coordinator."""
     assert station.wire is not None
     return station.wire
 
 
 def test_all_are_cut_off_at_once() -> None:
-    """Wherever each is in a step, it comes back, and the run goes on with what they hold."""
+    """The workers reconnect at any point of a step, and the run continues from their state."""
     for num_moves in range(60):
         mesh, stations = started(2)
         mesh.until(lambda mesh=mesh: mesh.coordinator.step == 1)  # type: ignore[misc]
@@ -203,7 +203,7 @@ def test_all_are_cut_off_at_once() -> None:
 
 
 def test_all_have_made_the_step_and_are_cut_off() -> None:
-    """No word of it came: the first that comes back tells of it, and the next step follows."""
+    """The first worker to reconnect reports the step, and the next one follows."""
     mesh, stations = started(2)
     mesh.until(lambda: (mesh.coordinator.step, mesh.coordinator.stage) == (1, Stage.APPLYING))
     for station in stations:
@@ -220,7 +220,7 @@ def test_all_have_made_the_step_and_are_cut_off() -> None:
 
 
 def test_all_is_lost_with_the_last() -> None:
-    """The run fails, and says so, when those that come in place of the lost hold nothing."""
+    """The run fails with that reason if new workers replace all lost ones."""
     mesh, stations = started(2)
     mesh.until(lambda: mesh.coordinator.step == 1)
     for station in stations:
@@ -235,7 +235,7 @@ def test_all_is_lost_with_the_last() -> None:
 
 
 def test_nobody_comes_back() -> None:
-    """The run is given up when its patience ends, and says what is lost."""
+    """The run fails after `gather_s`, and says that the state is lost."""
     mesh, stations = started(2)
     mesh.until(lambda: mesh.coordinator.step == 1)
     for station in stations:
@@ -246,7 +246,7 @@ def test_nobody_comes_back() -> None:
 
 
 def test_the_first_step_is_never_lost() -> None:
-    """The coordinator still holds what all began with: whoever comes goes on from there."""
+    """The coordinator still has the initial state, so new workers can start from it."""
     mesh, stations = started(2)
     for station in stations:
         mesh.cut(wire_of(station))
@@ -255,7 +255,7 @@ def test_the_first_step_is_never_lost() -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 def test_two_who_can_t_reach_each_other(half: bool) -> None:
-    """Their step begins again in another round, over a new connection; nobody is given up."""
+    """The step starts again in a new round with a new link; no worker is dropped."""
     mesh, stations = started()
     mesh.until(lambda: any(one.to is stations[1] and one.queues[stations[1]] for one in mesh.wires))
     (link,) = [one for one in mesh.wires if one.maker is stations[0] and one.to is stations[1]]

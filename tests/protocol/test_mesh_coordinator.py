@@ -1,4 +1,4 @@
-"""The coordinator of a mesh, bare: rounds, complaints, where the state is, whom it sends away."""
+"""The machine of a mesh's coordinator: rounds, complaints, the state, and disconnections."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLACES = [phase for phase in MESH_PEER_MAY_SAY if phase is not PeerPhase.CHALLEN
 
 
 def started(num_workers: int = 3, **changes: Any) -> tuple[Mesh, list[Station]]:
-    """A mesh whose workers, of as many ranks, were told to compute the first step, and no more."""
+    """Return a mesh of `num_workers` that were told to compute the first step, and the workers."""
     usual = {"num_steps": 4, "num_blocks": 2, "awaited": {0: range(num_workers)}}
     mesh = Mesh(run_of(**{**usual, **changes}))
     stations = [mesh.arrive(rank) for rank in range(num_workers)]
@@ -48,26 +48,26 @@ def started(num_workers: int = 3, **changes: Any) -> tuple[Mesh, list[Station]]:
 
 
 def wire_of(station: Station) -> Wire:
-    """The connection of a worker to the coordinator."""
+    """Return the connection of a worker to the coordinator."""
     assert station.wire is not None
     return station.wire
 
 
 def say(mesh: Mesh, station: Station, message: Message) -> list[Effect]:
-    """Return the effects of `message` from a worker at the coordinator; all are carried out."""
+    """Return the effects of a worker's `message` at the coordinator, all carried out."""
     before = len(mesh.effects)
     mesh.say_above(wire_of(station), message)
     return mesh.effects[before:]
 
 
 def sent(effects: list[Effect], kind: type[Message]) -> list[Any]:
-    """The messages of that kind."""
+    """Return the messages of that kind."""
     messages = [one.message for one in effects if isinstance(one, do.Send)]
     return [one for one in messages if isinstance(one, kind)]
 
 
 def unreachable(rank: int, round_: int = 1) -> Unreachable:
-    """A complaint of `rank`."""
+    """Return a complaint about `rank`."""
     return Unreachable(round=round_, rank=rank, reason="refused")
 
 
@@ -75,7 +75,7 @@ def unreachable(rank: int, round_: int = 1) -> Unreachable:
 
 
 def test_the_first_round() -> None:
-    """Everyone hears who takes part, where, and who has which shard; then what it has to do."""
+    """All workers get the members, addresses and shards of the group, then their assignments."""
     mesh, stations = started()
     told = sent(mesh.effects, Group)
     expected = Group(
@@ -95,7 +95,7 @@ def test_the_first_round() -> None:
 
 
 def test_a_round_lasts_while_nobody_comes_or_goes() -> None:
-    """One round for all steps of a calm run, and another for who comes late."""
+    """One round serves all steps; a late worker starts another."""
     mesh, _ = started(2, awaited={0: (0, 1), 3: (2,)})
     mesh.until(lambda: mesh.coordinator.step == 2)
     late = mesh.arrive(2)
@@ -109,7 +109,7 @@ def test_a_round_lasts_while_nobody_comes_or_goes() -> None:
 
 
 def test_what_a_lost_worker_had_delivered_is_computed_again() -> None:
-    """And what it had not: by the others, who hear at once who has what in the new round."""
+    """The others compute all its shards in the new round."""
     mesh, stations = started()
     say(mesh, stations[1], Computed(step=0, shards=(2,)))
     assert mesh.coordinator.peers[wire_of(stations[1]).peer].delivered == [2]
@@ -124,7 +124,7 @@ def test_what_a_lost_worker_had_delivered_is_computed_again() -> None:
 
 
 def test_who_held_it_all_begins_again() -> None:
-    """A worker that has staged a round which is over has not staged the next one."""
+    """A worker that staged in an earlier round has not staged in the new one."""
     mesh, stations = started(num_blocks=1)
     (first, *_, last) = stations
     mesh.until(lambda: any(_phase(mesh, one) is PeerPhase.STAGED for one in stations))
@@ -136,7 +136,7 @@ def test_who_held_it_all_begins_again() -> None:
 
 
 def test_a_loss_after_the_commit_is_no_new_round() -> None:
-    """The others make the step; who is left hears of the next round with the next step."""
+    """The others make the step; the new round begins with the next step."""
     mesh, stations = started()
     mesh.until(lambda: mesh.coordinator.stage is Stage.APPLYING)
     before = len(mesh.effects)
@@ -151,7 +151,7 @@ def test_a_loss_after_the_commit_is_no_new_round() -> None:
 
 
 def test_a_complaint_begins_another_round() -> None:
-    """With the same workers; one of a round that is over changes nothing."""
+    """The workers stay; a complaint about an earlier round is ignored."""
     mesh, stations = started()
     groups = sent(say(mesh, stations[0], unreachable(1)), Group)
     assert [(one.round, one.ranks) for one in groups] == [(2, (0, 1, 2))] * 3
@@ -159,7 +159,7 @@ def test_a_complaint_begins_another_round() -> None:
 
 
 def test_the_third_complaint_sends_the_worst_away() -> None:
-    """The worker in most complaints is dismissed; of equals the highest rank."""
+    """The worker in most complaints is thrown out; in a tie the highest rank."""
     mesh, stations = started()
     for round_, (by, of) in enumerate([(0, 1), (1, 2)], start=1):
         say(mesh, stations[by], unreachable(of, round_))
@@ -172,13 +172,13 @@ def test_the_third_complaint_sends_the_worst_away() -> None:
 
 
 def wire_of_lost(effects: list[Effect]) -> do.Peer:
-    """Return the peer that the coordinator has dismissed."""
+    """Return the peer that the coordinator has dropped."""
     (peer,) = [one.peer for one in effects if isinstance(one, do.Close)]
     return peer
 
 
 def test_of_two_that_can_t_reach_each_other_one_stays() -> None:
-    """Both are complained of as often: the higher rank goes, and the run goes on."""
+    """In the tie the higher rank is thrown out; the run completes."""
     mesh, stations = started(2)
     for round_ in range(1, ROUNDS_MAX + 1):
         say(mesh, stations[0], unreachable(1, round_))
@@ -187,7 +187,7 @@ def test_of_two_that_can_t_reach_each_other_one_stays() -> None:
 
 
 def test_what_both_ends_tell_counts_once() -> None:
-    """The second one in the round that the first one's word began: two breaks, four complaints."""
+    """Two breaks make four complaints, and count as two."""
     mesh, stations = started(2)
     for round_ in range(1, 5):
         by = round_ % 2
@@ -199,7 +199,7 @@ def test_what_both_ends_tell_counts_once() -> None:
 
 
 def test_complaints_are_of_one_step() -> None:
-    """Those of the step before are forgiven."""
+    """The count starts again with each step."""
     mesh, stations = started()
     for round_ in range(1, ROUNDS_MAX):
         say(mesh, stations[0], unreachable(1, round_))
@@ -209,7 +209,7 @@ def test_complaints_are_of_one_step() -> None:
 
 
 def test_a_complaint_between_steps_waits_for_the_next() -> None:
-    """Whoever makes a step needs nobody: the next one begins with another round."""
+    """The next step begins with another round."""
     mesh, stations = started(2)
     mesh.until(lambda: mesh.coordinator.stage is Stage.APPLYING)
     assert sent(say(mesh, stations[0], unreachable(1)), Group) == []
@@ -221,7 +221,7 @@ def test_a_complaint_between_steps_waits_for_the_next() -> None:
 
 
 def test_a_newcomer_gets_what_another_holds() -> None:
-    """It is asked for once, before the step; who gives it makes no step meanwhile."""
+    """The state is requested once; no step starts until it has come."""
     mesh, stations = started(2, awaited={0: (0, 1), 2: (2,)})
     mesh.until(lambda: mesh.coordinator.step == 1)
     mesh.arrive(2)
@@ -235,7 +235,7 @@ def test_a_newcomer_gets_what_another_holds() -> None:
 
 
 def test_what_is_saved_is_asked_for() -> None:
-    """Before each save, also the one at the end; not where it is here already."""
+    """The state is requested before each save, unless the coordinator has it."""
     mesh, _ = started(2, saves=(0, 2, 4))
     assert mesh.finish() == do.Finish("completed")
     assert [one.step for one in mesh.effects if isinstance(one, do.Save)] == [0, 2, 4]
@@ -243,7 +243,7 @@ def test_what_is_saved_is_asked_for() -> None:
 
 
 def test_who_was_asked_may_die() -> None:
-    """Then another one is."""
+    """Then another worker is asked."""
     mesh, _ = started(2, saves=(1,))
     mesh.until(lambda: bool(sent(mesh.effects, Fetch)))
     (giver,) = [one for one in mesh.stations if _phase(mesh, one) is PeerPhase.GIVING]
@@ -254,7 +254,7 @@ def test_who_was_asked_may_die() -> None:
 
 
 def test_all_may_die_with_a_state_that_was_fetched() -> None:
-    """The coordinator has it: whoever comes goes on from there."""
+    """The coordinator has it for the workers that come next."""
     mesh, stations = started(2, saves=(1,))
     mesh.until(lambda: mesh.coordinator.step == 1 and mesh.coordinator.stage is Stage.COMPUTING)
     for station in stations:
@@ -264,7 +264,7 @@ def test_all_may_die_with_a_state_that_was_fetched() -> None:
 
 
 def test_a_stop_saves_what_is_here() -> None:
-    """State that no worker is left to give is not asked for: nobody waits for it any more."""
+    """The state is saved if the coordinator has it, and is not fetched if not."""
     for saves, saved in (((1,), [1, 1]), ((), [])):
         mesh, _ = started(2, saves=saves)
         mesh.until(
@@ -280,7 +280,7 @@ def test_a_stop_saves_what_is_here() -> None:
 
 
 def test_a_stop_asks_for_what_is_to_be_saved() -> None:
-    """The step in work is finished, somebody gives the state after it, and that is saved."""
+    """The current step is finished, then its state is requested and saved."""
     mesh, _ = started(2)
     mesh.until(lambda: mesh.coordinator.step == 1 and _stands_in(mesh, Stage.COMPUTING))
     mesh.stop("asked to")
@@ -290,7 +290,7 @@ def test_a_stop_asks_for_what_is_to_be_saved() -> None:
 
 
 def test_a_step_that_is_just_made_is_not_saved_with_the_state_before_it() -> None:
-    """Stopped at once, when the first worker has said that it made it: that state is with it."""
+    """A stop at once after the first Applied saves nothing: only workers have the new state."""
     mesh, _ = started(2)
     mesh.until(lambda: any(_tells_of_a_step(one) for one in mesh.effects))
     assert _stands_in(mesh, Stage.APPLYING)
@@ -311,7 +311,7 @@ def _stands_in(mesh: Mesh, stage: Stage) -> bool:
 
 
 def test_an_average_that_is_not_finite_halts_everyone() -> None:
-    """The worker that finds it says so; no worker is blamed."""
+    """A worker reports it; no worker is blamed."""
     mesh, stations = started(2)
     effects = say(mesh, stations[1], Overflow(step=0, block=1))
     reason = "the average gradient or loss is not finite, though every worker said its was"
@@ -323,7 +323,7 @@ def test_an_average_that_is_not_finite_halts_everyone() -> None:
 
 
 def test_a_worker_that_can_t_be_reached_is_sent_away() -> None:
-    """In a mesh everyone has a port."""
+    """In a mesh a hello must have a port."""
     mesh = Mesh(run_of())
     station = mesh.arrive()
     station.machine.port = None
@@ -333,7 +333,7 @@ def test_a_worker_that_can_t_be_reached_is_sent_away() -> None:
 
 
 def test_who_asks_what_the_run_is_needs_no_port() -> None:
-    """It is answered as in a star; and who does not know the secret is told no more than there."""
+    """An applicant is answered and a stranger refused, as in a star."""
     for secret, kind in ((SECRET, Offer), (b"open barley", Refuse)):
         machine = Mesh(run_of()).coordinator
         (challenge,) = sent(machine.connected("asks", "0" * 32, 0.0), Challenge)
@@ -356,7 +356,7 @@ def test_an_address_can_be_read_again(host: str, address: str) -> None:
 
 
 def _reach(phase: PeerPhase) -> tuple[Mesh, Station]:
-    """A mesh of three, of whom one stands in that place."""
+    """Return a mesh of three workers, one of which is in that phase."""
     mesh, stations = started(2, num_blocks=1, saves=(1, 2, 3))
     stations.append(mesh.arrive(2))
     if phase is PeerPhase.ASKED:  # all are cut off, and the first has come back
@@ -379,7 +379,7 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("phase", "kind"), ILLEGAL)
 def test_what_is_not_legal_ends_that_connection_only(phase: PeerPhase, kind: type[Message]) -> None:
-    """In each place every message that the table does not name: one is sent away, the run ends."""
+    """Any message that the table does not list ends its connection, and the run completes."""
     mesh, station = _reach(phase)
     effects = say(mesh, station, SAMPLES[kind][0])
     closed = [one.reason for one in effects if isinstance(one, do.Close)]
@@ -399,7 +399,7 @@ def test_what_is_not_legal_ends_that_connection_only(phase: PeerPhase, kind: typ
     ],
 )
 def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
-    """Whoever says it is lost, and nobody else."""
+    """A message of another step ends its connection only."""
     mesh, station = _reach(phase)
     (closed,) = [one for one in say(mesh, station, said) if isinstance(one, do.Close)]
     assert closed.reason.startswith("step=9: the run is at step")
@@ -408,20 +408,20 @@ def test_another_step_is_refused(phase: PeerPhase, said: Message) -> None:
 
 @pytest.mark.parametrize("shards", [(0,), (2,), (0, 1, 2), ()])
 def test_what_was_not_assigned_is_refused(shards: tuple[int, ...]) -> None:
-    """With three workers the first has shards 0 and 1, and no others."""
+    """The first of three workers has shards 0 and 1 only."""
     mesh, stations = started()
     closed = closing(say(mesh, stations[0], Computed(step=0, shards=shards)))
     assert closed.reason.endswith("not the next assignment, or already reported")
 
 
 def test_all_was_computed_by_who_has_staged() -> None:
-    """Nobody can hold the average of a step of which it owes a part."""
+    """A worker that has not computed its shards can't have staged the step."""
     mesh, stations = started()
     closed = closing(say(mesh, stations[0], Staged(step=0, round=1)))
     assert closed.reason == "Staged: its shards (0, 1) are not computed"
 
 
 def _phase(mesh: Mesh, station: Station) -> PeerPhase | None:
-    """Where a worker stands, as the coordinator sees it."""
+    """Return the phase of a worker in the coordinator's view."""
     member = None if station.wire is None else mesh.coordinator.peers.get(station.wire.peer)
     return None if member is None else member.phase

@@ -1,4 +1,4 @@
-"""A worker of a mesh, bare: rounds, what waits for them, whose blocks are whose."""
+"""The machine of a mesh worker: rounds, postponed messages, and owners of blocks."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from tests.protocol.star import closing
 
 
 def test_a_group_begins_a_round() -> None:
-    """From nothing: what came is void, who is of higher rank is dialed, what waited is told."""
+    """Earlier results are void, higher ranks are dialed, postponed messages are delivered."""
     machine = entered()
     assert machine.receive(GROUP, 0.0) == [TO_2, do.Regroup(1), do.Again()]
 
 
 def test_every_block_goes_to_its_owner() -> None:
-    """In the order of the blocks; one's own are counted here."""
+    """In the order of blocks; own blocks are counted here."""
     sent = computes(linked())
     assert sent[0] == do.Send(PEER, Computed(step=5, shards=(1, 2)))
     to = {0: "in", 2: "out"}
@@ -63,7 +63,7 @@ def test_every_block_goes_to_its_owner() -> None:
 
 
 def test_a_whole_step() -> None:
-    """Own blocks are averaged when all shards are there, and told; then come the others."""
+    """Own blocks are averaged when complete, and sent to others; then the others' come."""
     machine = linked()
     computes(machine)
     first, last = node(4, 0, 0), node(4, 0, 3)
@@ -84,7 +84,7 @@ def test_a_whole_step() -> None:
 
 
 def test_the_next_steps_are_of_the_same_round() -> None:
-    """Everyone has its run of the shards then: the first of them is the largest."""
+    """Shards are assigned in runs then, the largest run first."""
     machine = linked()
     for block in (3, 0):
         machine.receive_from("in", average(block), 0.0)
@@ -102,7 +102,7 @@ def test_the_next_steps_are_of_the_same_round() -> None:
 
 
 def test_an_average_that_is_not_finite_is_told() -> None:
-    """To the coordinator, which halts everyone: this one, too."""
+    """The coordinator gets the report, and halts all workers."""
     machine = linked()
     assert machine.overflowed(5, 4) == [do.Send(PEER, Overflow(step=5, block=4))]
     effects = machine.receive(Halt(step=5, reason="overflow"), 0.0)
@@ -111,7 +111,7 @@ def test_an_average_that_is_not_finite_is_told() -> None:
 
 
 def test_a_shard_that_is_not_finite_goes_to_nobody_else() -> None:
-    """The coordinator hears of it, and no worker gets a node."""
+    """Only the coordinator gets a message about it."""
     machine = linked()
     (asked,) = machine.receive(Assign(step=5, shards=(1, 2)), 0.0)
     assert isinstance(asked, do.Compute)
@@ -120,7 +120,7 @@ def test_a_shard_that_is_not_finite_goes_to_nobody_else() -> None:
 
 
 def test_the_state_is_given_when_it_is_asked_for() -> None:
-    """Between two steps, and only that before the step it stands at."""
+    """Only between two steps, and only the one before its current step."""
     machine = linked()
     assert machine.receive(Fetch(step=5), 0.0) == [do.Send(PEER, State(step=5))]
     assert closing(machine.receive(Fetch(step=4), 0.0)) == do.Close(
@@ -150,7 +150,7 @@ def test_another_round_begins_from_nothing() -> None:
 
 
 def test_what_was_staged_is_not_any_more() -> None:
-    """Whoever holds every block of a round that is over has to hold them again."""
+    """In a new round every block has to arrive again."""
     machine = linked()
     machine.phase = WorkerPhase.STAGED
     machine.receive(NEXT, 0.0)
@@ -159,7 +159,7 @@ def test_what_was_staged_is_not_any_more() -> None:
 
 @pytest.mark.parametrize("said", [node(4, 0, 0), average(3)])
 def test_what_is_of_a_round_that_is_over_is_void(said: Message) -> None:
-    """It was on its way when the round ended: that is nobody's fault."""
+    """A late message of an earlier round is ignored."""
     machine = linked()
     machine.receive(NEXT, 0.0)
     assert machine.receive_from("in", said, 0.0) == []
@@ -169,7 +169,7 @@ def test_what_is_of_a_round_that_is_over_is_void(said: Message) -> None:
     "said", [node(4, 0, 0, step=4), average(3, step=4), node(4, 0, 0, step=4, round_=0)]
 )
 def test_what_is_of_a_step_that_is_over_ends_the_link(said: Message) -> None:
-    """Nobody would have made that step without it: who says it now withholds what is due."""
+    """An earlier step could not end without it, so it is illegal."""
     machine = linked()
     reason = "step=4: this worker is at step 5"
     assert machine.receive_from("in", said, 0.0) == [do.Close("in", reason), complaint(0, reason)]
@@ -179,12 +179,12 @@ def test_what_is_of_a_step_that_is_over_ends_the_link(said: Message) -> None:
     "said", [node(4, 0, 0, round_=2), node(4, 1, 0, step=6), average(3, step=6)]
 )
 def test_what_is_early_waits(said: Message) -> None:
-    """For the round, or for the step, that it is of."""
+    """A message of a later round or step is postponed."""
     assert linked().receive_from("in", said, 0.0) == [do.Postpone("in")]
 
 
 def test_all_waits_where_there_is_no_round() -> None:
-    """Others may have heard of it sooner."""
+    """Before the first Group all messages of others are postponed."""
     machine = entered()
     machine.links.accepted("in", NONCE, 0.0)
     machine.receive_from("in", hello_of(0), 0.0)
@@ -192,7 +192,7 @@ def test_all_waits_where_there_is_no_round() -> None:
 
 
 def test_no_more_waits_than_a_round_can_have() -> None:
-    """Whoever sends without end is left: what waits is memory."""
+    """A link with more postponed messages is closed, to bound memory."""
     machine, early = linked(), node(4, 0, 0, round_=2)
     for _ in range(5 * 5):
         assert machine.receive_from("in", early, 0.0) == [do.Postpone("in")]
@@ -209,13 +209,13 @@ def test_no_more_waits_than_a_round_can_have() -> None:
     ],
 )
 def test_a_group_without_me_makes_no_sense(group: Group) -> None:
-    """Nor one whose ranks have not each their address: the coordinator is left."""
+    """Such a group, or one with a missing address, ends the connection."""
     machine = linked()
     reason = f"Group ranks={group.ranks}: this worker or an address is missing"
     assert closing(machine.receive(group, 0.0)) == do.Close(PEER, reason)
 
 
 def test_a_group_of_another_step_makes_no_sense() -> None:
-    """A round begins in the step in work."""
+    """A group must be of the current step."""
     closed = closing(linked().receive(replace(GROUP, step=6), 0.0))
     assert closed == do.Close(PEER, "step=6: this worker is at step 5")

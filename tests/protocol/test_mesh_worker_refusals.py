@@ -1,4 +1,4 @@
-"""A worker of a mesh, bare: what ends a link, and who hears of that."""
+"""The machine of a mesh worker: what ends a link, and which complaints follow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.protocol.samples import SAMPLES
     ],
 )
 def test_what_is_not_due_ends_the_link(peer: str, said: Message, complaint_: str) -> None:
-    """And the round: whoever said it has not said what is due."""
+    """A message that is not due ends the link and the round."""
     (closed, told, *rest) = linked().receive_from(peer, said, 0.0)
     assert isinstance(closed, do.Close)
     assert complaint_ in closed.reason
@@ -57,7 +57,7 @@ def test_what_is_not_due_ends_the_link(peer: str, said: Message, complaint_: str
 
 @pytest.mark.parametrize("said", [node(4, 0, 0), average(3)])
 def test_nothing_is_due_twice(said: Message) -> None:
-    """A node or an average that came counts once."""
+    """A second copy of a node or an average is refused."""
     machine = linked()
     assert machine.receive_from("in", said, 0.0) != []
     assert isinstance(machine.receive_from("in", said, 0.0)[0], do.Close)
@@ -68,7 +68,7 @@ EXCHANGED = (TreeNode, Average, Heartbeat)
 
 @pytest.mark.parametrize("kind", [one for one in MESSAGES.values() if one not in EXCHANGED])
 def test_workers_say_nothing_else_to_each_other(kind: type[Message]) -> None:
-    """The coordinator's other messages are illegal between workers."""
+    """The coordinator's messages are illegal between workers."""
     (closed, *_) = linked().receive_from("in", SAMPLES[kind][0], 0.0)
     assert closed == do.Close("in", f"{kind.__name__} from another worker")
 
@@ -83,7 +83,7 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("phase", "kind"), ILLEGAL)
 def test_what_is_not_legal_ends_the_stay(phase: WorkerPhase, kind: type[Message]) -> None:
-    """And with it all links: whoever comes back is told of everyone anew."""
+    """An illegal message of the coordinator ends all links, too."""
     machine = linked()
     machine.phase = phase
     effects = machine.receive(SAMPLES[kind][0], 0.0)
@@ -97,7 +97,7 @@ def test_what_is_not_legal_ends_the_stay(phase: WorkerPhase, kind: type[Message]
 
 
 def test_a_link_that_is_lost_is_complained_of() -> None:
-    """So is one that can't be made; not that of a stranger, nor twice."""
+    """A failed dial is, too; a stranger's link isn't, and none is twice."""
     machine = linked()
     assert machine.lost_link("in", "cut") == [do.Close("in", "cut"), complaint(0, "cut")]
     assert machine.lost_link("in", "cut") == []
@@ -118,7 +118,7 @@ def test_who_connects_again_is_complained_of() -> None:
 
 
 def test_a_silent_worker_is_complained_of() -> None:
-    """After `dead_after_s`; frames keep it alive, whatever they are part of."""
+    """After `dead_after_s` without a frame of any message."""
     machine = linked()
     machine.heard(20.0)
     machine.links.heard("in", 20.0)
@@ -128,7 +128,7 @@ def test_a_silent_worker_is_complained_of() -> None:
 
 
 def test_there_is_nobody_to_complain_to_between_stays() -> None:
-    """Links that break while it is away are of no round."""
+    """While it is disconnected it ignores links that break."""
     machine = linked()
     over = [do.Close(peer, "this worker left its group") for peer in ("in", "out")]
     assert machine.lost("cut") == [do.Close(PEER, "cut"), *over]

@@ -1,4 +1,4 @@
-"""Every kind of message has its tag, and a text is cut to the length that a message holds."""
+"""Every kind of message has a tag of its own; texts are shortened to fit a message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from entrenar_py.protocol.messages import MESSAGES, TEXT_CHARS_MAX, Message
 
 
 def test_every_message_is_in_the_table_under_its_own_tag() -> None:
-    """No two share a tag, and none was forgotten."""
+    """No tag is used twice, and no kind is missing."""
     here = [one for one in vars(messages).values() if isinstance(one, type)]
     kinds = {one for one in here if issubclass(one, Message) and one is not Message}
     assert set(MESSAGES.values()) == kinds
@@ -19,7 +19,7 @@ def test_every_message_is_in_the_table_under_its_own_tag() -> None:
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=3_000))
 def test_a_brief_text_fits(text: str) -> None:
-    """It begins and ends as it did; a text that fits is left alone."""
+    """A long text keeps its ends; one that fits is unchanged."""
     brief = messages.brief(text)
     assert len(brief) <= TEXT_CHARS_MAX
     assert brief == text or (text.startswith(brief[:300]) and text.endswith(brief[-300:]))

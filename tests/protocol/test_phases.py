@@ -1,6 +1,6 @@
-"""The tables of legal moves: complete, and in agreement with each other.
+"""The tables of legal messages and moves are complete and agree with each other.
 
-`test_star` has that they are what the machines do.
+`test_star` checks that the machines follow them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SAID_AMONG_WORKERS: set[type[Message]] = {Accept, Partial}
 
 
 def test_every_phase_has_its_row() -> None:
-    """No place is left out of a table, and every member is one that was let in."""
+    """Each table has every phase of its kind of run; members are past loading."""
     assert set(PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.GIVING, PeerPhase.ASKED}
     assert set(MESH_PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.STAGING}
     assert set(WORKER_MAY_HEAR) == set(MESH_WORKER_MAY_HEAR) == set(WorkerPhase)
@@ -56,7 +56,7 @@ def test_every_phase_has_its_row() -> None:
 
 
 def test_every_message_is_heard_by_one_side() -> None:
-    """Each is legal somewhere, for the side that its docstring does not name as who says it."""
+    """Its docstring names the side that sends it; the other side may receive it."""
     assert set(MESSAGES.values()) == SAID_BY_WORKERS | HEARD_BY_WORKERS | SAID_AMONG_WORKERS
     assert {Heartbeat} == SAID_BY_WORKERS & HEARD_BY_WORKERS
     assert Average.__doc__ is not None
@@ -69,7 +69,7 @@ def test_every_message_is_heard_by_one_side() -> None:
 
 
 def test_a_move_is_legal() -> None:
-    """Whoever moves by a message it hears may hear it there."""
+    """Every move by a received message starts in a phase that allows the message."""
     for phase, kind, _ in PEER_MOVES:
         assert kind in PEER_MAY_SAY[phase] or kind in HEARD_BY_WORKERS
     for place, kind, _ in WORKER_MOVES:
@@ -79,7 +79,7 @@ def test_a_move_is_legal() -> None:
 
 
 def test_what_is_legal_leads_somewhere() -> None:
-    """Each message that may be heard moves who hears it, except what stops everything."""
+    """Every legal message has a move, except those that end everything."""
     for phase, kinds in PEER_MAY_SAY.items():
         moving = {kind for before, kind, _ in PEER_MOVES if before is phase}
         assert set(kinds) - {NonFinite} <= moving  # it ends the run

@@ -1,4 +1,4 @@
-"""Coordinator and workers together, bare: any legal order, any losses, and the run ends right."""
+"""Coordinator and workers of a star without I/O: legal events in any order, with losses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KINDS = st.sampled_from(tuple(SAMPLES))
 
 
 class Disorder(RuleBasedStateMachine):
-    """Anything legal, in any order; what must hold is asserted in `record`, `star` and `moves`."""
+    """Legal events in any order; `record`, `star` and `moves` assert the invariants."""
 
     star: Star
 
@@ -70,9 +70,7 @@ class Disorder(RuleBasedStateMachine):
         beside: bool,
         by_server: bool,
     ) -> None:
-        """A run of any shape, some of its shards audited, and the workers that begin it together:
-        one after the other they would rarely meet.
-        """
+        """Start a run of any shape, some shards audited, with its first workers together."""
 
         def drawn(step: int) -> list[int]:
             return [n for n in range(shards) if audited and audited[(step + n) % len(audited)]]
@@ -94,26 +92,26 @@ class Disorder(RuleBasedStateMachine):
     @precondition(lambda self: len(self.star.stations) < 5)
     @rule(rank=st.none() | st.integers(0, 2))
     def arrive(self, rank: int | None) -> None:
-        """One more worker, with a wish or without: there may be more than places."""
+        """Add a worker that requests a rank or none; there may be more workers than ranks."""
         self.star.arrive(rank if rank is None else rank % self.star.run.world_size)
 
     @precondition(lambda self: bool(self.star.ready()))
     @rule(choice=st.integers(min_value=0), times=st.integers(1, 12))
     def happen(self, choice: int, times: int) -> None:
-        """Something that is on its way arrives, or some work is done."""
+        """Do one possible action: deliver a message, or finish work."""
         for turn in range(times):
             if actions := self.star.ready():
                 actions[(choice >> turn) % len(actions)]()
 
     @rule(rank=st.integers(0, 2))
     def go_wrong(self, rank: int) -> None:
-        """Once, and at most once: who is caught twice is not let in, and may be awaited."""
+        """Make one copy of a worker wrong, at most once, as a worker caught twice is refused."""
         self.star.record.copies.go_wrong(rank)
 
     @precondition(lambda self: bool(self.star.links))
     @rule(choice=st.integers(min_value=0), half=st.booleans())
     def break_off(self, choice: int, half: bool) -> None:
-        """A connection is cut, or nothing more passes and nobody is told."""
+        """Cut a connection, or let it silently lose everything."""
         link = self._link(choice)
         if half:
             link.dead = True
@@ -123,20 +121,20 @@ class Disorder(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.star.links))
     @rule()
     def break_all(self) -> None:
-        """The coordinator is cut off from everyone."""
+        """Cut all connections of the coordinator."""
         for link in list(self.star.links.values()):
             self.star.cut(link)
 
     @rule(choice=st.integers(min_value=0))
     def come_back(self, choice: int) -> None:
-        """A worker that is away connects again."""
+        """Reconnect a disconnected worker."""
         away = [one for one in self.star.stations if one.link is None and one.finished is None]
         if away:
             self.star.connect(away[choice % len(away)])
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 12.0, 31.0]))
     def wait(self, seconds: float) -> None:
-        """Time passes, for longer than some have patience."""
+        """Advance the clock, by more than some timeouts."""
         self.star.wait(seconds)
 
     @precondition(lambda self: bool(self.star.links))
@@ -155,7 +153,7 @@ class Disorder(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.star.links))
     @rule(choice=st.integers(min_value=0), index=st.integers(0, 6), block=st.integers(0, 4))
     def deliver_what_is_not_owed(self, choice: int, index: int, block: int) -> None:
-        """A block that there is not, came before, is not its turn or another's: not added."""
+        """A node that is not due, or of a block that does not exist, is not added."""
         link, star = self._link(choice), self.star
         member = star.coordinator.peers[link.peer]
         owed = set(member.assigned[0]) if member.delivering else set()
@@ -169,13 +167,13 @@ class Disorder(RuleBasedStateMachine):
 
     @invariant()
     def steps_never_go_back(self) -> None:
-        """The coordinator's step is the one after all that were made, or the one being made."""
+        """The coordinator's step follows all steps that were made, or is being made."""
         if hasattr(self, "star"):
             step, made = self.star.coordinator.step, len(self.star.record.state)
             assert made - 1 <= step <= made
 
     def teardown(self) -> None:
-        """In a fair world it ends, with every step made once and the same for everyone."""
+        """Without more faults the run completes; every step is made once, alike by all workers."""
         if not hasattr(self, "star"):
             return
         star = self.star
@@ -202,7 +200,7 @@ class Disorder(RuleBasedStateMachine):
 
 
 def test_disorder() -> None:
-    """Any order of arrivals, deliveries, losses, lies and waits."""
+    """Arrivals, deliveries, losses, lies and waits in any order."""
     run_state_machine_as_test(
         Disorder, settings=settings(max_examples=150, stateful_step_count=60, deadline=None)
     )
@@ -211,7 +209,7 @@ def test_disorder() -> None:
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_shards", [1, 4, 7])
 def test_a_run_in_order(num_workers: int, num_shards: int) -> None:
-    """Any number of workers make the same steps; who finds no place is told to come again."""
+    """Any number of workers make the same steps; one too many is told to try again later."""
     awaited = {0: range(min(num_workers, 3))}
     star = Star(run_of(num_shards=num_shards, num_steps=3, awaited=awaited))
     for _ in range(num_workers):
@@ -235,7 +233,7 @@ def test_a_run_in_order(num_workers: int, num_shards: int) -> None:
     ],
 )
 def test_death_in_every_phase(phase: PeerPhase, others: int, half: bool) -> None:
-    """Wherever a worker stands when it is lost, told or not, the run ends right."""
+    """A worker may be lost in any phase, with notice or without, and the run completes."""
     star = Star(run_of(num_steps=3))
     for _ in range(others):
         star.arrive()
@@ -254,7 +252,7 @@ def test_death_in_every_phase(phase: PeerPhase, others: int, half: bool) -> None
 
 
 def test_a_step_that_one_worker_made_is_made() -> None:
-    """All die while it is being made: it is not made again, and whoever comes has it."""
+    """All are lost during the commit: the step is not made again."""
     star = Star(run_of(awaited={0: (0, 1)}))
     first, second = star.arrive(), star.arrive()
     star.until(lambda: len(first.state) == 1 and len(second.state) == 1)
@@ -268,7 +266,7 @@ def test_a_step_that_one_worker_made_is_made() -> None:
 
 
 def test_a_step_that_nobody_is_known_to_have_made_is_made_again() -> None:
-    """All die before one could say that it made it: the same step, from the same state."""
+    """All are lost before any Applied: the step is repeated."""
     star = Star(run_of())
     station = star.arrive()
     star.until(lambda: len(station.state) == 1)
@@ -280,7 +278,7 @@ def test_a_step_that_nobody_is_known_to_have_made_is_made_again() -> None:
 
 
 def _everything() -> list[Star]:
-    """Runs in which every move is made that a table has."""
+    """Do runs that together make every move of the tables."""
     all_there = run_of(num_blocks=2, awaited={0: (0, 1, 2)})
     stars = [Star(all_there), Star(run_of()), Star(all_there), Star(run_of()), Star(run_of())]
     serving = Star(replace(all_there, server_updates=True))
@@ -331,9 +329,9 @@ def _stands(star: Star, stage: Stage) -> bool:
 
 
 def test_every_move_of_the_tables_is_made() -> None:
-    """Nothing is in the tables, and in the diagrams drawn from them, that does not happen.
+    """The tables have no move that never happens.
 
-    That nothing else happens is held by `moves` in every test here.
+    `moves` checks in every test that no other move happens.
     """
     stars = _everything()
     made = {move for star in stars for link in star.all_links for move in link.follower.taken}

@@ -1,4 +1,4 @@
-"""A run that is stopped from outside: what is finished first, what is saved, and who hears why."""
+"""A run stopped from outside: it finishes or abandons its step, saves, and tells the workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_WORK = (Stage.COMPUTING, Stage.STAGING, Stage.APPLYING)
 
 
 def reach(stage: Stage) -> Star:
-    """Two workers in the first of two steps, in `stage`."""
+    """Return a star with two workers in the first of two steps, in `stage`."""
     star = Star(run_of(awaited={0: (0, 1)}))
     star.arrive()
     star.arrive()
@@ -30,14 +30,14 @@ def _stands(star: Star, stage: Stage) -> bool:
 
 
 def _last(star: Star) -> list[do.Effect]:
-    """Return the effects that followed the last step, but for messages."""
+    """Return the effects after the last step, without messages."""
     kinds = (do.Apply, do.Gather, do.Save, do.Finish)
     return [one for one in star.effects if isinstance(one, kinds)]
 
 
 @pytest.mark.parametrize("stage", IN_WORK)
 def test_the_step_in_work_is_finished(stage: Stage) -> None:
-    """Then the state after it is saved, everyone hears why, and no other step begins."""
+    """Then its state is saved, all workers are told why, and no other step begins."""
     star = reach(stage)
     star.stop(WHY)
     star.deliver()
@@ -48,7 +48,7 @@ def test_the_step_in_work_is_finished(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", IN_WORK)
 def test_at_once_the_step_in_work_is_given_up(stage: Stage) -> None:
-    """A step that nobody is known to have made is not made: the state before it is saved."""
+    """No worker has reported the step: the state before it is saved."""
     star = reach(stage)
     star.stop(WHY)
     star.stop(WHY, at_once=True)
@@ -58,7 +58,7 @@ def test_at_once_the_step_in_work_is_given_up(stage: Stage) -> None:
 
 
 def test_what_a_worker_made_stays_made() -> None:
-    """Stopped at once when the first has said so, and the second has not: that state is saved."""
+    """At once after the first of two Applied: the state after the step is saved."""
     star = reach(Stage.APPLYING)
     star.until(lambda: len(star.record.state) == 1)
     assert star.coordinator.stage is Stage.APPLYING
@@ -67,7 +67,7 @@ def test_what_a_worker_made_stays_made() -> None:
 
 
 def test_a_run_without_workers_ends_at_once() -> None:
-    """Nobody is waited for."""
+    """It does not wait for any."""
     star = Star(run_of())
     star.stop(WHY)
     assert _last(star) == [do.Save(0), STOPPED]
@@ -76,7 +76,7 @@ def test_a_run_without_workers_ends_at_once() -> None:
 
 
 def test_who_waits_to_be_let_in_hears_it_too() -> None:
-    """It has proved itself, and would come again for ever."""
+    """A waiting worker is told, since it would reconnect for ever."""
     star = reach(Stage.COMPUTING)
     late = star.arrive()
     star.until(lambda: any(one.rank == 2 for one in star.coordinator.peers.values()), first=-1)
@@ -88,7 +88,7 @@ def test_who_waits_to_be_let_in_hears_it_too() -> None:
 
 
 def test_a_run_that_loses_all_its_workers_stops_too() -> None:
-    """The step in work can't be finished then; what was made before it is saved."""
+    """The current step is abandoned; the last state is saved."""
     star = reach(Stage.COMPUTING)
     star.stop(WHY)
     for station in star.stations:
@@ -99,7 +99,7 @@ def test_a_run_that_loses_all_its_workers_stops_too() -> None:
 
 @pytest.mark.parametrize("num_awaited", [1, 2, 3])
 def test_a_run_begins_with_as_many_as_it_waits_for(num_awaited: int) -> None:
-    """Whatever their ranks; and goes on with fewer."""
+    """Their ranks don't matter; later it continues with fewer."""
     star = Star(run_of(num_awaited=num_awaited))
     for rank in (2, 0, 1)[:num_awaited]:
         star.deliver()

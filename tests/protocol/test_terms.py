@@ -1,4 +1,4 @@
-"""Admission: the secret first, then everything that must agree, then a free rank."""
+"""Admission checks the secret first, then the terms of the run, then the rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
 
 
 def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
-    """One that fits, or with some fields changed; the proof fits in any case."""
+    """Return a hello that fits, or with some fields changed; its proof is always right."""
     fields: dict[str, Any] = {
         "version": VERSION,
         "run": "r",
@@ -41,13 +41,13 @@ def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
 def answer(
     said: Hello, *, taken: Collection[int | None] = (), barred: Collection[int] = ()
 ) -> Admission | Refuse:
-    """Return the answer of `admit` in a run of three."""
+    """Return the answer of `admit` in a run of three workers."""
     rules: dict[str, Any] = {"world_size": 3, "taken": taken, "barred": barred}
     return admit(said, CHALLENGE, TERMS, secret=SECRET, **rules)
 
 
 def test_a_barred_rank_is_nobodys() -> None:
-    """A hello for a barred rank is refused for good; one for any rank gets another."""
+    """A hello for it is refused for good; one without a rank gets another."""
     reason = "rank=0: it was caught too often computing something else"
     assert answer(hello(rank=0), barred={0}) == Refuse(reason=reason, retry=False)
     admitted = answer(hello(), barred={0})
@@ -73,20 +73,20 @@ def test_a_barred_rank_is_nobodys() -> None:
 def test_a_refusal_says_why(
     changes: dict[str, Any], taken: Collection[int | None], reason: str, retry: bool
 ) -> None:
-    """The refusal says what was given, what is right, and whether it may help to come again."""
+    """It has the given value, the right one, and whether a later try may succeed."""
     assert answer(hello(**changes), taken=taken) == Refuse(reason=reason, retry=retry)
 
 
 @given(stranger=said(Hello), taken=st.sets(st.integers(0, 3)))
 def test_a_stranger_learns_nothing(stranger: Hello, taken: set[int]) -> None:
-    """Without the secret there is one answer, whatever else is right or wrong."""
+    """Without the secret the answer is always the same."""
     refusal = Refuse(reason="wrong secret", retry=False)
     assert answer(stranger, taken=taken) == refusal
     assert answer(hello(secret=b"other"), taken=taken) == refusal
 
 
 def test_a_proof_is_of_this_challenge() -> None:
-    """One that was heard on another connection does not count."""
+    """A proof for another connection's challenge is refused."""
     other = Challenge(version=VERSION, nonce="f" * 32)
     said = replace(hello(), proof=handshake.proof_of_worker(SECRET, other, hello()))
     assert answer(said) == Refuse(reason="wrong secret", retry=False)
@@ -97,7 +97,7 @@ def test_a_proof_is_of_this_challenge() -> None:
     [(None, (), 0), (None, (0, None), 1), (None, (1, 2), 0), (2, (), 2), (1, (0, 2), 1)],
 )
 def test_a_worker_is_let_in(rank: int | None, taken: Collection[int | None], given: int) -> None:
-    """With the rank that it asked for, or the lowest free one; with our proof and the key."""
+    """It gets the rank that it requests or the lowest free one, with proof and key."""
     said = hello(rank=rank)
     assert answer(said, taken=taken) == Admission(
         rank=given,
@@ -108,7 +108,7 @@ def test_a_worker_is_let_in(rank: int | None, taken: Collection[int | None], giv
 
 @given(name=st.sampled_from(["run", "manifest", "data"]), data=st.data())
 def test_every_refusal_fits_its_frame(name: str, data: st.DataObject) -> None:
-    """Whatever a worker calls its run: the answer reaches it."""
+    """Even if a worker's name for the run is as long as can be."""
     longest = "\U0001f600" * messages.TEXT_CHARS_MAX
     text = data.draw(st.just(longest) | st.text(st.characters(exclude_categories=["Cs"])))
     changes: dict[str, Any] = {name: text + "x"}
@@ -130,13 +130,13 @@ def test_every_refusal_fits_its_frame(name: str, data: st.DataObject) -> None:
     ],
 )
 def test_what_is_no_time(changes: dict[str, Any], message: str) -> None:
-    """Refused by name: a wait of nothing, or for ever, would be found much later."""
+    """A timeout of zero, infinity or another type is refused, by name."""
     with pytest.raises(UsageError, match=message):
         Timing(**changes)
 
 
 def test_one_who_asks_is_answered() -> None:
-    """Without terms it may know the run, whoever is there already; the secret comes first."""
+    """An applicant with the secret is answered, even if all ranks are taken."""
     said = hello(run="", manifest="", data="", rank=9)
     assert answer(said, taken=(0, 1, 2)) == Admission(
         proof=handshake.proof_of_coordinator(SECRET, CHALLENGE, said),

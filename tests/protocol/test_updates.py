@@ -1,4 +1,4 @@
-"""Where the server updates: what goes down, and when; bare machines."""
+"""A star in which the server updates: which weights are sent, and when."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def weights(block: int, step: int = 0) -> Weights:
 
 
 def serving(*, beside: bool = False) -> tuple[Star, Link, Link]:
-    """Two workers that have delivered all of step 0 but the root of block 0."""
+    """Return a star with two workers that have delivered step 0 except the root of block 0."""
     star = Star(run_of(num_blocks=2, awaited={0: (0, 1)}, server_updates=True), beside=beside)
     first, second = link_of(star.arrive()), link_of(star.arrive())
     star.until(lambda: star.coordinator.stage is Stage.COMPUTING)
@@ -34,7 +34,7 @@ def sent(star: Star, *kinds: type[Message]) -> list[do.Send]:
 
 
 def test_nothing_goes_down_before_every_block_is_averaged() -> None:
-    """A norm is of the whole gradient: then all blocks go, the last one first, to everyone."""
+    """Clipping needs the whole gradient; then all blocks go out."""
     star, _, second = serving()
     assert star.record.averaged == [1]
     assert sent(star, Average, Weights) == []
@@ -47,7 +47,7 @@ def test_nothing_goes_down_before_every_block_is_averaged() -> None:
 
 
 def test_the_step_waits_until_it_is_prepared() -> None:
-    """All is averaged, and nothing goes down while the step is made beside everything else."""
+    """No weights are sent while the step is prepared in the background."""
     star, _, second = serving(beside=True)
     star.say_above(second, node(level=1, index=1))
     star.reduce()
@@ -60,7 +60,7 @@ def test_the_step_waits_until_it_is_prepared() -> None:
 
 
 def test_who_is_lost_while_it_is_prepared_is_not_sent_any() -> None:
-    """Its shards are averaged: nobody computes them again."""
+    """Its shards are averaged, and not computed again."""
     star, first, second = serving(beside=True)
     star.say_above(second, node(level=1, index=1))
     star.reduce()
@@ -73,7 +73,7 @@ def test_who_is_lost_while_it_is_prepared_is_not_sent_any() -> None:
 
 @pytest.mark.parametrize("stage", [Stage.COMPUTING, Stage.STAGING])
 def test_a_step_that_nobody_uses_did_not_happen(stage: Stage) -> None:
-    """All die while it is prepared, or when its weights are on their way: it is made again."""
+    """All are lost before its commit: it is made again."""
     star, first, second = serving(beside=True)
     star.say_above(second, node(level=1, index=1))
     star.reduce()
@@ -91,7 +91,7 @@ def test_a_step_that_nobody_uses_did_not_happen(stage: Stage) -> None:
 
 
 def test_weights_are_used_when_everyone_holds_them() -> None:
-    """Until the commit nobody's state is another, and the server's is not before one used them."""
+    """No state changes before the commit; the server's follows the first Applied."""
     star = Star(run_of(num_blocks=2, awaited={0: (0, 1)}, server_updates=True))
     workers = [star.arrive(), star.arrive()]
     star.until(lambda: bool(sent(star, Commit)))
@@ -111,7 +111,7 @@ def test_weights_are_used_when_everyone_holds_them() -> None:
     ],
 )
 def test_what_is_not_due_ends_the_connection(said: tuple[Weights, ...], why: str) -> None:
-    """A block twice, one that there is not, one of another step."""
+    """A second or unknown block, or one of another step."""
     star = Star(run_of(num_blocks=2, awaited={0: (0, 1)}, server_updates=True))
     machine = star.arrive().machine
     star.arrive()

@@ -1,4 +1,4 @@
-"""A worker, bare: what follows from what it hears, and what ends its stay or its work."""
+"""The machine of a worker: effects of messages, and ends of a connection or its work."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PLACES = [one for one in WorkerPhase if one is not WorkerPhase.AWAY]
 
 
 def new(rank: int | None = None) -> Worker:
-    """One that is not connected."""
+    """Return a worker that is not connected."""
     return Worker(TERMS, secret=SECRET, backend="cpu", rank=rank, timing=TIMING)
 
 
@@ -75,7 +75,7 @@ def welcome(rank: int | None = None) -> Welcome:
 
 
 def connect(machine: Worker) -> Worker:
-    """The same, connected at 0 s."""
+    """Return a worker that was connected at 0 s."""
     assert machine.connected(PEER, "1" * 32, 0.0) == []
     return machine
 
@@ -86,7 +86,7 @@ def told(machine: Worker, *messages: Message) -> list[Effect]:
 
 
 def reach(phase: WorkerPhase) -> Worker:
-    """A worker in that place, at step 5 once it has one."""
+    """Return a worker in that phase, at step 5 once it has a state."""
     machine = connect(new())
     way: dict[WorkerPhase, list[Message]] = {
         WorkerPhase.CONNECTED: [],
@@ -106,7 +106,7 @@ def reach(phase: WorkerPhase) -> Worker:
 
 
 def test_what_one_step_asks_for() -> None:
-    """Every effect of a whole stay, in this order."""
+    """All effects from connection to end, in order."""
     machine = connect(new())
     key = handshake.session_key(SECRET, CHALLENGE, hello())
     assert told(machine, CHALLENGE) == [do.Send(PEER, hello()), do.Secure(PEER, key)]
@@ -129,7 +129,7 @@ def test_what_one_step_asks_for() -> None:
 
 
 def test_it_comes_back_as_who_it_was() -> None:
-    """With a fresh nonce, asking for the rank that it had."""
+    """It reconnects with a fresh nonce, and requests its former rank."""
     machine = reach(WorkerPhase.COMPUTING)
     assert machine.lost("cut") == [do.Close(PEER, "cut")]
     machine.connected("again", "1" * 32, 1.0)
@@ -137,7 +137,7 @@ def test_it_comes_back_as_who_it_was() -> None:
 
 
 def test_work_is_done_one_after_the_other() -> None:
-    """A second assignment waits for the first, and it is ready when all are done."""
+    """A second assignment waits; the worker is ready when both are done."""
     machine = reach(WorkerPhase.READY)
     (first,) = told(machine, Assign(step=5, shards=(0,)))
     assert told(machine, Assign(step=5, shards=(2,))) == []
@@ -153,7 +153,7 @@ def test_work_is_done_one_after_the_other() -> None:
 
 
 def test_work_of_an_earlier_stay_is_thrown_away() -> None:
-    """Though the same shards of the same step are asked for again."""
+    """Even if the same shards are assigned again after a reconnection."""
     machine = reach(WorkerPhase.READY)
     assign = Assign(step=5, shards=(0, 1, 2))
     (before,) = told(machine, assign)
@@ -168,7 +168,7 @@ def test_work_of_an_earlier_stay_is_thrown_away() -> None:
 
 
 def test_what_is_not_finite_is_said_at_once() -> None:
-    """In place of the nodes; then it waits to be told to stop."""
+    """The report replaces the nodes; then it waits for the halt."""
     machine = reach(WorkerPhase.READY)
     (asked,) = told(machine, Assign(step=5, shards=(0,)))
     said = NonFinite(step=5, shard=0, tensor=None, element=None, loss=float("nan"), ids=(3,))
@@ -192,7 +192,7 @@ ILLEGAL = [
 
 @pytest.mark.parametrize(("phase", "kind"), ILLEGAL)
 def test_what_is_not_legal_ends_the_connection(phase: WorkerPhase, kind: type[Message]) -> None:
-    """In each place every message that the table does not name: the work goes on elsewhere."""
+    """In each phase every message that the table does not list ends it."""
     machine = reach(phase)
     reason = f"{kind.__name__} to a worker that is {phase}"
     said = [do.Send(PEER, Leave(reason=reason))] if phase in TAKING_PART else []
@@ -211,13 +211,13 @@ def test_what_is_not_legal_ends_the_connection(phase: WorkerPhase, kind: type[Me
     ],
 )
 def test_another_step_is_refused(phase: WorkerPhase, said: Message) -> None:
-    """A worker makes the steps in order, and no other."""
+    """A message of an earlier or later step ends the connection."""
     assert "this worker is at step 5" in closing(told(reach(phase), said)).reason
 
 
 @pytest.mark.parametrize("said", [[2], [2**63 - 1], [1, 1], [0, 0]])
 def test_a_block_is_held_once(said: list[int]) -> None:
-    """One that there is not, or that was there, is no part of an average."""
+    """A second copy of a block, or an unknown block, is refused."""
     machine = reach(WorkerPhase.READY)
     messages = [replace(AVERAGES[0], block=block) for block in said]
     reason = f"Average block={said[-1]}: it came before, or there is no such block"
@@ -227,7 +227,7 @@ def test_a_block_is_held_once(said: list[int]) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_it_is_staged_with_the_last_block(order: tuple[int, int]) -> None:
-    """Whichever that is; before, the worker stays ready and says nothing."""
+    """Blocks may come in any order; it reports Staged after the last one."""
     machine = reach(WorkerPhase.READY)
     first, last = (replace(AVERAGES[0], block=block) for block in order)
     assert told(machine, first) == [do.Hold(5, order[0])]
@@ -238,7 +238,7 @@ def test_it_is_staged_with_the_last_block(order: tuple[int, int]) -> None:
 
 
 def test_blocks_are_of_one_stay() -> None:
-    """Blocks of a step are forgotten with the connection, and with the step."""
+    """Blocks are dropped when the connection or the step ends."""
     machine = reach(WorkerPhase.READY)
     told(machine, AVERAGES[0])
     machine.lost("cut")
@@ -249,21 +249,21 @@ def test_blocks_are_of_one_stay() -> None:
 
 
 def test_a_vector_has_at_least_one_block() -> None:
-    """A coordinator that says there are none is left."""
+    """A Welcome with zero blocks ends the connection."""
     machine = reach(WorkerPhase.GREETED)
     reason = "Welcome blocks=0: there is at least one"
     assert told(machine, replace(welcome(), blocks=0)) == [do.Close(PEER, reason)]
 
 
 def _thrown_out(machine: Worker, reason: str) -> list[Effect]:
-    """Return the effects when the worker rejoins and is dismissed in its step."""
+    """Return the effects when the worker rejoins and is thrown out in its step."""
     connect(machine)
     told(machine, CHALLENGE, welcome(rank=machine.rank))
     return told(machine, Refuse(reason=f"thrown out: {reason}", retry=True))
 
 
 def test_who_is_thrown_out_again_and_again_stays_away() -> None:
-    """The third time for one reason, whatever the numbers in it, and with no step made."""
+    """Three times for one reason without a step in between; numbers don't matter."""
     machine = new()
     for number in (1, 2):
         said = _thrown_out(machine, f"{number} bytes too many")
@@ -279,7 +279,7 @@ def test_who_is_thrown_out_again_and_again_stays_away() -> None:
 
 
 def test_a_step_in_between_is_progress() -> None:
-    """However often it is thrown out then, it comes back."""
+    """After a step the count starts again."""
     machine = new()
     for _ in range(5):
         assert len(_thrown_out(machine, "because")) == 1
@@ -290,7 +290,7 @@ def test_a_step_in_between_is_progress() -> None:
 
 @pytest.mark.parametrize("proof", ["0" * 64, "", welcome().proof[:-1], hello().proof])
 def test_a_coordinator_proves_itself_too(proof: str) -> None:
-    """The state of one that does not know the secret is not taken."""
+    """A Welcome with a wrong proof is refused."""
     machine = reach(WorkerPhase.GREETED)
     reason = "Welcome proof: this coordinator does not know the secret"
     assert told(machine, replace(welcome(), proof=proof)) == [do.Close(PEER, reason)]
@@ -300,7 +300,7 @@ def test_a_coordinator_proves_itself_too(proof: str) -> None:
 
 
 def test_another_version_is_the_end() -> None:
-    """It would be no other the next time."""
+    """It does not try again."""
     reason = "version=1: this worker speaks 2"
     assert told(connect(new()), replace(CHALLENGE, version=1)) == [
         do.Close(PEER, reason),
@@ -309,7 +309,7 @@ def test_another_version_is_the_end() -> None:
 
 
 def test_a_refusal_may_be_worth_another_try() -> None:
-    """It comes again if the refusal says so, and gives up if not."""
+    """It reconnects if `retry` is set, else it finishes."""
     machine = reach(WorkerPhase.GREETED)
     assert told(machine, Refuse(reason="full", retry=True)) == [do.Close(PEER, "refused: full")]
     assert machine.phase is WorkerPhase.AWAY
@@ -333,7 +333,7 @@ def test_a_refusal_may_be_worth_another_try() -> None:
     ],
 )
 def test_it_stops_wherever_it_stands(phase: WorkerPhase, said: Message, finish: do.Finish) -> None:
-    """At once, with the coordinator's reason, and nothing follows."""
+    """A halt or shutdown ends it in any phase, with the coordinator's reason."""
     machine = reach(phase)
     asked = do.Compute(0, 5, (0, 1, 2))
     assert told(machine, said) == [do.Close(PEER, finish.reason or finish.status), finish]
@@ -347,7 +347,7 @@ def test_it_stops_wherever_it_stands(phase: WorkerPhase, said: Message, finish: 
 
 @pytest.mark.parametrize("phase", [one for one in PLACES if one is not WorkerPhase.OVER])
 def test_a_silent_coordinator_is_given_up(phase: WorkerPhase) -> None:
-    """After `dead_after_s` without a byte, and no sooner."""
+    """It disconnects after `dead_after_s` without a byte, and not before."""
     machine = reach(phase)
     machine.heard(1.0)
     machine.tick(30.9)
@@ -358,7 +358,7 @@ def test_a_silent_coordinator_is_given_up(phase: WorkerPhase) -> None:
 
 @pytest.mark.parametrize("phase", [one for one in PLACES if one is not WorkerPhase.OVER])
 def test_it_says_that_it_lives(phase: WorkerPhase) -> None:
-    """Every `heartbeat_s`, whatever it does; not to one that has not challenged it yet."""
+    """It sends a heartbeat every `heartbeat_s`, once it was challenged."""
     machine = reach(phase)
     beat = [] if phase is WorkerPhase.CONNECTED else [do.Send(PEER, Heartbeat())]
     assert machine.tick(4.9) == []
@@ -368,14 +368,14 @@ def test_it_says_that_it_lives(phase: WorkerPhase) -> None:
 
 
 def test_nothing_happens_while_it_is_away() -> None:
-    """Time and losses are of a connection."""
+    """Ticks and losses have no effect while it is disconnected."""
     machine = new()
     assert machine.tick(1e9) == []
     assert machine.lost("never was") == []
 
 
 def test_a_worker_can_leave() -> None:
-    """It says why, and goes for good."""
+    """It sends the reason, and does not come back."""
     machine = reach(WorkerPhase.COMPUTING)
     effects = machine.leave("asked to")
     assert isinstance(effects[0], do.Send)
