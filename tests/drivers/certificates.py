@@ -1,4 +1,4 @@
-"""A CA of the tests' own, and what it has signed."""
+"""A certificate authority for tests, and certificates that it signs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Identity:
 
 
 class Authority:
-    """A CA; `ca` is the file of its certificate."""
+    """A certificate authority; `ca` is the file of its certificate."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
@@ -43,7 +43,7 @@ class Authority:
         self.ca.write_bytes(own)
 
     def signed(self, name: str, host: str = "127.0.0.1") -> Identity:
-        """One who is `name`, at `host`, an address."""
+        """Return the files of an end with this name, at IP address `host`."""
         key = ec.generate_private_key(ec.SECP256R1())
         at = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(host))])
         identity = Identity(self._folder / f"{name}-cert.pem", self._folder / f"{name}-key.pem")
@@ -54,7 +54,7 @@ class Authority:
         return identity
 
     def locked_key(self) -> Path:
-        """A private key with a passphrase."""
+        """Return the file of a private key with a passphrase."""
         path = self._folder / "locked.pem"
         lock = BestAvailableEncryption(b"passphrase")
         path.write_bytes(self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, lock))
@@ -78,14 +78,14 @@ class Authority:
 
 
 def server_context(authority: Authority, *, mutual: bool = True) -> ssl.SSLContext:
-    """The coordinator's, whom everyone trusts."""
+    """Return the context of a coordinator that all trust."""
     own = authority.signed("coordinator")
     ca = authority.ca if mutual else None
     return tls.server_context(cert=own.cert, key=own.key, ca=ca)
 
 
 def client_context(trusted: Authority, signed_by: Authority | None) -> ssl.SSLContext:
-    """A worker's."""
+    """Return the context of a worker."""
     if signed_by is None:
         return tls.client_context(ca=trusted.ca)
     own = signed_by.signed("worker")

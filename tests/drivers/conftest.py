@@ -1,4 +1,4 @@
-"""Certificates, made once for all tests of connections."""
+"""Certificate authorities, made once for all tests of connections."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tests.drivers.certificates import Authority
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """The CA that both ends trust."""
+    """The authority that both ends trust."""
     return Authority(tmp_path_factory.mktemp("tls"), "authority")
 
 
 @pytest.fixture(scope="session")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """A CA that nobody trusts but who is signed by it."""
+    """An authority that the ends do not trust."""
     return Authority(tmp_path_factory.mktemp("tls"), "stranger")

@@ -23,17 +23,17 @@ PATIENT = replace(TIMING, dead_after_s=60.0, gather_s=60.0)
 
 
 class Large(FakeServer):
-    """Keeps no more than the last vector that came."""
+    """Keeps only the last vector received."""
 
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
         self.kept = payload
 
 
 class LargeMember(FakeMember):
-    """Keeps the state that it is given, and the average that it is to step with."""
+    """Keeps the received state, then the average in its place."""
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
-        """The average takes its place."""
+        """The average takes the place of the state."""
         self._num_blocks = welcome.blocks
 
     def hold(self, message: Average | Weights, payload: Buffer) -> None:
@@ -42,7 +42,7 @@ class LargeMember(FakeMember):
 
 
 async def coordinate(num_bytes: int) -> int:
-    """The bytes that a coordinator took."""
+    """Run a coordinator; return the bytes that it took."""
     hands = Large(b"x" * num_bytes)
     run = run_of(num_steps=1, num_shards=1, world_size=1, awaited={})
     before = _start_measuring()
@@ -53,7 +53,7 @@ async def coordinate(num_bytes: int) -> int:
 
 
 async def work(num_bytes: int, port: int) -> int:
-    """The bytes that a worker took."""
+    """Run a worker; return the bytes that it took."""
     client = client_of(0, LargeMember(b"x" * num_bytes), timing=PATIENT)
     before = _start_measuring()
     assert (await client.run("127.0.0.1", port, patience_s=10.0)).status == "completed"
@@ -61,7 +61,7 @@ async def work(num_bytes: int, port: int) -> int:
 
 
 def _start_measuring() -> int:
-    """The peak so far is forgotten; the bytes resident now."""
+    """Reset the peak; return the bytes that are resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return _peak()
 

@@ -1,4 +1,4 @@
-"""A run without arithmetic: hands that remember which steps were made, and payloads of any size."""
+"""A run without arithmetic: hands that record the steps made, with payloads of any size."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ COMPLETED = do.Finish("completed")
 
 
 def run_of(**changes: Any) -> Run:
-    """Three steps of four shards, by two workers, both awaited."""
+    """Return a run of three steps of four shards, by two workers, which are awaited."""
     usual: dict[str, Any] = {"world_size": 2, "num_shards": 4, "num_steps": 3, "num_blocks": 1}
     return Run(terms=TERMS, **{"awaited": {0: [0, 1]}, **usual, **changes})
 
 
 class AtOnce:
-    """Nothing is beside anything: it is done when it is asked for."""
+    """In place of a background thread: does all work when it is requested."""
 
     def run(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
         done(work())
 
     def forget(self) -> None:
-        """There is nothing to forget."""
+        """Nothing is pending."""
 
 
 class FakeServer:
-    """The coordinator's hands. The state and each block are `content`; `made` are the steps made,
-    `reduced` the blocks averaged of each, `prepared` those made beside the state in use.
+    """The coordinator's hands. The state and each block are `content`. `made` are the steps made,
+    `reduced` the blocks averaged in each, `prepared` the steps prepared.
     """
 
     def __init__(self, content: bytes = b"content") -> None:
@@ -125,9 +125,7 @@ class FakeServer:
 
 
 class FakeMember:
-    """A worker's hands; `made` are the steps that its state has gone through, `held` the blocks of
-    the next one.
-    """
+    """A worker's hands; `made` are the steps in its state, `held` the blocks of the next one."""
 
     def __init__(self, content: bytes = b"content") -> None:
         self.content = content
@@ -174,19 +172,19 @@ class FakeMember:
 
 
 def worker_of(rank: int | None, *, secret: bytes = SECRET, timing: Timing = TIMING) -> Worker:
-    """The machine of a worker that asks for `rank`."""
+    """Return the machine of a worker that requests `rank`."""
     return Worker(TERMS, secret=secret, backend="cpu", rank=rank, timing=timing)
 
 
 def client_of(rank: int | None, hands: FakeMember | None = None, **changes: Any) -> WorkerClient:
-    """A worker that can connect to a coordinator."""
+    """Return a worker that can connect to a coordinator."""
     return WorkerClient(worker_of(rank, **changes), hands or FakeMember())
 
 
 async def listening(
     run: Run, hands: FakeServer, *, timing: Timing = TIMING, host: str = LOOPBACK, port: int = 0
 ) -> tuple[CoordinatorServer, int]:
-    """A coordinator that listens, and its port."""
+    """Return a coordinator that listens, and its port."""
     server = CoordinatorServer(run, hands, timing=timing, secret=SECRET)
     _, port = await server.listen(host, port)
     return server, port
@@ -195,13 +193,13 @@ async def listening(
 async def take_part(
     clients: Iterable[WorkerClient], port: int, host: str = LOOPBACK
 ) -> list[do.Finish]:
-    """How the run ended for each of `clients`."""
+    """Return the Finish of each of `clients`."""
     staying = (client.run(host, port, patience_s=TIMING.gather_s) for client in clients)
     return await asyncio.gather(*staying)
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """A port at which nobody listens just now."""
+    """Return a port at which no process listens at the moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family)) as one:
         one.bind((host, 0))
@@ -213,12 +211,12 @@ Until = Callable[[], bool]
 
 
 async def until(holds: Until) -> None:
-    """Lets the others go on until `holds`; the test's own time limit ends a wait without end."""
+    """Run other tasks until `holds` returns True; only the test's time limit ends it otherwise."""
     async with asyncio.timeout(10.0):
         while not holds():
             await asyncio.sleep(0)
 
 
 def go(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs a test's story; one that hangs fails."""
+    """Run an async test within a time limit."""
     asyncio.run(asyncio.wait_for(coroutine, 30))

@@ -1,4 +1,4 @@
-"""The jobs that the processes of these tests run: each job is a word that says what to do."""
+"""The jobs of the processes in these tests: a job is a word that says what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from entrenar_py.drivers.processes import Job
 
 
 def main(pipe: Connection) -> None:
-    """Answers with its process number, unless it is told to do something else first."""
+    """Answer each job with the process id, after what the job says."""
     desk = Job(pipe)
     while (given := desk.next()) is not None:
         match given:

@@ -1,4 +1,4 @@
-"""A mesh without arithmetic: hands that remember what came, as those in `fakes`."""
+"""A mesh without arithmetic: hands that record what they receive, like those in `fakes`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.drivers.fakes import LOOPBACK, SECRET, TERMS, TIMING, FakeMember, Fak
 
 
 class FakeMeshServer(FakeServer):
-    """The coordinator's hands, which get the state when it is asked for."""
+    """The coordinator's hands, which receive the state when it was requested."""
 
     def sizes(self) -> Mapping[type[Message], int]:
         return {State: len(self.content)}
@@ -30,13 +30,13 @@ class FakeMeshServer(FakeServer):
 
 
 class FakeMeshMember(FakeMember):
-    """A worker's hands; `rounds` is how often they were told to begin again."""
+    """A worker's hands; `rounds` counts the rounds begun."""
 
     rounds = 0
 
     @property
     def exchange(self) -> FakeMeshMember:
-        """It adds for itself."""
+        """The hands are also the exchange."""
         return self
 
     def sizes(self) -> Mapping[type[Message], int]:
@@ -65,7 +65,7 @@ class FakeMeshMember(FakeMember):
 
 
 def mesh_worker_of(rank: int | None, *, timing: Timing = TIMING, **changes: Any) -> MeshWorker:
-    """The machine of a worker of a mesh that asks for `rank`."""
+    """Return the machine of a mesh worker that requests `rank`."""
     usual: dict[str, Any] = {"secret": SECRET, "backend": "cpu", "port": None}
     return MeshWorker(TERMS, rank=rank, timing=timing, **{**usual, **changes})
 
@@ -78,7 +78,7 @@ def mesh_client_of(
     door_context: ssl.SSLContext | None = None,
     timing: Timing = TIMING,
 ) -> MeshClient:
-    """A worker that can connect to a coordinator, and to others."""
+    """Return a worker that can connect to a coordinator, and to other workers."""
     machine = mesh_worker_of(rank, timing=timing)
     return MeshClient(machine, hands or FakeMeshMember(), meddle=meddle, door_context=door_context)
 
@@ -91,7 +91,7 @@ async def mesh_listening(
     host: str = LOOPBACK,
     context: ssl.SSLContext | None = None,
 ) -> tuple[CoordinatorServer, int]:
-    """A coordinator of a mesh that listens, and its port."""
+    """Return a coordinator of a mesh that listens, and its port."""
     server = CoordinatorServer(run, hands, timing=timing, secret=SECRET, kind=MeshCoordinator)
     _, port = await server.listen(host, 0, context=context)
     return server, port

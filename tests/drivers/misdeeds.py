@@ -1,4 +1,4 @@
-"""Strangers that do everything but prove themselves, each move at a chosen turn of the loop."""
+"""Strangers that do anything but prove themselves, each action at a chosen turn of the loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RESETS = struct.pack("ii", 1, 0)  # SO_LINGER: what is closed is reset
 
 
 class End(StrEnum):
-    """How a stranger goes."""
+    """The end of a stranger's connection."""
 
     RESET = "reset"
     CLOSE = "close"
@@ -35,8 +35,8 @@ class End(StrEnum):
 
 @dataclass(frozen=True)
 class Misdeed:
-    """One stranger: after so many turns it says something, after some more it ends. `secured` is
-    how many turns it takes part in a handshake of TLS; None for one that does not know of TLS.
+    """One stranger: after `first` turns it sends bytes, after `then` more it ends. `secured` is the
+    number of turns that it takes part in a TLS handshake; None for one that speaks plain TCP.
     """
 
     first: int
@@ -63,7 +63,7 @@ def speeches() -> Mapping[str, bytes]:
 
 
 def misdeeds(*, over_tls: bool) -> st.SearchStrategy[Misdeed]:
-    """Any of them."""
+    """Generate strangers."""
     turns = st.integers(0, TURNS_MAX)
     return st.builds(
         Misdeed,
@@ -77,7 +77,7 @@ def misdeeds(*, over_tls: bool) -> st.SearchStrategy[Misdeed]:
 
 
 async def commit(deed: Misdeed, port: int, context: ssl.SSLContext | None) -> socket.socket:
-    """Does it; the socket, which may still be open. Nothing here waits for the other end."""
+    """Do it; return the socket, which may still be open. This waits for no answer."""
     sock = socket.socket()
     sock.connect((LOOPBACK, port))  # the kernel answers, whatever the loop does meanwhile
     sock.setblocking(False)
@@ -111,7 +111,7 @@ async def _shake_hands(sock: ssl.SSLSocket, turns: int) -> None:
 
 
 def _answer(sock: socket.socket) -> bytes:
-    """A hello with a wrong secret, if there is a challenge already."""
+    """Return a hello with a wrong secret, if there is a challenge already."""
     wrong = Fault(kind="stranger", step=0, value="wrong_secret")
     return b"".join(strangers.guest(wrong, TERMS, SECRET).heard(sock.recv(2**12)))
 

@@ -1,4 +1,4 @@
-"""Work in threads: in order, told in the loop, and not at all once it is forgotten."""
+"""Work in threads: done in order, reported in the loop, and not reported once forgotten."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_work_is_done_elsewhere_and_told_here() -> None:
 
 
 def test_forget_waits_for_what_is_in_work() -> None:
-    """Nothing goes on when it returns; nothing of it is told, and what was waiting is not begun."""
+    """Then no work runs, none is reported, and waiting work is not begun."""
 
     async def story() -> None:
         begun, go_on = threading.Event(), threading.Event()
@@ -60,7 +60,7 @@ def test_forget_waits_for_what_is_in_work() -> None:
 
 
 def test_what_work_raises_is_raised_in_the_loop() -> None:
-    """As everything else that goes wrong there."""
+    """The loop's exception handler gets it."""
 
     async def story() -> None:
         raised = asyncio.get_running_loop().create_future()
@@ -76,7 +76,7 @@ def test_what_work_raises_is_raised_in_the_loop() -> None:
 
 
 def test_a_stopped_task_knows_it() -> None:
-    """One that looks ends soon."""
+    """Work that checks `stopped` ends soon."""
 
     async def story() -> None:
         with ThreadPoolExecutor(1) as executor:

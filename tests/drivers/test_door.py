@@ -22,7 +22,7 @@ from tests.drivers.fakes import LOOPBACK, go, until
 async def open_door(
     opened: Callable[[socket.socket], Any], **changes: Any
 ) -> tuple[Door, tuple[str, int]]:
-    """A door that nobody is sent away from, unless told otherwise; and where it is."""
+    """Return a door that disconnects no one by default, and its address."""
     usual: dict[str, Any] = {"context": None, "patience_s": 5.0}
     listeners = sockets.listen(await sockets.resolve(LOOPBACK, 0))
     made = Door(listeners, lambda sock, _: opened(sock), **{**usual, **changes})
@@ -40,7 +40,7 @@ def _is_closed(sock: socket.socket) -> bool:
 
 
 def test_what_is_taken_up_does_not_block() -> None:
-    """And its small messages are not held back until there are more of them."""
+    """The socket is non-blocking, and sends small messages at once."""
 
     async def story() -> None:
         taken: list[socket.socket] = []
@@ -56,7 +56,7 @@ def test_what_is_taken_up_does_not_block() -> None:
 
 
 def test_a_burst_is_taken_up_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them, without keeping the loop from everything else for as long."""
+    """All connections are accepted, with turns of the loop for others in between."""
     monkeypatch.setattr(door, "TAKEN_UP_MAX", 2)
 
     async def story() -> None:
@@ -74,7 +74,7 @@ def test_a_burst_is_taken_up_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_is_too_many_waits() -> None:
-    """Until whoever is there has had its chance, and goes; who proves itself makes room at once."""
+    """A connection waits for a place until one has had its grace or proved itself."""
 
     async def story() -> None:
         visits: list[tuple[socket.socket, Visit]] = []
@@ -103,7 +103,7 @@ def test_who_is_too_many_waits() -> None:
 
 
 def test_who_waits_at_a_door_that_closes() -> None:
-    """Is sent away: nothing is left of a run that is over."""
+    """It is disconnected when the door closes."""
 
     async def story() -> None:
         taken: list[socket.socket] = []
@@ -140,7 +140,7 @@ def test_a_door_that_closes_in_the_middle_of_a_handshake(authority: Authority) -
 
 
 class Faulty(socket.socket):
-    """A listener whose kernel says first that something else went wrong."""
+    """A listener whose `accept` raises errors first."""
 
     problems: list[int]
 
@@ -160,7 +160,7 @@ def _faulty(*problems: int) -> Faulty:
 
 
 def test_connections_that_are_gone_before_they_are_taken_up() -> None:
-    """Whatever a kernel says of them, those behind them are taken up."""
+    """After errors of single connections later ones are accepted."""
 
     async def story() -> None:
         taken: list[socket.socket] = []
@@ -177,7 +177,7 @@ def test_connections_that_are_gone_before_they_are_taken_up() -> None:
 
 
 def test_a_listener_that_is_broken_is_told() -> None:
-    """An error that no stranger can cause is reported."""
+    """An error that no stranger can cause is raised."""
 
     async def story() -> None:
         told: list[BaseException] = []
@@ -194,7 +194,7 @@ def test_a_listener_that_is_broken_is_told() -> None:
 
 
 def test_a_door_that_the_kernel_does_not_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It tries again, as when it can open nothing more."""
+    """It tries again, as when no file can be opened."""
     monkeypatch.setattr(door, "REST_S", 0.01)
 
     async def story() -> None:
@@ -218,7 +218,7 @@ def test_a_door_that_the_kernel_does_not_watch(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_process_that_can_open_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The door rests, and goes on when it can; whoever waited meanwhile is taken up."""
+    """The door pauses, and accepts waiting connections later."""
     monkeypatch.setattr(door, "REST_S", 0.01)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     rests = 0

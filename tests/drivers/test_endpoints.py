@@ -1,4 +1,4 @@
-"""An end without a network: what its machine wants done is done, in order, by its hands."""
+"""An end without a network: its hands carry out its machine's effects in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NONCE = "0" * 32
 
 
 class Wire:
-    """Keeps what is written, until it is carried over."""
+    """Keeps what is written, until `pass_on` delivers it."""
 
     def __init__(self) -> None:
         self.bytes = b""
@@ -37,7 +37,7 @@ class Wire:
 
 
 class Pair:
-    """A coordinator and one worker, who hear each other when `pass_on` is called."""
+    """A coordinator and one worker, which exchange bytes when `pass_on` is called."""
 
     def __init__(
         self, run: Run, server: FakeServer, member: FakeMember, beside: Beside | None = None
@@ -53,7 +53,7 @@ class Pair:
         self.coordinator.connected("down", NONCE)
 
     def pass_on(self) -> None:
-        """Carries bytes over, one at a time, until nobody says anything any more."""
+        """Deliver bytes one at a time, until neither end sends more."""
         while self.down.bytes or self.up.bytes:
             data, self.down.bytes = self.down.bytes, b""
             for byte in data:
@@ -80,7 +80,7 @@ def _alone(**changes: Any) -> Run:
 @pytest.mark.parametrize("by_server", [False, True])
 @pytest.mark.parametrize("num_blocks", [1, 3])
 def test_a_run_byte_by_byte(num_blocks: int, by_server: bool) -> None:
-    """Every step is made by both, the checkpoint is asked for, and both are finished."""
+    """Both make every step, a checkpoint is requested, and both finish."""
     server, member = FakeServer(), FakeMember()
     run = _alone(num_blocks=num_blocks, saves=[2], server_updates=by_server)
     pair = Pair(run, server, member)
@@ -112,7 +112,7 @@ class Held:
 
 
 def test_copies_are_compared_beside_everything_else() -> None:
-    """Nothing waits for it but its step; what has come by then is what is compared."""
+    """Only the step waits; the comparison has the copies at its start."""
     server, beside = FakeServer(), Held()
     pair = Pair(_alone(num_steps=1, audited=lambda step: [1]), server, FakeMember(), beside)
     pair.pass_on()
@@ -126,14 +126,14 @@ def test_copies_are_compared_beside_everything_else() -> None:
 
 
 class Overflowing(FakeServer):
-    """The average is not finite."""
+    """Hands whose average is not finite."""
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         return "the average is not finite"
 
 
 class Diverged(FakeMember):
-    """Its first shard is not finite."""
+    """Hands whose first shard is not finite."""
 
     def work(self, step: int, shards: tuple[int, ...]) -> Any:
         return NonFinite(step=step, shard=shards[0], tensor="w", element=3, loss=1.0, ids=(7,))
@@ -147,7 +147,7 @@ class Diverged(FakeMember):
     ],
 )
 def test_a_halt_makes_no_step(server: FakeServer, member: FakeMember, reason: str) -> None:
-    """Both ends finish as halted, for the same reason, and nobody has stepped."""
+    """Both ends finish as halted, for the same reason, without a step."""
     pair = Pair(_alone(), server, member)
     pair.pass_on()
     assert server.made == member.made == []
@@ -158,14 +158,14 @@ def test_a_halt_makes_no_step(server: FakeServer, member: FakeMember, reason: st
 
 
 class Strict(FakeServer):
-    """Finds fault with the first thing that a worker carries."""
+    """Hands that reject every message of a worker."""
 
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
         raise ProtocolError(f"{type(message).__name__} of rank {rank} is wrong")
 
 
 def test_what_hands_refuse_ends_the_connection() -> None:
-    """The run stays, and waits for someone else."""
+    """The run stays, and waits for another worker."""
     server = Strict()
     pair = Pair(_alone(), server, FakeMember())
     pair.pass_on()
@@ -175,7 +175,7 @@ def test_what_hands_refuse_ends_the_connection() -> None:
 
 
 def test_a_payload_of_another_size_ends_the_connection() -> None:
-    """A state or an average that is not what the manifest makes is not taken over."""
+    """A state or an average must have the manifest's size."""
     member = FakeMember(b"a longer content")
     pair = Pair(_alone(), FakeServer(), member)
     pair.pass_on()
@@ -184,7 +184,7 @@ def test_a_payload_of_another_size_ends_the_connection() -> None:
 
 
 def test_damaged_bytes_end_the_connection() -> None:
-    """At either end, with the reason, and nothing is heard after them."""
+    """Either end closes it with the reason, and reads nothing after them."""
     pair = Pair(_alone(), FakeServer(), FakeMember())
     garbage = bytes(64)
     buffer = pair.worker.buffer("up")
@@ -202,7 +202,7 @@ def test_damaged_bytes_end_the_connection() -> None:
 
 
 def test_a_lost_connection_is_told_once() -> None:
-    """The worker that is gone is recorded; a second word of the same loss says nothing new."""
+    """The loss is recorded; a second report of it has no effect."""
     server = FakeServer()
     pair = Pair(run_of(awaited={1: [0, 1]}, world_size=2), server, FakeMember())
     pair.pass_on()
@@ -218,7 +218,7 @@ def test_a_lost_connection_is_told_once() -> None:
 
 
 def test_time_passes_at_both_ends() -> None:
-    """Heartbeats are sent, and who is silent for too long is given up."""
+    """Heartbeats are sent, and silent peers are dropped."""
     pair = Pair(run_of(awaited={0: [0, 1]}), FakeServer(), FakeMember())
     pair.pass_on()
     pair.now = TIMING.heartbeat_s
@@ -234,7 +234,7 @@ def test_time_passes_at_both_ends() -> None:
 
 
 def test_a_connection_after_the_end_is_closed() -> None:
-    """With the reason, and without a challenge."""
+    """It gets no challenge; the reason is recorded."""
     pair = Pair(_alone(), FakeServer(), FakeMember())
     pair.pass_on()
     said = len(pair.down.said)

@@ -1,4 +1,4 @@
-"""One connection by itself: what it sends when, what it does not wait for, and how it ends."""
+"""A single connection: the times of sending, what it does not wait for, and its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def link_on(
     filled: Callable[[Link, int], None] = lambda *_: None,
     lost: Callable[[Link, str], None] = lambda *_: None,
 ) -> Link:
-    """A link that listens to nothing, unless told otherwise."""
+    """Return a link that discards what it reads, by default."""
     sock.setblocking(False)
     return Link(sock, buffer=buffer, filled=filled, lost=lost)
 
@@ -51,7 +51,7 @@ class Heard:
 
 
 def test_what_is_written_is_read() -> None:
-    """In order, whatever its pieces are; and both ends know that nothing more comes."""
+    """Pieces of any size arrive in order; both ends notice the end."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()
@@ -71,7 +71,7 @@ def test_what_is_written_is_read() -> None:
 
 
 def test_both_may_say_more_than_fits() -> None:
-    """Two ends that write before they read do not wait for each other."""
+    """Two ends that write before they read do not block each other."""
 
     async def story() -> None:
         ends = [Heard(sock, room_bytes=2**16) for sock in socket.socketpair()]
@@ -85,7 +85,7 @@ def test_both_may_say_more_than_fits() -> None:
 
 
 def test_who_reads_nothing_does_not_hold_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closed while much is still to be sent, it ends all the same, and what waited is let go."""
+    """A close with much to send ends in time, and frees its queue."""
     monkeypatch.setattr(link, "FAREWELL_S", 0.1)
 
     async def story() -> None:
@@ -100,7 +100,7 @@ def test_who_reads_nothing_does_not_hold_a_connection(monkeypatch: pytest.Monkey
 
 
 def test_nothing_is_asked_for_before_it_can_be_sent() -> None:
-    """A message is asked for piece by piece, as the other end takes it."""
+    """Pieces are taken from the queue as the other end reads."""
 
     async def story() -> None:
         asked = 0
@@ -126,7 +126,7 @@ def test_nothing_is_asked_for_before_it_can_be_sent() -> None:
 
 
 def test_what_nobody_wants_is_thrown_away() -> None:
-    """It is read all the same, so that the other end can go on to its end."""
+    """It is still read, so that the other end can finish."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()
@@ -141,7 +141,7 @@ def test_what_nobody_wants_is_thrown_away() -> None:
 
 @pytest.mark.parametrize("at", ["buffer", "filled"])
 def test_what_is_raised_is_told_to_the_loop(at: str) -> None:
-    """Whoever runs the loop decides what it ends: a link knows nothing of runs."""
+    """Exceptions go to the loop's exception handler."""
 
     async def story() -> None:
         told: list[dict[str, Any]] = []
@@ -164,7 +164,7 @@ def test_what_is_raised_is_told_to_the_loop(at: str) -> None:
 
 
 def test_an_end_is_told_once_and_later() -> None:
-    """However often it is ended, and never before the call that ended it has returned."""
+    """`lost` is called once, after the call that ended the link has returned."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()
@@ -182,7 +182,7 @@ def test_an_end_is_told_once_and_later() -> None:
 
 
 def test_a_connection_that_is_reset() -> None:
-    """The kernel's reason is the link's."""
+    """The link ends with the kernel's reason."""
 
     async def story() -> None:
         server = socket.create_server(("127.0.0.1", 0))
@@ -216,7 +216,7 @@ def test_a_connection_that_is_reset() -> None:
     ],
 )
 def test_what_befalls_a_message(fate: Fate | None, arrives: bytes, ends: bool) -> None:
-    """The second of three suffers it; what the other end hears, and whether the connection ends."""
+    """A fault in the second of three messages: what arrives, and whether the link ends."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()
@@ -235,7 +235,7 @@ def test_what_befalls_a_message(fate: Fate | None, arrives: bytes, ends: bool) -
 
 
 def test_who_is_half_open_hears_nothing() -> None:
-    """Not even that the other end has gone."""
+    """It does not even notice that the other end has closed."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()
@@ -254,7 +254,7 @@ def test_who_is_half_open_hears_nothing() -> None:
 
 
 def test_the_end_of_a_killed_process_is_heard() -> None:
-    """Half of the message goes, nothing after it; the connection ends as soon as the process."""
+    """Half of the message is sent; the link ends with the process."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()
@@ -271,7 +271,7 @@ def test_the_end_of_a_killed_process_is_heard() -> None:
 
 
 def test_more_pieces_than_a_kernel_takes_at_once() -> None:
-    """Thousands of small messages that wait together end no connection."""
+    """Thousands of small messages in the queue cause no error."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()
@@ -289,7 +289,7 @@ def test_more_pieces_than_a_kernel_takes_at_once() -> None:
 def test_a_connection_that_the_kernel_does_not_watch(
     refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends, and says why; whoever made it goes on."""
+    """The link ends with the reason; its owner goes on."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no watch is left")
@@ -307,7 +307,7 @@ def test_a_connection_that_the_kernel_does_not_watch(
 
 
 def test_what_nobody_hears_is_read_in_turns() -> None:
-    """A refused peer that goes on sending is read one piece a turn, so that others have theirs."""
+    """Discarded bytes are read one piece a turn, so that others have theirs."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""A connection that has much to move: threads do that, and nobody sees them."""
+"""Large transfers of a connection, which threads do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = (3, LARGE, 5, BULK_BYTES, BULK_BYTES - 1, LARGE + 1, 0, LARGE)
 
 
 class Parts:
-    """The bytes that a link reads, in parts of `sizes`, each in memory of its own."""
+    """Receives bytes in parts of `sizes`, each in its own memory."""
 
     def __init__(self, sock: socket.socket, sizes: tuple[int, ...]) -> None:
         self.whole: list[bytes] = []
@@ -45,12 +45,12 @@ class Parts:
 
 
 def parts(sizes: tuple[int, ...], seed: int) -> list[bytes]:
-    """Random bytes, as many of each as `sizes` say."""
+    """Return random bytes in parts of these sizes."""
     return [random.Random(seed + place).randbytes(size) for place, size in enumerate(sizes)]
 
 
 async def _ends(authority: Authority | None) -> list[socket.socket]:
-    """Two ends of one connection, over TLS if there is an `authority`."""
+    """Return both ends of a connection, over TLS if there is an `authority`."""
     ends = socket.socketpair()
     for end in ends:
         end.setblocking(False)
@@ -67,7 +67,7 @@ async def _ends(authority: Authority | None) -> list[socket.socket]:
 
 @pytest.mark.parametrize("over_tls", [False, True])
 def test_large_and_small_go_both_ways_at_once(authority: Authority, over_tls: bool) -> None:
-    """Each part comes whole and in its place, whoever moved it."""
+    """Each part arrives complete and in order."""
 
     async def story() -> None:
         socks = await _ends(authority if over_tls else None)
@@ -105,7 +105,7 @@ def test_what_is_queued_while_a_thread_sends_goes_too() -> None:
 
 
 def test_nothing_is_written_to_a_place_after_the_connection_is_closed() -> None:
-    """Its memory may be somebody else's then; what still comes is read and thrown away."""
+    """The memory may have another use then; later bytes are discarded."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()
@@ -126,7 +126,7 @@ def test_nothing_is_written_to_a_place_after_the_connection_is_closed() -> None:
 
 
 def test_what_stalls_waits_in_the_loop() -> None:
-    """No thread looks again and again whether more comes, or is taken; then all of it goes on."""
+    """No thread polls a stalled connection, and the transfer continues later."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()
@@ -154,7 +154,7 @@ def test_what_stalls_waits_in_the_loop() -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_connection_that_is_aborted_ends_while_threads_are_at_it(reads: bool) -> None:
-    """At once, and with one reason."""
+    """It ends at once, with one reason."""
 
     async def story() -> None:
         ends = [Parts(sock, (LARGE,) * 64 if reads else ()) for sock in socket.socketpair()]
@@ -169,7 +169,7 @@ def test_a_connection_that_is_aborted_ends_while_threads_are_at_it(reads: bool) 
 
 
 def test_what_is_meddled_with_keeps_its_turn() -> None:
-    """Earlier messages are encoded before a tampered one, since encoding numbers the frames."""
+    """Earlier messages are encoded first, since encoding numbers the frames."""
 
     async def story() -> None:
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""How much memory it takes to pass large tensors on."""
+"""The memory that it takes to send and receive large tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mesh worker's end without a network: what its machine wants done is done by its hands."""
+"""A mesh worker's end without a network: its hands carry out its machine's effects."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def node(block: int = 1, round_: int = 1) -> TreeNode:
 
 
 class Recording(FakeMeshMember):
-    """Also remembers what it was told, in order."""
+    """Hands that also record the calls in order."""
 
     def __init__(self) -> None:
         super().__init__(CONTENT)
@@ -69,7 +69,7 @@ class Recording(FakeMeshMember):
 
 
 class Bench:
-    """Worker 1 at its end; `say` and `say_from` are the coordinator and worker 0."""
+    """The end of worker 1; `say` sends as the coordinator, `say_from` as worker 0."""
 
     def __init__(self, hands: Recording | None = None) -> None:
         self.hands = hands or Recording()
@@ -96,20 +96,20 @@ class Bench:
         self.closed[peer] = reason
 
     def say(self, message: Message, payload: bytes = b"") -> None:
-        """The coordinator says it."""
+        """Receive a message of the coordinator."""
         for data in self._down.encode(message, payload):
             feed(self.end, "coordinator", bytes(data))
 
     def say_from(self, peer: str, message: Message, payload: bytes = b"") -> None:
-        """Another worker does."""
+        """Receive a message of another worker."""
         self.feed_from(peer, b"".join(map(bytes, self._encoders[peer].encode(message, payload))))
 
     def feed_from(self, peer: str, data: bytes) -> None:
-        """Bytes come of another worker."""
+        """Receive bytes of another worker."""
         feed(self.end, peer, data)
 
     def link(self, peer: str) -> None:
-        """Worker 0 connects, and proves itself."""
+        """Connect worker 0, and do the handshake."""
         self.end.accepted(peer, NONCE)
         challenge = Challenge(version=VERSION, nonce=NONCE)
         hello = _hello(0)
@@ -144,7 +144,7 @@ def _hello(rank: int, proof: str = "0" * 64) -> Hello:
 
 
 def test_what_comes_of_another_worker_is_kept() -> None:
-    """With its payload; a block that is there of all is averaged, and told to the others."""
+    """With its payload; a complete block is averaged and sent to the others."""
     bench = Bench()
     bench.link("in")
     bench.say(GROUP)
@@ -164,7 +164,7 @@ def test_what_comes_of_another_worker_is_kept() -> None:
 
 
 def test_what_is_early_is_told_again() -> None:
-    """When the round begins that it is of, with its payload, and once."""
+    """A postponed message is delivered once, with its payload, in its round."""
     bench = Bench()
     bench.link("in")
     bench.say_from("in", node(), CONTENT)
@@ -178,7 +178,7 @@ def test_what_is_early_is_told_again() -> None:
 
 
 def test_what_is_early_of_a_link_that_is_lost_is_void() -> None:
-    """Its worker is asked for it again."""
+    """Postponed messages of a lost link are dropped."""
     bench = Bench()
     bench.link("in")
     bench.say_from("in", node(), CONTENT)
@@ -199,7 +199,7 @@ def test_what_is_early_of_a_link_that_is_lost_is_void() -> None:
 def test_what_makes_no_sense_ends_that_link_alone(
     message: Message, payload: bytes, reason: str
 ) -> None:
-    """The coordinator hears of it; nothing more is heard there."""
+    """The coordinator gets a complaint; the link reads nothing more."""
     bench = Bench()
     bench.link("in")
     bench.say(GROUP)
@@ -213,7 +213,7 @@ def test_what_makes_no_sense_ends_that_link_alone(
 
 
 def test_damaged_bytes_end_that_link_alone() -> None:
-    """That also holds for a link without a proof, of whose end the coordinator isn't told."""
+    """A link without a proof ends, too, but without a complaint."""
     bench = Bench()
     bench.end.accepted("stranger", NONCE)
     bench.feed_from("stranger", b"GET / HTTP/1.1\r\n" * 3)
@@ -224,7 +224,7 @@ def test_damaged_bytes_end_that_link_alone() -> None:
 
 
 def test_an_average_that_is_not_finite_is_told() -> None:
-    """To the coordinator, and no other worker gets it."""
+    """The coordinator gets a report, and no other worker the average."""
 
     class Overflowing(Recording):
         def reduce(self, block: int) -> tuple[float, float] | None:

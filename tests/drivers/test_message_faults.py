@@ -15,7 +15,7 @@ DATA = st.binary(min_size=1, max_size=99)
 
 @given(DATA, st.integers())
 def test_one_bit_is_flipped(data: bytes, seed: int) -> None:
-    """Exactly one, and the same one for the same seed."""
+    """Exactly one bit, and the same one for the same seed."""
     flipped = bent(Meddling(Fate.FLIP), data, random.Random(seed))
     assert len(flipped) == len(data)
     assert sum((a ^ b).bit_count() for a, b in zip(data, flipped, strict=True)) == 1
@@ -24,7 +24,7 @@ def test_one_bit_is_flipped(data: bytes, seed: int) -> None:
 
 @given(DATA)
 def test_what_changes_the_bytes(data: bytes) -> None:
-    """Twice for a duplicate, half for a truncation, as they are for every other fate."""
+    """Duplicate, truncation and flip change the bytes; other faults don't."""
     rng = random.Random(0)
     assert bent(Meddling(Fate.DUPLICATE), data, rng) == data * 2
     assert data.startswith(bent(Meddling(Fate.TRUNCATE), data, rng))
@@ -34,5 +34,5 @@ def test_what_changes_the_bytes(data: bytes) -> None:
 
 
 def test_nothing_befalls_anything() -> None:
-    """Unless somebody says so."""
+    """The default injects no fault."""
     unmeddled(0, True, Heartbeat())

@@ -1,7 +1,7 @@
-"""Strangers at real doors: whatever they do, and when, it ends their own connection and no other.
+"""Strangers at real ports end their own connections only, whatever they do at any moment.
 
-Doors, workers and strangers share one loop, so that a move can be made between any two of its
-turns: also before a connection is taken up.
+Listeners, workers and strangers share one loop, so that a stranger can act between any two turns,
+even before its connection is accepted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RESET_SECURED = Misdeed(first=0, says=b"", answers=False, then=0, end=End.RESET,
 
 
 class Contexts:
-    """The TLS contexts of a run, if it has any: the coordinator's, the workers', a stranger's."""
+    """The TLS contexts of a run, if any: the coordinator's, the workers' and a stranger's."""
 
     def __init__(self, authority: Authority | None) -> None:
         if authority is None:
@@ -60,8 +60,8 @@ class Contexts:
 
 
 async def disturbed(deeds: Sequence[Misdeed], contexts: Contexts, *, mesh: bool) -> None:
-    """A run of three steps, and before the last one the deeds; AssertionError unless it ends right,
-    and nothing is left of whoever did them.
+    """Run three steps, with the deeds before the last one. AssertionError unless the run completes
+    and all strangers are disconnected.
     """
     hands = FakeMeshServer() if mesh else FakeServer()
     members = [FakeMeshMember() if mesh else FakeMember() for _ in range(2)]
@@ -104,7 +104,7 @@ async def _take_part(client: WorkerClient, port: int, context: ssl.SSLContext | 
 @given(st.lists(misdeeds(over_tls=False), min_size=1, max_size=DEEDS_MAX))
 @example([RESET])
 def test_a_plain_door(mesh: bool, deeds: list[Misdeed]) -> None:
-    """Resets, half-closes and floods between any two moves of it."""
+    """Resets, half-closes and floods, without TLS."""
     go(disturbed(deeds, Contexts(None), mesh=mesh))
 
 
@@ -114,5 +114,5 @@ def test_a_plain_door(mesh: bool, deeds: list[Misdeed]) -> None:
 @example([RESET])
 @example([RESET_SECURED])
 def test_a_door_over_tls(authority: Authority, mesh: bool, deeds: list[Misdeed]) -> None:
-    """And before, within and after the handshake."""
+    """The same before, during and after the TLS handshake."""
     go(disturbed(deeds, Contexts(authority), mesh=mesh))

@@ -1,4 +1,4 @@
-"""The policy by which a connection has to make room for a new one, without any connection."""
+"""The policy by which a pending connection makes room for a new one, without sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE, THERE = "10.0.0.1", "10.0.0.2"
 
 
 def places(most: int, *hosts: str) -> Places[str]:
-    """With a guest from each of `hosts`, named by its number, that came at that second."""
+    """Return places with a guest from each of `hosts`, whose name is its number and its second."""
     made: Places[str] = Places(most, grace_s=GRACE_S)
     for number, host in enumerate(hosts):
         assert made.enter(str(number), host, float(number)) is None
@@ -23,14 +23,14 @@ def places(most: int, *hosts: str) -> Places[str]:
 
 
 def test_nobody_goes_while_there_is_room() -> None:
-    """Whoever it is, and however long the others have been here."""
+    """All guests stay, for any length of time."""
     made = places(3, HERE, HERE)
     assert made.enter("new", HERE, 1e9) is None
     assert len(made) == 3
 
 
 def test_the_oldest_goes_once_it_had_its_chance() -> None:
-    """No sooner: until then it is the new one that waits."""
+    """Before that the new one has to wait."""
     made = places(2, HERE, HERE)
     assert made.enter("new", HERE, 0.9) == "new"
     assert len(made) == 2
@@ -40,7 +40,7 @@ def test_the_oldest_goes_once_it_had_its_chance() -> None:
 
 
 def test_an_address_with_more_makes_room_at_once() -> None:
-    """One that has filled all places has none of them for its own, until they are shared out."""
+    """Guests of other addresses get in until the places are shared evenly."""
     made = places(4, HERE, HERE, HERE, HERE)
     assert made.enter("a", THERE, 3.0) == "0"
     assert made.enter("b", THERE, 3.0) == "1"
@@ -48,14 +48,14 @@ def test_an_address_with_more_makes_room_at_once() -> None:
 
 
 def test_a_worker_from_elsewhere_stays_whoever_comes() -> None:
-    """A flood from one address never takes the place of another one's only guest."""
+    """A flood from one address does not displace another's only guest."""
     made = places(4, THERE, HERE, HERE, HERE)
     for number in range(4, 1000):
         assert made.enter(str(number), HERE, float(number)) == str(number - 3)
 
 
 def test_who_was_told_to_go_goes_first() -> None:
-    """Without a grace; it has been told all that there was to tell."""
+    """It needs no grace."""
     made = places(2, HERE, HERE)
     made.linger("1")
     assert made.enter("new", HERE, 0.0) == "1"
@@ -66,7 +66,7 @@ def test_who_was_told_to_go_goes_first() -> None:
 
 
 def test_who_proved_itself_or_left_takes_no_place() -> None:
-    """However often that is told."""
+    """A second release has no effect."""
     made = places(1, HERE)
     for _ in range(2):
         made.release("0")
@@ -103,8 +103,11 @@ def test_what_counts_as_one_address(one: str, other: str, alike: bool) -> None:
     ),
 )
 def test_whatever_happens(most: int, visits: list[tuple[str, float, str]]) -> None:
-    """Never more than there are places; nobody goes too soon but from a crowd, and then its oldest;
-    an address with less than its share gets in at once, and anybody within a grace.
+    """The invariants of places, for any sequence of events.
+
+    There are never more guests than places. Only a guest of the largest address goes before its
+    grace, and then the oldest one. An address with less than its share gets in at once, and any
+    guest within a grace.
     """
     made: Places[int] = Places(most, grace_s=GRACE_S)
     here: dict[int, tuple[str, float]] = {}
@@ -137,7 +140,7 @@ def test_whatever_happens(most: int, visits: list[tuple[str, float, str]]) -> No
 
 @given(st.floats(0.001, 0.9), st.integers(1, 5000))
 def test_a_worker_in_a_flood_of_its_own_address(proof_s: float, flood_per_s: int) -> None:
-    """However many come, and however long its proof takes within its grace: it gets to say it."""
+    """It gets a place for the whole grace, however many others come."""
     made: Places[int] = Places(16, grace_s=GRACE_S)
     numbers, now = itertools.count(1), 0.0
     while len(made) < 16:
@@ -151,7 +154,7 @@ def test_a_worker_in_a_flood_of_its_own_address(proof_s: float, flood_per_s: int
 
 
 def test_a_pause_is_no_time() -> None:
-    """While nobody listened nothing could be heard, so little of that time counts."""
+    """Nothing was read in a pause, so little of it counts."""
     attention = Attention(10.0, most_s=0.1)
     assert attention.look(10.05) == pytest.approx(0.05)
     assert attention.look(70.0) == pytest.approx(0.15)

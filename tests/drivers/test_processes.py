@@ -1,4 +1,4 @@
-"""Worker processes: used again, replaced, ended, and never left behind."""
+"""Worker processes are reused, replaced and ended, and none is left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG_S = 20.0
 
 @pytest.fixture
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
-    """A crew of this test alone; its processes find this folder's modules."""
+    """Return a crew for one test; its processes can import this folder's modules."""
     monkeypatch.syspath_prepend(TOP)
     made = Crew(jobs.main, preload=preloaded.MODULES)
     yield made
@@ -47,7 +47,7 @@ def _ended(pid: int) -> bool:
 
 
 def test_processes_are_apart_and_answer(crew: Crew) -> None:
-    """Jobs that are given at once are done in as many processes, none of them this one."""
+    """Jobs given together run in different processes, none of them this one."""
     hands = [crew.give(b"pid") for _ in range(3)]
     crew.gather(LONG_S)
     pids = {_pid(hand) for hand in hands}
@@ -56,7 +56,7 @@ def test_processes_are_apart_and_answer(crew: Crew) -> None:
 
 
 def test_idle_processes_are_used_again(crew: Crew) -> None:
-    """The next jobs need no new process, and bring new answers."""
+    """The next jobs start no new process, and have new answers."""
     first = [crew.give(b"pid"), crew.give(b"pid")]
     crew.gather(LONG_S)
     again = [crew.give(b"note"), crew.give(b"pid"), crew.give(b"pid")]
@@ -67,7 +67,7 @@ def test_idle_processes_are_used_again(crew: Crew) -> None:
 
 
 def test_notes_come_before_the_answer(crew: Crew) -> None:
-    """Notes of a working process are heard in order, and not taken for its answer."""
+    """Notes of a working process are read in order, and are not its answer."""
     hand = crew.give(b"note")
     assert [hand.heard(), hand.heard()] == [b"one", b"two"]
     assert hand.answer is None
@@ -77,7 +77,7 @@ def test_notes_come_before_the_answer(crew: Crew) -> None:
 
 @pytest.mark.parametrize("word", [b"die", b"leave"])
 def test_a_process_that_is_gone_is_replaced(crew: Crew, word: bytes) -> None:
-    """It leaves no answer where it was killed, and the next job gets another process."""
+    """A killed process has no answer; the next job gets another process."""
     gone = crew.give(word)
     crew.gather(LONG_S)
     assert gone.answer is None
@@ -88,7 +88,7 @@ def test_a_process_that_is_gone_is_replaced(crew: Crew, word: bytes) -> None:
 
 
 def test_one_that_dies_idle_is_replaced(crew: Crew) -> None:
-    """Nobody gets a job whom no one would hear of again."""
+    """No job is given to a dead process."""
     idle = crew.give(b"pid")
     crew.gather(LONG_S)
     os.kill(idle.pid, signal.SIGKILL)
@@ -99,7 +99,7 @@ def test_one_that_dies_idle_is_replaced(crew: Crew) -> None:
 
 
 def test_who_does_not_answer_is_killed(crew: Crew) -> None:
-    """Also one that is frozen; the others' answers are taken all the same."""
+    """Even if it is stopped; the others' answers are still taken."""
     frozen, well = crew.give(b"freeze"), crew.give(b"pid")
     assert not frozen.pipe.poll(0)
     assert well.pipe.poll(LONG_S)
@@ -111,7 +111,7 @@ def test_who_does_not_answer_is_killed(crew: Crew) -> None:
 
 
 def test_dismissal_ends_everyone(crew: Crew) -> None:
-    """The idle, the busy and the frozen are gone when it returns, and the next job begins anew."""
+    """Idle, busy and stopped processes are ended; the next job starts anew."""
     idle = crew.give(b"pid")
     crew.gather(LONG_S)
     busy = crew.give(b"note")

@@ -1,4 +1,4 @@
-"""Asking over real sockets: who answers, who does not, and how that is said."""
+"""Asking for a run over real sockets: the answers, and the reasons for none."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCENARIO = {"seed": 0, "note": "é" * 100}
 
 
 class Knowing(FakeServer):
-    """Knows what its run is."""
+    """Hands that send the run's scenario."""
 
     def payload(self, message: Message) -> Buffer:
         known = json.dumps(SCENARIO).encode()
@@ -34,7 +34,7 @@ class Knowing(FakeServer):
 
 
 class Talkative(FakeServer):
-    """Has more to tell than anyone wants to hear."""
+    """Hands whose scenario is too long."""
 
     def payload(self, message: Message) -> Buffer:
         return bytes(run_query.SCENARIO_BYTES_MAX + 1) if isinstance(message, Offer) else b""
@@ -75,7 +75,7 @@ async def serving(
 
 
 def test_the_scenario_and_the_times_are_told() -> None:
-    """To one who knows the secret; the run does not take it for a worker."""
+    """An applicant with the secret gets them, and takes no part in the run."""
 
     async def story() -> None:
         hands = Knowing()
@@ -91,7 +91,7 @@ def test_the_scenario_and_the_times_are_told() -> None:
 
 
 def test_a_wrong_secret_is_refused() -> None:
-    """At once: it would be wrong the next time, too."""
+    """It does not try again."""
 
     async def story() -> None:
         async with serving(Knowing()) as (_, port):
@@ -102,7 +102,7 @@ def test_a_wrong_secret_is_refused() -> None:
 
 
 def test_a_scenario_without_end_is_not_taken() -> None:
-    """Its size is refused before anything is allocated for it."""
+    """A payload that is too long is refused before any allocation."""
 
     async def story() -> None:
         async with serving(Talkative()) as (_, port):
@@ -114,7 +114,7 @@ def test_a_scenario_without_end_is_not_taken() -> None:
 
 
 def test_a_coordinator_may_come_later() -> None:
-    """It is asked again until it is there."""
+    """It is asked again until it answers."""
 
     async def story() -> None:
         port = free_port()
@@ -142,7 +142,7 @@ def test_a_coordinator_may_come_later() -> None:
     ],
 )
 def test_nobody_is_there(host: str, reason: str) -> None:
-    """After its patience it says where it asked, and which part of the address is wrong."""
+    """After `patience_s` the error names the address, and the part of it that is wrong."""
 
     async def story() -> None:
         port = free_port()
@@ -155,7 +155,7 @@ def test_nobody_is_there(host: str, reason: str) -> None:
 
 
 def test_another_service_is_there() -> None:
-    """Garbage, and a connection that ends without a word: both are said."""
+    """Garbage, or a connection that closes without an answer, is the reason."""
 
     async def story() -> None:
         answers = [b"HTTP/1.1 400 Bad Request\r\n" + b"\r\n" * 99, b""]
@@ -219,7 +219,7 @@ def test_over_tls(tmp_path: Path) -> None:
 
 
 def test_closed_in_the_handshake(tmp_path: Path) -> None:
-    """As by a proxy in front of a coordinator that is not there yet: why is said all the same."""
+    """As a proxy does if the coordinator is missing; the error still has a reason."""
     authority = Authority(tmp_path, "ca")
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -240,8 +240,10 @@ def test_closed_in_the_handshake(tmp_path: Path) -> None:
 def test_a_refused_certificate_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the reason for no answer. asyncio has nothing to add, whichever of its objects is freed
-    first: without the finalizer of one it is as if that came too late.
+    """It is the reason for no answer, and asyncio logs nothing besides.
+
+    The test removes a finalizer of asyncio, so that the order in which objects are freed is
+    irrelevant.
     """
     monkeypatch.delattr(asyncio.StreamReaderProtocol, "__del__")
     ours, theirs = Authority(tmp_path, "ours"), Authority(tmp_path, "theirs")

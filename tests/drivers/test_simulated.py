@@ -1,4 +1,4 @@
-"""Virtual time: the same seed is the same run, another one another order and the same result."""
+"""Virtual time: a seed determines the order of a run, and every order has the same result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Told(FakeServer):
 def simulate(
     run: Run, *, seed: int = 0, meddle: Meddle = unmeddled, ranks: tuple[int, ...] = (0, 1)
 ) -> tuple[Simulation, Told, list[FakeMember]]:
-    """A simulation with its workers started, its hands, and theirs."""
+    """Return a simulation with its workers started, the server's hands, and the workers'."""
     hands, members = Told(), list[FakeMember]()
 
     def member() -> FakeMember:
@@ -64,7 +64,7 @@ def once(fate: Fate, kind: str, seconds: float = 0.0, rank: int = 1, nth: int = 
 
 
 def test_a_run_to_its_end() -> None:
-    """Everyone makes every step, and hears of the end."""
+    """All make every step, and finish."""
     simulation, hands, members = simulate(run_of())
     assert simulation.run(until_s=1000.0) == COMPLETED
     assert hands.made == members[0].made == members[1].made == [0, 1, 2]
@@ -73,7 +73,7 @@ def test_a_run_to_its_end() -> None:
 
 
 def test_audits_are_done_in_the_order_that_the_machine_wants() -> None:
-    """Copies are kept, compared when the last is whole, and each audit is concluded once."""
+    """Copies are kept, compared once complete, and each audit ends once."""
     simulation, hands, _ = simulate(run_of(num_blocks=2, audited=lambda step: [1, 3]))
     assert simulation.run(until_s=1000.0) == COMPLETED
     steps = [(one.step, one.shard, one.copy, one.culprit) for one in hands.concluded]
@@ -107,7 +107,7 @@ def test_a_run_that_never_ends_fails() -> None:
 
 
 def test_who_gathers_too_long_fails() -> None:
-    """The machine's own patience ends first, and everyone is told."""
+    """`gather_s` ends first, and the workers are told."""
     simulation, _, _ = simulate(run_of(), ranks=(0,))
     finish = simulation.run(until_s=10_000.0)
     assert finish.status == "failed"
@@ -116,7 +116,7 @@ def test_who_gathers_too_long_fails() -> None:
 
 
 def test_later_is_later() -> None:
-    """A worker that starts in the middle takes part from then on."""
+    """A worker that starts during the run takes part from then on."""
     simulation, hands, _ = simulate(run_of(num_steps=5, awaited={0: [0], 3: [1]}), ranks=(0,))
 
     def start() -> None:
@@ -137,9 +137,9 @@ def test_later_is_later() -> None:
 )
 @pytest.mark.parametrize("fate", [one for one in Fate if one is not Fate.KILL])
 def test_a_fate_is_survived(fate: Fate, kind: str, nth: int) -> None:
-    """Whatever befalls one message, every step is made once, and both are there at the end.
+    """With any fault in one message every step is made once, and both workers finish.
 
-    A worker sends two nodes in each of three blocks: it is lost between blocks, too.
+    A worker sends two nodes in each of three blocks, so it is also lost between blocks.
     """
     run = run_of(num_blocks=3, awaited={0: [0, 1], 1: [0, 1], 2: [0, 1]})
     simulation, hands, members = simulate(run, meddle=once(fate, kind, 40.0, nth=nth))
@@ -159,7 +159,7 @@ def test_a_fate_is_survived(fate: Fate, kind: str, nth: int) -> None:
     ],
 )
 def test_who_is_killed_stays_dead(kind: str, nth: int) -> None:
-    """The other one does it all."""
+    """The other worker does all the work."""
     run, fate = run_of(num_blocks=2), once(Fate.KILL, kind, nth=nth)
     simulation, hands, members = simulate(run, meddle=fate)
     finish = simulation.run(until_s=1000.0)
@@ -193,7 +193,7 @@ KINDS = sorted(kind.__name__ for kind in MESSAGES.values())
 def test_any_fates_are_survived(
     seed: int, fates: list[tuple[Fate, str, float, int, int]], num_blocks: int
 ) -> None:
-    """Whatever befalls whichever messages, the run ends, and every step was made once."""
+    """With any faults in any messages the run ends, and every step was made once."""
     meddles: list[Callable[..., Meddling | None]] = [once(*fate) for fate in fates]
 
     def meddle(rank: int | None, up: bool, message: Message) -> Meddling | None:
@@ -208,7 +208,7 @@ def test_any_fates_are_survived(
 
 
 def test_who_speaks_to_a_coordinator_that_died_is_not_heard() -> None:
-    """A guest's message to a dead coordinator arrives at its successor; the run goes on."""
+    """A client's bytes to the old coordinator are lost; the run goes on."""
     simulation, _, _ = simulate(run_of())
     simulation.visit(Guest(lambda _: bytes(100)))
     last_word_s = 2 * LATENCY_S[1]

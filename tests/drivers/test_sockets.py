@@ -1,4 +1,4 @@
-"""Addresses: all of a name at one port, those that are not there left out, and whom they let in."""
+"""Addresses: all of a name at one port, without those that this machine lacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ELSEWHERE: Address = (socket.AF_INET, ("192.0.2.1", 0))  # kept for documentatio
 
 
 def test_one_port_for_all() -> None:
-    """A free one is chosen once; an address that this machine does not have is left out."""
+    """A free port is chosen once; an address that this machine lacks is skipped."""
     listeners = sockets.listen([ELSEWHERE, HERE, ALSO_HERE])
     names = [one.getsockname() for one in listeners]
     for one in listeners:
@@ -27,13 +27,13 @@ def test_one_port_for_all() -> None:
 
 
 def test_no_address_is_left() -> None:
-    """None that could be listened at: each is told, with what is wrong."""
+    """The error has the reason for each address."""
     with pytest.raises(OSError, match=r"192\.0\.2\.1: .*Cannot assign"):
         sockets.listen([ELSEWHERE])
 
 
 def test_an_address_that_is_taken() -> None:
-    """Is an error, and what was listened at before it is let go."""
+    """An error, and listeners that were opened before are closed."""
     with socket.create_server((ALSO_HERE[1][0], 0)) as other:
         port = other.getsockname()[1]
         here, also_here = ((family, (host, port)) for family, (host, _) in (HERE, ALSO_HERE))
@@ -43,7 +43,7 @@ def test_an_address_that_is_taken() -> None:
 
 
 def test_every_address_is_tried() -> None:
-    """The reason of each is told when none takes a connection."""
+    """If none accepts, the error has the reason for each."""
 
     async def story() -> None:
         port = free_port()
@@ -58,18 +58,18 @@ def test_every_address_is_tried() -> None:
     [("127.0.0.1", True), ("127.8.8.8", True), ("0.0.0.0", False), ("192.0.2.1", False)],
 )
 def test_what_is_this_machine_alone(host: str, alone: bool) -> None:
-    """Nobody else can connect to a loopback address; to all addresses anyone can."""
+    """Only loopback addresses can't be reached from other machines."""
     assert sockets.is_loopback((socket.AF_INET, (host, 0))) == alone
 
 
 @pytest.mark.parametrize(("host", "alone"), [("::1", True), ("::", False), ("fe80::1%eth0", False)])
 def test_the_same_of_ipv6(host: str, alone: bool) -> None:
-    """An address may name the interface that it is of."""
+    """An address may name its interface."""
     assert sockets.is_loopback((socket.AF_INET6, (host, 0, 0, 0))) == alone
 
 
 def test_each_address_of_a_name_once() -> None:
-    """Whatever else the resolver tells of it."""
+    """Other fields of the resolver's answer don't matter."""
 
     async def story() -> None:
         assert await sockets.resolve(LOOPBACK, 80) == [(socket.AF_INET, (LOOPBACK, 80))]
@@ -82,7 +82,7 @@ def test_each_address_of_a_name_once() -> None:
 
 @pytest.mark.parametrize("wanted", [8_192, sockets.BUFFER_BYTES])
 def test_how_much_the_kernel_may_hold(wanted: int) -> None:
-    """As much as was asked for, at both ends; the kernel doubles it, or has a limit of its own."""
+    """Both ends get the requested size; the kernel doubles or limits it."""
 
     async def story() -> None:
         (listener,) = sockets.listen([HERE], buffer_bytes=wanted)

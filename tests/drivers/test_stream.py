@@ -17,19 +17,19 @@ NODE = TreeNode(step=1, round=0, block=0, level=0, index=0, loss=1.0, weight=2.0
 
 
 def stream(meter: Meter, direction: int) -> Stream:
-    """With room for everything."""
+    """Return a stream that accepts payloads of any size."""
     made = Stream({TreeNode: 2**30}, new_room, direction, meter)
     made.secure(bytes(range(32)))
     return made
 
 
 def told(one: Stream, message: Message, payload: bytes = b"") -> bytes:
-    """All bytes of a message."""
+    """Return all bytes of a message."""
     return b"".join(one.encode(message, payload))
 
 
 def heard(one: Stream, data: bytes) -> None:
-    """Feeds `data` to the decoder, as much at a time as it asks for."""
+    """Feed `data` to the decoder, as much at a time as it takes."""
     left = memoryview(data)
     while left.nbytes:
         place = one.decoder.buffer()
@@ -40,7 +40,7 @@ def heard(one: Stream, data: bytes) -> None:
 
 
 def test_both_ends_count_the_same() -> None:
-    """By kind: how many, what they carry, and that with prefixes and headers."""
+    """For each kind: messages, payload bytes, and bytes with prefixes and headers."""
     here, there = Meter(), Meter()
     ours, theirs = stream(here, TO_COORDINATOR), stream(there, FROM_COORDINATOR)
     payload = bytes(2 * CHUNK_BYTES + 5)
@@ -60,7 +60,7 @@ def test_both_ends_count_the_same() -> None:
 
 
 def test_what_is_not_whole_counts_as_bytes_alone() -> None:
-    """A broken message counts as the bytes that were written; at the receiver as nothing."""
+    """A broken message counts in bytes at the sender, not at the receiver."""
     here, there = Meter(), Meter()
     ours, theirs = stream(here, TO_COORDINATOR), stream(there, FROM_COORDINATOR)
     first = next(iter(ours.encode(NODE, b"1234")))

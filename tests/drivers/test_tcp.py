@@ -1,4 +1,4 @@
-"""The protocol over real sockets: who finds whom, who is let in, and what nobody can disturb."""
+"""The protocol over real sockets: connections, admission, and disturbances."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ IMPATIENT = Timing(heartbeat_s=0.05, dead_after_s=5.0, hello_s=0.2, gather_s=5.0
 )
 @pytest.mark.parametrize("by_server", [False, True])
 def test_a_run_by_two_workers(size: int, num_blocks: int, by_server: bool) -> None:
-    """Every step is made by everyone, in blocks of any size and number; all hear of the end."""
+    """All make every step, with blocks of any size and number, and all finish."""
 
     async def story() -> None:
         content = random.Random(size).randbytes(size)
@@ -87,7 +87,7 @@ def test_names_and_both_families(host: str) -> None:
 
 
 def test_a_worker_may_come_first() -> None:
-    """It is turned away, tries again, and takes part when the coordinator is there."""
+    """It retries, and takes part when the coordinator is there."""
 
     async def story() -> None:
         came = asyncio.Event()
@@ -110,7 +110,7 @@ def test_a_worker_may_come_first() -> None:
 
 
 def test_nobody_listens() -> None:
-    """After its patience a worker says where it looked, and what it met there."""
+    """After `patience_s` a worker fails with the address and the error."""
 
     async def story() -> None:
         port = free_port()
@@ -123,7 +123,7 @@ def test_nobody_listens() -> None:
 
 
 def test_nobody_takes_the_connection_up() -> None:
-    """A network that says nothing is given up in time, as one that says no."""
+    """A connection without an answer fails in time, like a refused one."""
 
     async def story() -> None:
         with contextlib.ExitStack() as stack:
@@ -145,7 +145,7 @@ def test_nobody_takes_the_connection_up() -> None:
 
 
 def test_another_service_listens() -> None:
-    """A service that is no coordinator is given up, though it takes every connection."""
+    """A service that is no coordinator is given up, though it accepts connections."""
 
     async def story() -> None:
         async def answer(_: object, writer: asyncio.StreamWriter) -> None:
@@ -163,7 +163,7 @@ def test_another_service_listens() -> None:
 
 
 def test_the_run_is_over() -> None:
-    """A worker that comes then finds nobody; so does one that connects in the last moment."""
+    """A worker that comes then finds no coordinator, even in the last moment."""
 
     async def story() -> None:
         server, port = await listening(run_of(awaited={}), FakeServer())
@@ -185,7 +185,7 @@ def test_the_run_is_over() -> None:
 
 
 def test_a_wrong_secret() -> None:
-    """It is refused, says so, and the run goes on without it."""
+    """The worker is refused and says so; the run continues without it."""
 
     async def story() -> None:
         hands = FakeServer()
@@ -201,7 +201,7 @@ def test_a_wrong_secret() -> None:
 
 
 def test_a_rank_that_is_taken() -> None:
-    """A worker that asks for it is refused while its owner is there, and gives up in time."""
+    """A worker that requests it is refused while its owner lives, and gives up in time."""
 
     async def story() -> None:
         server, port = await listening(run_of(), FakeServer())
@@ -218,12 +218,12 @@ def test_a_rank_that_is_taken() -> None:
 
 
 def _claim(payload_bytes: int) -> bytes:
-    """A prefix that says how much will follow."""
+    """Return a prefix that announces a large message."""
     return FIELDS.pack(MAGIC, VERSION, 2, 1, 0, 0, 100, 2**20, payload_bytes) + bytes(16)
 
 
 async def _stranger(port: int, says: bytes, pace_s: float | None = None) -> None:
-    """Connects, says something, all at once or a byte at a time, and stays until it is dropped."""
+    """Connect, send bytes at once or one at a time, and stay until disconnected."""
     reader, writer = await asyncio.open_connection(LOOPBACK, port)
     talking = asyncio.ensure_future(_say(writer, says, pace_s))
     try:
@@ -242,7 +242,7 @@ async def _say(writer: asyncio.StreamWriter, says: bytes, pace_s: float | None) 
 
 
 def test_one_that_is_reset_before_it_is_taken_up() -> None:
-    """As a port scanner does it: the run goes on, and knows why that connection ended."""
+    """As port scanners do: the run continues, and has the reason."""
 
     async def story() -> None:
         server, port = await listening(run_of(awaited={}), FakeServer())
@@ -261,8 +261,9 @@ def test_one_that_is_reset_before_it_is_taken_up() -> None:
 
 
 def test_strangers_disturb_nobody() -> None:
-    """200 that say nothing, garbage, HTTP, endless claims, a byte at a time: all are dropped when
-    their time is over, and the run that was under way goes on and ends right.
+    """200 strangers are dropped in time, and the run that was under way completes.
+
+    They send nothing, garbage, HTTP, announcements of large messages, or a byte at a time.
     """
 
     async def story() -> None:
@@ -294,8 +295,9 @@ def test_strangers_disturb_nobody() -> None:
 
 
 def test_a_thousand_that_say_nothing() -> None:
-    """At most 256 of them are here at a time; a worker that comes after them is let in when their
-    chance is over, long before their time is, and the run ends right.
+    """A worker that comes after 1,000 silent strangers gets a place after their grace.
+
+    At most 256 of them are accepted at a time. The run completes.
     """
 
     async def story() -> None:
@@ -333,8 +335,10 @@ def test_a_thousand_that_say_nothing() -> None:
 def test_a_worker_joins_beside_a_flood(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, secured: bool
 ) -> None:
-    """From its own address, three times as many as there are places, each in the place of one that
-    was sent away: it waits for its turn, and then has the time for a proof.
+    """It waits for a place, then has time for its proof.
+
+    The flood comes from its own address. It is three times as large as the number of places, and
+    replaces every connection that is dropped.
     """
 
     monkeypatch.setattr(tcp, "Door", partial(Door, strangers_max=8))
@@ -357,7 +361,7 @@ def test_a_worker_joins_beside_a_flood(
 
 
 async def _refill(port: int, number: int) -> None:
-    """Keeps so many connections that say nothing."""
+    """Keep so many silent connections open."""
     with ExitStack() as stack:
         there: list[socket.socket] = []
         while True:
@@ -392,7 +396,7 @@ def _server(secret: bytes) -> CoordinatorServer:
 def test_nobody_listens_unprotected(
     authority: Authority, secret: bytes, mutual: bool | None
 ) -> None:
-    """To other machines only with a secret that can't be guessed, or TLS that asks who comes."""
+    """Other machines need a long secret, or TLS with workers' certificates."""
 
     async def story() -> None:
         context = None if mutual is None else server_context(authority, mutual=mutual)
@@ -411,7 +415,7 @@ def test_nobody_listens_unprotected(
 def test_a_protected_run_listens_anywhere(
     authority: Authority, host: str, secret: bytes, mutual: bool
 ) -> None:
-    """And on this machine alone a run needs no protection."""
+    """A protected run listens at any address, an unprotected one at loopback."""
 
     async def story() -> None:
         server = _server(secret)

@@ -1,4 +1,4 @@
-"""Failures on our side of a connection end what they must, and are reported."""
+"""Exceptions in our own code end the run or the worker, and are raised."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tests.drivers.fakes import (
 
 
 class Clumsy(FakeServer):
-    """Fails in the middle of a step."""
+    """Hands of a coordinator that fail in the middle of a step."""
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         raise ZeroDivisionError("no weight")
 
 
 class Tired(FakeMember):
-    """Fails while it computes."""
+    """Hands of a worker that fail while it computes."""
 
     def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite:
         raise ZeroDivisionError("no samples")
 
 
 def _elsewhere(hands: FakeMember, rank: int, port: int) -> asyncio.Future[do.Finish]:
-    """A worker in a loop of its own, as every process has: its errors are not the coordinator's."""
+    """Run a worker in a loop of its own, so that its errors are not the coordinator's."""
 
     def work() -> do.Finish:
         return asyncio.run(client_of(rank, hands).run(LOOPBACK, port, patience_s=0.1))
@@ -44,7 +44,7 @@ def _elsewhere(hands: FakeMember, rank: int, port: int) -> asyncio.Future[do.Fin
 
 
 def test_a_defect_of_the_coordinator_ends_the_run() -> None:
-    """An exception of its hands is raised by `finish`; nobody waits for a run that can't go on."""
+    """`finish` raises the exception of its hands."""
 
     async def story() -> None:
         server, port = await listening(run_of(awaited={}), Clumsy())
@@ -57,7 +57,7 @@ def test_a_defect_of_the_coordinator_ends_the_run() -> None:
 
 
 def test_a_defect_of_a_worker_ends_the_worker() -> None:
-    """An exception of its hands is raised by `run`, and the others compute its shards."""
+    """`run` raises the exception, and the others compute its shards."""
 
     async def story() -> None:
         hands = FakeServer()

@@ -1,4 +1,4 @@
-"""The mesh over real sockets: who reaches whom, and what nobody can disturb."""
+"""The mesh over real sockets: links between workers, and disturbances."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def take_part(
     host: str = LOOPBACK,
     context: ssl.SSLContext | None = None,
 ) -> list[do.Finish]:
-    """How the run ended for each of `clients`."""
+    """Return the Finish of each of `clients`."""
     staying = (client.run(host, port, patience_s=5.0, context=context) for client in clients)
     return await asyncio.gather(*staying)
 
@@ -61,7 +61,7 @@ def once(fate: Fate, kind: str) -> Meddle:
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 @pytest.mark.parametrize(("size", "num_blocks"), [(1, 1), (1, 20), (2**20 + 1, 2)])
 def test_a_run_by_some_workers(num_workers: int, size: int, num_blocks: int) -> None:
-    """Every step is made by everyone, in one round; all hear of the end."""
+    """All make every step in one round, and all finish."""
 
     async def story() -> None:
         content = random.Random(size).randbytes(size)
@@ -82,7 +82,7 @@ def test_a_run_by_some_workers(num_workers: int, size: int, num_blocks: int) -> 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
 def test_names_and_both_families(host: str) -> None:
-    """Workers find each other where each of them finds the coordinator."""
+    """Workers reach each other at the address family of the coordinator."""
     if host == "::1" and not _has_ipv6():
         pytest.skip("no IPv6 loopback here")
 
@@ -97,7 +97,7 @@ def test_names_and_both_families(host: str) -> None:
 
 
 def test_who_comes_late_gets_the_state_of_another() -> None:
-    """The coordinator asks for it, and hands it on."""
+    """The coordinator requests it, and passes it on."""
 
     async def story() -> None:
         hands, late = FakeMeshServer(), FakeMeshMember()
@@ -118,7 +118,7 @@ def test_who_comes_late_gets_the_state_of_another() -> None:
 
 
 def test_everything_over_tls(authority: Authority) -> None:
-    """To the coordinator and between workers, who all show certificates."""
+    """All connections use TLS, and all workers show certificates."""
 
     async def story() -> None:
         members = [FakeMeshMember(), FakeMeshMember()]
@@ -140,7 +140,7 @@ def test_everything_over_tls(authority: Authority) -> None:
 def test_a_worker_that_nobody_vouches_for_is_not_reached(
     authority: Authority, stranger: Authority
 ) -> None:
-    """The others don't talk to it: it is sent away, again and again, and they go on without it."""
+    """Others reject its certificate; it is thrown out, and they go on."""
 
     async def story() -> None:
         hands, member = FakeMeshServer(), FakeMeshMember()
@@ -162,7 +162,7 @@ def test_a_worker_that_nobody_vouches_for_is_not_reached(
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_tls_is_for_all_or_nobody(authority: Authority, inside: bool) -> None:
-    """Over TLS to the coordinator alone, gradients would be read by whoever can."""
+    """TLS to the coordinator alone would leave gradients readable: UsageError."""
 
     async def story() -> None:
         client = mesh_client_of(0, door_context=_door(authority) if inside else None)
@@ -174,7 +174,7 @@ def test_tls_is_for_all_or_nobody(authority: Authority, inside: bool) -> None:
 
 
 def _door(authority: Authority) -> ssl.SSLContext:
-    """With which a worker of `authority` hears others, who must be of it, too."""
+    """Return the context in which a worker of `authority` accepts others of it."""
     own = authority.signed("worker")
     return tls.server_context(cert=own.cert, key=own.key, ca=authority.ca)
 
@@ -185,7 +185,7 @@ def _door(authority: Authority) -> ssl.SSLContext:
 @pytest.mark.parametrize("kind", ["TreeNode", "Average"])
 @pytest.mark.parametrize("fate", [Fate.CUT, Fate.HALF_OPEN, Fate.FLIP, Fate.DUPLICATE])
 def test_a_link_breaks_between_two_workers(fate: Fate, kind: str) -> None:
-    """Both still reach the coordinator: nobody leaves, and the step's exchange begins again."""
+    """No worker is dropped; the step's exchange begins again."""
 
     async def story() -> None:
         hands, members = FakeMeshServer(), [FakeMeshMember() for _ in ALL]
@@ -207,16 +207,16 @@ def test_a_link_breaks_between_two_workers(fate: Fate, kind: str) -> None:
 
 
 class Misplaced(MeshClient):
-    """A worker that is not where it says."""
+    """A worker that does not listen at its port."""
 
     def prepare(self, sock: socket.socket) -> None:
-        """Nobody listens at its port."""
+        """Nothing listens at its port."""
         super().prepare(sock)
         self.end.machine.port = free_port()
 
 
 def test_a_worker_that_nobody_reaches() -> None:
-    """After some rounds it is sent away; it may come again, and the others make every step."""
+    """After some rounds it is thrown out; the others make every step."""
 
     async def story() -> None:
         hands, member = FakeMeshServer(), FakeMeshMember()
@@ -234,7 +234,7 @@ def test_a_worker_that_nobody_reaches() -> None:
 
 
 class Nonsense(MeshClient):
-    """A worker that says that it is at a port that no host has."""
+    """A worker that announces a port that can't exist."""
 
     def prepare(self, sock: socket.socket) -> None:
         super().prepare(sock)
@@ -242,7 +242,7 @@ class Nonsense(MeshClient):
 
 
 def test_a_worker_at_a_port_that_there_is_not() -> None:
-    """Nobody reaches it, and nobody but itself is worse off for that."""
+    """No worker reaches it; the others complete the run."""
 
     async def story() -> None:
         hands, member = FakeMeshServer(), FakeMeshMember()
@@ -257,7 +257,7 @@ def test_a_worker_at_a_port_that_there_is_not() -> None:
 
 
 def test_a_worker_s_door_at_which_strangers_crowd() -> None:
-    """A worker that the door drops without a message comes again, and reports nobody."""
+    """A worker that is dropped without a message retries, and does not complain."""
     sent_away = 0
 
     class Crowded(MeshClient):
@@ -288,9 +288,7 @@ def test_a_worker_s_door_at_which_strangers_crowd() -> None:
 
 
 def test_strangers_at_a_worker_s_port() -> None:
-    """300 that say nothing, and some that say what makes no sense: all are dropped, and the run
-    that was under way goes on and ends right.
-    """
+    """300 silent or malformed strangers are dropped, and the run completes."""
 
     async def story() -> None:
         hands, members = FakeMeshServer(), [FakeMeshMember(), FakeMeshMember()]
@@ -316,7 +314,7 @@ def test_strangers_at_a_worker_s_port() -> None:
 
 
 async def _stranger(port: int, says: bytes) -> None:
-    """Connects to a worker, says something, and stays until it is dropped."""
+    """Connect to a worker, send bytes, and stay until disconnected."""
     reader, writer = await asyncio.open_connection(LOOPBACK, port)
     writer.write(says)
     try:

@@ -1,4 +1,4 @@
-"""Runs over TLS: the same run, for those who show the right certificate, and for nobody else."""
+"""Runs over TLS: peers with the right certificates take part, and no others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Disturb = Callable[[int], Coroutine[Any, Any, None]]
 
 
 async def run_with(context: ssl.SSLContext, good: ssl.SSLContext, disturb: Disturb) -> None:
-    """A run of two workers, the second of which comes when `disturb` is over."""
+    """Run with two workers, the second of which connects when `disturb` has ended."""
     hands, members = FakeServer(), [FakeMember(), FakeMember()]
     run = run_of(awaited={0: [0], 2: [1]})
     server = CoordinatorServer(run, hands, timing=IMPATIENT, secret=SECRET)
@@ -64,7 +64,7 @@ async def run_with(context: ssl.SSLContext, good: ssl.SSLContext, disturb: Distu
 @pytest.mark.parametrize("size", [1, 5 * 2**20])
 @pytest.mark.parametrize("mutual", [True, False])
 def test_a_run_over_tls(authority: Authority, size: int, mutual: bool) -> None:
-    """Every step is made by everyone, whatever the size of its vectors, and all hear of the end."""
+    """All make every step, with vectors of any size, and all finish."""
 
     async def story() -> None:
         content = random.Random(size).randbytes(size)
@@ -93,7 +93,7 @@ def test_a_run_over_tls(authority: Authority, size: int, mutual: bool) -> None:
 def test_a_worker_without_a_right_certificate(
     authority: Authority, stranger: Authority, signed_by_stranger: bool
 ) -> None:
-    """None, or one that another CA has signed: it is told so, and the run goes on without it."""
+    """It is refused with the reason; the run continues without it."""
     wrong = client_context(authority, stranger if signed_by_stranger else None)
     finishes: list[do.Finish] = []
 
@@ -108,7 +108,7 @@ def test_a_worker_without_a_right_certificate(
 
 
 def test_a_coordinator_that_nobody_trusts(authority: Authority, stranger: Authority) -> None:
-    """A worker does not say a word to it, and says why."""
+    """A worker sends it no message, and reports the reason."""
 
     async def story() -> None:
         server = CoordinatorServer(run_of(), FakeServer(), timing=TIMING, secret=SECRET)
@@ -124,7 +124,7 @@ def test_a_coordinator_that_nobody_trusts(authority: Authority, stranger: Author
 
 
 def test_a_coordinator_of_another_name(authority: Authority) -> None:
-    """A good certificate for another address is refused."""
+    """A trusted certificate for another address is refused."""
 
     async def story() -> None:
         elsewhere = authority.signed("elsewhere", "192.0.2.1")
@@ -141,7 +141,7 @@ def test_a_coordinator_of_another_name(authority: Authority) -> None:
 
 
 def test_strangers_at_a_tls_port(authority: Authority) -> None:
-    """Plain text, an older version, silence, half a handshake: dropped, and the run goes on."""
+    """Plain text, old versions, silence, half a handshake: dropped, and the run completes."""
     older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     older.load_verify_locations(authority.ca)
     older.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -159,7 +159,7 @@ def test_strangers_at_a_tls_port(authority: Authority) -> None:
 
 
 def test_tls_at_a_plain_port(authority: Authority) -> None:
-    """A worker that wants TLS does not take part without."""
+    """A worker with TLS does not fall back to plain TCP."""
 
     async def story() -> None:
         server = CoordinatorServer(run_of(), FakeServer(), timing=TIMING, secret=SECRET)
@@ -175,7 +175,7 @@ def test_tls_at_a_plain_port(authority: Authority) -> None:
 
 
 def test_a_coordinator_that_says_nothing(authority: Authority) -> None:
-    """A handshake that does not go on has an end, at the worker too."""
+    """A handshake that makes no progress times out at the worker, too."""
 
     async def story() -> None:
         with socket.create_server((LOOPBACK, 0)) as silent:
@@ -189,7 +189,7 @@ def test_a_coordinator_that_says_nothing(authority: Authority) -> None:
 
 
 async def _dropped(port: int, says: bytes) -> None:
-    """Says something, and listens until it is dropped."""
+    """Send bytes, and read until disconnected."""
     reader, writer = await asyncio.open_connection(LOOPBACK, port)
     writer.write(says)
     try:
@@ -209,7 +209,7 @@ async def _stop(running: asyncio.Future[do.Finish]) -> None:
 
 
 def test_only_one_version(authority: Authority) -> None:
-    """TLS 1.3, at both ends; and only a CA of workers makes a coordinator ask for certificates."""
+    """TLS 1.3 at both ends; a coordinator requires certificates only with a CA for workers."""
     ends = [server_context(authority, mutual=mutual) for mutual in (True, False)]
     ends.append(client_context(authority, None))
     assert {one.minimum_version for one in ends} == {ssl.TLSVersion.TLSv1_3}
@@ -217,7 +217,7 @@ def test_only_one_version(authority: Authority) -> None:
 
 
 def test_files_that_are_missing_or_unfit(authority: Authority, tmp_path: Path) -> None:
-    """Each is named, with what it should be."""
+    """The error names the file and what it should be."""
     own, other = authority.signed("own"), authority.signed("other")
     absent, garbage = tmp_path / "absent.pem", tmp_path / "garbage.pem"
     garbage.write_text("garbage")
@@ -240,7 +240,7 @@ def test_files_that_are_missing_or_unfit(authority: Authority, tmp_path: Path) -
 
 @pytest.mark.parametrize("given", ["cert", "key"])
 def test_half_an_identity(authority: Authority, given: str) -> None:
-    """A certificate is worth nothing without its key."""
+    """A certificate without its key is refused."""
     own: dict[str, Any] = {given: authority.signed("own").cert}
     with pytest.raises(UsageError, match=f"TLS {given} without .*: give both, or neither"):
         tls.client_context(ca=authority.ca, **own)

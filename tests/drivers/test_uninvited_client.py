@@ -1,4 +1,4 @@
-"""A guest says what it has to, notices whether it is let in, and is gone when it is sent away."""
+"""The client answers a challenge, notices whether it is admitted, and ends when disconnected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spoken(*messages: Message, key: bytes = KEY) -> bytes:
 
 
 def test_it_speaks_when_it_is_challenged() -> None:
-    """All at once, or byte by byte; before that it says nothing."""
+    """It sends nothing before the challenge, then all at once or byte by byte."""
     once, slow = Guest(lambda _: b"abc"), Guest(lambda _: b"abc", pace_s=1.0)
     assert once.heard(b"") == []
     assert once.answer == "no challenge"
@@ -42,14 +42,14 @@ def test_it_speaks_when_it_is_challenged() -> None:
 
 
 def test_it_is_told_why_it_is_refused() -> None:
-    """And that is its answer."""
+    """`answer` is the coordinator's reason."""
     guest = Guest(lambda _: b"")
     assert guest.heard(spoken(CHALLENGE, Refuse(reason="full", retry=True))) == []
     assert (guest.let_in, guest.answer) == (False, "full")
 
 
 def test_it_notices_that_it_is_let_in() -> None:
-    """Only who was let in is spoken to with a key."""
+    """Only an admitted peer gets frames with a key."""
     guest = Guest(lambda _: b"")
     assert guest.heard(spoken(CHALLENGE, Heartbeat())) == []
     assert (guest.let_in, guest.answer) == (True, "as a worker")
@@ -57,7 +57,7 @@ def test_it_notices_that_it_is_let_in() -> None:
 
 @pytest.mark.parametrize("pace_s", [None, 0.001])
 def test_a_visit_ends_with_the_run(pace_s: float | None) -> None:
-    """Whoever says nothing, or is not done yet, is sent away then; a run without one is as good."""
+    """The client is disconnected when the run ends, even while it sends."""
 
     async def story() -> None:
         server, port = await listening(run_of(), FakeServer())

@@ -1,4 +1,4 @@
-"""Virtual time: in order, and what is done beside everything else."""
+"""Virtual time: the order of actions, and simulated background work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from entrenar_py.drivers.virtual_time import Later, Timeline
 
 
 def test_in_order() -> None:
-    """By time, and what is due at the same time in the order in which it was said."""
+    """Actions run by time, and those for the same time in the order of scheduling."""
     timeline, done = Timeline(), list[str]()
     timeline.later(2.0, lambda: done.append("second"))
     timeline.later(1.0, lambda: done.append("first"))
@@ -21,7 +21,7 @@ def test_in_order() -> None:
 
 
 def test_work_takes_its_time_one_piece_after_the_other() -> None:
-    """And is told in the order in which it was given."""
+    """Results come in the order in which the work was given."""
     timeline, told = Timeline(), list[tuple[int, float]]()
     later = Later(timeline, random.Random(0), (0.5, 1.0), lambda action: action())
     for number in range(3):

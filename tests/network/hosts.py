@@ -1,7 +1,7 @@
-"""A small network inside this machine: hosts (network namespaces) with a link each to one switch.
+"""A network inside this machine: hosts (network namespaces), each linked to one switch.
 
-A namespace lives as long as the process that holds it, which ends with its standard input: nothing
-has a name, and nothing is left however the tests end.
+A namespace lives as long as the process that holds it, which ends when its standard input is
+closed. So nothing is left behind, however the tests end.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """The process that holds the namespace."""
+        """The id of the process that holds the namespace."""
         return self._holder.pid
 
     def ip(self, *arguments: str) -> None:
-        """Runs `ip` in here; PermissionError with its own words if it can't."""
+        """Run `ip` in this namespace; PermissionError with its output if that fails."""
         command = ["nsenter", "--net", "--target", str(self.pid), "ip", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise PermissionError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
 
     def close(self) -> None:
-        """Lets the namespace and all that is in it go."""
+        """End the namespace and all that is in it."""
         self._holder.communicate()
 
 
@@ -56,7 +56,7 @@ class Network:
     """Hosts by name, each with one link to a switch that is a host of its own."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """PermissionError where this process may not make it, FileNotFoundError without tools."""
+        """PermissionError if this process may not create it, FileNotFoundError without tools."""
         self._stack = ExitStack()
         self.hosts: dict[str, Host] = {}
         try:
@@ -70,15 +70,15 @@ class Network:
             raise
 
     def close(self) -> None:
-        """Lets everything go."""
+        """End all hosts."""
         self._stack.close()
 
     def unplug(self, name: str) -> None:
-        """The link of host `name` is down, as seen from both its ends."""
+        """Set the link of host `name` down, which both ends of it notice."""
         self._switch.ip("link", "set", self.hosts[name].port_name, "down")
 
     def plug(self, name: str) -> None:
-        """It is up again."""
+        """Set the link of host `name` up again."""
         self._switch.ip("link", "set", self.hosts[name].port_name, "up")
 
     def swallow(self, name: str, other: str) -> None:
@@ -86,7 +86,7 @@ class Network:
         self.hosts[name].ip("route", "add", "blackhole", f"{self.hosts[other].address}/32")
 
     def pass_on(self, name: str, other: str) -> None:
-        """It goes its way again."""
+        """Pass on packets from host `name` to `other` again."""
         self.hosts[name].ip("route", "del", "blackhole", f"{self.hosts[other].address}/32")
 
     def _host(self, address: str, port_name: str) -> Host:
@@ -108,7 +108,7 @@ class Network:
 
 
 def missing() -> str | None:
-    """Why no network can be made here; None if one can. Found out by making one."""
+    """Return why no network can be made here, or None. It tries to make one."""
     if sys.platform != "linux":
         return f"network namespaces are of Linux, this is {sys.platform}"
     for tool in ("unshare", "nsenter", "ip"):
@@ -122,7 +122,7 @@ def missing() -> str | None:
 
 
 def enter(pid: int) -> None:
-    """From now on the sockets of this thread are made in the namespace of process `pid`."""
+    """Make all later sockets of this thread in the namespace of process `pid`."""
     handle = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
     try:
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,9 +1,9 @@
-"""A bad line between a worker and its coordinator: run as a script, it passes bytes on as told.
+"""A relay between a worker and its coordinator that delays or breaks connections; a script.
 
     relay.py HOST PORT MANNERS        prints the port at which it listens
 
-MANNERS is a JSON list of `Manner`s, one a connection; those that come later are passed on plainly.
-It ends with its standard input, and then prints how many connections there were.
+MANNERS is a JSON list of `Manner`s, one per connection; later connections are relayed unchanged. It
+ends with its standard input, and then prints the number of connections.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ CHUNK_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How a connection is passed on, for its first `num_bytes` of both directions together.
+    """The treatment of a connection's first `num_bytes`, of both directions together.
 
-    In pieces of at most `piece_bytes`, each `delay_s` late and at `bytes_per_s`. What comes `then`
-    is `plain` passing on, `cut` (both ends are reset) or `half_open` (nothing passes any more).
+    They are sent in pieces of at most `piece_bytes`, each `delay_s` late and at `bytes_per_s`.
+    `then` is what follows: `plain` relaying, `cut` (both ends are reset) or `half_open` (nothing
+    passes).
     """
 
     num_bytes: float = float("inf")
@@ -49,7 +50,7 @@ class Line:
         worker: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         coordinator: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
-        """Passes on until either end is gone."""
+        """Relay until either end closes."""
         self._writers = [worker[1], coordinator[1]]
         try:
             await self._account(0)
@@ -72,7 +73,7 @@ class Line:
         writer.write_eof()
 
     async def _account(self, num_bytes: int) -> None:
-        """Counts what has passed, and does what comes then."""
+        """Count relayed bytes, and do what follows after the last of them."""
         self._num_bytes += num_bytes
         if self._num_bytes < self._manner.num_bytes:
             return
@@ -88,7 +89,7 @@ def _pieces(data: bytes, size: int) -> Iterator[bytes]:
 
 
 async def relay(host: str, port: int, manners: list[Manner]) -> int:
-    """Passes connections on to `host`:`port` until standard input ends; how many there were."""
+    """Relay connections to `host`:`port` until standard input ends; return how many there were."""
     taken = 0
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,6 @@
-"""A coordinator and its workers on hosts of their own: a link goes down, packets are swallowed.
+"""A coordinator and workers on hosts of their own: a link goes down, or packets are lost.
 
-Nothing tells a program of it: bytes just don't arrive, acknowledgements neither, and the kernel
-sends them again later, or never.
+Programs get no error: bytes and acknowledgements don't arrive, and the kernel retransmits.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def _missing() -> str | None:
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """A host for the coordinator, and one for each worker."""
+    """Return a network with a host for the coordinator, and one for each worker."""
     reason = _missing()
     if reason is not None:
         pytest.skip(reason)
@@ -49,7 +48,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture(scope="module")
 def staff(network: Network) -> Iterator[Staff]:
-    """A worker process in each host."""
+    """Return worker processes, one in each host."""
     made = Staff(hosts={rank: network.hosts[str(rank)] for rank in range(WORLD_SIZE)})
     yield made
     made.dismiss()
@@ -61,7 +60,7 @@ def _at_home(network: Network, staff: Staff, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def _train(network: Network, star: Watched) -> Trace:
-    """The trace of `star`, which runs in the coordinator's host."""
+    """Return the trace of `star`, run in the coordinator's host."""
     home = network.hosts[HOME]
     with ThreadPoolExecutor(1, initializer=enter, initargs=(home.pid,)) as thread:
         trace = thread.submit(star.train).result()
@@ -97,7 +96,7 @@ HOW = ("unplugged", "deaf", "mute")
 @pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("how", HOW)
 def test_a_long_while_costs_the_worker(network: Network, how: str, at: str) -> None:
-    """Longer than silence may last: the others go on, and it comes back when its way is free."""
+    """For more than `dead_after_s`: the others go on, and the worker comes back later."""
     star = Watched(subject(REAL), at=at, after_s=None, **_trouble(network, how))
     trace = _train(network, star)
     stars.require_back(trace)
@@ -106,7 +105,7 @@ def test_a_long_while_costs_the_worker(network: Network, how: str, at: str) -> N
 @pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("how", HOW)
 def test_a_short_while_costs_nobody(network: Network, how: str, at: str) -> None:
-    """Shorter than that: the kernel sends again what was swallowed, and nobody is given up."""
+    """For less than `dead_after_s`: the kernel retransmits, and no worker is dropped."""
     patient = {"heartbeat_s": 0.1, "dead_after_s": PATIENCE_S}
     scenario = subject(REAL, options=patient)
     star = Watched(scenario, at=at, after_s=SHORT_S, **_trouble(network, how))
@@ -114,7 +113,7 @@ def test_a_short_while_costs_nobody(network: Network, how: str, at: str) -> None
 
 
 def test_everyone_is_cut_off_at_once(network: Network) -> None:
-    """The coordinator's own link goes down for long: all come back, and the step is made then."""
+    """The coordinator's link goes down for long: all reconnect, and make the step."""
     star = Watched(
         subject(REAL),
         at="Average",
@@ -128,7 +127,7 @@ def test_everyone_is_cut_off_at_once(network: Network) -> None:
 
 
 def test_a_network_that_says_nothing_is_not_waited_for(network: Network) -> None:
-    """Connecting takes no longer than a hello may, and the worker says where it got no answer."""
+    """Connecting ends after `hello_s`, and the error has the address."""
     home, elsewhere = network.hosts[HOME], network.hosts[str(RANK)]
     client = client_of(RANK, timing=replace(TIMING, hello_s=0.2))
 

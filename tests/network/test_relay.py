@@ -1,4 +1,4 @@
-"""A worker behind a bad line: late, slow, a byte at a time, broken off anywhere, or half open."""
+"""A worker behind a bad line: late, slow, a byte at a time, cut anywhere, or half open."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENDS = (0, 50, 300, 900, 2_000, 4_000, 6_000)
 
 
 class Relay:
-    """The process in between; it is there once `route` was asked for."""
+    """The relay process, which is started by `route`."""
 
     def __init__(self, *manners: Manner) -> None:
         # JSON has no infinity: those fields are left as they are by default.
@@ -39,7 +39,7 @@ class Relay:
         self._process: subprocess.Popen[str] | None = None
 
     def route(self, host: str, port: int) -> tuple[str, int]:
-        """Where to connect to, to reach `host`:`port`."""
+        """Return the relay's address, which leads to `host`:`port`."""
         path = os.pathsep.join([str(TOP), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.network.relay", host, str(port), self._manners],
@@ -52,7 +52,7 @@ class Relay:
         return "127.0.0.1", int(self._process.stdout.readline())
 
     def close(self) -> int:
-        """Ends it; how many connections it took."""
+        """End the relay; return the number of its connections."""
         assert self._process is not None, "nobody asked the way"
         said, _ = self._process.communicate()
         return int(said)
@@ -60,7 +60,7 @@ class Relay:
 
 @pytest.fixture(scope="module")
 def staff() -> Iterator[Staff]:
-    """Three worker processes."""
+    """Return three worker processes."""
     made = Staff()
     yield made
     made.dismiss()
@@ -69,7 +69,7 @@ def staff() -> Iterator[Staff]:
 def _train(
     staff: Staff, patch: pytest.MonkeyPatch, *manners: Manner, patient: bool, num_steps: int = 5
 ) -> tuple[Trace, int]:
-    """The trace of a run whose worker RANK is behind a relay, and how often it connected."""
+    """Return the trace of a run with worker RANK behind a relay, and its number of connections."""
     relay = Relay(*manners)
     staff.routes = {RANK: relay.route}
     trainings.employ(staff, patch)
@@ -95,7 +95,7 @@ def _train(
 def test_a_slow_line_is_waited_for(
     staff: Staff, monkeypatch: pytest.MonkeyPatch, manner: Manner
 ) -> None:
-    """Nobody is given up, nobody connects again, and no bit is another."""
+    """No worker is dropped or reconnects, and all bits are the same."""
     trace, num_connections = _train(staff, monkeypatch, manner, patient=True)
     assert stars.changes(trace) == []
     assert num_connections == 1
@@ -106,14 +106,14 @@ def test_a_slow_line_is_waited_for(
 def test_a_line_that_ends(
     staff: Staff, monkeypatch: pytest.MonkeyPatch, num_bytes: int, then: str
 ) -> None:
-    """Wherever that is the worker connects again, and the run ends right."""
+    """The worker reconnects, wherever the line ends, and the run completes."""
     manner = Manner(num_bytes=num_bytes, then=then)
     _, num_connections = _train(staff, monkeypatch, manner, patient=False)
     assert num_connections >= 2  # more, if its old place is still taken when it comes
 
 
 def test_a_line_that_ends_again_and_again(staff: Staff, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every place, one after the other."""
+    """The line ends at every place, one after the other."""
     manners = [Manner(num_bytes=num_bytes, then="cut") for num_bytes in ENDS]
     _, num_connections = _train(staff, monkeypatch, *manners, patient=False, num_steps=15)
     assert num_connections >= len(ENDS) + 1

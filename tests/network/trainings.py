@@ -1,4 +1,4 @@
-"""Trainings whose workers sit elsewhere: in other namespaces, or behind a relay."""
+"""Trainings whose workers are in other namespaces or behind a relay."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ Route = Callable[[str, int], tuple[str, int]]  # the coordinator's address -> wh
 
 
 class Staff:
-    """Worker processes, each with a place of its own; a drop-in for `processes.Crew`.
+    """Worker processes, each with its own place; a replacement for `processes.Crew`.
 
-    `hosts` are the namespaces that ranks live in, `routes` the detours that they take.
+    `hosts` are the namespaces of ranks, `routes` functions that redirect their connections.
     """
 
     def __init__(self, hosts: Mapping[int, Host] | None = None) -> None:
@@ -45,7 +45,7 @@ class Staff:
         forkserver.ensure_running()
 
     def give(self, job: bytes) -> Hand:
-        """Gives `job` to the process of its rank."""
+        """Give `job` to the process of its rank."""
         given = json.loads(job)
         rank = given["rank"]
         if rank in self.routes:
@@ -53,12 +53,12 @@ class Staff:
         return self._crew(rank).give(json.dumps(given).encode())
 
     def gather(self, timeout_s: float) -> None:
-        """Waits until everyone has answered or died."""
+        """Wait until all processes have answered or died."""
         for crew in self._crews.values():
             crew.gather(timeout_s)
 
     def dismiss(self) -> None:
-        """Ends every process."""
+        """End every process."""
         for crew in self._crews.values():
             crew.dismiss()
 
@@ -71,13 +71,13 @@ class Staff:
 
 
 def _work_in(pid: int, pipe: Connection) -> None:
-    """A worker process in the namespace of process `pid`."""
+    """Run a worker process in the namespace of process `pid`."""
     enter(pid)
     worker_process.main(pipe)
 
 
 class Awaiting(ScenarioRun):
-    """A run that makes no step before worker RANK is there."""
+    """A run whose steps wait for worker RANK."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__(scenario, ProcessTransport)
@@ -89,9 +89,9 @@ class Awaiting(ScenarioRun):
 
 
 class Watched(Awaiting):
-    """A run in which `strikes` is called just before message `at` of a step goes to worker RANK.
+    """A run that calls `strikes` just before message `at` of a step goes to worker RANK.
 
-    `ends` is called `after_s` later, or, where that is None, as soon as the worker was given up.
+    `ends` is called `after_s` later, or, if that is None, when the worker was dropped.
     """
 
     def __init__(
@@ -130,12 +130,12 @@ class Watched(Awaiting):
 
 
 def employ(staff: Staff, patch: pytest.MonkeyPatch, *, host: str | None = None) -> None:
-    """Has `staff` do the work of every run from now on, for a coordinator at address `host`."""
+    """Make `staff` work for all later runs, whose coordinator is at address `host`."""
     patch.setattr(processes, "crew", lambda: staff)
     if host is not None:
         patch.setattr(processes, "LOOPBACK", host)
 
 
 def require_right(trace: Trace) -> None:
-    """Returns if every step was made on the reference's bits, once, of its own samples."""
+    """AssertionError unless every step has the reference's bits, once, with its own samples."""
     assert stars.held(trace) == stars.expected(trace.scenario)
