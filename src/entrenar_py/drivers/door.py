@@ -206,8 +206,8 @@ class Door:
     def _look(self) -> None:
         self._looking = None
         self._attention.look(self._loop.time())
-        held, self._held = self._held, []
-        for listener, sock, visit in held:
+        waiting, self._held = self._held, []
+        for listener, sock, visit in waiting:
             if self._meet(sock, visit):
                 self._await(listener)
             else:

@@ -58,7 +58,7 @@ class Link:
     ) -> None:
         self._buffer, self._filled, self._lost = buffer, filled, lost
         self._socket: socket.socket | None = sock
-        self._fd = sock.fileno()  # a loop given the socket itself has the kernel describe it
+        self._fd = sock.fileno()  # for a socket object the loop would make more system calls
         self._queue: deque[Iterator[Buffer]] = deque()
         self._pieces: deque[memoryview] = deque()  # taken from the queue, and not yet sent
         self._held = b""  # a message that is to be sent after the next one

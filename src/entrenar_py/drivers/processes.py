@@ -56,12 +56,12 @@ class Hand:
     def heard(self) -> bytes | None:
         """Read a message of the process. Return a note; None for the answer or a closed pipe."""
         try:
-            said = self.pipe.recv_bytes()
+            message = self.pipe.recv_bytes()
         except (EOFError, OSError):
             return None
-        if said[:1] == b"+":
-            return said[1:]
-        self.answer = said[1:]
+        if message[:1] == b"+":
+            return message[1:]
+        self.answer = message[1:]
         return None
 
     @property

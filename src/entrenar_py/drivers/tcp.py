@@ -284,8 +284,8 @@ class WorkerClient:
         return WorkerEnd(machine, hands, self, clock, self.compute, speak, notify=notify)
 
     def prepare(self, sock: socket.socket) -> None:
-        """Called with each `sock` that is connected to the coordinator, for subclasses. If that
-        fails, close `sock` and raise OSError.
+        """Hook for subclasses, called with each `sock` that is connected to the coordinator. If it
+        fails, it closes `sock` and raises OSError.
         """
 
     def leave(self, reason: str) -> None:
@@ -304,7 +304,7 @@ class WorkerClient:
         peer.close()
 
     async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
-        """Connect until the connection ends; return why it was not admitted, None if it was."""
+        """Make one connection, and wait for its end; return why it was not admitted, or None."""
         stays = self.end.num_stays
         try:
             sock = await self.connect(host, port, context)

@@ -40,7 +40,7 @@ def client_context(
     """Return a worker's context: it trusts coordinators signed by `ca`, and shows `cert` if given.
 
     All are PEM files, as for a coordinator. The coordinator's certificate must name the host or
-    address that the worker connects to. UsageError for an unfit file, or `cert` without `key`.
+    address that the worker connects to. UsageError for an unfit file, or `key` without `cert`, too.
     """
     if (cert is None) != (key is None):
         given, missing = ("key", "cert") if cert is None else ("cert", "key")

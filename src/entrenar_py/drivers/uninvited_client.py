@@ -32,13 +32,13 @@ class Guest:
         if self.let_in:
             return []
         try:
-            said = b"".join(self._said_to(got.message) for got in self._decoder.feed(data))
+            reply = b"".join(self._said_to(got.message) for got in self._decoder.feed(data))
         except ProtocolError:  # a frame with a key, which only an admitted worker gets
             self.let_in, self.answer = True, "as a worker"
             return []
         if self.pace_s is None:
-            return [said] if said else []
-        return [said[at : at + 1] for at in range(len(said))]
+            return [reply] if reply else []
+        return [reply[at : at + 1] for at in range(len(reply))]
 
     def _said_to(self, message: Message) -> bytes:
         if isinstance(message, Refuse):

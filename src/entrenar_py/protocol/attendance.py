@@ -1,6 +1,6 @@
 """The peers of a coordinator: which are connected, which take part, which were silent too long.
 
-How the run proceeds is decided in `coordinator`.
+`Coordinator` decides how the run proceeds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Audits: several workers compute the same shard, and their copies are compared bit for bit.
 
-A copy that two workers agree on counts. Here is decided whom to ask, and which worker is wrong.
+A copy counts when two workers agree on it. This module picks the workers, and finds the wrong one.
 """
 
 from __future__ import annotations

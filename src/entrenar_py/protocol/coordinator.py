@@ -114,7 +114,7 @@ class Coordinator(Dealing):
     def compared(
         self, step: int, shard: int, ranks: Sequence[int], alike: Sequence[int], now: float
     ) -> list[Effect]:
-        """Take the result of Compare: `ranks` gave the copies, `alike` groups equal ones."""
+        """Take the result of Compare: `ranks` gave the copies, `alike` tells which are equal."""
         audit = self._audits.get(shard) if self.stage is Stage.COMPUTING else None
         if audit is None or audit.asked or audit.copies != list(ranks):
             return []  # a worker was dropped meanwhile: another comparison follows
@@ -186,7 +186,7 @@ class Coordinator(Dealing):
     # --- a step -----------------------------------------------------------------------------------
 
     def _conclude(self, shard: int, verdict: audits.Verdict, now: float) -> list[Effect]:
-        """End an audit, and drop the worker that it caught with all that this one delivered."""
+        """End an audit; drop the worker that it caught, whose deliveries of the step are void."""
         effects = self._count_copy(shard, verdict)
         if verdict.culprit is not None:
             self._convicted[verdict.culprit] += 1

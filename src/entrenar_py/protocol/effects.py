@@ -164,7 +164,7 @@ class Save(Effect):
 
 
 class Stop(Effect):
-    """Halt before `step`: `rank` `said` that a value is not finite, or `shard` is in dispute."""
+    """Halt before `step`. `said` is the report of worker `rank`, `shard` one in dispute, if any."""
 
     step: int
     rank: int | None

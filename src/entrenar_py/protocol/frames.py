@@ -21,7 +21,7 @@ The checksum is GMAC (NIST SP 800-38D), which is AES-256-GCM without a text to e
 have instructions for it: 64 MB take 5 ms, against 11 ms with keyed BLAKE3. XXH3 would take 2.5 ms,
 but anyone could forge it. GMAC is insecure if a key is ever used with the same nonce twice. Here
 the nonce holds direction and number, which no two frames of a session share, and a session's key is
-derived from two fresh nonces. Frames before that use a key of zeros, which still reveals damage.
+derived from two fresh nonces. Unkeyed frames use a key of zeros, which still reveals damage.
 """
 
 from __future__ import annotations

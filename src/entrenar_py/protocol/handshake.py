@@ -32,5 +32,5 @@ def session_key(secret: bytes, challenge: Challenge, hello: Hello) -> bytes:
 
 
 def _mac(secret: bytes, use: bytes, challenge: Challenge, hello: Hello) -> bytes:
-    said = [use, headers.dump(challenge), headers.dump(replace(hello, proof=""))]
-    return hmac.digest(secret, b"\n".join(said), "sha256")
+    lines = [use, headers.dump(challenge), headers.dump(replace(hello, proof=""))]
+    return hmac.digest(secret, b"\n".join(lines), "sha256")

@@ -34,7 +34,7 @@ class Member:
     address: str = ""  # where other workers of a mesh connect to it
 
     def to_send(self) -> tuple[int, ...]:
-        """Return the shards of the current step that it holds for others or has to compute."""
+        """Return its shards of the current step: `delivered` ones, and those still to deliver."""
         return (*self.delivered, *(shard for shards in self.assigned for shard in shards))
 
     def in_rank(self) -> int:
@@ -65,7 +65,7 @@ class Member:
         if block != num_blocks - 1 and not self.is_whole(block + 1):
             raise ProtocolError(f"TreeNode block={block}: it comes when block {block + 1} is whole")
         came = self.covered.setdefault(block, set())
-        # Only the first assignment is due: if a worker is lost, its open assignments go to others.
+        # A node may not reach into the next assignment: each counts, or is void, as a whole.
         due = set(self.assigned[0]) - came if self.delivering else set[int]()
         if not under or not due.issuperset(under):
             raise ProtocolError(

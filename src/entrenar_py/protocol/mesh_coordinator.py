@@ -2,8 +2,8 @@
 
 As in a star a step is computed, staged by every worker, and then made. All results of a lost worker
 are lost, however: others compute its shards again, and the exchange starts again in a new round.
-Only the workers hold the state. The coordinator requests it from one of them to save it, or to
-admit a worker. If all connections break at once, it asks each worker that comes back in turn
+The current state is with the workers. The coordinator requests it from one of them to save it, or
+to admit a worker. If all connections break at once, it asks each worker that comes back in turn
 whether it still holds the state.
 """
 
@@ -107,10 +107,10 @@ class MeshCoordinator(Coordinator):
         rank_of = {member.in_rank(): peer for peer, member in self._members().items()}
         self._complaints.update([peer, rank_of.get(said.rank)])
         del self._complaints[None]
-        place = member.in_rank(), said.rank
-        told = self._told == place[::-1]
-        self._told = None if told else place
-        self._num_rounds += not told
+        ends = member.in_rank(), said.rank
+        is_second = self._told == ends[::-1]
+        self._told = None if is_second else ends
+        self._num_rounds += not is_second
         if self._num_rounds < ROUNDS_MAX:
             return self._regroup(self._members())
         worst = max(rank_of, key=lambda rank: (self._complaints[rank_of[rank]], rank))

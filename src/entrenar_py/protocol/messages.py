@@ -192,7 +192,7 @@ class NonFinite(Message):
 
 
 class Average(Message):
-    """Who averaged it: `block` of the averaged gradient of `step`, before clipping.
+    """The process that averaged it: `block` of the averaged gradient of `step`, before clipping.
 
     It is held, and not used before `Commit`. `loss` is summed over the samples (or tokens) that
     `weight` counts.
@@ -250,8 +250,8 @@ class Group(Message):
 
     A new `round` begins when a worker has joined or left: messages of earlier rounds are void, and
     all workers send their nodes again. `holders` has the rank of each shard of this step; in later
-    steps each of `ranks` has its run of them. Worker number b mod n of the n `ranks` averages
-    block b.
+    steps each of `ranks` has a run of adjacent shards. Worker number b mod n of the n `ranks`
+    averages block b.
     """
 
     tag: ClassVar[int] = 30

@@ -61,7 +61,7 @@ class Dealing(Attendance):
         return [do.Send(peer, Assign(step=self.step, shards=shards))]
 
     def _replace(self, lost: Member, members: Mapping[Peer, Member]) -> list[Effect]:
-        """Assign to `members` what `lost` had to deliver, and what is void because it is lost."""
+        """Assign to `members` the shards that `lost` had not delivered, or that are void now."""
         for block, missing in self._missing.items():
             missing.update(lost.covered.get(block, ()), lost.delivered)
         orphaned = [shard for shard in lost.to_send() if shard not in self._audits]
