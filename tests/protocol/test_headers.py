@@ -164,7 +164,7 @@ def test_a_wrong_field_is_named(tag: int, changes: dict[str, object], complaint:
         (b"{", "its header can't be read"),
         (b'{"step":1', "its header can't be read"),
         (b'{"step":1}x', "its header can't be read"),
-        (b'{"step":1,"step":1}', "its header can't be read ('step' stands in it 2 times)"),
+        (b'{"step":1,"step":1}', "its header can't be read ('step' appears 2 times)"),
         (b'{"step":' + b"[" * 2000 + b"]" * 2000 + b"}", "its header can't be read"),
         (b'{"step":' + b"[" * 10**6 + b"]" * 10**6 + b"}", "1000000 times '[' in its header: "),
         (b'{"step":[' + b"0," * 10**6 + b"0]}", "1000000 times ',' in its header: 67536 are poss"),

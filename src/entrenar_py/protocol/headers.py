@@ -58,7 +58,7 @@ def _record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         name, times = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{reprlib.repr(name)} stands in it {times} times")
+        raise ValueError(f"{reprlib.repr(name)} appears {times} times")
     return record
 
 
