@@ -189,7 +189,7 @@ def test_silence_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         port = other.sockets[0].getsockname()[1]
         told = await ask(port, patience_s=0.01)
         assert isinstance(told, do.Finish)
-        assert ": no answer within 0.05 s; a coordinator that uses TLS answers" in told.reason
+        assert ": no answer within 0.05 s; a coordinator with TLS does not answer" in told.reason
         for writer in held:
             writer.close()
         other.close()
