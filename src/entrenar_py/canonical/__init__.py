@@ -40,7 +40,7 @@ def canonical_all_reduce(
 
 
 def require_deterministic() -> None:
-    """Raise UsageError unless this process's settings select kernels that repeat their bits.
+    """Raise UsageError unless this process runs kernels that give the same bits in every run.
 
     Checks that torch enforces deterministic algorithms (warn_only=False) and that cuDNN autotuning
     is off. With a CUDA device, also checks CUBLAS_WORKSPACE_CONFIG. Set that variable before the

@@ -17,7 +17,7 @@ _WORKSPACES = (":4096:8", ":16:8")
 
 
 def require_deterministic() -> None:
-    """Raise UsageError, with a list of all problems, unless kernels repeat their bits."""
+    """Raise UsageError, listing all problems, unless kernels give the same bits in every run."""
     problems = []
     if not torch.are_deterministic_algorithms_enabled():
         problems.append(
