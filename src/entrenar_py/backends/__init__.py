@@ -49,7 +49,7 @@ class Backend(Protocol):
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """`a @ b`, [m, k] x [k, n] -> [m, n], any strides, no gradient.
 
-        Raises UsageError for other shapes, zero sizes, or what is not float32 on the CPU.
+        Raises UsageError for other shapes, zero sizes, and tensors that aren't float32 on the CPU.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The error of a float32 matrix product, and the largest one that rounding explains.
+"""The error of a float32 matrix product, and the largest error that rounding explains.
 
 The bound is derived in docs/numerics.md.
 """

@@ -148,7 +148,7 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._given[view.untyped_storage()._cdata] = view
 
     def _is_given(self, value: object) -> bool:
-        """Return whether `one` is a tensor in the memory of an input or a constant."""
+        """Return whether `value` is a tensor in the memory of an input or a constant."""
         return isinstance(value, Tensor) and (
             not isinstance(value, FakeTensor) or value.untyped_storage()._cdata in self._given
         )

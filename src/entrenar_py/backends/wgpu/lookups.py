@@ -132,7 +132,7 @@ def overlay(
 
 
 def _lay(schedule: Schedule, below: Value, above: Value, dim: int, start: int, step: int) -> Value:
-    """Return `overlay` of settled values."""
+    """Do `overlay` without storing expensive operands first."""
     schedule.make_room([above, below], 3)
     upper, lower = above.read, below.read
 
@@ -147,7 +147,7 @@ def _lay(schedule: Schedule, below: Value, above: Value, dim: int, start: int, s
 
 
 def _within(emitter: Emitter, index: Index, start: int, size: int, step: int) -> tuple[Index, str]:
-    """Return i of `index` = start + i * step, clamped, and the name of the flag that i exists."""
+    """Return i with `index` = start + i * step, clamped, and the name of its in-range flag."""
     shifted = index + Index(-start)
     low, high = shifted.bounds
     if step == 1 and low >= 0 and high < size:

@@ -93,9 +93,9 @@ class ResidentStep:
         return self._graph(key, batch, masks), [*self._inputs(batch, masks), *self._resident()]
 
     def _masks(self, batch: Sequence[Tensor], num_samples: int, drop: DropFunction) -> list[Tensor]:
-        """Return dropout's masks in the order in which the model uses them: `drop` of ones.
+        """Return dropout's masks, `drop` applied to ones, in the order of their use.
 
-        Return no masks if `drop` is the identity.
+        Return none if `drop` is the identity.
         """
         if num_samples not in self._ones:
             self._ones[num_samples] = [torch.ones(shape) for shape in self._places(batch)]

@@ -21,7 +21,7 @@ _ATEN = torch.ops.aten
 
 
 def is_exact(operand: Bounded) -> bool:
-    """Return whether `one` holds integers or bools that no rounding error can change."""
+    """Return whether `operand` holds integers or bools that no rounding error can change."""
     return not operand.value.is_floating_point() and bool((operand.low == operand.high).all())
 
 
