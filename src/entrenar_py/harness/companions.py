@@ -47,12 +47,12 @@ def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
             return Runs(base, {need: (scenario,)}, undropped=_undropped(needs, scenario))
     if pair is not None:
         return Runs(scenario)
-    made = {scenario: scenario}  # equal scenarios are one run
+    runs = {scenario: scenario}  # equal scenarios are one run
     beside = {
         need: tuple(
-            one
-            for one in dict.fromkeys(made.setdefault(one, one) for one in _CHANGES[need](scenario))
-            if one is not scenario or need is ORACLE
+            run
+            for run in dict.fromkeys(runs.setdefault(run, run) for run in _CHANGES[need](scenario))
+            if run is not scenario or need is ORACLE
         )
         for need in needs
         if need in _CHANGES

@@ -41,11 +41,11 @@ _SCHEMA = Schema(
 )
 
 
-def save(found: Saved, folder: Path = FOLDER) -> Path:
-    """Write `found` to a file named after its clause and scenario; OSError if that fails."""
-    record = {"schema": VERSION, **_SCHEMA.dump(found)}
+def save(saved: Saved, folder: Path = FOLDER) -> Path:
+    """Write `saved` to a file named after its clause and scenario; OSError if that fails."""
+    record = {"schema": VERSION, **_SCHEMA.dump(saved)}
     record["digest"] = digest_of(record)
-    path = folder / f"{_stem(found.invariant)}-{found.scenario.digest[:12]}.json"
+    path = folder / f"{_stem(saved.invariant)}-{saved.scenario.digest[:12]}.json"
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return path
@@ -60,8 +60,8 @@ def load(path: Path) -> Saved:
     except (RecursionError, ValueError) as error:
         raise TraceError(f"replay file {path}: can't be read ({error})") from error
     if not isinstance(record, dict) or record.get("schema") != VERSION:
-        given = record.get("schema") if isinstance(record, dict) else type(record).__name__
-        raise TraceError(f"replay file {path}: schema={given!r}, this release reads {VERSION}")
+        schema = record.get("schema") if isinstance(record, dict) else type(record).__name__
+        raise TraceError(f"replay file {path}: schema={schema!r}, this release reads {VERSION}")
     digest = record.pop("digest", None)
     if digest != digest_of(record):
         raise TraceError(

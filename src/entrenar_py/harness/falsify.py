@@ -72,7 +72,7 @@ def replay(
     if task.check is not None:
         runs = Runner(trace_folder, on_judged=on_judged)
         finding = combine(
-            [runs.try_scenario(task.invariant, task.check, one) for one in task.known]
+            [runs.try_scenario(task.invariant, task.check, scenario) for scenario in task.known]
         )
     return Entry(
         invariant=task.invariant,
@@ -123,11 +123,11 @@ class _Attempt:
         if self.broken is not None:
             scenario, shrunk = self.broken
             finding = replace(finding, reason=shrunk.reason, counterexample=shrunk.counterexample)
-            found = counterexamples.Saved(
+            saved = counterexamples.Saved(
                 invariant=finding.invariant, scenario=scenario, finding=shrunk
             )
             try:
-                path = str(counterexamples.save(found, self.plan.saved_folder))
+                path = str(counterexamples.save(saved, self.plan.saved_folder))
             except OSError as error:
                 self.notes += (f"the counterexample could not be saved: {error}",)
         return Entry(
@@ -140,7 +140,7 @@ class _Attempt:
         )
 
     def _finding(self) -> Finding:
-        findings = [one.finding for one in self.judgements] + telling(self.explored)
+        findings = [judgement.finding for judgement in self.judgements] + telling(self.explored)
         if self.left_out:
             findings.append(inconclusive(self.task.invariant.id, self.left_out))
         return combine(findings or [self.task.untried()])
@@ -164,7 +164,7 @@ class _Attempt:
     def _explore(self, check: Check) -> None:
         from entrenar_py.harness import explore  # brings hypothesis
 
-        def visit(one: Scenario) -> bool:
+        def visit(scenario: Scenario) -> bool:
             if self._is_late():
                 self.notes += (f"--timeout ended exploring after {self.num_explored} examples",)
                 return True
@@ -172,13 +172,14 @@ class _Attempt:
                 self.task.invariant.id, self.num_explored, self.plan.num_examples, "exploring"
             )
             self.num_explored += 1
-            return self._breaks(check, one, self.explored)
+            return self._breaks(check, scenario, self.explored)
 
         planned = self.task.planned
         short = [
-            one
-            for one in planned
-            if one.num_steps <= EXPLORED_STEPS_MAX and not one.workload.startswith("decoder")
+            scenario
+            for scenario in planned
+            if scenario.num_steps <= EXPLORED_STEPS_MAX
+            and not scenario.workload.startswith("decoder")
         ]
         if planned and self.plan.num_examples:
             explore.search(
@@ -190,20 +191,20 @@ class _Attempt:
             )
 
     def _shrink(self, check: Check, scenario: Scenario) -> None:
-        def attempt(one: Scenario) -> Finding:
+        def attempt(candidate: Scenario) -> Finding:
             self.on_progress(self.task.invariant.id, 0, 0, "shrinking")
-            return self.runs.try_scenario(self.task.invariant, check, one)
+            return self.runs.try_scenario(self.task.invariant, check, candidate)
 
         for simpler in shrink.shrink(scenario, attempt, fixed=self.plan.fixed):
             self.broken = simpler
             if self._is_late():
                 return
 
-    def _breaks(self, check: Check, one: Scenario, judgements: list[Judgement]) -> bool:
-        judgement = self.runs.attempt(self.task.invariant, check, one)
+    def _breaks(self, check: Check, scenario: Scenario, judgements: list[Judgement]) -> bool:
+        judgement = self.runs.attempt(self.task.invariant, check, scenario)
         judgements.append(judgement)
         if judgement.finding.verdict is Verdict.FALSIFIED:
-            self.broken = one, judgement.finding
+            self.broken = scenario, judgement.finding
         return self.broken is not None
 
     def _is_late(self) -> bool:

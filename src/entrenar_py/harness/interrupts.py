@@ -26,7 +26,7 @@ def deferred(
     """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in numbers if main}
-    taken = {number: one for number, one in before.items() if one is not signal.SIG_IGN}
+    taken = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
     if taken:
         _noted.clear()
     for number in taken:

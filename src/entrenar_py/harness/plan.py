@@ -107,10 +107,10 @@ def divide(
     if it is bound to other systems, or if each of its scenarios has a fault that the system can't
     inject. Raises UsageError, naming the place, if a scenario can't be run.
     """
-    made = [_task(invariant, plan) for invariant in invariants]
+    outcomes = [_task(invariant, plan) for invariant in invariants]
     return (
-        tuple(one for one in made if isinstance(one, Task)),
-        tuple(one for one in made if isinstance(one, NotApplying)),
+        tuple(outcome for outcome in outcomes if isinstance(outcome, Task)),
+        tuple(outcome for outcome in outcomes if isinstance(outcome, NotApplying)),
     )
 
 
@@ -139,7 +139,7 @@ def _elsewhere(invariant: Invariant, system: str | None) -> str:
 
 def systems_of(scenarios: Iterable[Scenario]) -> str:
     """Return the names of the trainers in `scenarios`, or of the probes if there is no trainer."""
-    names = list(dict.fromkeys(one.system for one in scenarios))
+    names = list(dict.fromkeys(scenario.system for scenario in scenarios))
     return ", ".join([name for name in names if is_trainer(name)] or names)
 
 
@@ -148,21 +148,21 @@ def is_trainer(system: str) -> bool:
     return system in TRAINERS or system not in SYSTEMS
 
 
-def require_known(one: Scenario, where: str) -> None:
+def require_known(scenario: Scenario, where: str) -> None:
     """Raise UsageError if the scenario is too large, or its mutant or system does not allow it."""
-    for name, most in SIZES_MAX.items():
-        if getattr(one, name) > most:
-            raise UsageError(f"{where}: {name}={getattr(one, name)}: use at most {most}")
-    if one.num_shards * one.accumulation > PARTS_MAX:
-        told = f"num_shards={one.num_shards} with accumulation={one.accumulation}"
-        raise UsageError(f"{where}: {told}: use at most {PARTS_MAX} micro-batches a step")
+    for name, largest in SIZES_MAX.items():
+        if getattr(scenario, name) > largest:
+            raise UsageError(f"{where}: {name}={getattr(scenario, name)}: use at most {largest}")
+    if scenario.num_shards * scenario.accumulation > PARTS_MAX:
+        given = f"num_shards={scenario.num_shards} with accumulation={scenario.accumulation}"
+        raise UsageError(f"{where}: {given}: use at most {PARTS_MAX} micro-batches a step")
     try:
-        systems.require_possible(one)
+        systems.require_possible(scenario)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-    if one.mutant is not None and one.mutant not in mutants.catalogue():
+    if scenario.mutant is not None and scenario.mutant not in mutants.catalogue():
         known = ", ".join(mutants.catalogue())
-        raise UsageError(f"{where}: mutant={one.mutant!r}: allowed are {known}")
+        raise UsageError(f"{where}: mutant={scenario.mutant!r}: allowed are {known}")
 
 
 def require_runnable(invariants: Iterable[Invariant]) -> None:
@@ -190,7 +190,7 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
     return Task(
         invariant=invariant,
         check=check,
-        known=tuple(_known(invariant, plan, {one.system for one in fitted})),
+        known=tuple(_known(invariant, plan, {scenario.system for scenario in fitted})),
         planned=tuple(fitted),
         notes=tuple(_notes(unfit, sum(fitted.values()), plan)),
     )
@@ -199,9 +199,9 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
 def _fitted(own: Iterable[Scenario], plan: Plan) -> dict[Scenario, bool]:
     """Return each scenario as it is run, and whether its size was changed to fit its system."""
     fitted: dict[Scenario, bool] = {}
-    for asked in (changed for one in own for changed in _adapted(one, plan)):
-        scenario = systems.fitted(asked, fixed=plan.fixed)
-        fitted[scenario] = fitted.get(scenario, False) or scenario != asked
+    for wanted in (adapted for scenario in own for adapted in _adapted(scenario, plan)):
+        runnable = systems.fitted(wanted, fixed=plan.fixed)
+        fitted[runnable] = fitted.get(runnable, False) or runnable != wanted
     return fitted
 
 
@@ -230,15 +230,15 @@ def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]
         yield f"fitted to the powers of two that {plan.system} needs: {fitted}"
 
 
-def _can_not(one: Scenario, system: str | None) -> list[str]:
+def _can_not(scenario: Scenario, system: str | None) -> list[str]:
     """Return the faults of a trainer's scenario that `system` can't inject in its place."""
-    if system is None or one.system not in TRAINERS:
+    if system is None or scenario.system not in TRAINERS:
         return []
-    return [fault.kind for fault in one.faults if fault.kind not in SYSTEMS[system].faults]
+    return [fault.kind for fault in scenario.faults if fault.kind not in SYSTEMS[system].faults]
 
 
 def _why(unfit: Iterable[Scenario], plan: Plan) -> str:
-    kinds = dict.fromkeys(kind for one in unfit for kind in _can_not(one, plan.system))
+    kinds = dict.fromkeys(kind for scenario in unfit for kind in _can_not(scenario, plan.system))
     return f"with {' or '.join(kinds)}, which {plan.system} can't do"
 
 
@@ -246,29 +246,31 @@ def _own(invariant: Invariant, check: Check) -> list[Scenario]:
     """Return the clause's scenarios, or else its check's; UsageError for one that can't be run."""
     where = _place(invariant)
     try:
-        brought = [one for record in invariant.scenarios for one in expand(record)]
+        scenarios = [scenario for record in invariant.scenarios for scenario in expand(record)]
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-    for one in brought:
-        require_known(one, where)
-    return brought or check.plan(invariant)
+    for scenario in scenarios:
+        require_known(scenario, where)
+    return scenarios or check.plan(invariant)
 
 
 def _place(invariant: Invariant) -> str:
     return f"{invariant.position}: clause {invariant.id}"
 
 
-def _adapted(one: Scenario, plan: Plan) -> Iterator[Scenario]:
+def _adapted(scenario: Scenario, plan: Plan) -> Iterator[Scenario]:
     """Yield the scenario as the command line changes it. If it can't be run then, its run fails."""
-    one = one.with_(seed=one.seed + plan.seed)
-    if one.system not in TRAINERS:
-        yield one
+    scenario = scenario.with_(seed=scenario.seed + plan.seed)
+    if scenario.system not in TRAINERS:
+        yield scenario
         return
-    one = one.with_(system=plan.system or one.system, backends=plan.backends or one.backends)
-    for world_size in plan.world_sizes or (one.world_size,):
+    scenario = scenario.with_(
+        system=plan.system or scenario.system, backends=plan.backends or scenario.backends
+    )
+    for world_size in plan.world_sizes or (scenario.world_size,):
         # Shards grow with the workers, up to the samples. More workers than samples are refused.
-        shards = max(one.num_shards, min(world_size, one.num_samples))
-        faults = tuple(fault for fault in one.faults if (fault.rank or 0) < world_size)
-        if one.faults and not faults and world_size > 1:  # keep one, so that something goes wrong
-            faults = (replace(one.faults[0], rank=world_size - 1),)
-        yield one.with_(world_size=world_size, num_shards=shards, faults=faults)
+        shards = max(scenario.num_shards, min(world_size, scenario.num_samples))
+        faults = tuple(fault for fault in scenario.faults if (fault.rank or 0) < world_size)
+        if scenario.faults and not faults and world_size > 1:  # something should go wrong
+            faults = (replace(scenario.faults[0], rank=world_size - 1),)
+        yield scenario.with_(world_size=world_size, num_shards=shards, faults=faults)

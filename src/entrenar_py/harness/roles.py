@@ -38,7 +38,7 @@ def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs
     }
     near: dict[Need, Near[K]] = {}
 
-    def found(scenario: Scenario, need: Need) -> tuple[K, ...]:
+    def runs_of(scenario: Scenario, need: Need) -> tuple[K, ...]:
         if scenario == subject:
             return (own,)
         nearest = _nearest(subject, scenario, need, others)
@@ -50,19 +50,19 @@ def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs
         return () if missed else (key,)
 
     beside = {
-        need: tuple(dict.fromkeys(key for one in wanted for key in found(one, need)))
-        for need, wanted in meant.beside.items()
+        need: tuple(dict.fromkeys(key for scenario in needed for key in runs_of(scenario, need)))
+        for need, needed in meant.beside.items()
     }
     base: tuple[K, ...] = (own,)
-    for need in meant.beside:  # what is disturbed has one need: that of which it misses the base
+    for need in meant.beside:  # the one need that `own` answers if it is not the base itself
         if meant.base is not None and meant.base != subject:
-            base = found(meant.base, need)
+            base = runs_of(meant.base, need)
     keys = {scenario: key for key, scenario in scenarios.items()}
     return Runs(
         base=next(iter(base), None),
         beside=beside,
         undropped=None if meant.undropped is None else meant.undropped.chosen(keys.get),
-        near={need: one for need, one in near.items() if not (base and beside[need])},
+        near={need: run for need, run in near.items() if not (base and beside[need])},
     )
 
 
@@ -75,15 +75,16 @@ def _nearest(
     few others. Return None if no run qualifies.
     """
     crucial = differences(subject, meant).keys()
-    found = []
+    candidates = []
     for key, scenario in others.items():
         fields = differences(scenario, meant)
         missed = {name: pair for name, pair in fields.items() if name not in free(need)}
         if crucial.isdisjoint(fields) and len(missed) <= (0 if need is ORACLE else _NEAR_MAX):
-            found.append((len(missed), len(fields), scenario.detail != meant.detail, key, missed))
-    if not found:
+            distance = (len(missed), len(fields), scenario.detail != meant.detail)
+            candidates.append((distance, key, missed))
+    if not candidates:
         return None
-    *_, key, missed = min(found, key=lambda one: one[:3])
+    _, key, missed = min(candidates, key=lambda candidate: candidate[0])
     return key, missed
 
 

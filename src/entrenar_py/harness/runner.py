@@ -95,7 +95,7 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
     runs, or if it held although the planted bug took no part.
     """
     interrupts.check()
-    if check.in_step and any("rounds" in one.promises for one in runs):
+    if check.in_step and any("rounds" in run.promises for run in runs):
         return Judgement(finding=inconclusive(invariant.id, _ALONE), failed=False)
     try:
         finding = check.judge(invariant, runs)
@@ -106,7 +106,7 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
     if finding.verdict is Verdict.HELD and idle is not None:
         reason = f"mutant {idle} took no part: no function that it replaces was called in this run"
         finding = inconclusive(invariant.id, reason, finding.compared)
-    return Judgement(finding=finding, failed=any(one.end.status == "failed" for one in runs))
+    return Judgement(finding=finding, failed=any(run.end.status == "failed" for run in runs))
 
 
 def _idle_mutant(traces: Iterable[trace.Trace]) -> str | None:
@@ -125,9 +125,9 @@ def _idle_mutant(traces: Iterable[trace.Trace]) -> str | None:
 def telling(explored: Sequence[Judgement]) -> list[Finding]:
     """Return the findings, except inconclusive ones of runs in which nothing went wrong."""
     return [
-        one.finding
-        for one in explored
-        if one.failed or one.finding.verdict is not Verdict.INCONCLUSIVE
+        judgement.finding
+        for judgement in explored
+        if judgement.failed or judgement.finding.verdict is not Verdict.INCONCLUSIVE
     ]
 
 

@@ -58,25 +58,25 @@ def _load(file: Path) -> Trace:
 def _files(path: Path) -> list[Path]:
     """Return the files that `path` stands for: a file, a folder, or a pattern left by the shell."""
     if path.is_dir():
-        found = sorted(path.glob("*.jsonl"))
-        if not found:
+        files = sorted(path.glob("*.jsonl"))
+        if not files:
             raise UsageError(f"trace folder {path}: holds no *.jsonl file; give one that does")
-        return found
+        return files
     if _PATTERN.intersection(str(path)) and not path.exists():
         matched = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-        found = [file for one in matched for file in _files(one)]
-        if not found:
+        files = [file for match in matched for file in _files(match)]
+        if not files:
             raise UsageError(f"traces {path}: no such file; give a trace, or a folder of traces")
-        return found
+        return files
     return [path]
 
 
 def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
     """Return the traces' merged environment. Values that differ between traces are listed."""
-    recorded = [trace.environment for trace in traces]
+    environments = [trace.environment for trace in traces]
     merged: dict[str, Any] = {}
-    for name in dict.fromkeys(name for one in recorded for name in one):
-        values = [one[name] for one in recorded if name in one]
+    for name in dict.fromkeys(name for environment in environments for name in environment):
+        values = [environment[name] for environment in environments if name in environment]
         distinct = [value for place, value in enumerate(values) if value not in values[:place]]
         merged[name] = distinct[0] if len(distinct) == 1 else distinct
     return merged
@@ -94,7 +94,7 @@ def judge_stored(
     for task in tasks:
         runs: dict[Path, Runs[Path]] = {}
         if task.check is not None:
-            kinds = {_kind(one.system) for one in task.scenarios}
+            kinds = {_kind(planned.system) for planned in task.scenarios}
             runs = {
                 file: roles.of(task.check.needs, file, scenarios)
                 for file, scenario in scenarios.items()
@@ -117,10 +117,10 @@ def judge_each(
     started = time.monotonic()
     check = task.check
     judged = [_judge(task, check, own, beside, traces) for own, beside in runs.items() if check]
-    for one in judged:
-        on_judged([traces[file] for file in one.files])
-    told = _telling(judged)
-    findings = _located(told) if len(traces) > 1 else [one.finding for one in told]
+    for judgement in judged:
+        on_judged([traces[file] for file in judgement.files])
+    deciding = _telling(judged)
+    findings = _located(deciding) if len(traces) > 1 else [each.finding for each in deciding]
     return Entry(
         invariant=task.invariant,
         finding=combine(findings or [_unseen(task)]),
@@ -204,13 +204,15 @@ def _telling(judged: Sequence[_Judged]) -> list[_Judged]:
 def _located(judged: Sequence[_Judged]) -> list[Finding]:
     """Return the findings, each reason preceded by the files that have it."""
     places: dict[str, list[str]] = defaultdict(list)
-    for one in judged:
-        places[one.finding.reason].append(one.place)
+    for candidate in judged:
+        places[candidate.finding.reason].append(candidate.place)
+    files = {reason: first_few(places[reason], separator=", ") for reason in places if reason}
+    findings = [candidate.finding for candidate in judged]
     return [
-        replace(found, reason=f"{first_few(places[found.reason], separator=', ')}: {found.reason}")
-        if found.reason
-        else found
-        for found in (one.finding for one in judged)
+        replace(finding, reason=f"{files[finding.reason]}: {finding.reason}")
+        if finding.reason
+        else finding
+        for finding in findings
     ]
 
 
