@@ -133,16 +133,16 @@ def require_fitting(
     `arrays` must have the names, shapes and dtypes of `expected` and be finite. Each key of
     `limits` must be a whole number in `progress`, from 0 to the limit.
     """
-    for name, most in limits.items():
+    for name, largest in limits.items():
         value = progress.get(name)
-        if type(value) is not int or not 0 <= value <= most:
+        if type(value) is not int or not 0 <= value <= largest:
             raise CheckpointError(
-                f"checkpoint {path}: {name}={reprlib.repr(value)}: this run has 0 to {most}; "
+                f"checkpoint {path}: {name}={reprlib.repr(value)}: this run has 0 to {largest}; "
                 f"{_ADVICE}"
             )
     for name in sorted(expected.keys() ^ arrays.keys()):
-        found = "is not there" if name in expected else "is none of this model's"
-        raise CheckpointError(f"checkpoint {path}: tensor {name} {found}; {_ADVICE}")
+        problem = "is not there" if name in expected else "is none of this model's"
+        raise CheckpointError(f"checkpoint {path}: tensor {name} {problem}; {_ADVICE}")
     for name, model in expected.items():
         array = arrays[name]
         if (array.shape, array.dtype) != (model.shape, model.dtype):

@@ -59,8 +59,8 @@ class ByteDecoder(Workload):
         specs = _specs()
         if full:  # matrices decay, gains don't
             specs = [
-                TensorSpec(one.name, one.shape, "trainable", decayed=len(one.shape) > 1)
-                for one in specs
+                TensorSpec(spec.name, spec.shape, "trainable", decayed=len(spec.shape) > 1)
+                for spec in specs
             ]
         self.specs = tuple(specs)
         self.num_samples = num_samples
@@ -85,7 +85,7 @@ class ByteDecoder(Workload):
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
         embedding = tensors["embedding.weight"]
-        inputs, targets = (one.to(embedding.device) for one in batch)  # [n, t] each
+        inputs, targets = (tensor.to(embedding.device) for tensor in batch)  # [n, t] each
         rotary = (self._cosine.to(embedding), self._sine.to(embedding))
 
         x = F.embedding(inputs.flatten(), embedding)  # [r, d]

@@ -73,8 +73,8 @@ def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
 def add(node: Node, sibling: Node) -> Node:
     """Return the parent of two siblings, left plus right, in place where one is writable."""
     left, right = (node, sibling) if node.index < sibling.index else (sibling, node)
-    ours = (one.vector for one in (left, right) if one.vector.flags.writeable)
-    total = np.add(left.vector, right.vector, out=next(ours, None))
+    writable = (child.vector for child in (left, right) if child.vector.flags.writeable)
+    total = np.add(left.vector, right.vector, out=next(writable, None))
     loss, weight = left.loss + right.loss, left.weight + right.weight
     return Node(left.level + 1, left.index // 2, total, loss, weight)
 

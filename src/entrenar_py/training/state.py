@@ -70,9 +70,9 @@ def load(
     """
     if len(data) != num_bytes(specs, kind):
         raise ValueError(f"a state of {len(data)} bytes: {num_bytes(specs, kind)} are due")
-    found = {name: part.astype(np.float32) for name, part in _views(specs, kind, data)}
-    moments = {name: found[_in_state(name)] for name in optimizer.STATE[kind]}
-    return progress_of(data), {spec.name: found[spec.name] for spec in specs}, moments
+    parts = {name: part.astype(np.float32) for name, part in _views(specs, kind, data)}
+    moments = {name: parts[_in_state(name)] for name in optimizer.STATE[kind]}
+    return progress_of(data), {spec.name: parts[spec.name] for spec in specs}, moments
 
 
 def _views(specs: Sequence[TensorSpec], kind: str, data: Buffer) -> Iterator[tuple[str, Array]]:

@@ -72,8 +72,8 @@ class GivenVectors(Workload):
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
-        held = tensors["vector"]
-        return (held * batch[0].to(held)).sum()
+        vector = tensors["vector"]
+        return (vector * batch[0].to(vector)).sum()
 
     def gradients(
         self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float

@@ -76,7 +76,7 @@ class LinearRegression(Workload):
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
         weight = tensors["weight"]
-        x, y = (one.to(weight) for one in batch)  # [n, 1] each
+        x, y = (tensor.to(weight) for tensor in batch)  # [n, 1] each
         return F.mse_loss(linear(x, weight, tensors["bias"]), y, reduction="sum")
 
     def gradients(
