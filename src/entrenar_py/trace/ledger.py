@@ -95,7 +95,8 @@ def load(path: Path) -> Trace:
 def dump_events(events: Iterable[Event]) -> bytes:
     """Return `events` as JSON lines without a chain, to be sent from one process to another."""
     lines = (
-        json.dumps(records.to_record(one), separators=(",", ":"), allow_nan=False) for one in events
+        json.dumps(records.to_record(event), separators=(",", ":"), allow_nan=False)
+        for event in events
     )
     return "".join(f"{line}\n" for line in lines).encode()
 

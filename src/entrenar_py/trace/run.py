@@ -50,10 +50,10 @@ class Trace:
 
     @cached_property
     def _by_kind(self) -> dict[type, list[Any]]:
-        found: dict[type, list[Any]] = defaultdict(list)
+        by_kind: dict[type, list[Any]] = defaultdict(list)
         for event in self.events:
-            found[type(event)].append(event)
-        return found
+            by_kind[type(event)].append(event)
+        return by_kind
 
     @cached_property
     def standing(self) -> Trace:
@@ -76,24 +76,24 @@ def _standing(events: Sequence[Event]) -> Sequence[Event]:
     s after all ranks had left removes the shards of step s and later, because that step was never
     made. Faults, halts and departures stay.
     """
-    if not any(isinstance(one, Membership) or _resumes(one) for one in events):
+    if not any(isinstance(earlier, Membership) or _resumes(earlier) for earlier in events):
         return events
-    there: set[int] = set()
-    gone: set[int] = set()
+    present: set[int] = set()
+    departed: set[int] = set()
     kept: list[Event] = []
     for event in events:
         if isinstance(event, Start):
-            deserted = bool(gone) and not there
-            gone.discard(event.rank)
+            deserted = bool(departed) and not present
+            departed.discard(event.rank)
             if event.resumed:
-                ranks = {event.rank, *gone}
-                kept = [one for one in kept if not _undone(one, ranks, event.step)]
+                ranks = {event.rank, *departed}
+                kept = [earlier for earlier in kept if not _undone(earlier, ranks, event.step)]
             elif deserted:
-                kept = [one for one in kept if not _abandoned(one, event.step)]
-            there.add(event.rank)
+                kept = [earlier for earlier in kept if not _abandoned(earlier, event.step)]
+            present.add(event.rank)
         elif isinstance(event, Membership) and event.change == "left":
-            gone.add(event.rank)
-            there.discard(event.rank)
+            departed.add(event.rank)
+            present.discard(event.rank)
         kept.append(event)
     return kept
 

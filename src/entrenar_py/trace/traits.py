@@ -128,7 +128,7 @@ def from_header(record: Mapping[str, Any]) -> tuple[Scenario, Traits]:
         traits = Traits.from_dict({**was.to_dict(), "updates": updates})
     if scenario.workload != "own":
         return scenario, traits
-    observed = {name: held for name, held in scenario.options.items() if name in _DEFAULTS}
-    options = {name: held for name, held in scenario.options.items() if name not in _DEFAULTS}
+    observed = {name: value for name, value in scenario.options.items() if name in _DEFAULTS}
+    options = {name: value for name, value in scenario.options.items() if name not in _DEFAULTS}
     traits = Traits.from_dict({**observed, **traits.to_dict()})
     return scenario.with_(options=options), traits

@@ -151,36 +151,36 @@ def _through(reader: ledger.Reader, path: Path, since: Gap) -> Iterator[Event]:
     compared by its step.
     """
     num_made = 0
-    there: str | None = None  # the digest of the line that the checkpoint names
+    digest: str | None = None  # the digest of the line that the checkpoint names
     is_begun = False
     for event in itertools.chain([None], reader):
         if reader.num_lines == since.lines:
-            there = reader.chain
+            digest = reader.chain
         if isinstance(event, Update):
             num_made = max(num_made, event.step + 1)
         if isinstance(event, Gap):
             is_begun = is_begun or replace(event, reason=since.reason) == since
         if event is not None:
             yield event
-    is_there = num_made >= since.step if since.digest is None else there == since.digest
+    is_there = num_made >= since.step if since.digest is None else digest == since.digest
     if not is_there and not is_begun:
-        raise TraceError(f"ledger {path}: {_lacking(since, reader, num_made, there)}; {_TO_DO}")
+        raise TraceError(f"ledger {path}: {_lacking(since, reader, num_made, digest)}; {_TO_DO}")
 
 
-def _lacking(since: Gap, reader: ledger.Reader, num_made: int, there: str | None) -> str:
+def _lacking(since: Gap, reader: ledger.Reader, num_made: int, digest: str | None) -> str:
     """Return which events before the checkpoint `since` the file lacks, in words."""
     if since.digest is None:
         return (
             f"it ends after {num_made} steps, the checkpoint is of step {since.step} and names no "
             "ledger: the steps between are not in it"
         )
-    if there is None:
+    if digest is None:
         return (
             f"it has {reader.num_lines} whole lines, the checkpoint was written when it had "
             f"{since.lines} (digest of the last {since.digest}): what came after is lost"
         )
     return (
-        f"its line {since.lines} has the digest {there}, the checkpoint names {since.digest}: it "
+        f"its line {since.lines} has the digest {digest}, the checkpoint names {since.digest}: it "
         "is another run's, or was written anew"
     )
 
