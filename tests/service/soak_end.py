@@ -1,6 +1,6 @@
 """Sends signals at the very end of runs: `python -m tests.service.soak_end [TIMES]`.
 
-Coordinator and worker get SIGTERM at a random moment after they print "completed". Their exit code
+Coordinator and worker get a signal at a random moment after they print "completed". Their exit code
 must be that of a complete run.
 """
 

@@ -28,16 +28,16 @@ def parse(text: str, *, port_min: int) -> Address:
 
     `port_min` is 0 for an address to listen at (0 is any free port), 1 for one to connect to.
     """
-    found = _FORM.fullmatch(text.strip())
-    if found is None:
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
         raise UsageError(
             f"address={text!r}: use host:port, e.g. trainer.example:7411, 10.0.0.5:7411 or "
             "[fd00::5]:7411"
         )
-    port = int(found["port"])
+    port = int(match["port"])
     if not port_min <= port <= PORT_MAX:
         raise UsageError(f"address={text!r}: port {port}: use {port_min} to {PORT_MAX}")
-    host = found["bracketed"] or found["plain"]
+    host = match["bracketed"] or match["plain"]
     try:
         host.encode("idna")  # as the resolver will
     except UnicodeError as error:

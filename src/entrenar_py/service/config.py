@@ -43,10 +43,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The work of one coordinator. `context` is None without TLS.
-
-    Relative paths in the file start from the file's own folder.
-    """
+    """The settings of one coordinator. `context` is None without TLS."""
 
     scenario: Scenario
     listen: Address
@@ -60,7 +57,7 @@ class Config:
 
 
 def load(path: Path) -> Config:
-    """Return the configuration at `path`.
+    """Return the configuration at `path`. Relative paths in it start from its folder.
 
     Raises ContractError with all problems at once, each as `file:line:column: error: ...`.
     """
@@ -78,20 +75,17 @@ def load(path: Path) -> Config:
 
 
 def secret(path: Path) -> bytes:
-    """Return the shared secret in the file at `path`, without white space at both ends.
-
-    Raises UsageError if the file can't be read, or the secret is too short or too long.
-    """
+    """Return the secret in the file at `path`; UsageError if unreadable, too short or too long."""
     try:
-        found = files.read(path, bytes_max=SECRET_BYTES_MAX).strip()
+        value = files.read(path, bytes_max=SECRET_BYTES_MAX).strip()
     except OSError as error:
         raise UsageError(f"secret_file={path}: can't be read ({error.strerror})") from error
-    if len(found) < SECRET_BYTES_MIN:
+    if len(value) < SECRET_BYTES_MIN:
         raise UsageError(
-            f"secret_file={path}: {len(found)} bytes; use at least {SECRET_BYTES_MIN}, e.g. of "
+            f"secret_file={path}: {len(value)} bytes; use at least {SECRET_BYTES_MIN}, e.g. of "
             "`head -c 32 /dev/urandom | base64`"
         )
-    return found
+    return value
 
 
 class _Reader:
@@ -137,8 +131,8 @@ class _Reader:
         for name in missing:
             self._problems.error(self._root.node.at, f"{name} is missing; say what it is")
         named = [name for name in config_keys.TRAINING if name in nodes and name not in missing]
-        given = {name: _value(name, nodes[name]) for name in named}
-        scenario = self._possible(given)
+        values = {name: _value(name, nodes[name]) for name in named}
+        scenario = self._possible(values)
         if scenario is None:
             return None
         scenario = self._with_option(scenario, "audit_share", audited.share_of)
@@ -147,25 +141,25 @@ class _Reader:
         if workload == "own":
             self._error("workload", "workload='own': it is a stored trace's; nothing to train")
             return None
-        if "width" in given and workload not in config_keys.SIZED:
+        if "width" in values and workload not in config_keys.SIZED:
             sized = " and ".join(config_keys.SIZED)
             width = f"width={scenario.width}"
             self._error("width", f"{width}: {workload} has one size; it is of {sized}")
         return None if missing else scenario
 
-    def _possible(self, given: dict[str, Any]) -> Scenario | None:
-        """Return the scenario of the valid fields in `given`; None if a required one is invalid.
+    def _possible(self, values: dict[str, Any]) -> Scenario | None:
+        """Return the scenario of the valid fields in `values`; None if a required one is invalid.
 
-        Invalid fields are reported and removed from `given`.
+        Invalid fields are reported and removed from `values`.
         """
         while True:
             try:
-                return Scenario.from_dict({**DEFAULTS, **given, "system": self._system()})
+                return Scenario.from_dict({**DEFAULTS, **values, "system": self._system()})
             except UsageError as error:
                 self._error(error.field, str(error))
-                if error.field in config_keys.REQUIRED or error.field not in given:
+                if error.field in config_keys.REQUIRED or error.field not in values:
                     return None
-                del given[error.field]
+                del values[error.field]
 
     def _system(self) -> str:
         """Return the system of the configured topology."""
@@ -186,10 +180,10 @@ class _Reader:
         node = self._root.present(name)
         if node is None:
             return scenario
-        found = scenario.with_(options={**scenario.options, name: plain(node)})
-        value = self._read(name, lambda: read(found))
+        changed = scenario.with_(options={**scenario.options, name: plain(node)})
+        value = self._read(name, lambda: read(changed))
         if value is not None and name in systems.SYSTEMS[scenario.system].options:
-            return found
+            return changed
         if value:
             self._error(
                 name,

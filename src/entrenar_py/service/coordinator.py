@@ -36,32 +36,32 @@ def run(path: Path, *, resume: bool) -> int:
     Raises ContractError, UsageError or CheckpointError for a problem found before the run begins,
     and SystemFailure if the ledger or the last checkpoint can't be written.
     """
-    given = config.load(path)
-    systems.require_possible(given.scenario)
+    settings = config.load(path)
+    systems.require_possible(settings.scenario)
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     with ExitStack() as stack:
-        _claim(given, stack)
-        _require_intended(given, resume=resume)
+        _claim(settings, stack)
+        _require_intended(settings, resume=resume)
         shown = console.standard_output(color=True)
-        num_steps = given.scenario.num_steps
+        num_steps = settings.scenario.num_steps
         listeners: list[Listener] = [
             stack.enter_context(progress.opened(shown, num_steps=num_steps))
         ]
-        if given.metrics is not None:
-            metrics = Metrics(given.metrics)
+        if settings.metrics is not None:
+            metrics = Metrics(settings.metrics)
             stack.callback(metrics.close)
             listeners.append(metrics)
-        return _run(given, listeners, resume=resume)
+        return _run(settings, listeners, resume=resume)
 
 
-def _claim(given: Config, stack: ExitStack) -> None:
+def _claim(settings: Config, stack: ExitStack) -> None:
     """Lock the run's files until `stack` is closed; UsageError if that fails."""
-    path = None if given.checkpoint is None else given.checkpoint.path
-    paths = {"checkpoint": path, "ledger": given.ledger, "metrics": given.metrics}
+    path = None if settings.checkpoint is None else settings.checkpoint.path
+    paths = {"checkpoint": path, "ledger": settings.ledger, "metrics": settings.metrics}
     file_locks.require_distinct(paths)
     for what in ("checkpoint", "ledger"):
-        if (found := paths[what]) is not None:
-            stack.enter_context(file_locks.claimed(found, what, warn=_warn))
+        if (locked := paths[what]) is not None:
+            stack.enter_context(file_locks.claimed(locked, what, warn=_warn))
     if path is not None:
         file_locks.require_writable(path)
 
@@ -70,9 +70,9 @@ def _warn(text: str) -> None:
     printing.warn(f"{options.PROG}: {text}")
 
 
-def _require_intended(given: Config, *, resume: bool) -> None:
+def _require_intended(settings: Config, *, resume: bool) -> None:
     """Raise UsageError if --resume is missing but needed, or given without a checkpoint to use."""
-    path = None if given.checkpoint is None else given.checkpoint.path
+    path = None if settings.checkpoint is None else settings.checkpoint.path
     if path is None and resume:
         raise UsageError("--resume: the configuration has no checkpoint to go on from; give it one")
     if path is not None and path.exists() and not resume:
@@ -81,17 +81,17 @@ def _require_intended(given: Config, *, resume: bool) -> None:
         )
 
 
-def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
-    path = None if given.checkpoint is None else given.checkpoint.path
-    host = Host(given.scenario, checkpoint_path=path, listeners=listeners)
+def _run(settings: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
+    path = None if settings.checkpoint is None else settings.checkpoint.path
+    host = Host(settings.scenario, checkpoint_path=path, listeners=listeners)
     with closing(host):
         first = host.resume() if resume else 0
-        if first == given.scenario.num_steps:
-            _open_ledger(given, host, resume=resume)
+        if first == settings.scenario.num_steps:
+            _open_ledger(settings, host, resume=resume)
             signals.ignore()
             finish = Finish("completed", "it was complete already")
         else:
-            finish = asyncio.run(_serve(given, host, first, resume=resume))
+            finish = asyncio.run(_serve(settings, host, first, resume=resume))
         host.finish(finish)
     problem = host.broken or host.unsaved
     if problem is not None:
@@ -99,25 +99,25 @@ def _run(given: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
     return exit_codes.OF_FINISH[finish.status]
 
 
-async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Finish:
+async def _serve(settings: Config, host: Host, first: int, *, resume: bool) -> Finish:
     server = CoordinatorServer(
-        _run_of(given, host, first, resume=resume),
+        _run_of(settings, host, first, resume=resume),
         host.server,
-        timing=given.timing,
-        secret=given.secret,
-        kind=topology.of(given.scenario).coordinator,
+        timing=settings.timing,
+        secret=settings.secret,
+        kind=topology.of(settings.scenario).coordinator,
         notify=host.notify,
     )
-    _open_ledger(given, host, resume=resume)
+    _open_ledger(settings, host, resume=resume)
     try:
-        at = await server.listen(*given.listen, context=given.context)
+        at = await server.listen(*settings.listen, context=settings.context)
     except (OSError, UsageError) as error:
-        if given.ledger is not None and not resume:
-            given.ledger.unlink()  # it was just made, and would block the next attempt
+        if settings.ledger is not None and not resume:
+            settings.ledger.unlink()  # it was just made, and would block the next attempt
         if isinstance(error, UsageError):
             raise
         problem = f"can't listen there ({error.strerror or error})"
-        raise UsageError(f"listen={given.listen}: {problem}") from error
+        raise UsageError(f"listen={settings.listen}: {problem}") from error
     loop = asyncio.get_running_loop()
     host.traffic = lambda: (server.bytes_in, server.bytes_out)
     host.give_up = lambda reason: _end_soon(loop, server, reason)
@@ -128,39 +128,41 @@ async def _serve(given: Config, host: Host, first: int, *, resume: bool) -> Fini
     number, last = server.strangers
     if number:
         here, why = last[-1]
-        told = f"{number} connections ended that had proved nothing; the last from {here}: {why}"
-        host.note("strangers", told)
+        text = f"{number} connections ended that had proved nothing; the last from {here}: {why}"
+        host.note("strangers", text)
     return finish
 
 
-def _run_of(given: Config, host: Host, first: int, *, resume: bool) -> Run:
-    scenario = given.scenario
+def _run_of(settings: Config, host: Host, first: int, *, resume: bool) -> Run:
+    scenario = settings.scenario
     # The workers of a mesh hold the state. The coordinator has it at the end only if it asks then.
     saves = set() if topology.of(scenario) is topology.STAR else {scenario.num_steps}
-    if given.checkpoint is not None:
-        saves = {*range(first, scenario.num_steps, given.checkpoint.every_steps)} - {first}
+    if settings.checkpoint is not None:
+        saves = {*range(first, scenario.num_steps, settings.checkpoint.every_steps)} - {first}
         saves.add(scenario.num_steps)
     run = host.server.run_between(first, scenario.num_steps)
-    return replace(run, resumed=resume, num_awaited=given.wait_for, saves=saves)
+    return replace(run, resumed=resume, num_awaited=settings.wait_for, saves=saves)
 
 
-def _open_ledger(given: Config, host: Host, *, resume: bool) -> None:
-    if given.ledger is None:
+def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
+    if settings.ledger is None:
         return
     head = trace.Trace(
-        scenario=given.scenario,
+        scenario=settings.scenario,
         environment=environment.describe(),
         promises=(),
-        traits=systems.traits_of(given.scenario),
+        traits=systems.traits_of(settings.scenario),
         events=(),
     )
     try:
         if resume:
-            host.write_to(*writer.reopen(given.ledger, head, since=host.since))
+            host.write_to(*writer.reopen(settings.ledger, head, since=host.since))
         else:
-            host.write_to(writer.create(given.ledger, head), writer.Standing())
+            host.write_to(writer.create(settings.ledger, head), writer.Standing())
     except OSError as error:
-        raise UsageError(f"ledger {given.ledger}: can't be written ({error.strerror})") from error
+        raise UsageError(
+            f"ledger {settings.ledger}: can't be written ({error.strerror})"
+        ) from error
 
 
 def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> None:

@@ -1,7 +1,4 @@
-"""Locks that keep a run's files to one coordinator, and checks that the files can be written.
-
-All of this happens before the coordinator listens.
-"""
+"""Locks that keep a run's files to one coordinator, and checks that they can be written."""
 
 from __future__ import annotations
 

@@ -152,9 +152,9 @@ class Host:
         self._is_over = standing.end is not None and standing.end.status == "completed"
         if standing.end is None:
             for rank in standing.present:
-                lost = Left(rank, standing.step, "the coordinator died")
-                self.server.left(lost)
-                self.notify(lost)
+                left = Left(rank, standing.step, "the coordinator died")
+                self.server.left(left)
+                self.notify(left)
 
     def finish(self, finish: Finish) -> None:
         """Record how the run ended, save the last state if that is due, and close the ledger."""
@@ -168,8 +168,8 @@ class Host:
         self._write()
         self.close()
         digest = weights_digest(recorder.tensors(worker.weights), recorder.tensors(worker.buffers))
-        said = f" ({finish.reason})" if finish.reason else ""
-        self.note(finish.status, f"{finish.status}{said}: step {self._step}, weights {digest}")
+        reason = f" ({finish.reason})" if finish.reason else ""
+        self.note(finish.status, f"{finish.status}{reason}: step {self._step}, weights {digest}")
 
     def close(self) -> None:
         """Close the ledger."""

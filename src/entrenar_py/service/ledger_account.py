@@ -71,11 +71,11 @@ class Account:
         self._goes_back = False
 
     def _compare(self, update: trace.Update) -> None:
-        held = weights_digest(update.weights, update.buffers)
-        known = self.weights.setdefault(update.step, held)
-        if known != held and self.quarrel is None:
+        digest = weights_digest(update.weights, update.buffers)
+        known = self.weights.setdefault(update.step, digest)
+        if known != digest and self.quarrel is None:
             self.quarrel = (
-                f"worker {update.rank} holds weights {held} after step {update.step}, where "
+                f"worker {update.rank} holds weights {digest} after step {update.step}, where "
                 f"another, or the same before a resume, held {known}"
             )
 
@@ -83,9 +83,9 @@ class Account:
 
     def missing(self) -> Iterator[tuple[int, int]]:
         """Yield the first and last of each stretch of missing steps that no gap explains."""
-        told = {gap.step for gap in self.gaps}
+        explained = {gap.step for gap in self.gaps}
         for reached, begun, _ in self._stretches():
-            if 0 <= reached < begun - 1 and begun not in told:
+            if 0 <= reached < begun - 1 and begun not in explained:
                 yield reached + 1, begun - 1
 
     def twice(self) -> Iterator[tuple[int, int]]:

@@ -49,13 +49,13 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options, `command` among them; UsageError if they are invalid together."""
-    given = parser().parse_args(arguments)
-    if given.command == "worker" and given.tls_ca is None and (given.tls_cert or given.tls_key):
+    parsed = parser().parse_args(arguments)
+    if parsed.command == "worker" and parsed.tls_ca is None and (parsed.tls_cert or parsed.tls_key):
         raise UsageError(
             "--tls-cert and --tls-key need --tls-ca, the authority that the coordinator's "
             "certificate is checked against; give all three"
         )
-    return given
+    return parsed
 
 
 def _epilog() -> str:
@@ -84,9 +84,9 @@ def _add(commands: _Commands, name: str, what: str) -> _Parser:
 
 
 def _add_coordinator(commands: _Commands) -> None:
-    one = _add(commands, "coordinator", "serve a run to all workers that know its secret")
-    one.add_argument("config", metavar="CONFIG.yaml", type=Path, help="what to train, and how")
-    one.add_argument(
+    command = _add(commands, "coordinator", "serve a run to all workers that know its secret")
+    command.add_argument("config", metavar="CONFIG.yaml", type=Path, help="what to train, and how")
+    command.add_argument(
         "--resume",
         action="store_true",
         help="go on from the checkpoint, from the start if there is none yet",
@@ -94,28 +94,28 @@ def _add_coordinator(commands: _Commands) -> None:
 
 
 def _add_worker(commands: _Commands) -> None:
-    one = _add(commands, "worker", "compute for a coordinator, which says what")
-    one.add_argument(
+    command = _add(commands, "worker", "compute for a coordinator, which says what")
+    command.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         required=True,
         type=_address,
         help="where it listens; an IPv6 host in brackets",
     )
-    one.add_argument(
+    command.add_argument(
         "--secret-file", metavar="FILE", required=True, type=Path, help="the run's shared secret"
     )
-    one.add_argument(
+    command.add_argument(
         "--tls-ca",
         metavar="FILE",
         type=Path,
         help="connect over TLS, to a coordinator whose certificate (PEM) these have signed",
     )
-    one.add_argument(
+    command.add_argument(
         "--tls-cert", metavar="FILE", type=Path, help="the certificate to show it, if it asks"
     )
-    one.add_argument("--tls-key", metavar="FILE", type=Path, help="the private key of that")
-    one.add_argument(
+    command.add_argument("--tls-key", metavar="FILE", type=Path, help="the private key of that")
+    command.add_argument(
         "--backend",
         metavar="NAME",
         type=_backend,
@@ -123,19 +123,19 @@ def _add_worker(commands: _Commands) -> None:
         help="what to compute on: cpu, cuda, wgpu (cuda:1, wgpu:1: the second one), or auto, the "
         "first of cuda, wgpu, cpu that serves (default cpu)",
     )
-    one.add_argument(
+    command.add_argument(
         "--rank",
         metavar="N",
         type=values.natural,
         help="the rank to ask for (default: the lowest free one)",
     )
-    one.add_argument(
+    command.add_argument(
         "--listen-port",
         metavar="N",
         type=_port,
         help="in a mesh, where other workers connect to this one (default: any free port)",
     )
-    one.add_argument(
+    command.add_argument(
         "--patience-s",
         metavar="S",
         type=values.seconds,
@@ -157,9 +157,9 @@ def _add_ledger(commands: _Commands) -> None:
 
 
 def _add_doctor(commands: _Commands) -> None:
-    one = _add(commands, "doctor", "say what this machine has, and which checks it can exercise")
-    one.add_argument("--json", metavar="FILE", type=Path, help="also write it as JSON")
-    one.add_argument("--no-color", action="store_true", help="no colours")
+    doctor = _add(commands, "doctor", "say what this machine has, and which checks it can exercise")
+    doctor.add_argument("--json", metavar="FILE", type=Path, help="also write it as JSON")
+    doctor.add_argument("--no-color", action="store_true", help="no colours")
 
 
 def _address(text: str) -> address.Address:

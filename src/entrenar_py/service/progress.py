@@ -79,29 +79,29 @@ class Live:
         """Print a note, or update the bar."""
         if isinstance(happening, Noted):
             if self._pace.allows(happening):
-                told = escaping.line(happening.text)
-                self._progress.console.print(told, markup=False, highlight=False)
+                text = escaping.line(happening.text)
+                self._progress.console.print(text, markup=False, highlight=False)
             return
         self._progress.update(
             self._task, completed=happening.step + 1, description=summary(happening)
         )
 
 
-def summary(made: StepMade) -> str:
+def summary(step: StepMade) -> str:
     """Return one step in a line: loss, pace, workers, traffic, exchange, and the slowest worker."""
-    parts = [f"loss {made.loss:.6g}"]
-    if made.steps_per_s is not None:
-        parts.append(f"{_digits(made.steps_per_s)} steps/s")
+    parts = [f"loss {step.loss:.6g}"]
+    if step.steps_per_s is not None:
+        parts.append(f"{_digits(step.steps_per_s)} steps/s")
     parts += [
-        f"workers {','.join(map(str, made.workers))}",
-        f"in {_size(made.bytes_in)} out {_size(made.bytes_out)}",
+        f"workers {','.join(map(str, step.workers))}",
+        f"in {_size(step.bytes_in)} out {_size(step.bytes_out)}",
     ]
-    if made.exchange_ms is not None:
-        parts.append(f"exchange {_digits(made.exchange_ms)} ms")
-    if made.reduce_ms is not None:
-        parts.append(f"reduce {_digits(made.reduce_ms)} ms")
-    if made.last is not None:
-        parts.append(f"last worker {made.last.rank}, {_digits(made.last.behind_ms)} ms behind")
+    if step.exchange_ms is not None:
+        parts.append(f"exchange {_digits(step.exchange_ms)} ms")
+    if step.reduce_ms is not None:
+        parts.append(f"reduce {_digits(step.reduce_ms)} ms")
+    if step.last is not None:
+        parts.append(f"last worker {step.last.rank}, {_digits(step.last.behind_ms)} ms behind")
     return "  ".join(parts)
 
 

@@ -100,11 +100,11 @@ def _first_tensor(path: Path, again: trace.Update) -> str:
             if isinstance(event, trace.Update) and event.step == again.step
         )
     for name, ours in {**again.weights, **again.buffers}.items():
-        found = {**theirs.weights, **theirs.buffers}.get(name)
-        if found is None or found.digest != ours.digest:
-            held = "nothing" if found is None else found.digest
+        record = {**theirs.weights, **theirs.buffers}.get(name)
+        if record is None or record.digest != ours.digest:
+            digest = "nothing" if record is None else record.digest
             where = f"step {again.step}, tensor {name}"
-            return f"{where}: training again gives {ours.digest}, the ledger has {held}"
+            return f"{where}: training again gives {ours.digest}, the ledger has {digest}"
     return f"step {again.step}: the ledger holds tensors that the model has not"
 
 

@@ -13,11 +13,7 @@ STEPS_AVERAGED = 20
 
 
 class Times(NamedTuple):
-    """The times of one step; None where one was not measured.
-
-    `exchange_ms` lie between the last computed shard and all workers holding the average.
-    `reduce_ms` were spent adding and averaging in this process.
-    """
+    """The times of one step, as in `StepMade`; None where one was not measured."""
 
     step_ms: float
     exchange_ms: float | None

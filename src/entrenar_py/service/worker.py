@@ -48,19 +48,19 @@ def run(given: argparse.Namespace) -> int:
 
 def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
     """Return the backend called `name`, and the attempts to open one. The last attempt served."""
-    tried: list[trace.Attempt] = []
+    attempts: list[trace.Attempt] = []
     if name == AUTO:
-        backend = chain.auto(on_attempt=lambda one: tried.append(trace.Attempt(**asdict(one))))
+        backend = chain.auto(on_attempt=lambda each: attempts.append(trace.Attempt(**asdict(each))))
     else:
         backend = backends.open_backend(name)
-        tried.append(
+        attempts.append(
             trace.Attempt(
                 backend=name, served=True, device=backend.device, software=backend.software
             )
         )
-    for one in tried:
-        _say(f"backend {one.backend}: {one.device if one.served else one.reason}")
-    return backend, tried
+    for each in attempts:
+        _say(f"backend {each.backend}: {each.device if each.served else each.reason}")
+    return backend, attempts
 
 
 @dataclass(eq=False)
