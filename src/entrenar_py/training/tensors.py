@@ -1,4 +1,4 @@
-"""The parts of a workload: its tensors, and the methods that all of them have."""
+"""The parts of a workload: its tensors, and the interface of all workloads."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ Role: TypeAlias = Literal["trainable", "frozen", "buffer"]
 class TensorSpec:
     """One tensor of a model, float32.
 
-    A `trainable` tensor gets gradients and steps, a `frozen` one never changes, a `buffer` changes
-    by running statistics and never has a gradient. `decayed` puts it in the optimizer's parameter
-    group with weight decay.
+    A `trainable` tensor gets gradients and steps. A `frozen` one never changes. A `buffer` holds
+    running statistics and has no gradient. `decayed` applies weight decay to a trainable tensor.
     """
 
     name: str
@@ -38,8 +37,8 @@ class Workload(ABC):
     """A model and its data set.
 
     `specs` fixes the order of the tensors everywhere. `data_digest` is BLAKE3 of the data set, 32
-    hex digits. `weight_max` is the most that one sample can weigh. Sample ids are
-    `0 .. num_samples - 1`, never empty where a method takes them.
+    hex digits. `weight_max` is the largest weight of one sample. Sample ids run from 0 to
+    `num_samples - 1`. Methods that take `ids` need at least one.
     """
 
     name: str
@@ -49,32 +48,34 @@ class Workload(ABC):
     weight_max = 1
 
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
-        """Fresh starting values of all specs, in their order, float32 and C-contiguous."""
+        """Return fresh starting values of all specs, in their order, float32 and C-contiguous."""
         return {spec.name: uniform(rng, spec, bound=0.5) for spec in self.specs}
 
     def weight(self, ids: Sequence[int]) -> int:
-        """Return the weight of `ids` in the mean: samples, or a language model's target tokens."""
+        """Return the weight of `ids` in the mean: samples, or target tokens of a language model."""
         return len(ids)
 
     @abstractmethod
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the tensors of the samples `ids`, on the CPU; shapes depend on their number."""
+        """Return the CPU tensors of the samples `ids`; shapes depend only on the number of ids."""
 
     @abstractmethod
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
     ) -> Tensor:
-        """The SUM of the loss over what `weight(ids)` counts, 0-d, of the tensors' dtype.
+        """Return the SUM of the loss over all that `weight` counts: 0-d, of the tensors' dtype.
 
-        `batch` is that of `ids`; `linear` computes every dense layer, always on two-dimensional
-        inputs; `drop` is called in a fixed order.
+        `batch` comes from the method `batch`. `linear` computes every dense layer, always on
+        two-dimensional inputs. `drop` is called in a fixed order.
         """
 
     def gradients(
         self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
     ) -> tuple[float, list[Array]]:
-        """The loss of `ids`, and `scale` times its gradient for each trainable tensor in their
-        order, computed on the CPU, where `tensors` lie; here by torch's autograd."""
+        """Return the loss of `ids`, and `scale` times its gradient for each trainable tensor.
+
+        Computed on the CPU, where `tensors` lie. This default uses torch's autograd.
+        """
         loss = self.loss_of(tensors, self.batch(ids), linear=F.linear, drop=drop)
         leaves = [tensors[spec.name] for spec in self.specs if spec.role == "trainable"]
         # Not by grad_outputs: with a tensor there, torch imports sympy, which takes 0.7 s.
@@ -82,10 +83,10 @@ class Workload(ABC):
         return loss.item(), [gradient.numpy() for gradient in gradients]
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
-        """Per buffer, the sum over `ids` of what its running mean averages, of its shape."""
+        """Return for each buffer, in its shape, the sum over `ids` of the values it averages."""
         return {}
 
 
 def uniform(rng: np.random.Generator, spec: TensorSpec, *, bound: float) -> Array:
-    """Float32 of `spec.shape`, C-contiguous, uniform in [-bound, bound), drawn from `rng`."""
+    """Return C-contiguous float32 of `spec.shape`, uniform in [-bound, bound), drawn from `rng`."""
     return rng.uniform(-bound, bound, spec.shape).astype(np.float32)
