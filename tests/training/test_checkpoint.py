@@ -107,7 +107,7 @@ def test_appended_bytes_are_refused(content: bytes, extra: bytes) -> None:
 @pytest.mark.parametrize("content_", [b"", b"\n", b"PK\x03\x04", b"entrenar-checkpoint 2 x\n"])
 def test_other_files_are_refused(content_: bytes) -> None:
     """Empty files, foreign files and files of another version are refused."""
-    assert "not a checkpoint (its first line is not ours)" in _refused(content_)
+    assert "its first line is not that of a checkpoint" in _refused(content_)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_what_comes_back_is_a_copy() -> None:
 def test_another_size_is_refused(kind: str, by: int) -> None:
     """The message names the size received and the size expected."""
     due = state.num_bytes(SPECS, kind)
-    with pytest.raises(ValueError, match=f"a state of {due + by} bytes: {due} are due"):
+    with pytest.raises(ValueError, match=f"a state of {due + by} bytes: expected {due}"):
         state.load(SPECS, kind, bytes(due + by))
 
 

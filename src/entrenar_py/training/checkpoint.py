@@ -78,7 +78,7 @@ def load(
         raise CheckpointError(f"checkpoint {path}: can't be read ({error.strerror})") from error
     header, _, payload = content.partition(b"\n")
     if not header.startswith(MAGIC):
-        raise CheckpointError(f"checkpoint {path}: not a checkpoint (its first line is not ours)")
+        raise CheckpointError(f"checkpoint {path}: its first line is not that of a checkpoint")
     if header[len(MAGIC) :] != blake3(payload).hexdigest().encode():
         raise CheckpointError(
             f"checkpoint {path}: its BLAKE3 digest does not match its content: the file is "

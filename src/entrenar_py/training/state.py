@@ -69,7 +69,7 @@ def load(
     Raises ValueError unless `data` has exactly `num_bytes`.
     """
     if len(data) != num_bytes(specs, kind):
-        raise ValueError(f"a state of {len(data)} bytes: {num_bytes(specs, kind)} are due")
+        raise ValueError(f"a state of {len(data)} bytes: expected {num_bytes(specs, kind)}")
     parts = {name: part.astype(np.float32) for name, part in _views(specs, kind, data)}
     moments = {name: parts[_in_state(name)] for name in optimizer.STATE[kind]}
     return progress_of(data), {spec.name: parts[spec.name] for spec in specs}, moments
