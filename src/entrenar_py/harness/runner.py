@@ -23,8 +23,8 @@ from entrenar_py.verdict import Finding, Verdict, first_few, inconclusive, worst
 RUN_DEADLINE_S = 120.0
 INTERRUPTED_AGAIN_S = 5.0  # a callback of the garbage collector may have swallowed the first one
 _ALONE = (
-    "does not apply to a run whose workers step alone and are brought together after some steps: "
-    "local-sgd-v1.yaml says what holds of it"
+    "does not apply to a run whose workers step alone and only synchronise after some steps: "
+    "check such a run by local-sgd-v1.yaml"
 )
 REMEMBERED = 400  # traces; a baseline is needed again soon or never
 
@@ -46,10 +46,7 @@ class Judgement:
 
 
 class Runner:
-    """Runs scenarios and remembers their traces.
-
-    Saves traces in `trace_folder` as `<scenario digest>.jsonl`; calls `on_judged` before judging.
-    """
+    """Runs scenarios and remembers their traces; saves each in `trace_folder`, named by digest."""
 
     def __init__(
         self,

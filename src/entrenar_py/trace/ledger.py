@@ -167,7 +167,7 @@ class Reader:
         self.chain = _link(self.chain, body + "}")
         if digest[:-2] != self.chain:
             raise TraceError(
-                f"{self._where}: chain digest {digest[:-2]} expected {self.chain}: this line or "
+                f"{self._where}: chain digest {digest[:-2]}, expected {self.chain}: this line or "
                 "its place was changed after the run; record the run again"
             )
         return record

@@ -25,8 +25,8 @@ from entrenar_py.untrusted import files
 
 # The advice about a ledger that a run can't continue.
 _TO_DO = (
-    "put back the one that the run has written, or move this one away: --resume then begins a new "
-    "one, which says what it lacks"
+    "put back the ledger that the run has written, or move this one away: --resume then begins a "
+    "new one, which records the gap"
 )
 
 
