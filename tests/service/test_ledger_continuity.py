@@ -105,7 +105,7 @@ def test_what_is_made_again_is_told(run: Run, capsys: pytest.CaptureFixture[str]
     run.begin(steps=5)
     run.go_on()
     said = verified(run, capsys, replay=True)
-    assert "steps 3 to 4 are in it again: the run was resumed" in said
+    assert "steps 3 to 4 are in it twice: the run was resumed" in said
     assert "steps 0 to 5 of 0 to 5, weights " in said
     lines = run.lines()
     assert f"{len(lines)} lines, none changed, moved or missing from the first" in said
@@ -119,7 +119,9 @@ def test_one_that_lost_lines_is_refused(run: Run, num_lines: int) -> None:
     line = checkpoint.load(run.checkpoint)[1]["ledger"]["line"]
     run.cut(num_lines if num_lines >= 0 else line - 1)
     before = run.ledger.read_bytes()
-    with pytest.raises(TraceError, match=r"whole line.*put back the one that the run has written"):
+    with pytest.raises(
+        TraceError, match=r"whole line.*put back the ledger that the run has written"
+    ):
         run.go_on()
     assert run.ledger.read_bytes() == before
 
@@ -148,8 +150,8 @@ def test_without_its_ledger_a_new_one_says_what_it_lacks(
     run.go_on()
     assert "the ledger is new: steps 0 to 2 are not in it" in run.noted("gap")
     said = verified(run, capsys, replay=True)
-    lacks = f"steps 0 to 2 are not in it, but in one of {named['line']} lines, the last with digest"
-    assert f"begins anew: {lacks} {named['chain']}" in said
+    lacks = f"steps 0 to 2 are not in it, but in a ledger of {named['line']} lines"
+    assert f"begins anew: {lacks}, the last with digest {named['chain']}" in said
     assert "steps 3 to 5 of 0 to 5" in said
     gap = run.ledger.read_text().splitlines()[1]
     assert gap.count('"chain"') == 1, "each line's own digest is there once"
@@ -164,7 +166,7 @@ def test_a_new_one_is_gone_on_with(run: Run, capsys: pytest.CaptureFixture[str])
     run.go_on(to=4)
     run.go_on(to=5, save_at=4)
     run.go_on()
-    assert "step 3 is in it again" in verified(run, capsys, replay=True)
+    assert "step 3 is in it twice" in verified(run, capsys, replay=True)
     assert [one["kind"] for one in run.lines()].count("gap") == 1
 
 
@@ -215,7 +217,7 @@ def test_steps_that_are_not_there(run: Run, capsys: pytest.CaptureFixture[str]) 
     trace.save(replace(read, events=tuple(holed)), run.ledger)
     assert ledger_verification.verify(run.ledger, replay=False) == exit_codes.WRONG
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "incomplete: steps 1 to 2 are not in it, and nothing says why"
+    assert said == "incomplete: steps 1 to 2 are missing, and no gap explains it"
 
 
 def test_one_that_begins_late(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -225,4 +227,4 @@ def test_one_that_begins_late(run: Run, capsys: pytest.CaptureFixture[str]) -> N
     read = trace.load(run.ledger)
     late = [one for one in read.events if getattr(one, "step", 9) >= 2]
     trace.save(replace(read, events=tuple(late)), run.ledger)
-    assert "begins with step 2: steps 0 to 1 are not in it, nothing" in verified(run, capsys)
+    assert "begins with step 2: steps 0 to 1 are missing, and no gap" in verified(run, capsys)

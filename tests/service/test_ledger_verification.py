@@ -78,7 +78,7 @@ def test_one_that_is_not_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     """A killed coordinator leaves a ledger that is valid as far as it goes."""
     code, said = verdict(ledger(tmp_path / "l"), capsys)
     assert code == exit_codes.DONE
-    assert said.endswith(" after step 3; not over there")
+    assert said.endswith(" after step 3; the run is not over")
 
 
 def _edit(lines: list[str]) -> None:

@@ -173,10 +173,7 @@ class _Reader:
     def _with_option(
         self, scenario: Scenario, name: str, read: Callable[[Scenario], object]
     ) -> Scenario:
-        """Return `scenario` with the file's value for an option of its system.
-
-        `read` raises UsageError for an invalid value.
-        """
+        """Return `scenario` with the file's option `name`, if it has one that `read` accepts."""
         node = self._root.present(name)
         if node is None:
             return scenario

@@ -128,7 +128,7 @@ async def _serve(settings: Config, host: Host, first: int, *, resume: bool) -> F
     number, last = server.strangers
     if number:
         here, why = last[-1]
-        text = f"{number} connections ended that had proved nothing; the last from {here}: {why}"
+        text = f"{number} connections ended without authenticating; the last from {here}: {why}"
         host.note("strangers", text)
     return finish
 

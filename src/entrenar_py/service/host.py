@@ -118,8 +118,10 @@ class Host:
             self.server.write_checkpoint(step, notes)
         except OSError as error:
             self.unsaved = f"checkpoint {path}: can't be written ({error.strerror or error})"
-            before = "none before it" if self._saved is None else f"the one of step {self._saved}"
-            self.note("not_saved", f"{self.unsaved}; {before} stays, the run goes on")
+            kept = "there is no earlier one"
+            if self._saved is not None:
+                kept = f"the one of step {self._saved} stays"
+            self.note("not_saved", f"{self.unsaved}; {kept}, and the run goes on")
             return
         self.unsaved, self._saved = None, step
         self._write()

@@ -110,9 +110,9 @@ class Account:
         yield from (f"begins anew: {ledger_continuity.say(gap)}" for gap in self.gaps)
         begun = self.made[0][0] if self.made else 0
         if begun and not self.gaps:
-            yield f"begins with step {begun}: {steps(0, begun - 1)} not in it, nothing says why"
+            yield f"begins with step {begun}: {steps(0, begun - 1)} missing, and no gap explains it"
         for again in self.twice():
-            yield f"{steps(*again)} in it again: the run was resumed from a checkpoint before"
+            yield f"{steps(*again)} in it twice: the run was resumed from an earlier checkpoint"
         yield self._stands()
 
     def _stands(self) -> str:
@@ -122,7 +122,7 @@ class Account:
         stands = f"steps {first} to {last} of 0 to {self.scenario.num_steps - 1}"
         stands += f", weights {self.weights[last]} after step {last}"
         if self.end is None:
-            return f"{stands}; not over there"
+            return f"{stands}; the run is not over"
         reason = f" ({self.end.reason})" if self.end.reason else ""
         return f"{stands}; {self.end.status}{reason}"
 

@@ -57,7 +57,7 @@ def say(gap: trace.Gap) -> str:
     if gap.digest is None:
         return f"{steps}, {escaping.shortened(gap.reason)}"
     digest = escaping.shortened(gap.digest)
-    return f"{steps}, but in one of {gap.lines} lines, the last with digest {digest}"
+    return f"{steps}, but in a ledger of {gap.lines} lines, the last with digest {digest}"
 
 
 def unchecked(gap: trace.Gap) -> str:

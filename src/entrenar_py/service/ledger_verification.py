@@ -25,7 +25,7 @@ def verify(path: Path, *, replay: bool) -> int:
         printing.say(f"{path}: {sentence}")
     for missing in account.missing():
         steps = ledger_account.steps(*missing)
-        printing.say(f"incomplete: {steps} not in it, and nothing says why")
+        printing.say(f"incomplete: {steps} missing, and no gap explains it")
         return exit_codes.WRONG
     if account.quarrel is not None:
         printing.say(f"different: {account.quarrel}")

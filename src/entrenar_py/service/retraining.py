@@ -41,7 +41,7 @@ def replay(account: Account, path: Path) -> int:
     if len(account.backends) > 1 or AUTO in account.backends:
         names = ", ".join(sorted(account.backends))
         return _inconclusive(
-            f"computed on {names}: kernels round differently, nobody can repeat it"
+            f"computed on {names}: kernels round differently, so no one device can repeat it"
         )
     (name,) = account.backends
     try:

@@ -52,9 +52,8 @@ class Stopwatch:
         self._delivered[rank] = self._clock()
 
     def made(self, *, reduce_s: float) -> Times:
-        """Return the times of the step that was just made. `reduce_s` of it went into adding.
-
-        Steps per second are over the last steps, None after the first.
+        """Return the times of the step just made, `reduce_s` of which went into adding and
+        averaging.
         """
         now = self._clock()
         self._made.append(now)

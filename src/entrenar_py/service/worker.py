@@ -133,7 +133,7 @@ class Stay:
         notify = partial(self._let_in, member)
         if kind is topology.STAR:
             if self.given.listen_port is not None:
-                _say("this run is a star: no worker listens in it, --listen-port has no use")
+                _say("this run is a star, in which no worker listens: --listen-port is ignored")
             return WorkerClient(machine, member, alone=self._alone, notify=notify)
         return MeshClient(
             machine,
