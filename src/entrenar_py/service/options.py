@@ -89,18 +89,18 @@ def _add_coordinator(commands: _Commands) -> None:
     command.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the checkpoint, from the start if there is none yet",
+        help="go on from the checkpoint, or from the start if there is none yet",
     )
 
 
 def _add_worker(commands: _Commands) -> None:
-    command = _add(commands, "worker", "compute for a coordinator, which says what")
+    command = _add(commands, "worker", "compute for a coordinator, which says what to train")
     command.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
         required=True,
         type=_address,
-        help="where it listens; an IPv6 host in brackets",
+        help="where the coordinator listens; an IPv6 host in brackets",
     )
     command.add_argument(
         "--secret-file", metavar="FILE", required=True, type=Path, help="the run's shared secret"
@@ -109,43 +109,43 @@ def _add_worker(commands: _Commands) -> None:
         "--tls-ca",
         metavar="FILE",
         type=Path,
-        help="connect over TLS, to a coordinator whose certificate (PEM) these have signed",
+        help="connect over TLS, and trust the authorities in this file (PEM)",
     )
     command.add_argument(
-        "--tls-cert", metavar="FILE", type=Path, help="the certificate to show it, if it asks"
+        "--tls-cert", metavar="FILE", type=Path, help="the certificate to show the coordinator"
     )
-    command.add_argument("--tls-key", metavar="FILE", type=Path, help="the private key of that")
+    command.add_argument("--tls-key", metavar="FILE", type=Path, help="the key of --tls-cert")
     command.add_argument(
         "--backend",
         metavar="NAME",
         type=_backend,
         default="cpu",
-        help="what to compute on: cpu, cuda, wgpu (cuda:1, wgpu:1: the second one), or auto, the "
-        "first of cuda, wgpu, cpu that serves (default cpu)",
+        help="what to compute on: cpu, cuda, wgpu (cuda:1, wgpu:1: the second device), or auto, "
+        "the first of cuda, wgpu, cpu that works (default cpu)",
     )
     command.add_argument(
         "--rank",
         metavar="N",
         type=values.natural,
-        help="the rank to ask for (default: the lowest free one)",
+        help="the rank to request (default: the lowest free one)",
     )
     command.add_argument(
         "--listen-port",
         metavar="N",
         type=_port,
-        help="in a mesh, where other workers connect to this one (default: any free port)",
+        help="in a mesh, the port where other workers connect (default: any free one)",
     )
     command.add_argument(
         "--patience-s",
         metavar="S",
         type=values.seconds,
         default=PATIENCE_S,
-        help=f"how long to try without being let in (default {PATIENCE_S:g})",
+        help=f"seconds to keep trying to join the run (default {PATIENCE_S:g})",
     )
 
 
 def _add_ledger(commands: _Commands) -> None:
-    ledger = _add(commands, "ledger", "look into the trace of a run")
+    ledger = _add(commands, "ledger", "inspect the trace of a run")
     actions = ledger.add_subparsers(title="actions", dest="action", metavar="ACTION", required=True)
     verify = _add(actions, "verify", "check that no line of a ledger was changed, lost or moved")
     verify.add_argument("path", metavar="PATH", type=Path, help="the file")
