@@ -31,10 +31,10 @@ def test_strangers_that_find_no_place(faults: tuple[Fault, ...]) -> None:
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ((TAKEN, cut(2)), "value=taken_rank step=2: something befalls a worker in step 2"),
-        ((ONE_TOO_MANY, cut(0)), "value=one_too_many step=2: something befalls a worker in step 0"),
-        ((Fault(kind="join", step=3, rank=1), TAKEN), "that worker is not there"),
-        ((Fault(kind="join", step=3, rank=1), ONE_TOO_MANY), "2 of 3 workers are there"),
+        ((TAKEN, cut(2)), "value=taken_rank step=2: a fault strikes a worker in step 2"),
+        ((ONE_TOO_MANY, cut(0)), "value=one_too_many step=2: a fault strikes a worker in step 0"),
+        ((Fault(kind="join", step=3, rank=1), TAKEN), "that worker is not present"),
+        ((Fault(kind="join", step=3, rank=1), ONE_TOO_MANY), "2 of 3 workers are present"),
     ],
 )
 def test_strangers_that_might_find_one(faults: Any, message: str) -> None:

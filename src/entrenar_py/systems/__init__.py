@@ -161,7 +161,7 @@ SYSTEMS: dict[str, System] = {
     ),
     "sequence_parallel": replace(
         _OVER_TORCH,
-        what="the same, and between the layers each rank has a part of each sequence",
+        what="tensor parallelism where, between the layers, each rank has a part of each sequence",
         options=("deadline_s", "tp"),
     ),
     "pipeline_parallel": replace(
@@ -171,7 +171,7 @@ SYSTEMS: dict[str, System] = {
     ),
     "ddp_canonical": replace(
         _OVER_TORCH,
-        what="the same with the canonical all-reduce: the same bits for 1, 2, 4, 8 workers",
+        what="DDP with the canonical all-reduce: the same bits for 1, 2, 4, 8 workers",
         faults=_VALUE_FAULTS,
         bitwise=True,
         powers_of_two=True,
@@ -179,7 +179,7 @@ SYSTEMS: dict[str, System] = {
     ),
     "fsdp": replace(
         _OVER_TORCH,
-        what="torch's fully_shard (FSDP2): each rank a process of its own, with a piece of all",
+        what="torch's fully_shard (FSDP2), each rank a process with a piece of each tensor",
         options=("deadline_s", "precision"),
     ),
     "local_sgd": replace(
@@ -206,23 +206,23 @@ SYSTEMS: dict[str, System] = {
     "manifest": System(room="probes", what="the gradients that each backend really produces"),
     "wgpu_steps": System(
         room="probes",
-        what="steps of training on a wgpu adapter: what each asks of it, what comes out",
+        what="training steps on a wgpu adapter: each one's calls to the device, and its results",
         only=("wgpu",),
         options=("samples",),
     ),
     "wgpu_operations": System(
         room="probes",
-        what="each operation alone on a wgpu adapter, beside float64, and with a NaN",
+        what="each operation alone on a wgpu adapter, compared with float64, and with a NaN",
         only=("wgpu",),
         options=("operations",),
     ),
     "wgpu_refusals": System(
         room="probes",
-        what="what a wgpu adapter has no kernel for, or no element of",
+        what="operations without a kernel, and empty tensors, which a wgpu adapter must refuse",
         only=("wgpu",),
     ),
     "wire": System(
-        room="probes", what="the wire's codec and its admission, on right and damaged bytes"
+        room="probes", what="the wire's codec and admission of peers, on valid and damaged bytes"
     ),
     "memory": System(
         room="probes",
@@ -261,7 +261,7 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
             return _failed(scenario, f"{type(error).__name__}: {error}")
     absent = missed(result) if every_fault and SYSTEMS[scenario.system].trains else None
     if absent is not None:
-        return _failed(scenario, f"fault {absent.to_dict()} never struck: no one computes there")
+        return _failed(scenario, f"fault {absent.to_dict()} never struck: no worker reaches it")
     if scenario.mutant is not None and planting.struck:
         return replace(result, events=(trace.Planted(name=scenario.mutant), *result.events))
     return result

@@ -30,25 +30,25 @@ def require_possible(scenario: Scenario) -> None:
     _require_nobody_moved(scenario)
     present = initial_ranks(scenario)
     if not present:
-        raise UsageError("faults join for every rank: leave one worker there to start with")
+        raise UsageError("faults join for every rank: one worker must be there from the start")
     for fault in _in_order(scenario):
         if fault.value == "one_too_many" and len(present) < scenario.world_size:
-            there = f"{len(present)} of {scenario.world_size} workers are there"
+            there = f"{len(present)} of {scenario.world_size} workers are present, not all"
             raise UsageError(f"fault stranger value=one_too_many step={fault.step}: {there}")
         if fault.rank is None:
             continue
         where = f"fault {fault.kind} rank={fault.rank} step={fault.step}"
         if fault.kind == "join":
             if fault.rank in present:
-                raise UsageError(f"{where}: that worker is there already; let it leave first")
+                raise UsageError(f"{where}: that worker is already present; let it leave first")
             present.append(fault.rank)
             continue
         if fault.rank not in present:
             there = ", ".join(map(str, sorted(present)))
-            raise UsageError(f"{where}: that worker is not there; use one of {there}")
+            raise UsageError(f"{where}: that worker is not present; use one of {there}")
         if fault.kind == "leave":
             if len(present) == 1:
-                raise UsageError(f"{where}: no other worker would be left; leave one there")
+                raise UsageError(f"{where}: no other worker would be left; keep one")
             present.remove(fault.rank)
 
 
@@ -62,7 +62,7 @@ def _require_nobody_moved(scenario: Scenario) -> None:
         full = fault.value in ("taken_rank", "one_too_many")
         if full and min(moved, default=math.inf) <= (fault.step or 0):
             raise UsageError(
-                f"fault stranger value={fault.value} step={fault.step}: something befalls a worker "
+                f"fault stranger value={fault.value} step={fault.step}: a fault strikes a worker "
                 f"in step {min(moved)}, and its rank may be free; {_FREE}"
             )
 

@@ -278,7 +278,7 @@ class Replicas:
         """Raise ProtocolError if the state in `payload` is at a position behind the last sample."""
         position = state.progress_of(payload).position
         if position.offset >= self.scenario.num_samples:
-            raise ProtocolError(f"a state at {position}: no sample is there")
+            raise ProtocolError(f"a state at {position}: no sample has that offset")
 
     def require_sum(self, message: TreeNode | Partial) -> None:
         """Raise ProtocolError unless `message` has a possible weight and a finite loss."""
@@ -287,7 +287,7 @@ class Replicas:
         if not (0 <= weight <= most and math.isfinite(loss)):
             raise ProtocolError(
                 f"{type(message).__name__} {weight=} {loss=}: "
-                f"use 0 to {most}, and a finite loss (NonFinite says the others)"
+                f"use 0 to {most}, and a finite loss (NonFinite reports others)"
             )
 
     def _order(self) -> sharding.Ids:

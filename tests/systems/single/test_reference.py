@@ -209,10 +209,10 @@ def test_who_is_there(faults: tuple[Fault, ...], first: list[int], last: list[in
     ("faults", "message"),
     [
         ([_leave(0, 1), _leave(1, 1), _leave(2, 1)], "leave rank=2 step=1: no other worker would"),
-        ([_leave(1, 1), _leave(1, 2)], "leave rank=1 step=2: that worker is not there; use one of"),
-        ([_leave(1, 1), _join(1, 2), _join(1, 3)], "join rank=1 step=3: that worker is there"),
+        ([_leave(1, 1), _leave(1, 2)], "leave rank=1 step=2: that worker is not present; use one"),
+        ([_leave(1, 1), _join(1, 2), _join(1, 3)], "join rank=1 step=3: that worker is already"),
         ([_join(0, 1), _join(1, 1), _join(2, 1)], "faults join for every rank"),
-        ([_leave(1, 2), _nan(rank=1)], "gradient rank=1 step=2: that worker is not there"),
+        ([_leave(1, 2), _nan(rank=1)], "gradient rank=1 step=2: that worker is not present"),
         ([Fault(kind="absent", backend="cpu")], "kind='absent' on system reference: allowed are"),
         ([_nan(tensor="nope")], "tensor='nope': mlp trains hidden1.weight, hidden1.bias, hidden2."),
         ([_nan(tensor="running_mean")], "tensor='running_mean': mlp trains hidden1.weight"),

@@ -71,7 +71,7 @@ def test_a_state_that_can_not_be_taken_over(monkeypatch: pytest.MonkeyPatch) -> 
     trace = stars.require_right(subject(MESH_SIMULATED, seed=4, faults=killed))
     left = [one for one in trace.of(Membership) if one.change == "left"]
     assert [one.rank for one in left] == [1, *given]
-    assert "offset=1000000): no sample is there" in left[1].reason
+    assert "offset=1000000): no sample has that offset" in left[1].reason
 
 
 @pytest.mark.parametrize("block_bytes", [4, 100, 604])

@@ -286,10 +286,10 @@ def test_the_truth_is_taken(message: Message, payload: bytearray) -> None:
 @pytest.mark.parametrize(
     ("message", "payload", "reason"),
     [
-        (NODE, bytearray(), "TreeNode block=0 with 0 bytes: the manifest makes 8"),
-        (NODE, bytearray(7), "TreeNode block=0 with 7 bytes: the manifest makes 8"),
-        (NODE, bytearray(9), "TreeNode block=0 with 9 bytes: the manifest makes 8"),
-        (NODE, bytearray(10**5), "TreeNode block=0 with 100000 bytes: the manifest makes 8"),
+        (NODE, bytearray(), "TreeNode block=0 with 0 bytes: the manifest requires 8"),
+        (NODE, bytearray(7), "TreeNode block=0 with 7 bytes: the manifest requires 8"),
+        (NODE, bytearray(9), "TreeNode block=0 with 9 bytes: the manifest requires 8"),
+        (NODE, bytearray(10**5), "TreeNode block=0 with 100000 bytes: the manifest requires 8"),
         (COMPUTED, bytearray(b"\xff"), "Computed: event 1 can't be read"),
         (COMPUTED, _events(UPDATE), "Computed with an event update"),
         (COMPUTED, _events(SHARD, START), "Computed with an event start"),
@@ -320,7 +320,7 @@ def test_a_block_of_another_size_is_refused(block: int, due: int) -> None:
     node = _node(step=2, block=block)
     server.require(1, node, bytes(due))
     for num_bytes in {due - 1, due + 1, 4 * 37, 4 * 38} - {due}:
-        reason = f"TreeNode block={block} with {num_bytes} bytes: the manifest makes {due}"
+        reason = f"TreeNode block={block} with {num_bytes} bytes: the manifest requires {due}"
         with pytest.raises(ProtocolError, match=reason):
             server.require(1, node, bytes(num_bytes))
 
@@ -334,7 +334,7 @@ def test_nobody_tells_of_another(message: Message, event: trace.Event, name: str
     """Events of another worker or of another step are refused."""
     record = json.loads(trace.dump_events([event]))
     record[name] += 1
-    with pytest.raises(ProtocolError, match="of rank 1 in step 2 tells of another"):
+    with pytest.raises(ProtocolError, match="of rank 1 in step 2 has an event of another"):
         Server(_subject()).require(1, message, bytearray(json.dumps(record).encode()))
 
 
@@ -342,7 +342,7 @@ def test_nobody_tells_of_another(message: Message, event: trace.Event, name: str
 def test_nobody_tells_of_nobody(place: dict[str, None]) -> None:
     """A fault that struck must have a place."""
     record = {"kind": "injected", "fault": FAULT, "step": 2, "rank": 1, **place}
-    with pytest.raises(ProtocolError, match="tells of another"):
+    with pytest.raises(ProtocolError, match="has an event of another"):
         Server(_subject()).require(1, COMPUTED, bytearray(json.dumps(record).encode()))
 
 

@@ -73,7 +73,7 @@ class Member(Replicas):
             )
         if isinstance(message, Average | Weights) and not isinstance(message, self._comes):
             raise ProtocolError(
-                f"{type(message).__name__}: in this run {self._comes.__name__} come down"
+                f"{type(message).__name__}: this run's coordinator sends {self._comes.__name__}"
             )
         if isinstance(message, Average | Weights | TreeNode | Partial):
             known = message.block < self.held.blocks.count

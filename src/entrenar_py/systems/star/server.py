@@ -135,7 +135,7 @@ class Server(Replicas):
             if len(payload) != due:
                 raise ProtocolError(
                     f"TreeNode block={message.block} with {len(payload)} bytes: "
-                    f"the manifest makes {due}"
+                    f"the manifest requires {due}"
                 )
         if isinstance(message, TreeNode):
             self.require_sum(message)

@@ -34,7 +34,7 @@ def read(rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
         place = (getattr(event, "rank", None), getattr(event, "step", None))
         if place != (rank, step):
             raise ProtocolError(
-                f"{type(message).__name__} of rank {rank} in step {step} tells of another"
+                f"{type(message).__name__} of rank {rank} in step {step} has an event of another"
             )
     return events
 
