@@ -77,25 +77,25 @@ def run(scenario: Scenario) -> trace.Trace:
             )
     specs = models.model_of(scenario).specs
     recorder = Recorder(scenario)
-    for rank, found in enumerate(_measured_apart(scenario)):
+    for rank, record in enumerate(_measured_apart(scenario)):
         name = scenario.backend_of(rank)
         estimate = (estimate_bytes if name == "cpu" else estimate_device_bytes)(
             scenario, rank, specs
         )
-        if found["planted"]:
+        if record["planted"]:
             recorder.emit(trace.Planted(name=scenario.mutant or ""))
-        if found["unavailable"]:
-            recorder.emit(trace.Attempt(backend=name, served=False, reason=found["unavailable"]))
+        if record["unavailable"]:
+            recorder.emit(trace.Attempt(backend=name, served=False, reason=record["unavailable"]))
             continue
         recorder.emit(
             trace.Memory(
                 rank=rank,
                 backend=name,
-                baseline_bytes=found["baseline"],
-                peak_bytes=found["peak"],
+                baseline_bytes=record["baseline"],
+                peak_bytes=record["peak"],
                 estimate_bytes=estimate,
-                budget_bytes=min(budget, found["reported"] or budget),
-                reported_bytes=found["reported"],
+                budget_bytes=min(budget, record["reported"] or budget),
+                reported_bytes=record["reported"],
             )
         )
     return recorder.finish(status="completed")
@@ -193,13 +193,13 @@ def _measured_apart(scenario: Scenario) -> list[dict[str, Any]]:
         start_new_session=True,  # it and its forks are killed together
     ) as child:
         output, errors = _ask(child, scenario)
-    found = [json.loads(line) for line in output.splitlines()]
+    measurements = [json.loads(line) for line in output.splitlines()]
     if child.returncode != 0:
         last = errors.strip().splitlines()[-1:] or ["no message"]
         raise SystemFailure(
-            f"the process of rank {len(found)} exited with {child.returncode}: {last[0]}"
+            f"the process of rank {len(measurements)} exited with {child.returncode}: {last[0]}"
         )
-    return found
+    return measurements
 
 
 def _ask(child: subprocess.Popen[str], scenario: Scenario) -> tuple[str, str]:
@@ -320,16 +320,16 @@ def measured(scenario: Scenario, rank: int) -> dict[str, Any]:
     It has the bytes, whether the mutant was run (`planted`), and why the device is `unavailable`.
     """
     torch.set_num_threads(1)  # as in `systems.run`
-    found: dict[str, Any] = {"unavailable": ""}
+    record: dict[str, Any] = {"unavailable": ""}
     with mutants.planted(scenario.mutant) as planting:
         try:
             bytes_of = measure(scenario, rank)
-            found |= {"baseline": bytes_of.baseline_bytes, "peak": bytes_of.peak_bytes}
-            found["reported"] = bytes_of.reported_bytes
+            record |= {"baseline": bytes_of.baseline_bytes, "peak": bytes_of.peak_bytes}
+            record["reported"] = bytes_of.reported_bytes
         except BackendUnavailable as error:
-            found["unavailable"] = str(error)
-    found["planted"] = scenario.mutant is not None and planting.struck
-    return found
+            record["unavailable"] = str(error)
+    record["planted"] = scenario.mutant is not None and planting.struck
+    return record
 
 
 def main() -> None:

@@ -172,11 +172,11 @@ def results(case: Case, usual: tuple[Tensor, ...], large: tuple[Tensor, ...]) ->
 
     The views are transposed, or have an offset and gaps. A `rows_only` case has none.
     """
-    found = [case.operation(*usual), case.operation(*large)]
+    outputs = [case.operation(*usual), case.operation(*large)]
     if not case.rows_only:
-        found.append(case.operation(*(one.t() for one in usual)))
-        found.append(case.operation(*(one[1:, 1::2] for one in usual)))
-    return found
+        outputs.append(case.operation(*(one.t() for one in usual)))
+        outputs.append(case.operation(*(one[1:, 1::2] for one in usual)))
+    return outputs
 
 
 def poisoned(case: Case, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -188,6 +188,6 @@ def poisoned(case: Case, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _numbers(case: Case, shape: tuple[int, int], size: float, generator: torch.Generator) -> Tensor:
-    found = torch.rand(shape, generator=generator) * 2 - 1
-    found = found.sign() * (found.abs() * (size - case.least) + case.least)
-    return found.abs() if case.sign > 0 else found
+    numbers = torch.rand(shape, generator=generator) * 2 - 1
+    numbers = numbers.sign() * (numbers.abs() * (size - case.least) + case.least)
+    return numbers.abs() if case.sign > 0 else numbers

@@ -152,9 +152,9 @@ def measure(backend: Backend, pair: Pair, result: Tensor, wanted: Request) -> tr
     error_cpu = error_f64 = bound = float("nan")
     finite, element = bool(torch.isfinite(result).all()), None
     if result.shape == (shape[0], shape[2]):
-        found = rounding.compare(result, a, b, unit_roundoff=backend.unit_roundoff)
+        comparison = rounding.compare(result, a, b, unit_roundoff=backend.unit_roundoff)
         error_cpu = float((result - a @ b).abs().max())
-        error_f64, bound, element = found.error, found.bound, found.element
+        error_f64, bound, element = comparison.error, comparison.bound, comparison.element
     return trace.Product(
         backend=backend.name,
         device=backend.device,

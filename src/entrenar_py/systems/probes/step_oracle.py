@@ -63,10 +63,10 @@ class Oracle:
         of two: against torch's step in float64, and against the graph in float64. This finds
         mistakes in the capture as well as in the evaluation of the graph.
         """
-        found = sensitivity.deviations(results, graph, given)
+        deviations = sensitivity.deviations(results, graph, given)
         exact = self._step(*(_double(one) for one in self._given()))
         together = []
-        for one, got, right in zip(found, results, exact, strict=True):
+        for one, got, right in zip(deviations, results, exact, strict=True):
             errors = (got.double() - right).abs().nan_to_num(torch.inf).reshape(-1)
             together.append(
                 replace(
@@ -83,11 +83,11 @@ class Oracle:
     def _step(self, *given: Tensor) -> tuple[Tensor, ...]:
         rest = iter(given)
         trained = {spec.name for spec in self._workload.specs if spec.role == "trainable"}
-        held = {name: next(rest).detach().requires_grad_(name in trained) for name in self._names}
+        values = {name: next(rest).detach().requires_grad_(name in trained) for name in self._names}
         batch = [next(rest) for _ in self.batch]
         drop = self._dropping(list(rest))
-        loss = self._workload.loss_of(held, batch, linear=F.linear, drop=drop)
-        leaves = [held[spec.name] for spec in self._workload.specs if spec.name in trained]
+        loss = self._workload.loss_of(values, batch, linear=F.linear, drop=drop)
+        leaves = [values[spec.name] for spec in self._workload.specs if spec.name in trained]
         scale = torch.tensor(self._scale, dtype=loss.dtype)
         return loss.detach(), *torch.autograd.grad(loss, leaves, grad_outputs=scale)
 

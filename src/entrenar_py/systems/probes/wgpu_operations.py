@@ -56,15 +56,15 @@ def _tried(
         return tuple(operation_cases.results(case, usual, large))
 
     graph = capture.capture(compute, flat)
-    made = program.compile_graph(device, graph, flat)
-    found = [torch.from_numpy(one) for one in made.run([one.numpy() for one in flat])]
+    compiled = program.compile_graph(device, graph, flat)
+    outputs = [torch.from_numpy(one) for one in compiled.run([one.numpy() for one in flat])]
     exact = compute(*(one.double() for one in flat))
     allowed = bounds.bound(graph, flat)
-    for number, (got, right, bounded) in enumerate(zip(found, exact, allowed, strict=True)):
+    for number, (got, right, bounded) in enumerate(zip(outputs, exact, allowed, strict=True)):
         yield _explained(name, f"result {number}", got, right, bounded, device)
     nans = [one for group in groups for one in operation_cases.poisoned(case, group)]
-    found = [torch.from_numpy(one) for one in made.run([one.numpy() for one in nans])]
-    yield from _poisoned(name, found, compute(*nans), device)
+    outputs = [torch.from_numpy(one) for one in compiled.run([one.numpy() for one in nans])]
+    yield from _poisoned(name, outputs, compute(*nans), device)
 
 
 def _explained(
@@ -72,15 +72,15 @@ def _explained(
 ) -> trace.Explained:
     """Return the event for the element whose error is the largest relative to its bound."""
     assert got.shape == right.shape, f"{of}: {got.shape}"
-    found, exact = got.double().reshape(-1), right.double().reshape(-1)
+    computed, exact = got.double().reshape(-1), right.double().reshape(-1)
     low, high, value = (
         one.double().reshape(-1) for one in (allowed.low, allowed.high, allowed.value)
     )
     known = low.isfinite() & high.isfinite()
     # An interval without the float64 value gets a bound of 0.
-    room = torch.where(found >= exact, high - value, value - low).clamp(min=0.0)
+    room = torch.where(computed >= exact, high - value, value - low).clamp(min=0.0)
     room = room + FLOAT64_SLACK * exact.abs() * (room > 0)
-    error = (found - exact).abs().nan_to_num(torch.inf)
+    error = (computed - exact).abs().nan_to_num(torch.inf)
     used = torch.where(error == 0, 0.0, error / room)
     worst = int(torch.where(known, used, -1.0).argmax())
     return trace.Explained(
@@ -88,8 +88,8 @@ def _explained(
         tensor=tensor,
         device=device.name,
         software=device.software,
-        finite=bool(found[exact.isfinite()].isfinite().all()),
-        num_elements=found.numel(),
+        finite=bool(computed[exact.isfinite()].isfinite().all()),
+        num_elements=computed.numel(),
         num_bounded=int(known.sum()),
         element=worst,
         error=float(error[worst]) if known.any() else 0.0,

@@ -75,12 +75,12 @@ def run(scenario: Scenario) -> trace.Trace:
 def _declined(name: str, case: Case, device: Device) -> trace.Declined:
     error: EntrenarError | None = None
     right = False
-    given = [one.clone().detach().requires_grad_(one.requires_grad) for one in case.given]
+    inputs = [one.clone().detach().requires_grad_(one.requires_grad) for one in case.given]
     with device_meter.watching() as meter:
         try:
-            made = program.compile_step(device, case.compute, given)
-            found = made.run([one.detach().numpy() for one in given])
-            right = _is_right(case, found)
+            compiled = program.compile_step(device, case.compute, inputs)
+            results = compiled.run([one.detach().numpy() for one in inputs])
+            right = _is_right(case, results)
         except BackendUnavailable:
             raise  # the adapter failed, and did not refuse the graph
         except EntrenarError as refused:

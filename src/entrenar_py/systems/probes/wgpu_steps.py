@@ -198,10 +198,10 @@ class Bench:
     ) -> Iterator[trace.Explained]:
         oracle = self._oracle(call)
         stepper = self._steppers[call.replica]
-        graph, given = stepper.captured(call.num_samples, oracle.batch, oracle.masks)
+        graph, inputs = stepper.captured(call.num_samples, oracle.batch, oracle.masks)
         tensors = [torch.from_numpy(one) for one in results.values()]
-        found = oracle.explain(tensors, graph, given)
-        for name, one in zip(results, found, strict=True):
+        deviations = oracle.explain(tensors, graph, inputs)
+        for name, one in zip(results, deviations, strict=True):
             yield trace.Explained(
                 of=self._scenario.workload,
                 tensor=name,

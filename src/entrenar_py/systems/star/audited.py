@@ -112,10 +112,10 @@ class Copies:
             element=place[1],
             disputed=effect.disputed,
         )
-        told = [
+        recorded = [
             e for one in copies for e in (one.events if one is chosen else injected(one.events))
         ]
-        return chosen, [*told, audit]
+        return chosen, [*recorded, audit]
 
     def forget(self, rank: int) -> list[trace.Event]:
         """Drop the copies of `rank`, which has left; return the faults injected into them."""

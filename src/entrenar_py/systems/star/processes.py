@@ -167,14 +167,14 @@ class ProcessTransport:
         """Note how the workers ended; record their measurements, and whether one ran the mutant."""
         answers = {rank: json.loads(one.answer) for rank, one in self._hands.items() if one.answer}
         self.ends = [
-            Ending(rank, said["status"], said["reason"], said["ended_s"] - self._over_s)
-            for rank, said in sorted(answers.items())
+            Ending(rank, answer["status"], answer["reason"], answer["ended_s"] - self._over_s)
+            for rank, answer in sorted(answers.items())
         ]
         recorder = self._of.server.recorder
-        for said in answers.values():
-            for event in trace.load_events(said["measured"].encode()):
+        for answer in answers.values():
+            for event in trace.load_events(answer["measured"].encode()):
                 recorder.emit(event)
-        struck = any(said["struck"] for said in answers.values())
+        struck = any(answer["struck"] for answer in answers.values())
         if struck and self._scenario.mutant is not None:
             recorder.emit(trace.Planted(name=self._scenario.mutant))
 

@@ -265,15 +265,15 @@ class Server(Replicas):
 
     def stop(self, effect: Stop) -> None:
         """Record that training halts."""
-        said = effect.said
+        report = effect.said
         self.recorder.emit(
             trace.Halt(
                 step=effect.step,
                 reason=effect.reason,
                 rank=effect.rank,
-                shard=effect.shard if said is None else said.shard,
-                tensor=None if said is None else said.tensor,
-                ids=() if said is None else said.ids,
+                shard=effect.shard if report is None else report.shard,
+                tensor=None if report is None else report.tensor,
+                ids=() if report is None else report.ids,
             )
         )
 
@@ -323,8 +323,8 @@ class Server(Replicas):
         return int(progress["step"])
 
     def _require_own(self, progress: Mapping[str, Any]) -> None:
-        held = progress.get("scenario")
-        theirs, ours = held if isinstance(held, dict) else {}, self.scenario.to_dict()
+        stored = progress.get("scenario")
+        theirs, ours = stored if isinstance(stored, dict) else {}, self.scenario.to_dict()
         names = [name for name in (*ours, *theirs) if theirs.get(name) != ours.get(name)]
         if names:
             name = names[0]

@@ -67,9 +67,9 @@ class FiniteGuard:
         The place is the lowest rank with a bad value, its first bad micro-batch and tensor.
         """
         first = self._first()
-        found = [torch.empty_like(first) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, first)
-        for rank, place in enumerate(int(one) for one in found):
+        places = [torch.empty_like(first) for _ in range(dist.get_world_size())]
+        dist.all_gather(places, first)
+        for rank, place in enumerate(int(one) for one in places):
             error = self._error(rank, place)
             if error is not None:
                 raise error

@@ -138,10 +138,10 @@ def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation)
         (loss / max(weight, 1.0)).backward()
     error = guard.found(worker.rank.index)
     if error is not None:
-        found = Bad(now.step, tuple(own[error.micro]), error)
+        bad = Bad(now.step, tuple(own[error.micro]), error)
         end = worker.rule.round_end(now.step, scenario.num_steps)
         now.step, now.weight = min(end, worker.rank.until), math.nan
-        return found
+        return bad
     obs.reduced()
     if ids:  # by this worker's own batch: running means are averaged with the weights
         worker.model.move_buffers(worker.model.statistics(ids), len(ids))
@@ -233,10 +233,10 @@ def go_on_from_outer(worker: Worker) -> None:
 
 def halt(obs: entrenar_py.Observation, own: Bad | None) -> NoReturn:
     """Raise NotFinite on every worker, with the bad value of the earliest step of any worker."""
-    told = own and (own.step, own.ids, own.error.rank, own.error.micro, own.error.tensor)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, told)
-    step, ids, *place = min((one for one in found if one), key=lambda one: one[0])
+    own_place = own and (own.step, own.ids, own.error.rank, own.error.micro, own.error.tensor)
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, own_place)
+    step, ids, *place = min((one for one in places if one), key=lambda one: one[0])
     error = NotFinite(*place)
     obs.halted(str(error), step=step, ids=ids, **error.place)
     raise error

@@ -194,8 +194,8 @@ def loss_sum(model: workload_layers.Layers, scores: Tensor, targets: Tensor) -> 
 def _ends(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the process group of this pipeline's first and last rank; every rank creates all."""
     rows = mesh.mesh.tolist()
-    made: list[dist.ProcessGroup] = [dist.new_group(sorted({row[0], row[-1]})) for row in rows]
-    return made[mesh.get_local_rank("dp")]
+    groups: list[dist.ProcessGroup] = [dist.new_group(sorted({row[0], row[-1]})) for row in rows]
+    return groups[mesh.get_local_rank("dp")]
 
 
 # --- the training loop ------------------------------------------------------------------------

@@ -301,9 +301,9 @@ def main(pipe: Connection) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     torch.set_num_threads(1)
     desk = Job(pipe)
-    given = desk.next()
-    if given is not None:
-        job = json.loads(given)
+    message = desk.next()
+    if message is not None:
+        job = json.loads(message)
         # torch's output is no part of a report. The file can be read until the run is over.
         with Path(job["folder"], f"{job['index']:05}.output.txt").open("wb") as output:
             os.dup2(output.fileno(), sys.stdout.fileno())

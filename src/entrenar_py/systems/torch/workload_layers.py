@@ -117,8 +117,8 @@ def build(scenario: Scenario, units: Iterable[int] | None = None) -> Layers:
     else:
         model = Decoder(scenario.dropout, here)
     values = workload.initial(scenario.rng("initial"))
-    held = {*dict(model.named_parameters()), *dict(model.named_buffers())}
-    model.load_state_dict({name: torch.from_numpy(values[name]) for name in held})
+    names = {*dict(model.named_parameters()), *dict(model.named_buffers())}
+    model.load_state_dict({name: torch.from_numpy(values[name]) for name in names})
     trained = {spec.name for spec in workload.specs if spec.role == "trainable"}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
