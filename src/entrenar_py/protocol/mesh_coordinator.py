@@ -88,7 +88,7 @@ class MeshCoordinator(Coordinator):
 
     def _overflow(self, peer: Peer, member: Member, said: say.Overflow, now: float) -> list[Effect]:
         self._require_step(said.step)
-        reason = "the average gradient or loss is not finite, though every worker said its was"
+        reason = "the average gradient or loss is not finite, though each worker's is finite"
         return self._halt(do.Stop(said.step, None, reason))
 
     def _unreachable(

@@ -233,7 +233,7 @@ class Server(Replicas):
         since, mean = self._clock(), self._vector[self.blocks.part(block)]
         averaged = self._sums.average(block, self.scale, out=mean)
         if averaged is None:
-            return "the average gradient or loss is not finite, though every worker said its was"
+            return "the average gradient or loss is not finite, though each worker's is finite"
         self._total = averaged
         self.reduce_s += self._clock() - since
         return averaged
