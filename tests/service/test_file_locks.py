@@ -121,7 +121,7 @@ def test_a_lock_that_is_removed_while_it_is_taken(
         ("secret/state", "can't be written (Not a directory)"),
         (".", "it is a directory"),
         ("pipe", "it is no regular file"),
-        ("x" * 248, "can't be made beside it (File name too long)"),
+        ("x" * 248, "can't be made next to it (File name too long)"),
     ],
 )
 def test_a_checkpoint_that_can_not_be_written(

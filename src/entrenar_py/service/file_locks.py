@@ -73,7 +73,7 @@ def require_writable(path: Path) -> None:
             pass
         partial.unlink()
     except OSError as error:
-        problem = f"{partial.name} can't be made beside it ({error.strerror or error})"
+        problem = f"{partial.name} can't be made next to it ({error.strerror or error})"
         raise UsageError(f"checkpoint {path}: {problem}; {_ADVICE}") from error
 
 
@@ -119,7 +119,7 @@ def _is_at(file: int, lock: Path) -> bool:
 
 
 def _sign(file: int) -> None:
-    """Write who holds the lock to `file`. A full disk is ignored."""
+    """Write this process's name to the lock `file`. A full disk is ignored."""
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime(_TIME)}
     with suppress(OSError):
         os.ftruncate(file, 0)
