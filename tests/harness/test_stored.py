@@ -180,7 +180,7 @@ def test_a_blind_pair_is_not_hidden_by_a_good_one() -> None:
     pairs[3] = edited(pairs[3], trace.Update, weights={})
     entry = judged("worker_count", *pairs)
     assert entry.verdict is Verdict.INCONCLUSIVE
-    assert entry.finding.reason.startswith("2.jsonl (beside 3.jsonl): one run only recorded")
+    assert entry.finding.reason.startswith("2.jsonl (with 3.jsonl): one run only recorded")
 
 
 def test_a_baseline_is_not_asked_for_what_it_is_beside() -> None:
@@ -188,7 +188,7 @@ def test_a_baseline_is_not_asked_for_what_it_is_beside() -> None:
     pair = own(detail="values"), own(detail="values", world_size=1)
     assert judged("weighting", *pair).verdict is Verdict.HELD
     entry = judged("weighting", edited(pair[0], trace.Shard, weight=0.0), pair[1])
-    assert entry.finding.reason.startswith("0.jsonl (beside 1.jsonl): ")
+    assert entry.finding.reason.startswith("0.jsonl (with 1.jsonl): ")
 
 
 def test_runs_with_nothing_to_compare_are_passed_over() -> None:

@@ -162,8 +162,8 @@ class _Judged:
     @property
     def place(self) -> str:
         """The files as text, the judged one first."""
-        own, *beside = map(str, self.files)
-        return f"{own} (beside {first_few(beside, separator=', ')})" if beside else own
+        own, *others = map(str, self.files)
+        return f"{own} (with {first_few(others, separator=', ')})" if others else own
 
 
 def _judge(
