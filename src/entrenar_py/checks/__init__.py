@@ -1,4 +1,4 @@
-"""Judges of traces, one module a family; they know nothing of torch, sockets or devices.
+"""The checks, which judge traces, one module a family. None knows of torch, sockets or devices.
 
 `CHECKS` is the whole table: which check decides which clause, on which runs.
 """
@@ -34,8 +34,7 @@ from entrenar_py.contract import CheckTerms, Invariant
 
 __all__ = ["CHECKS", "Check", "bind", "terms"]
 
-
-# Each has its rows of the table, in this order.
+# The modules with rows of the table, in the table's order.
 _FAMILIES = (
     replica_identity,
     coverage,
@@ -66,9 +65,9 @@ _BY_ID: dict[str, Check] = {check.id: check for check in _TABLE}
 
 
 def bind(invariant: Invariant) -> Check | None:
-    """The check that decides `invariant`: the one it names, or the one with its id; or none.
+    """Return the check that `invariant` names, or else the check with its id.
 
-    None, too, where its binding says why nothing can be compared.
+    None if there is no such check, or if the invariant's binding says that it can't be tried.
     """
     if invariant.binding is not None and invariant.binding.untried:
         return None
@@ -78,5 +77,5 @@ def bind(invariant: Invariant) -> Check | None:
 
 
 def terms() -> tuple[CheckTerms, ...]:
-    """Every check as clauses see it."""
+    """Return every check, in the form that contracts are loaded with."""
     return _TABLE

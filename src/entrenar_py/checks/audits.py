@@ -1,4 +1,4 @@
-"""F-WP-006: what a worker computes wrongly, finite and unseen, is found by another, and named.
+"""F-WP-006: an audit by another worker detects a wrong finite gradient, and names the culprit.
 
 Source: wire-protocol-v1, F-WP-006.
 """
@@ -21,12 +21,12 @@ from entrenar_py.trace import Audit, Halt, Injected, Membership, Start, Trace, U
 from entrenar_py.verdict import Finding, Tally
 
 SHARE = "audit_share"
-# Step and shard -> the ranks for which it went wrong.
+# (step, shard) -> the ranks that computed it wrongly.
 Strikes: TypeAlias = Mapping[tuple[int, int], set[int]]
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """All shards audited, and some; owner or auditor wrong, once or for good; others lost, too."""
+    """All shards audited, or some; owner or auditor wrong, once or always; a worker killed, too."""
     usual = plans.mlp(
         system="parameter_server_simulated",
         num_steps=4,
@@ -47,14 +47,14 @@ def plan(invariant: Invariant) -> list[Scenario]:
         usual.with_(faults=(auditor,), optimizer="adamw", learning_rate=0.01),
         usual.with_(faults=(lasting,), num_steps=5),
         usual.with_(faults=(lasting,), num_steps=5, options=some),
-        # When one of two is gone nobody is left to audit the other: of step 1 shard 1 is audited.
+        # With two workers and one dropped no auditor is left. In step 1 shard 1 is the audited one.
         usual.with_(faults=(replace(owner, shard=1),), world_size=2, options=one),
         usual.with_(faults=(owner, killed), world_size=4),
     ]
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """As many shards are audited as asked for, the culprit alone is named, and nothing changes."""
+    """Judge that enough shards are audited, only culprits are named, and the weights are right."""
     tally = Tally(invariant.id)
     trace = runs.base
     if trace is not None and trace.scenario.options.get(SHARE):
@@ -69,18 +69,18 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def undecided(trace: Trace) -> list[Audit]:
-    """The audits in which workers disagreed, and nobody could say who was wrong."""
+    """Return the audits in which workers disagreed and the culprit could not be determined."""
     return [one for one in trace.of(Audit) if _is_undecided(one)]
 
 
 def _is_undecided(audit: Audit) -> bool:
-    """Return whether no rank was named though copies differ, or did while the others were there."""
+    """Return whether no culprit was named though copies differ, or differed before ranks left."""
     one_word = len(set(audit.ranks)) == 1 and set(audit.ranks).issubset(audit.disputed)
     return audit.culprit is None and (one_word or len(set(audit.alike)) > 1)
 
 
 def first_open(trace: Trace) -> float:
-    """The first step in which something wrong was not audited, so that anything may follow."""
+    """Return the first step with a wrong shard that was not audited: later weights may differ."""
     seen = {(one.step, one.shard) for one in trace.of(Audit) if len(set(one.ranks)) > 1}
     caught = {(one.step, one.culprit) for one in trace.of(Audit)}
     return min(
@@ -104,10 +104,10 @@ def _strikes(trace: Trace) -> Strikes:
 
 
 def _with_who_was_there(trace: Trace) -> Iterator[tuple[Audit, set[int], set[int]]]:
-    """Each audit, who was there then, and who of those whose copies it had did go wrong.
+    """Yield each audit, the ranks present then, and the audited ranks that computed wrongly.
 
-    What went wrong is recorded before the audit that it is in; or the worker left before that, and
-    nothing that it computed was used.
+    An Injected event precedes the audit of its shard. If the worker leaves before the audit, the
+    event is dropped, since nothing that the worker computed was used.
     """
     there: set[int] = set()
     open_at: dict[tuple[int | None, int | None], set[int | None]] = defaultdict(set)
@@ -126,7 +126,7 @@ def _with_who_was_there(trace: Trace) -> Iterator[tuple[Audit, set[int], set[int
 
 
 def _enough(tally: Tally, trace: Trace) -> None:
-    """In every step that was made as many shards were audited as the scenario asks for."""
+    """Check that every step audited as many shards as the scenario requests."""
     scenario = trace.scenario
     due = max(1, round(scenario.options[SHARE] * scenario.num_shards))
     audited: dict[int, set[int]] = defaultdict(set)
@@ -144,7 +144,7 @@ def _enough(tally: Tally, trace: Trace) -> None:
 
 
 def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set[int]) -> None:
-    """An audit is by two, names who was wrong, and nobody else."""
+    """Check that an audit had two workers, and named the rank that was wrong and no other."""
     place = evidence.place(trace, audit)
     where = f"shard {audit.shard} of step {audit.step}"
     asked = len(set(audit.ranks))
@@ -167,7 +167,7 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
 def _given_up(
     tally: Tally, trace: Trace, audit: Audit, num_there: int, *, rank: int | None
 ) -> None:
-    """Nobody is named only after everyone was asked who could say it, and training halts then."""
+    """Check that an undecided audit asked every worker that could decide, and halted training."""
     place = evidence.place(trace, audit)
     what = f"workers disagreed on shard {audit.shard} of step {audit.step}"
     asked = len(set(audit.ranks))
@@ -185,7 +185,7 @@ def _given_up(
 
 
 def _told(tally: Tally, trace: Trace) -> None:
-    """Says so where nothing that went wrong was audited, or not all of it."""
+    """Report if none of the wrong shards were audited (missing), or not all of them (a note)."""
     strikes, audited = _strikes(trace), {(one.step, one.shard) for one in trace.of(Audit)}
     if strikes and not audited.intersection(strikes):
         tally.miss("no shard that went wrong was audited: audit a larger share, or more steps")
@@ -197,13 +197,13 @@ def _told(tally: Tally, trace: Trace) -> None:
 
 
 def _reasons_to_halt(model: Trace, trace: Trace) -> set[int | None]:
-    """The steps that can't be made: workers disagree there, or something is not finite."""
+    """Return the steps that must halt: workers disagree in them, or a value is not finite."""
     planted = {one.step for one in trace.of(Injected) if one.fault.get("kind") in PLANTED} - {None}
     return {audit.step for audit in undecided(trace)} | {h.step for h in model.of(Halt)} | planted
 
 
 def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
-    """Whatever was found, the steps are made as if nothing had gone wrong."""
+    """Check that the run halts only where it must, and that its weights are the calm run's."""
     scenario, limit = trace.scenario, first_open(trace)
     halts, reasons = [halt.step for halt in trace.of(Halt)], _reasons_to_halt(model, trace)
     for step in halts:

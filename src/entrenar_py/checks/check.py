@@ -1,4 +1,4 @@
-"""A row of the table of checks: how one kind of clause is decided."""
+"""The type of the rows in the table of checks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from entrenar_py.verdict import Finding
 class Check(CheckTerms):
     """A row of the table: how one kind of clause is decided.
 
-    `plan` gives the scenarios of a clause that brings none. `needs` are the runs that it judges one
-    beside. `explores`: random scenarios around the plan make sense. `in_step`: it presupposes that
-    every step is one of all workers together, and says nothing of those that step alone. `bitwise`:
-    it is of trainers whose bits do not depend on the number of workers. `takes_turned`: it judges a
-    run with a knob turned by itself, as any other.
+    `judge` compares the runs. `plan` returns the scenarios for a clause that lists none. `needs`
+    are the other runs that a run is judged with. `explores`: random scenarios around the plan make
+    sense. `in_step`: the check applies only if all workers make every step together. `bitwise`: it
+    applies only to trainers whose bits do not depend on the number of workers. `takes_turned`: it
+    also judges each run with a turned knob by itself, like any other run.
     """
 
     judge: Callable[[Invariant, Traces], Finding]

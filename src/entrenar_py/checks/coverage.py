@@ -13,11 +13,11 @@ from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
-LISTED_MAX = 1000  # sample ids or steps that are named as missing
+LISTED_MAX = 1000  # the most missing sample ids, or steps, that a finding lists
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Disjoint, complete and by members in each run; the same batches in runs of the same data."""
+    """Judge that each run draws every sample once, and that runs on the same data draw alike."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
@@ -39,9 +39,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
-    """Each sample once in its epoch; a batch may take the end of one and the begin of the next.
+    """Check that each sample is drawn once per epoch. A batch may span two epochs.
 
-    How many were drawn is counted up to the first step of which that is unknown.
+    The number of samples drawn is checked up to the first step whose samples are unknown.
     """
     scenario = trace.scenario
     unknown = {*missing.require_ids(tally, trace), *missing.require_beginning(tally, trace)}
@@ -70,7 +70,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
 
 
 def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
-    """Where ranks share shards, those of one number draw the same samples."""
+    """Check that ranks which share a logical shard draw the same samples for it."""
     if not trace.traits.shared:
         return
     first: dict[int, Shard] = {}
@@ -89,7 +89,7 @@ def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
 
 
 def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:
-    """Says of which ranks no shard was recorded: one who forgot to will look here first."""
+    """Return the end of a message that names ranks without a recorded shard, a likely cause."""
     made = {update.rank for update in trace.of(Update) if update.step == step}
     ranks = sorted(made - {shard.rank for shard in shards})
     return f"; ranks {str(ranks[:8])[1:-1]} recorded no Shard of it" if ranks else ""
@@ -116,9 +116,9 @@ def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> N
 def _ended_complete(
     tally: Tally, trace: Trace, seen: dict[int, dict[int, int]], epoch: int, step: int
 ) -> None:
-    """When `epoch` begins, in `step`, the one before must have been drawn to its end.
+    """Check that the epoch before `epoch`, which begins in `step`, was drawn completely.
 
-    A trainer that drops what does not fill a batch may leave out fewer samples than that.
+    A trainer that drops the last batch may leave out fewer samples than a batch has.
     """
     earlier = [e for e in seen if e < epoch]
     if not earlier:
@@ -139,7 +139,7 @@ def _ended_complete(
 
 
 def _all_made(tally: Tally, trace: Trace) -> None:
-    """Who says that it has completed has made all steps from its first start on."""
+    """Check that a run with status completed made every step from its first start on."""
     made = evidence.updates(trace)
     if not made or trace.end.status != "completed":
         return
@@ -156,11 +156,11 @@ def _all_made(tally: Tally, trace: Trace) -> None:
 
 
 def _by_members(tally: Tally, trace: Trace) -> None:
-    """Shards are computed by who is there; who dies in a step may have computed some of it."""
+    """Check that shards are computed by members only, which includes a rank in its last step."""
     stays = history.stays(trace)
     for step, shards in evidence.shards(trace).items():
         for shard in shards:
-            # Who never started is one of the scenario's workers, which F-DP-001 misses, or no one.
+            # F-DP-001 counts ranks of the scenario that never started as missing.
             there = shard.rank in range(trace.scenario.world_size)
             if shard.rank in stays:
                 there = any(one.first <= step <= one.end for one in stays[shard.rank])
@@ -175,13 +175,13 @@ def _by_members(tally: Tally, trace: Trace) -> None:
 
 
 def _stable(tally: Tally, group: Sequence[Trace]) -> None:
-    """Every run of the same data draws the same samples in the same step.
+    """Check that every run on the same data draws the same samples in the same step.
 
-    In the same order too, shard after shard, where logical shards are what makes the bits.
+    The order must be equal, too, if both runs draw by logical shard.
     """
     for trace in group[1:]:
         few, many = group[0].scenario.world_size, trace.scenario.world_size
-        if not trace.traits.replacement or few == many:  # else each rank draws for itself
+        if not trace.traits.replacement or few == many:  # with replacement, each rank draws alone
             _same_batches(tally, group[0], trace)
 
 

@@ -1,4 +1,4 @@
-"""F-WGPU-004, 007, 009: each operation alone, numbers that are none, and what is refused.
+"""F-WGPU-004, 007, 009: the results of single operations, NaN and Inf, and refusals on a device.
 
 Source: wgpu-backend-v1.
 """
@@ -28,14 +28,14 @@ def plan_refusals(invariant: Invariant) -> list[Scenario]:
 
 
 def compare_operations(tally: Tally, trace: Trace) -> None:
-    """Every element of every result lies where a float32 device may take it."""
+    """Check that every element of every result is within its float32 rounding bound."""
     for result in trace.of(Explained):
         probes.note_software(tally, result)
         rounding_bound.judge(tally, result, trace)
 
 
 def compare_finiteness(tally: Tally, trace: Trace) -> None:
-    """Finite inputs give finite results, and a NaN is a NaN wherever it reaches."""
+    """Check that finite inputs give finite results, and that a NaN stays NaN in what it reaches."""
     for result in trace.of(Explained):
         message = f"{result.of}: {result.tensor} is not finite, though all that it is made of is"
         place = evidence.place(trace, result)
@@ -58,7 +58,7 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
 
 
 def compare_refusals(tally: Tally, trace: Trace) -> None:
-    """Each is refused by a UsageError with operation and line, or its result is right."""
+    """Check that each case is refused by a UsageError with operation and line, or is right."""
     for case in trace.of(Declined):
         place = {"tensor": case.case, "scenario": trace.scenario}
         if case.error is None:

@@ -1,4 +1,4 @@
-"""F-WGPU-002, 003, 005, 006: what steps of training on a device cost, give, and give again.
+"""F-WGPU-002, 003, 005, 006: the cost, results, repetition and compilation of steps on a device.
 
 Source: wgpu-backend-v1. All four are judged on the same runs of the system `wgpu_steps`.
 """
@@ -28,7 +28,7 @@ PLANNED: tuple[dict[str, Any], ...] = (
 def plan(invariant: Invariant) -> list[Scenario]:
     """Every workload, in odd numbers of samples, two of them with dropout.
 
-    Tracing is what takes time: of the largest, one number has to do.
+    The largest workload has one number of samples only, since tracing it takes long.
     """
     return [probes.scenario("wgpu_steps", backends=("wgpu",), **fields) for fields in PLANNED]
 
@@ -41,7 +41,7 @@ def _steps(tally: Tally, trace: Trace) -> list[Stepped]:
 
 
 def _later(tally: Tally, trace: Trace) -> Iterator[Stepped]:
-    """The steps that were not the first of their size; a run without one is missing something."""
+    """Yield the steps that were not the first of their size. Count as missing if there are none."""
     steps = _steps(tally, trace)
     later = [step for step in steps if step.earlier]
     if steps and not later:
@@ -50,8 +50,8 @@ def _later(tally: Tally, trace: Trace) -> Iterator[Stepped]:
 
 
 def compare_cost(tally: Tally, trace: Trace) -> None:
-    """Each step but the first of its size is one upload of what it was given, one submission and
-    one read-back, and nothing is computed on the CPU meanwhile.
+    """Check that each step but the first of its size makes one upload, one submission and one
+    read-back, uploads only its inputs, and computes nothing on the CPU.
     """
     for step in _later(tally, trace):
         what = f"a step of {step.num_samples} samples of {trace.scenario.workload}"
@@ -73,7 +73,7 @@ def compare_cost(tally: Tally, trace: Trace) -> None:
 
 
 def compare_results(tally: Tally, trace: Trace) -> None:
-    """Rounding explains how far the loss and every gradient are off, tensor by tensor."""
+    """Check that rounding explains the errors of the loss and of every gradient."""
     results = trace.of(Explained)
     if _steps(tally, trace) and not results:
         tally.miss(f"no result of {trace.scenario.workload} was compared with float64")
@@ -82,7 +82,7 @@ def compare_results(tally: Tally, trace: Trace) -> None:
 
 
 def compare_repetition(tally: Tally, trace: Trace) -> None:
-    """Steps that are given the same give the same bits, whatever was done in between."""
+    """Check that steps with the same inputs give the same bits, whatever ran in between."""
     first: dict[str, Stepped] = {}
     repeated = 0
     for step in _steps(tally, trace):
@@ -103,7 +103,7 @@ def compare_repetition(tally: Tally, trace: Trace) -> None:
 
 
 def compare_compilation(tally: Tally, trace: Trace) -> None:
-    """A step of as many samples as an earlier one compiles and traces nothing."""
+    """Check that a step with as many samples as an earlier one compiles and traces nothing."""
     for step in _later(tally, trace):
         what = f"step {step.earlier + 1} of {step.num_samples} samples of {trace.scenario.workload}"
         place = evidence.place(trace, step)

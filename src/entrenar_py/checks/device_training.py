@@ -1,6 +1,6 @@
 """F-WGPU-008: training on a device is training on the CPU, loss by loss.
 
-Source: wgpu-backend-v1; where its bound comes from is said in docs/numerics.md.
+Source: wgpu-backend-v1. Its bound is derived in docs/numerics.md.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from entrenar_py.verdict import Finding, Tally
 
 CPU = ("cpu",)
 NUM_STEPS = 100
-FALLEN = 0.99  # of the first loss: who does not train at all agrees with everybody who doesn't
+FALLEN = 0.99  # of the first loss: two runs that don't train at all would agree, too
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """The reference trainer on one worker, one shard a step, so that each step is a whole one."""
+    """The reference trainer on one worker, one shard a step, so that a device makes whole steps."""
     fields: dict[str, Any] = {"num_shards": 1, "num_samples": 21, "batch_size": 7}
     fields |= {"num_steps": NUM_STEPS, "learning_rate": 0.1, "backends": ("wgpu",)}
     return [probes.scenario("reference", workload=name, **fields) for name in ("mlp", "decoder")]
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """HELD if at every step the losses differ by no more than the clause's tolerance of the larger
-    of the CPU's first and its loss then, and the loss falls on both.
+    """Judge that the losses on both are equal and fall. The tolerance is relative to the larger of
+    the CPU's first loss and its loss of the step.
     """
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
@@ -68,7 +68,7 @@ def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) 
 
 
 def _losses(trace: Trace) -> dict[int, float]:
-    """Step -> mean loss, of the steps that have one."""
+    """Return step -> mean loss, for the steps with a known loss."""
     found = {}
     for step, by_rank in evidence.ranks_by_step(evidence.with_losses(trace)):
         loss = evidence.any_rank(by_rank).loss

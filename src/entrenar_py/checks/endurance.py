@@ -1,4 +1,4 @@
-"""F-WP-005: whatever befalls workers and messages, the run ends, and ends right.
+"""F-WP-005: whatever faults strike workers and messages, the run ends with the right weights.
 
 Source: wire-protocol-v1, F-WP-005.
 """
@@ -16,7 +16,7 @@ from entrenar_py.verdict import Finding, Tally
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Each kind of trouble at messages of either direction, and a crowd of them in one run."""
+    """Each kind of fault at messages of either direction, and several of them in one run."""
     system = "parameter_server_simulated"
     usual = probes.scenario(system, world_size=3, num_steps=5, optimizer="momentum")
     singles = [
@@ -49,7 +49,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """A run that promises bits ends as the undisturbed one does, on the same weights."""
+    """Judge that a run that promises bits ends like the undisturbed one, on the same weights."""
     tally = Tally(invariant.id)
     trace = runs.base
     if trace is not None and any(fault.kind in SURVIVED for fault in trace.scenario.faults):
@@ -69,7 +69,7 @@ def _ends_right(tally: Tally, calm: Trace, trace: Trace) -> None:
 
 
 def stranger(value: str, *, step: int) -> Fault:
-    """Somebody who must not be let in; where it claims a rank, that is 1."""
+    """Return the fault of a connection that must be refused. If it claims a rank, that is 1."""
     rank = 1 if value == "taken_rank" else None
     return Fault(kind="stranger", step=step, rank=rank, value=value)
 

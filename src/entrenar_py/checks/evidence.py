@@ -1,4 +1,4 @@
-"""Readings of traces that several judges share: steps, usable runs, first differences."""
+"""Functions to read and compare traces that several judges share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from entrenar_py.verdict import Tally
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
-    """The traces of runs that came to an end; the others are counted as missing, with reasons."""
+    """Return the traces of runs that did not fail. Count the failed ones as missing."""
     kept = []
     for trace in traces:
         if trace.end.status == "failed":
@@ -32,18 +32,18 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
 
 
 def usable_runs(runs: Traces, tally: Tally) -> Traces:
-    """Return `runs` without those that `usable` leaves out."""
+    """Return `runs` without the failed ones, and count those as missing."""
     usable(runs, tally)
     return runs.chosen(lambda trace: None if trace.end.status == "failed" else trace)
 
 
 def is_as_trained(trace: Trace) -> bool:
-    """Return whether nothing was planted in a run that makes another training of it."""
+    """Return whether no fault was planted that changes the results of the training."""
     return all(fault.kind in SURVIVED for fault in trace.scenario.faults)
 
 
 def could_run(tally: Tally, trace: Trace) -> bool:
-    """Return whether a run began; why it did not is missing."""
+    """Return whether a run began. If not, count the reason as missing."""
     if trace.end.status == "failed" and not trace.of(Start):
         tally.miss(f"{trace.scenario.system} could not be run: {trace.end.reason}")
         return False
@@ -51,7 +51,7 @@ def could_run(tally: Tally, trace: Trace) -> bool:
 
 
 def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
-    """Return the undisturbed run whose bits `trace` is to have; why there is none is missing."""
+    """Return the undisturbed run whose bits `trace` must have, or None, counted as missing."""
     if not could_run(tally, trace):
         return None
     if "bitwise" not in trace.promises:
@@ -64,9 +64,7 @@ def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
 
 
 def place(trace: Trace, event: Event) -> dict[str, Any]:
-    """Return what a counterexample says of where it broke: the step, rank and shard of `event`, as
-    far as it has them, and the scenario of its run.
-    """
+    """Return a counterexample's fields: the step, rank and shard of `event`, and the scenario."""
     known = {
         name: getattr(event, name) for name in ("step", "rank", "shard") if hasattr(event, name)
     }
@@ -74,7 +72,7 @@ def place(trace: Trace, event: Event) -> dict[str, Any]:
 
 
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
-    """Step -> rank -> update, without what a resume undid. Of several by one rank, the last."""
+    """Return step -> rank -> the last update in the step, without those that a resume undid."""
     found: dict[int, dict[int, Update]] = defaultdict(dict)
     for update in trace.standing.of(Update):
         found[update.step][update.rank] = update
@@ -82,7 +80,7 @@ def updates(trace: Trace) -> dict[int, dict[int, Update]]:
 
 
 def shards(trace: Trace) -> dict[int, list[Shard]]:
-    """Step -> its shards, ordered by number, of the steps that were committed and not undone."""
+    """Return step -> shards, sorted by number, for the steps that were made and not undone."""
     kept = trace.standing
     committed = {update.step for update in kept.of(Update)}
     found: dict[int, list[Shard]] = defaultdict(list)
@@ -93,7 +91,7 @@ def shards(trace: Trace) -> dict[int, list[Shard]]:
 
 
 def with_losses(trace: Trace) -> Trace:
-    """Return `trace` with missing losses of updates made of those of their steps' shards."""
+    """Return `trace` with each missing loss of an update computed from the step's shards."""
     if all(update.loss is not None for update in trace.of(Update)):
         return trace
     means = {}
@@ -112,7 +110,7 @@ def with_losses(trace: Trace) -> Trace:
 
 
 def non_finite(tensors: Tensors) -> tuple[str, int] | None:
-    """Name and element of the first NaN or Inf among the recorded values; None if there is none."""
+    """Return the tensor and element of the first recorded NaN or Inf, or None."""
     for name, record in tensors.items():
         values = record.values()
         if values is not None and not (finite := np.isfinite(values)).all():
@@ -121,14 +119,14 @@ def non_finite(tensors: Tensors) -> tuple[str, int] | None:
 
 
 def any_rank(by_rank: Mapping[int, Update]) -> Update:
-    """The update of the lowest rank."""
+    """Return the update of the lowest rank."""
     return by_rank[min(by_rank)]
 
 
 def compare_exact(
     tally: Tally, expected: Tensors, got: Tensors, message: str, **place: Any
 ) -> None:
-    """Counts one comparison a tensor, bit for bit; names tensors that only one side has."""
+    """Compare bit for bit, one comparison per tensor. A tensor on one side only is a difference."""
     for name in [*expected, *(name for name in got if name not in expected)]:
         left, right = expected.get(name), got.get(name)
         if left is None or right is None:
@@ -145,7 +143,7 @@ def compare_exact(
 def compare_updates(
     tally: Tally, model: Trace, trace: Trace, part: str, message: str, *, before: float = math.inf
 ) -> None:
-    """Counts a comparison a tensor: each rank's `part` with that of the model's lowest rank."""
+    """Compare each rank's `part` with the model's lowest rank's, bit for bit, up to `before`."""
     expected = updates(model)
     for step, by_rank in ranks_by_step(trace):
         for _, update in sorted(by_rank.items()):
@@ -157,14 +155,14 @@ def compare_updates(
 
 
 def compare_steps_made(tally: Tally, lost: Iterable[int], trace: Trace, words: str = "") -> None:
-    """Counts one comparison: no step was `lost`, of those that a run was to make."""
+    """Count one comparison, which fails if a run did not make the steps `lost`."""
     steps = sorted(lost)
     message = f"{words}steps {steps[:5]} were never made"
     tally.check(not steps, message, step=min(steps, default=None), scenario=trace.scenario)
 
 
 def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
-    """element, expected and got of the first differing element; digests if values are unknown."""
+    """Return the first differing element, with both values; digests if values are unknown."""
     left, right = expected.values(), got.values()
     if left is None or right is None:
         return {"expected": expected.digest, "got": got.digest}
@@ -180,13 +178,13 @@ def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
     return {"element": element, "expected": str(left[element]), "got": str(right[element])}
 
 
-# Rounding of one tensor's gradient is proportional to its terms, which may cancel to nothing while
-# those of other tensors don't: no tensor is held to less than this share of the common norm.
+# A gradient's rounding error is proportional to its terms. In one tensor these may cancel almost
+# completely, so each tensor's norm is taken to be at least 1 / NOISE_SHARE of the norm of all.
 NOISE_SHARE = 32
 
 
 def norm_l2(tensors: Tensors) -> float | None:
-    """The L2 norm over all elements of all tensors; None when some values were not recorded."""
+    """Return the L2 norm of all elements of all tensors; None if values were not recorded."""
     values = vectors(tensors)
     if values is None:
         return None
@@ -203,11 +201,11 @@ def compare_close(
     floor: float = 0.0,
     **place: Any,
 ) -> bool:
-    """Counts one comparison a tensor: |got - expected| <= bound |expected| + floor, in L2 norms.
+    """Count one comparison per tensor: |got - expected| <= bound |expected| + floor, in L2 norms.
 
-    |expected| is the tensor's own norm, so that a small tensor can't hide behind a large one; but
-    at least 1 / NOISE_SHARE of the norm over all tensors, so that one that is rounding noise is no
-    alarm. False, and nothing counted, when the values of a tensor were not recorded.
+    |expected| is the tensor's own norm, so that a small tensor can't hide behind a large one. It is
+    taken to be at least 1 / NOISE_SHARE of the norm over all tensors, so that a tensor of rounding
+    noise does not fail. Return False, and count nothing, if the values of a tensor are unknown.
     """
     left, right, scale = vectors(expected), vectors(got), norm_l2(expected)
     if left is None or right is None or scale is None:
@@ -239,17 +237,17 @@ def compare_close(
 
 
 def vectors(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
-    """The elements of each tensor, flat; None when some values were not recorded."""
+    """Return the elements of each tensor, flat; None if values were not recorded."""
     found = {name: record.values() for name, record in tensors.items()}
     known = {name: value for name, value in found.items() if value is not None}
     return known if known and len(known) == len(found) else None
 
 
 def has_values(tensors: Tensors) -> bool:
-    """Return whether more than the digest of some tensor was recorded."""
+    """Return whether the values of at least one tensor were recorded."""
     return any(record.data is not None for record in tensors.values())
 
 
 def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
-    """(step, rank -> update) in step order."""
+    """Yield each step with its rank -> update, in step order."""
     yield from sorted(updates(trace).items())

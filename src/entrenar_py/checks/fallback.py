@@ -1,6 +1,6 @@
 """F-DP-004: the chain CUDA -> wgpu -> CPU yields a right, finite result, or says why not.
 
-Failure degrades, never panics, never fakes. Source: distributed-training-v1, F-DP-004.
+A failing backend never crashes or fakes a result. Source: distributed-training-v1, F-DP-004.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
     """No fault; then each backend, each pair, and all three, failing in every way; then an adapter
     that really fails, as the only backend but the CPU and as the second of three.
 
-    A backend that works and comes before a failing one is left out of the chain: it would serve,
+    A working backend before a failing one is left out of the chain: it would compute the result,
     and the fault would never strike.
     """
     planned = [_planned((), ())]
@@ -42,7 +42,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def _planned(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
-    """The chain in which each of `failing` fails in its way, and what comes after them works."""
+    """Return the chain of `failing`, each with its kind of fault, and the backends after them."""
     last = ORDER.index(failing[-1]) if failing else -1
     struck = zip(failing, kinds, strict=True)
     faults = tuple(Fault(kind=kind, backend=name) for name, kind in struck)
@@ -50,9 +50,8 @@ def _planned(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """HELD if every run tried the backends in order, gave a reason for each failure, and ended
-    either with a product that float64 confirms or with a halt that names every reason; and if
-    every planned fault struck.
+    """Judge that every run tried the backends in order, gave a reason for each failure, and ended
+    with a product that float64 confirms, or with a halt that names every reason.
     """
     tally, probe = Tally(invariant.id), plan(invariant)[0].system
     for trace in traces:
@@ -75,7 +74,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _chain(scenario: Scenario) -> tuple[str, ...]:
-    """The backends of `scenario` in the order of the clause."""
+    """Return the backends of `scenario` in the order of the clause."""
     return tuple(name for name in ORDER if name in scenario.backends)
 
 
@@ -104,7 +103,7 @@ def _judge_attempts(tally: Tally, trace: Trace) -> None:
 
 
 def _judge_result(tally: Tally, trace: Trace) -> None:
-    """One product, by the backend that served, finite and confirmed by float64."""
+    """Check that there is one product, by the backend that served, finite and right."""
     scenario = trace.scenario
     products = trace.of(Product)
     served = [attempt.backend for attempt in trace.of(Attempt) if attempt.served]
@@ -132,7 +131,7 @@ def _judge_result(tally: Tally, trace: Trace) -> None:
 
 
 def _judge_halt(tally: Tally, trace: Trace) -> None:
-    """Nothing served, nothing was returned, everything was tried, and every reason is given."""
+    """Check that every backend was tried and failed, with its reason, and nothing was returned."""
     scenario = trace.scenario
     attempts = trace.of(Attempt)
     halted = trace.of(Halt)[-1].reason
@@ -152,7 +151,7 @@ def _judge_halt(tally: Tally, trace: Trace) -> None:
 
 
 def _miss_unstruck(tally: Tally, trace: Trace) -> None:
-    """A fault that never struck shows nothing of how the chain takes it."""
+    """Count planned faults that never struck as missing."""
     struck = [dict(event.fault) for event in trace.of(Injected)]
     for fault in trace.scenario.faults:
         if fault.to_dict() not in struck:
@@ -163,7 +162,7 @@ def _miss_unstruck(tally: Tally, trace: Trace) -> None:
 
 
 def _note_devices(tally: Tally, trace: Trace) -> None:
-    """Backends that failed by themselves, and devices that are not what their name says."""
+    """Note backends that failed without a planned fault, and devices that are stand-ins."""
     struck = {event.fault.get("backend") for event in trace.of(Injected)}
     for attempt in trace.of(Attempt):
         if not attempt.served and attempt.backend not in struck:

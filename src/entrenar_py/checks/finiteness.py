@@ -1,6 +1,6 @@
 """F-DP-003: finite gradients average to a finite gradient; NaN or Inf halts before any update.
 
-A user's trainer may skip the step instead, on all ranks, and go on.
+A user's trainer may instead skip the step on all ranks, and go on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from entrenar_py.verdict import Finding, Tally
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """Runs with a non-finite value must halt at it, or, if they are of somebody's own trainer, make
-    no step of it; all others must stay finite and never halt.
+    """Judge that a run halts at its first non-finite value (a user's trainer may skip the step),
+    and that a run without such a value stays finite and never halts.
     """
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
@@ -31,7 +31,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def compare(tally: Tally, trace: Trace) -> None:
-    """One run."""
+    """Judge one run."""
     missing.require_updates(tally, trace)
     missing.require_shards(tally, trace)
     steps = _steps_struck(trace)
@@ -48,7 +48,7 @@ def compare(tally: Tally, trace: Trace) -> None:
 
 
 def _bad(trace: Trace) -> tuple[list[Shard], list[Injected]]:
-    """Return the shards that are not finite, and the planted faults that cause such a value."""
+    """Return the shards that are not finite, and the injected faults that make a value so."""
     bad = [shard for shard in trace.of(Shard) if not _is_finite(shard)]
     planted = [
         event
@@ -59,13 +59,13 @@ def _bad(trace: Trace) -> tuple[list[Shard], list[Injected]]:
 
 
 def _steps_struck(trace: Trace) -> set[int]:
-    """The steps with a value that is not finite."""
+    """Return the steps with a value that is not finite."""
     bad, planted = _bad(trace)
     return {shard.step for shard in bad} | {event.step or 0 for event in planted}
 
 
 def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
-    """The non-finite shards of the first of `steps`, or the faults that no shard admits to."""
+    """Return the non-finite shards of the first of `steps`, or if there are none, its faults."""
     bad, planted = _bad(trace)
     first = min(steps, default=-1)
     shards = [shard for shard in bad if shard.step == first]
@@ -100,7 +100,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
 
 
 def _unknown_at(trace: Trace, halt: Halt) -> str:
-    """Return what was not recorded of a halt's step, and may have been its cause; or nothing."""
+    """Return, in words, the unrecorded shards that may have caused a halt; "" if none lacks."""
     shards = [shard for shard in trace.of(Shard) if shard.step == halt.step]
     if not any(_same_place(halt, shard) for shard in shards):
         where = "" if halt.rank is None else f" of rank {halt.rank}"
@@ -112,13 +112,13 @@ def _unknown_at(trace: Trace, halt: Halt) -> str:
 
 
 def _is_finite(shard: Shard) -> bool:
-    """Return whether loss and gradient are finite; where unknown, whether the shard says so."""
+    """Return whether the shard's flag, its recorded gradient and its loss all say finite."""
     known = evidence.non_finite(shard.gradient) is None
     return shard.finite and known and math.isfinite(shard.loss_sum or 0.0)
 
 
 def _finite_update(tally: Tally, trace: Trace, update: Update) -> None:
-    """What finite shards gave: loss, norms, and whatever values were recorded."""
+    """Check that an update is finite: its loss, its norms, and the values it recorded."""
     found = evidence.non_finite(update.gradient) or evidence.non_finite(update.weights)
     tensor, element = found or (None, None)
     numbers = (update.loss or 0.0, update.grad_norm or 0.0, update.applied_norm or 0.0)
@@ -133,14 +133,14 @@ def _finite_update(tally: Tally, trace: Trace, update: Update) -> None:
 
 
 def _named_by(halt: Halt, culprits: Sequence[Shard | Injected]) -> Shard | Injected:
-    """Of several culprits of one step, the one that the halt names; else the first."""
+    """Return the culprit that the halt names, or else the first."""
     return max(
         culprits, key=lambda c: (_same_place(halt, c), isinstance(c, Shard) and c.ids == halt.ids)
     )
 
 
 def _same_place(one: Halt | Injected, other: Shard | Injected) -> bool:
-    """Return whether both are of one step, and of one rank and shard where both name them."""
+    """Return whether the steps are equal, and rank and shard, too, where both are known."""
     pairs = ((one.rank, other.rank), (one.shard, other.shard))
     return one.step == other.step and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
@@ -166,7 +166,7 @@ def _halts(
         tally.check(False, f"{what} after a non-finite value at {where}", **place)
     for saved in trace.of(Saved):
         tally.check(saved.step <= step, f"a checkpoint was written after {where}", **place)
-    # Somebody's own processes stop by an error of theirs; what that names is not known here.
+    # A user's processes may stop by an error of their own. The place it names is unknown here.
     stopped = trace.scenario.workload == "own" and trace.end.status == "halted"
     message = f"training went on after a non-finite value at {where}: no Halt was recorded"
     tally.check(bool(halts) or stopped, message, **place)
@@ -179,7 +179,7 @@ def _halts(
 def _names(
     tally: Tally, trace: Trace, halt: Halt, culprit: Shard | Injected, place: Mapping[str, Any]
 ) -> None:
-    """What the halt names is the culprit's; what it does not name is missing."""
+    """Check that the place a halt names is the culprit's. A field it does not name is missing."""
     pairs = {"rank": (culprit.rank, halt.rank), "shard": (culprit.shard, halt.shard)}
     unnamed = [
         what for what, (right, named) in pairs.items() if named is None and right is not None
@@ -202,7 +202,7 @@ def _names(
 
 
 def _planted_tensors(trace: Trace, culprit: Shard | Injected) -> list[str]:
-    """The tensors in which a value was planted at the culprit's place; by default the first."""
+    """Return the tensors with a value planted at the culprit's place; the first by default."""
     first = [name for start in trace.of(Start)[:1] for name in start.trainable[:1]]
     return [
         name

@@ -1,4 +1,4 @@
-"""The ranks that took part in each step, and what a resume undid; judges nothing.
+"""The ranks that took part in each step. Judges nothing.
 
 The events of a trace are taken to be in the order of time.
 """
@@ -13,17 +13,17 @@ from entrenar_py.trace import Membership, Start, Trace, Update
 
 
 class Stay(NamedTuple):
-    """The steps from `first` up to, but without, `end`: a rank was there."""
+    """A range of steps, `first <= step < end`, in which a rank was a member."""
 
     first: int
     end: float
 
 
 def stays(trace: Trace) -> dict[int, list[Stay]]:
-    """Rank -> when it was there: from each start until it left. Without those that never started.
+    """Return rank -> its stays, each from a start until the rank left.
 
-    Where others go back to an earlier step, who had left by then is not there when it is made
-    again.
+    If the others resume at an earlier step, a rank that had left is no member in the repeated
+    steps: its stay is cut at that step.
     """
     stays_of: dict[int, list[Stay]] = {}
     for event in trace.standing.events:
@@ -41,12 +41,12 @@ def stays(trace: Trace) -> dict[int, list[Stay]]:
 
 
 def _cut(of_rank: Sequence[Stay], step: int) -> list[Stay]:
-    """Stays that are over end by `step` at the latest; an open one stays open."""
+    """Cut the stays that are over to end by `step`. A stay that is not over remains open."""
     return [one if one.end == math.inf else one._replace(end=min(one.end, step)) for one in of_rank]
 
 
 def members(stays_of: Mapping[int, Sequence[Stay]], step: int) -> set[int]:
-    """The ranks that were there when `step` was made."""
+    """Return the ranks that were members in `step`."""
     return {
         rank
         for rank, of_rank in stays_of.items()
@@ -55,7 +55,7 @@ def members(stays_of: Mapping[int, Sequence[Stay]], step: int) -> set[int]:
 
 
 def ghosts(trace: Trace) -> list[Update]:
-    """The updates of steps for which their rank had left, and not come back, in order."""
+    """Return the updates that ranks made after they had left and before they came back."""
     gone: dict[int, int] = {}
     updates = []
     for event in trace.standing.events:

@@ -1,4 +1,4 @@
-"""A turned knob in the scenario of a run of somebody's own trainer."""
+"""Read and write, in a scenario's options, which knob of a user's trainer was turned."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from entrenar_py.codec import Schema
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 
-# Where a scenario says which knob was turned. Earlier releases also said there, by the key `model`,
+# The option that says which knob was turned. Earlier releases also wrote there, by the key `model`,
 # how the usual run differs.
 OPTION = "pair"
-# The knobs that are judged by the numbers they are at, and what these are.
+# The knobs whose values are used as numbers, and which numbers are allowed.
 _NUMBERS = {"accumulation": "a whole number >= 1", "clip": "a number > 0"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """`knob` is at `value` in one of two runs, and at `usual` in the other.
+    """A knob that has `value` in one of two runs, and `usual` in the other.
 
-    Knobs `beside` it are turned with it, which alone change nothing. Raises UsageError for a value
-    that is none of the knob's.
+    Knobs `beside` it are turned with it; they change nothing by themselves. Raises UsageError if a
+    value is not allowed for the knob.
     """
 
     knob: str
@@ -40,7 +40,7 @@ class Pair:
 
     @property
     def words(self) -> run_comparison.Words:
-        """Return how findings speak of the two."""
+        """Return the words in which findings name the two runs."""
         turned = {self.knob: self.value, **self.beside}
         values = ", ".join(f"{knob}={value}" for knob, value in turned.items())
         return run_comparison.Words(
@@ -54,15 +54,15 @@ class Pair:
 def told(
     scenario: Scenario, *, knob: str, value: str, usual: str, beside: Iterable[tuple[str, str]] = ()
 ) -> Scenario:
-    """Return `scenario`, of a run that has `knob` at `value`, saying so."""
+    """Return `scenario` with the option that says that the run has `knob` at `value`."""
     pair = {"knob": knob, "value": value, "usual": usual, "beside": dict(beside)}
     return scenario.with_(options={**scenario.options, OPTION: pair})
 
 
 def pair_of(scenario: Scenario) -> Pair | None:
-    """Return which knob was turned for a run; None for a run as the script usually is.
+    """Return which knob was turned for a run, or None if no knob was turned.
 
-    Raises UsageError if its scenario, which may come from a file, says it in no such way.
+    Raises UsageError if the scenario, which may come from a file, has a malformed option.
     """
     record = scenario.options.get(OPTION)
     if record is None:
@@ -73,7 +73,7 @@ def pair_of(scenario: Scenario) -> Pair | None:
 
 
 def unturned(scenario: Scenario) -> Scenario:
-    """Return `scenario` as of a run in which no knob was turned."""
+    """Return `scenario` without the option that says which knob was turned."""
     options = {name: held for name, held in scenario.options.items() if name != OPTION}
     return scenario.with_(options=options)
 

@@ -1,8 +1,8 @@
-"""The knobs of somebody's own trainer: what a turn must leave as it is, and how that is judged.
+"""The knobs of a user's own trainer, and how runs with different values of a knob are compared.
 
-What a run on one worker does wrong, too, a comparison with that one can't show; a turn of a knob
-that should change nothing can. A clipping norm is the knob that changes something: the size of the
-gradient, and not its direction. A knob is a row of KNOBS.
+Turning a knob reveals bugs that the run on one worker has, too, and that a comparison with that run
+can't show. All knobs but one must change nothing. The clipping norm may change the size of the
+gradient, but not its direction. Each knob is a row of KNOBS.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from entrenar_py.checks.needs import Need, Traces, turned
 from entrenar_py.trace import Shard, Tensors, Trace, Update, record_tensor
 from entrenar_py.verdict import Tally
 
-UNCLIPPED = "1e9"  # a norm that no gradient has
-_CLIPPED_SHARE = 16  # the norm of the usual run's smallest gradient is so many times the limit
-_CLIPPED_USUAL = 1e-3  # where that is not known
+UNCLIPPED = "1e9"  # larger than the norm of any gradient
+_CLIPPED_SHARE = 16  # the smallest gradient norm of the usual run, divided by the clipping norm
+_CLIPPED_USUAL = 1e-3  # the clipping norm if the gradients' norms are unknown
 # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; others don't.
 CLIP_EPSILON = 1e-6
 
 
 def compare(tally: Tally, runs: Traces) -> list[int]:
-    """Compare every run in which a knob is turned with the base, in which none is.
+    """Compare every run with a turned knob with the base, in which no knob is turned.
 
-    Returns how many gradients were compared of each.
+    Return the number of gradients compared in each run whose knob took effect.
     """
     counts = []
     for name, trace in runs.turned():
@@ -46,12 +46,12 @@ def compare(tally: Tally, runs: Traces) -> list[int]:
     return counts
 
 
-# Took the knob effect? Two equal runs say nothing.
+# Returns whether the knob took effect: two equal runs would prove nothing.
 Effect = Callable[[Tally, Pair, Trace, Trace], bool]
 
 
 def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Trace, Trace], int | None]:
-    """Return the judge of a knob that is to change nothing, of runs in which it `took_effect`."""
+    """Return the judge of a knob that must change nothing, for runs in which it `took_effect`."""
 
     def judge(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int | None:
         if trace.scenario.dropout and not oracles.same_masks(model, trace):
@@ -89,7 +89,7 @@ def _is_normalised_apart(tally: Tally, pair: Pair, trace: Trace) -> bool:
 
 
 def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
-    """Return whether a step has the same samples in more micro-batches."""
+    """Return whether the first step has the same samples in another number of micro-batches."""
     if _is_normalised_apart(tally, pair, trace):
         return False
     before, after = _micro_batches(model), _micro_batches(trace)
@@ -120,8 +120,8 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
 
 
 def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
-    """No step's gradient is longer than the clipping norm; that of the first, whose weights are the
-    same, is the unclipped one made so long.
+    """Check that no gradient is longer than the clipping norm, and that step 0's is the unclipped
+    gradient scaled to that norm (both runs have the same weights then).
     """
     limit = float(pair.value)
     bounds = run_comparison.Bounds.of({}, model, trace)
@@ -184,7 +184,7 @@ def _orders(trace: Trace) -> list[tuple[int, ...]]:
 
 
 def _local(trace: Trace) -> dict[str, str]:
-    """The digests of the first micro-batch's gradient."""
+    """Return the digests of the first micro-batch's gradient."""
     first = trace.of(Shard)[:1]
     return {name: record.digest for one in first for name, record in one.gradient.items()}
 
@@ -201,13 +201,13 @@ def _limit(usual: Trace) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Knob:
-    """One thing that a script can be asked to do otherwise, with the training staying the same.
+    """One setting of a script that can be changed without making it another training.
 
-    It is a placeholder of its name in the command; `says` is what a script does with its value. It
-    is at `usual` in all runs but its own; `others` are what it is turned to there, or `limit` makes
-    that of the usual run. Knobs `beside` it are turned with it, if the command has them. `judge`
-    compares the usual run and the other one, and returns how many gradients it compared, or None if
-    the knob took no effect.
+    The command has a placeholder of the knob's name; `says` is what the script does with its value.
+    The value is `usual` in all runs but the knob's own. There it is each of `others`, or the result
+    of `limit` for the usual run. Knobs `beside` it are turned with it, if the command has them.
+    `judge` compares the usual run with the other one. It returns the number of gradients that it
+    compared, or None if the knob took no effect.
     """
 
     says: str
@@ -218,7 +218,7 @@ class Knob:
     beside: tuple[str, ...] = ()
 
     def turns(self, usual: Trace | None) -> tuple[str, ...]:
-        """Return what it is turned to, where `usual` is the usual run."""
+        """Return the values that the knob is turned to, given the usual run."""
         if self.limit is None:
             return self.others
         assert usual is not None, "it was run first"
@@ -236,8 +236,8 @@ KNOBS: Mapping[str, Knob] = {
         says=f"the largest L2 norm of a gradient: {UNCLIPPED}, and one that is always exceeded",
         usual=UNCLIPPED,
         limit=_limit,
-        # What is clipped at the wrong place, each micro-batch or a gradient that is still scaled,
-        # shows only where there is such a thing.
+        # Clipping each micro-batch, or a gradient that is still scaled, is a bug that shows only
+        # with several micro-batches, or with a scaled loss.
         beside=("accumulation", "loss_scale"),
         judge=_clipped,
     ),

@@ -1,4 +1,4 @@
-"""F-TI-004: every trainable tensor moves, every frozen one does not."""
+"""F-TI-004: every trainable tensor changes, and no frozen tensor does."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
-# A trainable tensor may rest while its gradient is exactly zero (LoRA's A while B is still zero, an
-# expert that nothing was routed to); one with a gradient must have moved after this many steps with
-# a positive learning rate.
+# A trainable tensor may stay unchanged while its gradient is exactly zero (LoRA's A while B is
+# still zero, an expert that nothing was routed to). A tensor with a gradient must have changed
+# after this many steps with a positive learning rate.
 STEPS_TO_MOVE = 3
-# A float32 weight w moves if it is to move by more than this times |w|. A step of any optimizer
-# here is at least rate times gradient, unless larger gradients came before it, which moved it.
+# A float32 weight w changes if its step is larger than this times |w|. A step of any optimizer here
+# is at least rate times gradient, unless larger gradients came before, and these changed w.
 HALF_ULP = 2.0**-24
 _WEIGHTS = "Start.weights and Update.weights, with all tensors, frozen ones too"
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """Trainable and frozen as the trainer declared them at its start."""
+    """Judge the tensors that each rank's Start declared as trainable and as frozen."""
     tally = Tally(invariant.id)
     for trace in (one.standing for one in evidence.usable(traces, tally)):
         missing.require_updates(tally, trace)
@@ -92,7 +92,7 @@ def _moving(
 
 
 def _rest(start: Start, name: str, live: Sequence[Update]) -> list[Update]:
-    """The updates before the first one that moved `name`, of those that recorded it."""
+    """Return the recorded updates before the first one that changed `name`."""
     known = [update for update in live if name in update.weights]
     held = start.weights[name].digest
     return list(takewhile(lambda update: update.weights[name].digest == held, known))
@@ -106,7 +106,7 @@ def _dead(tally: Tally, trace: Trace, name: str, rest: Sequence[Update]) -> None
 
 
 def _local(trace: Trace, rank: int, name: str) -> dict[int, np.ndarray[Any, Any]]:
-    """Step -> the gradient of `name` in a shard of this rank, at most the mean over the step."""
+    """Return step -> the gradient of `name` in the rank's last shard, divided by its weight."""
     found = {}
     for shard in trace.of(Shard):
         if shard.rank == rank and name in shard.gradient:
@@ -125,12 +125,11 @@ def _may_rest(
     *,
     moved: bool,
 ) -> bool:
-    """Return whether arithmetic explains that `name` rested: gradients too small to show in its
-    weights.
+    """Return False if a gradient of `name` was large enough to change its weights.
 
-    Gradients of exactly zero explain it too if it `moved` later. If it never did it was cut off, or
-    never used: the question stays open, as where values were not recorded, and is missing. Where
-    the optimizer was given none, though there was one, that of a shard counts.
+    Otherwise the tensor may rest. If it never `moved` and all its gradients were zero, or if values
+    were not recorded, that is counted as missing. `local` has gradients of shards, which are used
+    for updates that recorded none.
     """
     weight = start.weights[name].values()
     some_gradient = False
@@ -156,7 +155,7 @@ def _may_rest(
 
 
 def _shrunk(update: Update) -> float:
-    """The factor by which clipping shortened the gradient; 1 where that is not known."""
+    """Return the factor by which clipping shortened the gradient; 1 if it is unknown."""
     return update.applied_norm / update.grad_norm if update.applied_norm and update.grad_norm else 1
 
 

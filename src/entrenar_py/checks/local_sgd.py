@@ -1,4 +1,4 @@
-"""Clauses of synchronous training, where workers step alone: they hold of rounds, not of steps."""
+"""Clauses for workers that step alone: agreement, parity and finiteness by round, not by step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
 
 
 def plan_scenario(**changes: Any) -> Scenario:
-    """Three workers, unequal shares, two epochs, rounds of two steps and a last one of one."""
+    """Return a scenario: three workers, unequal shares, two epochs, rounds of 2, 2 and 1 steps."""
     usual = plans.mlp(
         system="local_sgd",
         num_steps=5,
@@ -41,24 +41,24 @@ def plan_scenario(**changes: Any) -> Scenario:
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Undisturbed; and a worker that dies in a round and comes back in a later one."""
+    """Undisturbed; and with a worker that dies in a round and comes back in a later one."""
     moves = (Fault(kind="leave", rank=1, step=1), Fault(kind="join", rank=1, step=3))
     return [plan_scenario(), plan_scenario(faults=moves)]
 
 
 def plan_parity(invariant: Invariant) -> list[Scenario]:
-    """Plain SGD inside, synchronised after every step, and the mean taken as it is."""
+    """Plain SGD, synchronised after every step, with the plain mean as the outer step."""
     return [plan_scenario(optimizer="sgd", learning_rate=0.05, options=_AS_ONE)]
 
 
 def plan_non_finite(invariant: Invariant) -> list[Scenario]:
-    """Calm, and a NaN in the middle of one worker's round."""
+    """Undisturbed; and with a NaN in the middle of one worker's round."""
     bad = Fault(kind="non_finite_gradient", rank=1, step=2, value="nan")
     return [plan_scenario(), plan_scenario(faults=(bad,))]
 
 
 def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
-    """Every outer step, every worker, every tensor, the outer momentum; and who joins."""
+    """Judge that all workers agree on every tensor after each outer step, and joiners with them."""
     tally = Tally(invariant.id)
     for trace in rounds.usable(traces, tally):
         replica_identity.compare(tally, rounds.as_steps(trace))
@@ -67,7 +67,7 @@ def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _joined(tally: Tally, trace: Trace) -> None:
-    """Who joins begins at the outer weights, whatever it held when it went away."""
+    """Check that a worker that joins begins at the outer weights."""
     synchronisations = rounds.synchronisations(trace)
     for start in rounds.joiners(trace):
         earlier = [step for step in synchronisations if step < start.step]
@@ -81,7 +81,7 @@ def _joined(tally: Tally, trace: Trace) -> None:
 
 
 def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
-    """Of runs in rounds of one step: the weights after each, and the losses."""
+    """Judge runs in rounds of one step: weights after each step, and losses, against the oracle."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     base = None
@@ -98,7 +98,7 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
-    """A NaN in a worker's round: no outer step is made of it, and everyone halts, naming it."""
+    """Judge that a NaN in a worker's round halts all before the outer step, and is named."""
     tally = Tally(invariant.id)
     kept = rounds.usable(traces, tally)
     if not kept:

@@ -16,7 +16,7 @@ from entrenar_py.trace import Attempt, Manifest, Trace
 from entrenar_py.verdict import Finding, Tally
 
 BACKENDS = ("cpu", "wgpu", "cuda")
-DECLARED = "model"  # the manifest that the model declares, not one that a backend produced
+DECLARED = "model"  # the backend name in the manifest that the model itself declares
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
@@ -28,9 +28,9 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """HELD if in each run, two backends or more, all manifests equal the first one.
+    """Judge that in each run, on two backends or more, all manifests equal the first.
 
-    The first one is the model's own where the trace has it: backends may also agree on nonsense.
+    The first is the model's own if the trace has it, since backends might all be wrong alike.
     """
     tally, probe = Tally(invariant.id), plan(invariant)[0].system
     for trace in evidence.usable(traces, tally):

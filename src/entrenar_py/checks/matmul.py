@@ -14,10 +14,9 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Product
 from entrenar_py.verdict import Finding, Tally
 
-# Options of the system `matmul`. Ragged and prime sizes meet every edge of a tile; a long k is
-# where float32 sums drift; a large magnitude is where an absolute tolerance is meaningless. Each
-# kernel that wgpu chooses from meets several of them: the last two are about the least that get its
-# medium and its large tiles.
+# Options of the system `matmul`. Ragged and prime sizes test every edge of a tile, a long k the
+# drift of float32 sums, a large magnitude a case in which an absolute tolerance is meaningless. The
+# last two are about the smallest for which wgpu chooses the kernels with medium and large tiles.
 PLANNED: tuple[dict[str, Any], ...] = (
     {"m": 64, "k": 64, "n": 64},
     {"m": 64, "k": 64, "n": 64, "layout": "both_transposed"},
@@ -45,10 +44,10 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """HELD if every product is finite, of its shape, within its bound, and within the tolerance.
+    """Judge that every product is finite, has its shape, and is within its bound and the tolerance.
 
-    The bound (against float64) applies at every shape; the clause's absolute tolerance (against
-    the CPU's float32) at the stated shape and range only.
+    The bound on the distance from float64 applies to every shape. The clause's absolute tolerance
+    on the distance from the CPU's float32 applies to the stated shape and range only.
     """
     tally = Tally(invariant.id)
     for trace in traces:

@@ -1,4 +1,4 @@
-"""F-HET-002: each worker's peak memory stays within its device's budget, and was foreseen.
+"""F-HET-002: each worker's peak memory is within its device's budget and matches the estimate.
 
 Source: distributed-training-v1, F-HET-002.
 """
@@ -14,17 +14,17 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, Memory, Trace
 from entrenar_py.verdict import Tally
 
-# An estimate bounds what a worker grows by above what it held before it built anything. From
-# STANDS_OUT_BYTES on it is also no more than SLACK times the growth; below, the interpreter's
-# allocator, whose free memory a small model fits into, decides what growth can be seen.
+# An estimate is an upper bound on a worker's growth above its memory before the model was built. An
+# estimate of STANDS_OUT_BYTES or more must also be at most SLACK times the growth. A smaller model
+# may fit into free memory of the interpreter's allocator, so that its growth can't be seen.
 SLACK = 1.5
 STANDS_OUT_BYTES = 128 * 2**20
-# On a device there is nothing else.
+# A device's memory has no interpreter in it.
 STANDS_OUT_ON_DEVICE_BYTES = 8 * 2**20
 
 
 def compare(tally: Tally, trace: Trace) -> None:
-    """Every rank's peak against its budget, and its growth against the estimate made beforehand."""
+    """Compare every rank's peak with its budget, and its growth with the earlier estimate."""
     measured = trace.of(Memory)
     for memory in measured:
         _compare_rank(tally, memory, trace)
@@ -60,8 +60,8 @@ def _compare_rank(tally: Tally, memory: Memory, trace: Trace) -> None:
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Both workers of two, with a model large enough to stand out from the interpreter; and one on
-    each kind of device, with one that stands out there.
+    """Two workers on the CPU, with a model that is large next to the interpreter's memory; and one
+    worker on each kind of device, with a model that is large enough there.
     """
     usual: dict[str, Any] = {"workload": "mlp", "world_size": 2, "num_steps": 2}
     host = probes.scenario(

@@ -1,6 +1,6 @@
-"""Reasons that say what a trace does not reveal, and what to record; judges nothing.
+"""Find facts that a trace lacks, and say what to record. Judges nothing.
 
-Reasons name events and fields as `entrenar_py.trace` has them; docs/traces.md has them all.
+Reasons name events and fields as `entrenar_py.trace` does. docs/traces.md lists them all.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from entrenar_py.contract import Invariant
 from entrenar_py.trace import Event, Gap, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Tally
 
-# How a trace keeps more of a tensor than its digest.
+# The advice to record a tensor with its values, not only its digest.
 WITH_VALUES = "with values, record_tensor(array, values=True)"
 
 
 def ask(tally: Tally, why: str, what: str) -> None:
-    """Counts `why` as missing, and `what` as what to record; of the same `what` the first alone."""
+    """Count `why` as missing, with the advice to record `what`; only once for the same `what`."""
     advice = f": record {what}"
     if not any(reason.endswith(advice) for reason in tally.missing):
         tally.miss(why + advice)
 
 
 class Gaps:
-    """What ranks did not record: told once for all ranks that lack the same."""
+    """Facts that ranks did not record. Ranks that lack the same fact share one reason."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str], list[tuple[int, int]]] = {}
 
     def add(self, why: str, what: str, *, rank: int, step: int) -> None:
-        """`rank` lacks `what` in `step` (-1: before the first); `why` goes on after its name."""
+        """Add that `rank` lacks `what` in `step` (-1: before the first); `why` is the predicate."""
         self._found.setdefault((why, what), []).append((step, rank))
 
     def tell(self, tally: Tally) -> None:
-        """Counts each as missing: `ranks 0, 2 recorded no weights in step 3: record ...`."""
+        """Count each gap as missing: `ranks 0, 2 recorded no weights in step 3: record ...`."""
         for (why, what), places in self._found.items():
             steps, ranks = ({place[at] for place in places} for at in (0, 1))
             later = " and later" if len(steps) > 1 else ""
@@ -52,7 +52,7 @@ Recorded = Set[tuple[type[Event], int, str]]
 
 
 def recorded(trace: Trace) -> Recorded:
-    """Return (kind, rank, part) of the optimizer state and buffers that events hold."""
+    """Return (event type, rank, part) for each event with optimizer state or with buffers."""
     return {
         (type(event), event.rank, part)
         for event in trace.events
@@ -63,11 +63,11 @@ def recorded(trace: Trace) -> Recorded:
 
 
 def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bool:
-    """Return whether the `part` of which `holder` has nothing was not recorded; else it was lost.
+    """Return True if the empty `part` of `holder` was not recorded, False if the trainer lost it.
 
-    Weights and gradients are never empty. Optimizer state and buffers are where they were lost:
-    after a step if the rank recorded them after another, in a start if it did anywhere, in a
-    checkpoint if any rank did. `known` is what `recorded` gives.
+    Weights and gradients are never lost. Optimizer state and buffers are lost: in an update if the
+    rank recorded them in another update, in a start if it recorded them anywhere, in a checkpoint
+    if any rank recorded them. `known` is the result of `recorded`.
     """
     if part in ("weights", "gradient"):
         return True
@@ -80,7 +80,7 @@ def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bo
 
 
 def require_shards(tally: Tally, trace: Trace) -> set[int]:
-    """The steps that were made and of which shards are unknown, counted as missing."""
+    """Return the steps that were made with unknown shards, and count them as missing."""
     bare = _unsharded(trace)
     advice = "a Shard with ids, loss_sum, weight and finite for every rank and step"
     if lacking := sorted(bare - evidence.shards(trace).keys()):
@@ -91,7 +91,7 @@ def require_shards(tally: Tally, trace: Trace) -> set[int]:
 
 
 def require_beginning(tally: Tally, trace: Trace) -> set[int]:
-    """The steps before which a ledger was begun anew, counted as missing if there are any."""
+    """Return the steps before the start of this ledger, and count them as missing if any."""
     lacking = max((gap.step for gap in trace.of(Gap)), default=0)
     if lacking:
         tally.miss(
@@ -102,13 +102,13 @@ def require_beginning(tally: Tally, trace: Trace) -> set[int]:
 
 
 def _silent(trace: Trace) -> set[int]:
-    """The ranks that made steps and never recorded a shard."""
+    """Return the ranks that made steps and never recorded a shard."""
     return {update.rank for update in trace.of(Update)} - {shard.rank for shard in trace.of(Shard)}
 
 
 def _unsharded(trace: Trace) -> set[int]:
-    """The steps that were made and of which no shard was recorded; or none of a rank that never
-    recorded any, and the others have not all samples.
+    """Return the steps that were made without a recorded shard, or with too few of them for their
+    samples, if a rank that made the step never records shards.
     """
     known, silent = evidence.shards(trace), _silent(trace)
     return {
@@ -125,7 +125,7 @@ def lacks_samples(shards: Sequence[Shard], by_rank: Mapping[int, Update]) -> boo
 
 
 def require_ids(tally: Tally, trace: Trace) -> set[int]:
-    """The steps that were made and of which samples are unknown, counted as missing."""
+    """Return the steps that were made with unknown samples, and count them as missing."""
     bare = require_shards(tally, trace)
     if nameless := _unnamed(trace):
         ask(
@@ -137,12 +137,12 @@ def require_ids(tally: Tally, trace: Trace) -> set[int]:
 
 
 def unknown_steps(trace: Trace) -> set[int]:
-    """Return what `require_ids` gives, uncounted."""
+    """Return the steps with unknown samples, as `require_ids` does, without counting them."""
     return _unsharded(trace) | _unnamed(trace)
 
 
 def _unnamed(trace: Trace) -> set[int]:
-    """The steps of which a shard counts samples and names none; all if no shard names any."""
+    """Return the steps with a shard that has weight but no ids; all steps if no shard has ids."""
     never = not any(shard.ids for shard in trace.of(Shard))
     return {
         step
@@ -152,7 +152,7 @@ def _unnamed(trace: Trace) -> set[int]:
 
 
 def require_updates(tally: Tally, *traces: Trace) -> bool:
-    """Return whether each of `traces` that completed shows a step; one that does not is missing."""
+    """Return whether every completed run recorded a step. Count the first without as missing."""
     for trace in traces:
         if trace.end.status == "completed" and not trace.of(Update):
             ask(tally, "no step was recorded", "an Update for every rank and step")
@@ -161,14 +161,14 @@ def require_updates(tally: Tally, *traces: Trace) -> bool:
 
 
 def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
-    """The fields of a Shard that at least one of two runs never fills in, with what they hold then.
+    """Return the fields of Shard that one of two runs, or both, never fill in, with empty values.
 
-    One that the other run does fill in is counted as missing.
+    A field that only one of the runs fills in is counted as missing.
     """
     found: dict[str, Any] = {}
     for name, unknown in (("ids", ()), ("draws", None), ("gradient", {})):
         if name == "draws" and not trace.scenario.dropout:
-            continue  # none is what a run without dropout draws
+            continue  # None is right: nothing is drawn without dropout
         filled = [any(getattr(one, name) for one in run.of(Shard)) for run in (model, trace)]
         if not all(filled):
             found[name] = unknown
@@ -184,12 +184,12 @@ def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
 
 
 def when(step: int) -> str:
-    """`in step 3`, or `before the first step` for -1."""
+    """Return `in step 3`, or `before the first step` for -1."""
     return "before the first step" if step < 0 else f"in step {step}"
 
 
 def probed(invariant: Invariant, what: str) -> str:
-    """The reason of a clause that a trace of training says nothing about; begins with `what`."""
+    """Return the reason, beginning with `what`, why a trace of training can't decide a clause."""
     return (
         f"{what}: {invariant.id} is decided by a probe that the harness runs itself, not by a "
         f"trainer's trace; run entrenar-check with --only {invariant.id} and without --judge"

@@ -1,7 +1,7 @@
-"""The runs that a check needs beside the one it judges, by name and once they are there.
+"""The other runs that a check needs to judge a run: their names (Need) and the runs (Runs).
 
-Judges search for nothing: what runs a command, changes a scenario or reads stored traces says which
-run is which.
+A judge does not search for runs. The code that launches a command, changes a scenario or reads
+stored traces says which run answers which need.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """One other run of the same training; `says` which.
+    """One other run of the same training, which `says` describes.
 
-    `free` are the fields of a scenario in which that run may differ from the one that is meant, and
-    do as well. `knob` is the knob of somebody's command that is turned in it.
+    A run still answers the need if its scenario differs in the fields `free`. `knob` is the knob of
+    a user's command that is turned in the run, or "".
     """
 
     name: str
@@ -30,7 +30,7 @@ class Need:
     knob: str = ""
 
 
-# --- of the run that is judged, another form ------------------------------------------------------
+# --- the judged run in another form ---------------------------------------------------------------
 ALONE = Need(
     name="alone",
     says="the same run on one worker",
@@ -43,25 +43,25 @@ CALM = Need(name="calm", says="the same run with nothing wrong, and nobody audit
 TWIN = Need(name="twin", says="the same reduction in another network, or in one process")
 ON_CPU = Need(name="on_cpu", says="the same run on the CPU")
 
-# --- runs that are disturbed, beside the base, which is not ---------------------------------------
+# --- disturbed runs, judged together with the undisturbed base ------------------------------------
 KILLED = Need(name="killed", says="the base with a worker lost")
 RESUMED = Need(name="resumed", says="the base, stopped and resumed")
 
-# --- runs that are disturbed and need no base -----------------------------------------------------
+# --- disturbed runs that need no base -------------------------------------------------------------
 POISONED = Need(name="poisoned", says="a run with a value that is not finite")
 SAVED = Need(name="saved", says="a run that wrote a checkpoint and loaded it")
 
 
 def turned(knob: str) -> Need:
-    """Return the need of a run of somebody's command with `knob` turned, beside the usual one."""
+    """Return the need of a run of a user's command in which `knob` is turned."""
     return Need(name=f"turned {knob}", says=f"the base with {knob} turned", knob=knob)
 
 
 @dataclass(frozen=True)
 class Near(Generic[T]):
-    """The run that comes nearest to one that is missing, and the fields in which it misses it.
+    """The run most similar to a missing run, and the scenario fields in which it differs.
 
-    Field -> (what the run has, what it would have to have).
+    `fields` maps a field to its value in `run` and the value that is needed.
     """
 
     run: T
@@ -70,11 +70,11 @@ class Near(Generic[T]):
 
 @dataclass(frozen=True)
 class Runs(Generic[T]):
-    """The run that others are compared with, or that is judged by itself; and those beside it.
+    """The run to judge (`base`), and the runs that answer needs (`beside`).
 
-    `base` is None where it is not there. `undropped` are the runs of the same training without
-    dropout, where its masks forbid to compare the run with others. `near` has the run that comes
-    nearest to a need which nothing answers.
+    `base` is None if there is no such run. `undropped` are the runs of the same training without
+    dropout, for trainings whose dropout masks make runs incomparable. `near` has, for a need that
+    no run answers, the most similar run.
     """
 
     base: T | None = None
@@ -93,20 +93,20 @@ class Runs(Generic[T]):
                 yield from ((need.knob, run) for run in runs)
 
     def __iter__(self) -> Iterator[T]:
-        """Yield every run once: the base, those beside it, and those without dropout."""
+        """Yield every run once: the base, the runs for needs, and the runs without dropout."""
         yield from self.own
         if self.undropped is not None:
             yield from self.undropped
 
     @property
     def own(self) -> Sequence[T]:
-        """The runs but those without dropout, each once."""
+        """Return the base and the runs for needs, each once, without `undropped`."""
         base = () if self.base is None else (self.base,)
         runs = (*base, *self.of(*self.beside))
         return [run for place, run in enumerate(runs) if not any(run is r for r in runs[:place])]
 
     def chosen(self, choose: Callable[[T], U | None]) -> Runs[U]:
-        """Return the same of what `choose` makes of each run, without those it makes None of."""
+        """Return these Runs with `choose(run)` for each run, leaving out those that are None."""
         beside = {need: tuple(map(choose, runs)) for need, runs in self.beside.items()}
         return Runs(
             base=None if self.base is None else choose(self.base),
@@ -122,14 +122,14 @@ class Runs(Generic[T]):
         )
 
     def nearly(self, need: Need) -> str:
-        """Return what to end a reason with where `need` is not answered; empty if nothing is near.
+        """Return the end of a reason that no run answers `need`; "" if no run is similar.
 
-        `; the nearest other trace differs in num_shards (4, needed 2)`.
+        For example `; the nearest other trace differs in num_shards (4, needed 2)`.
         """
         fields = self.near[need].fields if need in self.near else {}
         listed = ", ".join(f"{name} ({was}, needed {due})" for name, (was, due) in fields.items())
         return f"; the nearest other trace differs in {listed}" if listed else ""
 
 
-# What a judge is given.
+# The argument of a judge.
 Traces = Runs[Trace]

@@ -1,6 +1,4 @@
-"""F-TI-002: optimizer state agrees on all workers; a checkpoint holds what they held, and a resume
-restores it.
-"""
+"""F-TI-002: optimizer state is equal on all workers, and survives checkpoint and resume."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from entrenar_py.verdict import Finding, Tally
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """Optimizer state across ranks, and everything across save and load."""
+    """Judge optimizer state across ranks, and the whole state across save and load."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
         comparison = Comparison(tally, trace)
@@ -40,17 +38,17 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _is_the_server_s(trace: Trace) -> bool:
-    """Return whether there is an optimizer's state, and workers have none of it."""
+    """Return whether the optimizer has state, and only the server keeps it."""
     return trace.scenario.optimizer != "sgd" and trace.traits.updates == "server"
 
 
 def _parts(trace: Trace) -> tuple[str, ...]:
-    """Return what a checkpoint shares with those who wrote and load it."""
+    """Return the parts of a checkpoint that the worker that wrote or loaded it holds, too."""
     return tuple(one for one in PARTS if one != "optimizer" or not _is_the_server_s(trace))
 
 
 def _compare_restored(tally: Tally, comparison: Comparison) -> None:
-    """Compare each checkpoint with the state of its writer, and of every rank that loaded it."""
+    """Compare each checkpoint with the states of its writer and of every rank that loaded it."""
     kept, updates = comparison.trace.standing, evidence.updates(comparison.trace)
     for saved in kept.of(Saved):
         holders = updates.get(saved.step - 1, {})

@@ -1,7 +1,7 @@
-"""The run on a single device that a training is compared with; judges nothing.
+"""Find the run on a single device that a training is compared with. Judges nothing.
 
-The independent trainer's, and of somebody's own trainer, which that can't run, its own with one
-worker.
+It is a run of the independent trainer. For a user's own trainer, which that can't reproduce, it is
+the user's run on one worker.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from entrenar_py.trace import Shard, Trace
 
 
 def model_of(runs: Traces) -> Trace | None:
-    """Return the run that the others are compared with; None where there is none."""
+    """Return the run that the others are compared with, or None."""
     return next(iter(runs.of(ORACLE, ALONE)), None)
 
 
 def missing_model(runs: Traces) -> str:
-    """Return why no run on a single device could be compared with, and what to record.
+    """Return why there was no run on a single device to compare with, and what to record.
 
-    Empty if one could.
+    "" if there was one.
     """
     model = model_of(runs)
     for trace in runs.own:
@@ -31,9 +31,9 @@ def missing_model(runs: Traces) -> str:
 
 
 def _other_batches(runs: Traces) -> str:
-    """Return why one worker's run of somebody's own trainer is another training, if its batch is.
+    """Return that a user's run on one worker has another global batch, if it has; else "".
 
-    Most scripts are told the batch of each worker.
+    It often has, since most scripts have an option for the batch of each worker.
     """
     near = runs.near.get(ALONE)
     if runs.base is None or runs.base.scenario.workload != "own" or near is None:
@@ -48,12 +48,12 @@ def _other_batches(runs: Traces) -> str:
 
 
 def same_masks(model: Trace, trace: Trace) -> bool:
-    """Return whether dropout, if any, drops in `trace` what it drops in the model.
+    """Return whether dropout, if any, uses the same masks in `trace` as in the model.
 
-    A single device draws what its logical shards would draw; a trainer that promises bits keys its
-    dropout by shard too, and draws the same unless its masks are `shard_apart`. Of others the first
-    stream tells, if it was recorded. Micro-batches draw in another order. Batch normalisation by
-    each rank's own samples is like a mask: another one on one worker.
+    The single device draws by logical shard. A trainer that also draws by shard has the same masks
+    unless its masks are `shard_apart`. For others the first shards' draws are compared, if they
+    were recorded. Micro-batches draw in another order. Batch normalisation by each rank's own
+    samples counts as different masks, since one worker normalises differently.
     """
     if trace.traits.batch_norm:
         return False
@@ -68,7 +68,7 @@ def same_masks(model: Trace, trace: Trace) -> bool:
 
 
 def other_masks(trace: Trace) -> str:
-    """Return why a trace under dropout, or batch normalisation, is not compared with one device."""
+    """Return why a run with dropout or batch normalisation is not compared with one device."""
     if trace.traits.batch_norm:
         return (
             "batch normalisation is by each rank's own samples: on one worker it is another run, "

@@ -1,6 +1,6 @@
-"""How workers that step alone are brought together: when, who, and by which rule.
+"""The outer step of workers that step alone: when it is made, by which workers, by which rule.
 
-The outer step is recomputed in float64 from what each worker held at the end of its round.
+The outer step is recomputed in float64 from each worker's weights at the end of its round.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from entrenar_py.trace import (
 )
 from entrenar_py.verdict import Finding, Tally
 
-# Of the weights: a worker's distance from the outer weights is rounded once, its mean with others
-# some more, and the sum of both once: 16 u, u = 2^-24, for up to about ten workers.
+# Relative bound on the weights, 16 u with u = 2^-24, for up to about ten workers: one rounding of
+# each worker's distance from the outer weights, some of their mean, and one of the final sum.
 BOUND = 2.0**-20
 MOMENTUM = "momentum_buffer"
 
@@ -37,7 +37,7 @@ Vectors = Mapping[str, NDArray[Any]]
 
 
 def judge_schedule(invariant: Invariant, traces: Traces) -> Finding:
-    """Brought together when a round is over, at no other time, and silent within it."""
+    """Judge that workers synchronise at the end of each round, and don't communicate within it."""
     tally = Tally(invariant.id)
     for trace in rounds.usable(traces, tally):
         _on_time(tally, trace)
@@ -63,7 +63,7 @@ def _on_time(tally: Tally, trace: Trace) -> None:
 
 
 def _none_within(tally: Tally, trace: Trace) -> None:
-    """However many buckets the sum at a round's end has, there is none inside."""
+    """Check that no collective is called within a round. Its end may need any number."""
     meetings = trace.of(Synchronised)
     for event in meetings:
         if event.collectives_alone is not None:
@@ -78,7 +78,7 @@ def _none_within(tally: Tally, trace: Trace) -> None:
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """Every outer step of every worker: weights, and the momentum that is kept."""
+    """Judge every outer step of every worker: the weights, and the outer momentum."""
     tally = Tally(invariant.id)
     for trace in rounds.usable(traces, tally):
         _follow(tally, trace)
@@ -114,10 +114,9 @@ def _follow(tally: Tally, trace: Trace) -> None:
 def _mean(
     trace: Trace, there: Mapping[int, Update], earlier: int, step: int, start: Start
 ) -> Vectors | None:
-    """Return what the workers that are there came to in a round, by the weight of their samples in
-    it.
+    """Return the mean of the present workers' weights, by their samples in the round.
 
-    None if some of it was not recorded. What a worker did before it joined is lost.
+    None if weights or shards were not recorded. Steps before a worker joined don't count.
     """
     joined = {one.rank: one.step for one in trace.of(Membership) if one.change == "joined"}
     counts = dict.fromkeys(there, 0.0)
@@ -146,7 +145,7 @@ def _mean(
 def _outer(
     trace: Trace, before: Vectors, momentum: Vectors, mean: Vectors
 ) -> tuple[Vectors, Vectors]:
-    """Weights and momentum after the outer step. Source: Sutskever et al. 2013, as torch has it."""
+    """Return weights and momentum after the outer step: Sutskever et al. 2013, as in torch."""
     rule = rounds.rule(trace.scenario)
     weights, kept = {}, {}
     for name, value in mean.items():
@@ -185,7 +184,7 @@ def _compare(
 
 
 def _momentum(event: Synchronised) -> Vectors:
-    """The outer momentum of each tensor; nothing where there is none."""
+    """Return the outer momentum of each tensor that has one."""
     found = {
         name.removesuffix(f"/{MOMENTUM}"): record.values()
         for name, record in event.optimizer.items()

@@ -1,7 +1,7 @@
-"""F-PAR-006: who shares a model's parameters holds little more than its share of them.
+"""F-PAR-006: ranks that share a model's parameters hold little more than their share of them.
 
-Counted from the pieces that each rank recorded, not measured: allocators and activations are no
-part of it. Source: parallelism-v1, F-PAR-006.
+The bytes are those of the recorded pieces. They are not measured, so allocators and activations
+don't count. Source: parallelism-v1, F-PAR-006.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Held, Start
 from entrenar_py.verdict import Finding, Tally
 
-# Where a contract gives no tolerance: norms and adapters' first halves are on all ranks, 3 % of the
-# largest workload.
+# The tolerance if a contract gives none. Norms and the first halves of adapters are on all ranks:
+# 3 % of the largest workload.
 RELATIVE = 0.05
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """Each rank's bytes against the whole divided by the ranks that share it."""
+    """Compare each rank's bytes with those of the model, divided by the ranks that share it."""
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in evidence.usable(traces, tally):
@@ -43,7 +43,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Both trainers that cut each layer, all of it trained and adapters alone."""
+    """Both trainers that cut each layer, with all parameters trained and with adapters only."""
     sizes = {"world_size": 2, "num_samples": 6, "batch_size": 6, "num_steps": 1}
     return [
         probes.scenario(system, workload=workload, **sizes)

@@ -1,8 +1,8 @@
 """F-DP-005: training with many workers is training with one.
 
-Three strengths, each where it can be kept: the published bound on the loss (from step 100); the
-float32 rounding bound on losses and gradients of the first steps against an independently written
-single-device trainer; the same bits, from a trainer that promises them.
+Three comparisons are made where they apply: losses from step 100 on, within the published bound;
+losses and gradients of the first steps, within float32 rounding of an independently written
+single-device trainer; the bits of trainers that promise them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PUBLISHED_TOLERANCE = 0.01  # relative
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Every run against the oracle; bitwise against one worker where that is promised."""
+    """Compare every run with the oracle, and runs that promise bits with each other."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     tolerance = PUBLISHED_TOLERANCE if invariant.tolerance is None else invariant.tolerance
@@ -30,12 +30,12 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> list[int]:
-    """Compare every run with the model's: the first steps within rounding, and from the published
-    step on within `tolerance`, where one is given.
+    """Compare every run with the model: the first steps within rounding, and losses from the
+    published step on within `tolerance`, unless it is None.
 
-    Of somebody's own trainer, which no oracle can run, the model is its run with one worker. A run
-    with a knob turned is compared with the one without. Returns the number of averaged gradients
-    that were compared, of each run that was compared and made a step.
+    For a user's own trainer, which no oracle can run, the model is its run on one worker. A run
+    with a turned knob is compared with the base. Return the number of averaged gradients compared
+    in each run that made a step.
     """
     first = _Compared.of(tally, runs, tolerance)
     second = _Compared()
@@ -50,7 +50,7 @@ def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> 
 
 @dataclass
 class _Compared:
-    """How many runs were compared with the model, of each how many gradients, and which not."""
+    """How many runs and gradients were compared, and which runs were not, for their masks."""
 
     num_followed: int = 0
     num_gradients: list[int] = field(default_factory=list)

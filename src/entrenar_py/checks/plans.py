@@ -1,7 +1,7 @@
 """The scenarios with which a clause is tried when its contract names none.
 
-Chosen so that bugs cannot hide: unequal shards, sizes that do not divide, two epochs, plain SGD
-without clipping (which hides no constant factor) and again with clipping active.
+They are chosen to reveal bugs: unequal shards, sizes that do not divide evenly, two epochs, and SGD
+both without clipping, which would hide a wrong constant factor, and with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from entrenar_py.scenario import Scenario
 
 
 def mlp(**changes: Any) -> Scenario:
-    """Two epochs of 21 digits in batches of 8: 8, 8, 5, in 5 unequal shards on 3 workers."""
+    """Return a scenario of two epochs: 21 digits in batches of 8, 8, 5, 5 shards on 3 workers."""
     usual: dict[str, Any] = {
         "system": "reference",
         "workload": "mlp",
@@ -38,7 +38,7 @@ def training(invariant: Invariant) -> list[Scenario]:
 
 
 def movement(invariant: Invariant) -> list[Scenario]:
-    """The same with values: whether a tensor at rest had a gradient."""
+    """The training scenarios with recorded values, to see if an unmoved tensor had a gradient."""
     return [scenario.with_(detail="values") for scenario in training(invariant)]
 
 
@@ -51,7 +51,7 @@ def epochs(invariant: Invariant) -> list[Scenario]:
 
 
 def non_finite(invariant: Invariant) -> list[Scenario]:
-    """Calm, a gradient near the largest float, and a NaN or Inf in one place of one worker."""
+    """No fault, a gradient near the largest float, and a NaN or Inf in one place of one worker."""
     faults = [
         Fault(kind="non_finite_gradient", step=2, rank=1, element=3, value=value)
         for value in ("nan", "inf", "-inf")
@@ -72,7 +72,7 @@ def non_finite(invariant: Invariant) -> list[Scenario]:
 
 
 def parity(invariant: Invariant) -> list[Scenario]:
-    """Gradients at every accumulation, clipping off and on, with every optimizer, a worker gone,
+    """Gradients at each accumulation, clipping off and on, each optimizer, a worker that leaves,
     workers without samples; and one long run.
     """
     return [
@@ -89,7 +89,7 @@ def parity(invariant: Invariant) -> list[Scenario]:
 
 
 def weightings(invariant: Invariant) -> list[Scenario]:
-    """Those of parity in which gradients are recorded with their values."""
+    """The scenarios of parity in which gradients are recorded with their values."""
     return [one for one in parity(invariant) if one.detail == "values"]
 
 
@@ -110,7 +110,7 @@ def departures(invariant: Invariant) -> list[Scenario]:
 
 
 def stops(invariant: Invariant) -> list[Scenario]:
-    """Stopped in the middle of epoch 1, and again, with everything that has state."""
+    """Stopped several times, within an epoch and between epochs, with every kind of state."""
     stateful: dict[str, Any] = {"dropout": 0.2, "schedule": "cosine", "warmup_steps": 1}
     return [
         mlp(optimizer="momentum", stops=(4, 5), **stateful),

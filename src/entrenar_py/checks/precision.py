@@ -1,8 +1,8 @@
-"""In which precision a run computes, as far as its tensors show; judges nothing.
+"""Infer the precision in which a run computes from its tensors. Judges nothing.
 
-Under autocast parameters and their gradients are float32, and each gradient is one that was
-computed in 16 bits and cast: its last bits are all zero. Only what was recorded before anything was
-added up shows it, so shards tell, and of an update what has 16 bits itself.
+Under autocast, parameters and gradients are float32, but a gradient was computed in 16 bits and
+cast, so its last bits are zero. Sums of gradients don't show it any more. So the precision is read
+from the shards' gradients, and from the updates' weights, which may have 16 bits themselves.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from entrenar_py.trace import Shard, Tensors, Trace, Update
 FLOAT32 = 2.0**-24  # the largest relative error of one rounding
 # numpy has no bfloat16: traces keep it as float32.
 SIXTEEN = {"bfloat16": (2.0**-8, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
-# So many numbers don't end in zeros by chance (2^-16 each), though a few may be round by nature.
+# A few numbers may be round by nature. So many don't all end in zeros by chance (2^-16 each).
 _NUMBERS_MIN = 8
 
 
 def unit(*traces: Trace) -> float:
-    """The largest relative error of one rounding, of the coarsest arithmetic in these runs."""
+    """Return the largest relative error of one rounding in the coarsest arithmetic of the runs."""
     return max(map(_unit, traces), default=FLOAT32)
 
 
@@ -38,13 +38,13 @@ def _unit(trace: Trace) -> float:
 
 
 def unit_of(tensors: Tensors) -> float:
-    """The same of one set of tensors: that of the coarsest one."""
+    """Return the largest relative error of one rounding in the coarsest of `tensors`."""
     known = (record.values() for record in tensors.values())
     return max(map(unit_of_values, (one for one in known if one is not None)), default=FLOAT32)
 
 
 def unit_of_values(*tensors: NDArray[Any]) -> float:
-    """The same of values that all have it, `[size]` each."""
+    """Return the largest relative error of one rounding in arrays `[size]` of one precision."""
     values = [one[np.isfinite(one)] for one in tensors]
     if all(one.dtype == np.float16 for one in values):
         return SIXTEEN["float16"][0]

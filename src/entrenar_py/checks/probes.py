@@ -1,4 +1,4 @@
-"""Shared by the checks that are decided by probes: one run of a system that tries one thing."""
+"""Code shared by checks that are decided by a probe: a run of a system that tries one thing."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def scenario(
 def judge(
     compare: Callable[[Tally, Trace], None], nothing: str
 ) -> Callable[[Invariant, Traces], Finding]:
-    """Return the judge of a clause for which `compare` looks at each run by itself.
+    """Return a judge that applies `compare` to each run by itself.
 
-    `nothing` is the reason where no run had anything to compare.
+    `nothing` is the reason if no run had anything to compare.
     """
 
     def judged(invariant: Invariant, traces: Traces) -> Finding:
@@ -40,6 +40,6 @@ def judge(
 def note_software(
     tally: Tally, event: Attempt | Explained | Manifest | Poisoned | Product | Stepped
 ) -> None:
-    """Note that a device is the CPU in disguise, if it is."""
+    """Add a note if a device is a software adapter, which computes on the CPU."""
     if event.software:
         tally.note(f"software adapter {event.device}")

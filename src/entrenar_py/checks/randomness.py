@@ -1,4 +1,4 @@
-"""F-TI-005: random streams that must differ differ, streams that must agree agree."""
+"""F-TI-005: random streams that must differ do differ, and streams that must agree do agree."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
-# Two shuffled orders agree in so many places with probability 1/10! = 3e-7 at most.
+# Shorter orders are not compared: two shuffled orders of 10 samples are equal once in 10! = 3.6e6.
 ORDER_LENGTH_MIN = 10
 DRAWING = ("mlp", "decoder", "decoder_full", "own")  # workloads in which dropout draws
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Dropout per step and shard, order per epoch, and one initialisation for all ranks."""
+    """Judge dropout by step and shard, order by epoch, and that all ranks start alike."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
@@ -32,7 +32,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _dropout_differs(tally: Tally, trace: Trace) -> None:
-    """No two shards, steps or ranks may use the same mask; and who has samples must draw one."""
+    """Check that no two shards use the same mask, and that every shard with samples draws one."""
     owner: dict[str, Shard] = {}
     drew = any(shard.draws is not None for shard in trace.of(Shard))
     if trace.scenario.dropout and not drew and trace.scenario.workload in DRAWING:
@@ -58,10 +58,10 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
 
 
 def _orders_differ(tally: Tally, trace: Trace) -> None:
-    """Two epochs of a shuffled data set have different orders; an unshuffled one is left alone.
+    """Check that two epochs of a shuffled data set have different orders.
 
-    Unshuffled is what goes up from step to step (however ranks share a step), or in every rank
-    (however ranks share the data).
+    An epoch is unshuffled, and not compared, if its sample ids grow from step to step (in whatever
+    way ranks share a step), or within every rank (in whatever way ranks share the data).
     """
     orders: dict[int, list[int]] = {}
     by_rank: dict[tuple[int, int], list[int]] = {}

@@ -1,4 +1,4 @@
-"""F-DP-006: a worker's loss costs no sample, and training is soon back on its trajectory."""
+"""F-DP-006: losing a worker loses no sample, and the training soon returns to its trajectory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Shards redistributed, no step lost, loss back within the tolerated steps (0: same bits)."""
+    """Judge that no sample or step is lost, and the loss returns within the tolerance, in steps."""
     tally = Tally(invariant.id)
     _compare(tally, evidence.usable_runs(runs, tally), int(invariant.tolerance or 0))
     return tally.finding(
@@ -26,7 +26,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
-    """Compares every run that a worker left; returns whether any loss was followed."""
+    """Compare every run that a worker left. Return whether the losses of any were compared."""
     base, is_followed = runs.base, False
     calm = None if base is None or base.scenario.faults or _departures(base) else base
     undropped = runs.undropped is not None and _compare(tally, runs.undropped, within_steps)
@@ -41,7 +41,7 @@ def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
             continue
         _require_departures(tally, trace, left)
         _continues(tally, calm, trace, left)
-        if trace.scenario.dropout and not trace.draws_by_shard:  # masks depend on who is there
+        if trace.scenario.dropout and not trace.draws_by_shard:  # masks depend on the ranks present
             _tell_masks(tally, is_followed=undropped)
         elif _on_trajectory(tally, calm, trace, left, within_steps):
             is_followed = True
@@ -56,7 +56,7 @@ def _departures(trace: Trace) -> list[Membership]:
 
 
 def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) -> None:
-    """Every departure that was planned has been recorded."""
+    """Count planned departures that were not recorded as missing."""
     planned = {fault.rank for fault in trace.scenario.faults if fault.kind == "leave"}
     silent = {rank for rank in planned if rank is not None} - {change.rank for change in left}
     if silent:
@@ -68,7 +68,7 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
 
 
 def _tell_masks(tally: Tally, *, is_followed: bool) -> None:
-    """Say that masks differ; a note where losses of the same run without dropout were followed."""
+    """Report that dropout masks differ. It is a note if the run without dropout was compared."""
     why = "dropout draws other masks once a worker has left"
     if is_followed:
         tally.note(f"{why}: losses were compared without dropout only")
@@ -87,7 +87,7 @@ def _no_calm_run(trace: Trace, runs: Traces) -> str:
 
 
 def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership]) -> None:
-    """Every step is made, with all its samples, and not by the one who left."""
+    """Check that each later step is made with all its samples, and not by the rank that left."""
     expected, got = evidence.shards(calm), evidence.shards(trace)
     made = evidence.updates(calm)
     unknown = missing.unknown_steps(calm) | missing.unknown_steps(trace)
@@ -115,9 +115,9 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
 def _on_trajectory(
     tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership], within_steps: int
 ) -> bool:
-    """The loss after `within_steps` (or at the end of a shorter run) is the undisturbed one's.
+    """Check that losses equal the undisturbed run's from `within_steps` after a departure on.
 
-    Whether any step of both could be compared.
+    In a shorter run only the last step is checked. Return whether both runs made a step.
     """
     calm, trace = evidence.with_losses(calm), evidence.with_losses(trace)
     expected, got = evidence.updates(calm), evidence.updates(trace)

@@ -1,7 +1,7 @@
-"""F-RED-001 to F-RED-004: what the workers of a star, a mesh and a ring average, and what it costs.
+"""F-RED-001 to F-RED-004: the averages of the workers of a star, a mesh and a ring, and their cost.
 
-Judged on the workload `vectors`, whose mean is known beforehand. Source: reduction-v1; the bound on
-the error is derived in docs/numerics.md. What a rank has to send is counted in `traffic`.
+They are judged on the workload `vectors`, whose mean is known beforehand. Source: reduction-v1.
+The bound on the error is derived in docs/numerics.md; `traffic` computes the bytes to send.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from entrenar_py.trace import Membership, Reduced, Trace, Traffic
 from entrenar_py.verdict import Finding, Tally
 
 KNOWN = "vectors"  # the workload whose terms are known
-AROUND = "ring"  # the topology in which sums go from worker to worker
+AROUND = "ring"  # the topology in which partial sums go from worker to worker
 UNIT_ROUNDOFF, UNIT_ROUNDOFF_F64 = 2.0**-24, 2.0**-53
 NUM_SHARDS = 8
 _MISSING = f"no reduction of known vectors was run (workload {KNOWN})"
 
-# Lengths and the blocks they are cut in: a single element; fewer than workers; 17 blocks of two
-# sizes; one block, which one worker averages.
+# (length, bytes of a block): a single element; fewer elements than workers; 17 blocks of two sizes;
+# one block, which one worker averages.
 SIZES = ((1, 4), (3, 4), (997, 240), (4_099, 2**20))
-# Sockets of 4 KiB, into which no block fits; blocks for every worker, so that all write at once.
+# Socket buffers of 4 KiB, smaller than a block. TIGHT has (workers, length, bytes of a block), with
+# blocks for every worker, so that all write at once.
 SMALL = {"socket_bytes": 4_096, "dead_after_s": 30.0, "deadline_s": 60.0}
 TIGHT = ((2, 300_007, 2**20), (3, 65_537, 2**16), (8, 100_003, 2**15))
-# 256 MiB in two blocks, beside the usual sockets of 4 MiB.
+# 256 MiB in two blocks, with the usual socket buffers of 4 MiB.
 LONG = {"block_bytes": 2**27, "dead_after_s": 60.0, "deadline_s": 110.0}
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Two to eight workers, from one element up, simulated; over TCP what no socket holds, and 2^26
-    elements once around a ring.
+    """Two to eight workers, from one element up, simulated; over TCP blocks larger than a socket's
+    buffer, and 2^26 elements once around a ring.
 
-    A mesh sends 2^24: what is longer is no other case to it, and its twin takes as long again.
-    A statement that somebody has bound without scenarios is tried with a few, simulated.
+    A mesh sends only 2^24 elements: more would be no new case, and its twin runs as long again. A
+    clause that user bindings give no scenarios is tried with a few simulated ones.
     """
     systems = ("parameter_server", "mesh", "ring")
     if invariant.binding is not None:
@@ -67,7 +68,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def _scenario(system: str, world_size: int, length: int, options: dict[str, float]) -> Scenario:
-    """Return two steps of unequal weight: shards of two or three samples, then of one."""
+    """Return a scenario of two steps: shards of two or three samples, then of one."""
     return Scenario(
         system=system,
         workload=KNOWN,
@@ -83,10 +84,10 @@ def _scenario(system: str, world_size: int, length: int, options: dict[str, floa
 
 
 def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
-    """Every rank holds the weighted mean, as far off as float32 rounding explains.
+    """Judge that every rank holds the weighted mean, within float32 rounding.
 
-    Or as far as the clause allows: absolutely, relative to the mean of the terms' absolute values
-    (which is the mean itself where they have one sign), or in units of 2^-24 of that.
+    A clause may set a tolerance instead: absolute, relative to the mean of the terms' absolute
+    values (the mean itself if all terms have one sign), or in units of 2^-24 of that mean.
     """
     tally = Tally(invariant.id)
     for trace in _subjects(traces, tally):
@@ -116,7 +117,7 @@ def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _roundings_allowed(stated: float | None, kind: str | None, trace: Trace) -> float | None:
-    """Units of 2^-24 of the terms' mean size; None where the clause allows an absolute error."""
+    """Return the error allowed, in units of `roundings_max`; None if the tolerance is absolute."""
     if stated is None or kind not in ("absolute", "relative", "ulp"):
         return roundings_max(trace)
     if kind == "absolute":
@@ -140,16 +141,16 @@ def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, one: Reduced)
 
 
 def roundings_max(trace: Trace) -> float:
-    """By how many units of 2^-24 of the terms' mean size the average may be off.
+    """Return the rounding bound, in units of 2^-24 of the mean of the terms' absolute values.
 
-    Along the tree a term passes the additions of its shard, one a level, and the division; around a
-    ring those of its shard, of its worker's shards, one a worker, and the division.
+    In a tree a term passes the additions of its shard, one per level, and the division. In a ring
+    it passes those of its shard, of its worker's shards, one per worker, and the division.
     """
     scenario = trace.scenario
     shards, samples = scenario.num_shards, scenario.batch_size
     in_shard = -(-samples // shards) - 1
     if trace.traits.topology == AROUND:
-        # Who is lost leaves its shards to others, in the worst case all to one.
+        # A lost worker's shards go to other workers, in the worst case all to the same one.
         own = shards if scenario.faults else -(-shards // scenario.world_size)
         depth = in_shard + (own - 1) + (scenario.world_size - 1) + 1
     else:
@@ -163,7 +164,7 @@ def _gamma(num: int, unit: float) -> float:
 
 
 def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
-    """All ranks hold the same bits: the tree's, or around a ring those of every other run."""
+    """Judge that all ranks hold the same bits: the tree's, or in a ring those of its twin."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in (one for one in runs if one.traits.topology):
@@ -173,7 +174,7 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
         if trace is not runs.base:
             continue
         if trace.traits.topology == AROUND and trace.scenario.faults:
-            continue  # whoever was lost, the order of the ring was another one
+            continue  # without the lost worker the ring adds in another order
         for model in runs.of(TWIN):
             message = f"not the bits of {model.scenario.system}"
             evidence.compare_updates(tally, model, trace, "gradient", message)
@@ -183,7 +184,7 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _is_whole(tally: Tally, trace: Trace) -> bool:
-    """Return whether every rank recorded every step, but one that was lost; else it is missing."""
+    """Return whether every rank, except lost ones, recorded every step. Count gaps as missing."""
     scenario, made = trace.scenario, evidence.updates(trace)
     for step in range(scenario.num_steps):
         lacking = set(range(scenario.world_size)) - made.get(step, {}).keys()
@@ -206,7 +207,7 @@ def _compare_ranks(tally: Tally, trace: Trace) -> None:
 
 
 def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
-    """Every rank sends and gets the payload that its algorithm says, and little beside."""
+    """Judge that every rank sends and gets exactly its algorithm's payload, and small headers."""
     tally = Tally(invariant.id)
     for trace in _subjects(traces, tally):
         if trace.scenario.faults:
@@ -238,7 +239,7 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _judge_headers(tally: Tally, trace: Trace) -> None:
-    """What comes beside payloads is bounded, and nothing but blocks is carried between workers."""
+    """Check that headers are small, and that only blocks have payload between workers."""
     for record in trace.of(Traffic):
         what = f"{record.messages} {record.message} that were {record.direction}"
         place = evidence.place(trace, record)
@@ -251,7 +252,7 @@ def _judge_headers(tally: Tally, trace: Trace) -> None:
 
 
 def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
-    """Every run ends in time, and nobody was given up who was not struck."""
+    """Judge that every run completes, and that only workers struck by a fault leave it."""
     tally = Tally(invariant.id)
     for trace in traces:
         scenario = trace.scenario
@@ -268,7 +269,7 @@ def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _subjects(traces: Iterable[Trace], tally: Tally) -> Iterator[Trace]:
-    """The runs of a star, a mesh or a ring on known vectors."""
+    """Yield the runs of a star, a mesh or a ring on known vectors that did not fail."""
     for trace in evidence.usable(traces, tally):
         if trace.traits.topology and trace.scenario.workload == KNOWN:
             yield trace

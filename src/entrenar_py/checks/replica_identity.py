@@ -12,7 +12,7 @@ from entrenar_py.verdict import Finding, Tally
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """Every step, every rank, every tensor, from the state before the first step on."""
+    """Judge every tensor of every rank, before the first step and after each step."""
     tally = Tally(invariant.id)
     for trace in evidence.usable(traces, tally):
         compare(tally, trace)
@@ -23,7 +23,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def compare(tally: Tally, trace: Trace) -> None:
-    """The workers of one run with each other."""
+    """Compare the workers of one run with each other."""
     comparison = Comparison(tally, trace)
     missing.require_updates(tally, trace)
     for step, starts in _initial(trace).items():
@@ -38,7 +38,7 @@ def compare(tally: Tally, trace: Trace) -> None:
 
 
 def require_ranks(tally: Tally, trace: Trace) -> None:
-    """A worker that the scenario has and the trace does not know was compared with no one."""
+    """Count workers of the scenario that have no event in the trace as missing."""
     seen = {event.rank for event in trace.events if isinstance(event, Start | Update)}
     moves = [fault for fault in trace.scenario.faults if fault.kind in ("leave", "join")]
     moves.sort(key=lambda fault: (fault.step or 0, fault.kind), reverse=True)  # joins come first
@@ -60,7 +60,7 @@ def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
 
 
 def _compare_joined(comparison: Comparison) -> None:
-    """Who joins before a step holds what the others held after the one before it."""
+    """Check that a rank that joins before a step has the state of the others at that time."""
     updates = evidence.updates(comparison.trace)
     for start in comparison.trace.standing.of(Start):
         others = updates.get(start.step - 1, {})
@@ -74,7 +74,7 @@ def _compare_joined(comparison: Comparison) -> None:
 
 
 def _all_updated(tally: Tally, trace: Trace) -> None:
-    """No member may sit out a step that another member makes, and no one else may make it."""
+    """Check that every member makes every step that one of them makes, and no other rank does."""
     stays, scenario = history.stays(trace), trace.scenario
     moved = {change.rank for change in trace.of(Membership)}
     always = {update.rank for update in trace.of(Update)} - stays.keys() - moved
@@ -88,7 +88,7 @@ def _all_updated(tally: Tally, trace: Trace) -> None:
 
 
 def _updated_once(tally: Tally, trace: Trace) -> None:
-    """No second optimizer step after one that already stepped, unless the rank went back."""
+    """Check that no rank makes a step twice, unless it went back to an earlier step."""
     made: dict[int, set[int]] = {}
     for event in trace.events:
         if isinstance(event, Start):

@@ -1,4 +1,4 @@
-"""Whether rounding explains one tensor that a device computed. Source: wgpu-backend-v1."""
+"""Judge whether rounding explains a tensor's error on a device. Source: wgpu-backend-v1."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from entrenar_py.verdict import Tally
 
 
 def judge(tally: Tally, one: Explained, trace: Trace) -> None:
-    """Counts one comparison for the worst element, and one for all together if they are bounded.
+    """Count one comparison for the worst element, and one for all elements together if bounded.
 
-    A tensor of which no element has a bound is missing one, and does not pass: nor does one whose
-    bound is infinite, which nothing would exceed. A note says how many elements have none.
+    A tensor without a finite bound is counted as missing, since no error would exceed it. A note
+    says how many elements have no bound.
     """
     what = f"{one.of}: {one.tensor}"
     place = {"tensor": one.tensor, **evidence.place(trace, one)}

@@ -1,4 +1,4 @@
-"""What traces of workers that step alone say of the times they are brought together.
+"""Read traces of workers that step alone and synchronise at the end of each round.
 
 Such a trace promises `rounds`: its replicas agree after each Synchronised, not after each step.
 """
@@ -23,12 +23,12 @@ NOTHING = (
 
 
 def are_in(trace: Trace) -> bool:
-    """Return whether the workers of a run step alone, so that replicas differ between times."""
+    """Return whether the workers of a run step alone, so that replicas differ within a round."""
     return PROMISE in trace.promises
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
-    """The runs in rounds that came to an end and say how they are brought together."""
+    """Return the runs in rounds that did not fail, or none if one does not say its rounds."""
     kept = [trace for trace in evidence.usable(traces, tally) if are_in(trace)]
     for trace in kept:
         if trace.scenario.workload == "own" and "inner_steps" not in trace.scenario.options:
@@ -41,12 +41,12 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
 
 
 def rule(scenario: Scenario) -> Outer:
-    """Return how the workers of `scenario` are brought together, by its options."""
+    """Return the outer step's schedule and rule, from the options of `scenario`."""
     return Outer.of(scenario.options)
 
 
 def synchronisations(trace: Trace) -> dict[int, dict[int, Synchronised]]:
-    """Step -> rank -> what it went on from after it, in order, without what a resume undid."""
+    """Return step -> rank -> Synchronised, in step order, without those that a resume undid."""
     found: dict[int, dict[int, Synchronised]] = defaultdict(dict)
     for event in trace.standing.of(Synchronised):
         found[event.step][event.rank] = event
@@ -54,12 +54,12 @@ def synchronisations(trace: Trace) -> dict[int, dict[int, Synchronised]]:
 
 
 def joiners(trace: Trace) -> list[Start]:
-    """Return how each worker that joined a run began."""
+    """Return the Start of each worker that joined a run."""
     return [event for event, joined in _starts(trace) if joined]
 
 
 def _starts(trace: Trace) -> Iterator[tuple[Start, bool]]:
-    """Every start, and whether it is the first since its rank joined."""
+    """Yield every Start, and whether it is the first since its rank joined."""
     new: set[int] = set()
     for event in trace.events:
         if isinstance(event, Membership) and event.change == "joined":
@@ -70,8 +70,8 @@ def _starts(trace: Trace) -> Iterator[tuple[Start, bool]]:
 
 
 def as_steps(trace: Trace) -> Trace:
-    """`trace` as one of steps made by all workers together: those that end a round, with what each
-    goes on from. What the outer optimizer keeps is the optimizer's state.
+    """Return `trace` as if all workers made one step together at the end of each round. Each
+    Synchronised becomes an Update, whose optimizer state is the outer optimizer's.
     """
     made = evidence.updates(trace)
     begun = {id(one) for one, joined in _starts(trace) if joined or not one.resumed}

@@ -1,7 +1,7 @@
-"""Whether a run makes the losses, gradients and weights that its model makes, within rounding.
+"""Compare a run's losses, gradients and weights with those of its model, within rounding.
 
-The model is a run of the same training that must be equal to it: on a single device, or with
-another turn of one of the script's knobs. Judges no clause by itself.
+The model is a run that must train equally: on a single device, or with another value of one of the
+script's knobs. This module judges no clause by itself.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from entrenar_py.verdict import Tally
 PUBLISHED_FROM_STEP = 100
 
 # Relative L2 distance of two float32 gradients of one batch that were added in different orders.
-# Each is within n u |terms| of the exact sum, u = 2^-24, with n < 300 terms here, so 2e-5 times the
-# cancellation among them; errors of random sign stay far below: 3,000 random scenarios reached
-# 2.1e-6 (docs/numerics.md). Tight enough to see a gradient that was rounded on its way: to bf16 it
-# is off by 1e-3, to fp16 or TF32 by 1.4e-4.
+# Each is within n u |terms| of the exact sum, with u = 2^-24 and n < 300 terms here: 2e-5 times the
+# cancellation among them. Errors of random sign are far smaller: the largest in 3,000 random
+# scenarios was 2.1e-6 (docs/numerics.md). The bound is small enough to detect a gradient that was
+# rounded to bf16 (off by 1e-3), fp16 or TF32 (off by 1.4e-4).
 GRADIENT_BOUND = 1e-4
-# The same for a loss, a sum of terms of one sign: no cancellation, n u. Seen: 2.3e-7.
+# The same for a loss: n u, since its terms have one sign and don't cancel. Largest seen: 2.3e-7.
 LOSS_BOUND = 2e-5
 RATE_BOUND = 1e-6  # of a learning rate: the product of a few float64 numbers
-# Of the largest loss (or gradient) of the first steps: below this a later one is what is left of
-# rounding once the data are learned. Weights are off by some u |w|, so that a gradient, which is
-# about proportional to their distance from the minimum, is off by some u times the largest: 16 u.
+# A share of the largest loss (or gradient) in the first steps. A later one below it is only
+# rounding: the data are learned. Weights are off by some u |w|. A gradient is about proportional to
+# their distance from the minimum, so it is off by some u times the largest: 16 u.
 LEARNED_AWAY = 2.0**-20
-# Initial weights are drawn, not summed: two libraries or devices may round the last bits apart.
+# Initial weights are drawn, not summed: two libraries or devices may differ in the last bits.
 START_BOUND = 2.0**-20
-# Past the first steps rounding differences grow with the trajectory itself, at a rate no static
-# bound covers; these steps are left to the published bound.
+# After the first steps rounding differences grow with the trajectory, faster than any static bound
+# allows. Later steps are judged by the published bound only.
 ROUNDING_STEPS = 4
-# Adam's first step is +-rate even where a gradient is rounding noise, so that weights differ by up
-# to twice the rate there and gradients follow: seen over 700 random scenarios, 9.5e-4 by step 3.
-# Wide enough for that, this still sees a gradient that is stale, doubled or another step's.
+# Adam's first step is +-rate even where a gradient is rounding noise. Weights then differ by up to
+# twice the rate, and later gradients with them: by 9.5e-4 by step 3 in 700 random scenarios. This
+# bound still detects a gradient that is stale, doubled or of another step.
 ADAM_GRADIENT_BOUND = 1e-2
 ADAM_LOSS_BOUND = 1e-3
-# Of runs in 16 bits, in roundings of that precision: a gradient goes through every layer twice, and
-# which way each number is rounded changes with the order of a sum. Seen over 4 seeds of 4 scripts
-# in bfloat16, with autocast and without: 5 of a gradient, 1.1 of a loss.
+# For runs in 16 bits, in roundings of that precision. A gradient goes through every layer twice,
+# and the rounding of each number depends on the order of a sum. The largest seen in 4 seeds of 4
+# scripts in bfloat16, with autocast and without: 5 for a gradient, 1.1 for a loss.
 COARSE_GRADIENT_UNITS = 16
 COARSE_LOSS_UNITS = 4
 
-# What an update is compared by where its values were recorded, and what is said if it is off.
+# The parts of an update that are compared if values were recorded, with the words of a finding.
 _PARTS = {
     "gradient": "averaged gradient is not",
     "weights": "weights after the step are not",
@@ -56,12 +56,12 @@ _PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """How findings speak of the model: `gradient is not <its>`, `<who> halted`."""
+    """The words in which findings name the model: `gradient is not <its>`, `<who> halted`."""
 
     who: str = "the single-device run"
     its: str = "the single device's"
-    before: str = ""  # of each message
-    elsewhere: str = ": see F-DP-002"  # where other samples are judged
+    before: str = ""  # the beginning of each message
+    elsewhere: str = ": see F-DP-002"  # the clause that judges which samples are drawn
 
 
 SINGLE = Words()
@@ -70,8 +70,8 @@ SINGLE = Words()
 def compare(
     tally: Tally, model: Trace, trace: Trace, tolerance: float | None, words: Words = SINGLE
 ) -> int:
-    """Compares the first steps within rounding, and from the published step on losses within
-    `tolerance`, where one is given; how many averaged gradients were compared.
+    """Compare the first steps within rounding, and losses from the published step on within
+    `tolerance`, unless it is None. Return the number of averaged gradients compared.
     """
     if not missing.require_updates(tally, model, trace):
         return 0
@@ -110,7 +110,7 @@ def _comparable(
 ) -> Iterator[tuple[int, Mapping[int, Update]]]:
     """Yield the steps that both runs made of the same samples, with each rank's update in `trace`.
 
-    From step `apart` on the two are different trainings, by another scale or other rounding.
+    Stop at step `apart`, which only one of the runs skipped: they differ from there on.
     """
     tally, words, trace = comparison.tally, comparison.words, comparison.trace
     expected = evidence.updates(model)
@@ -133,9 +133,9 @@ def _comparable(
 
 
 def rounded_away(trace: Trace) -> str:
-    """Return why its gradients can't be compared within rounding; empty where they can.
+    """Return why the run's gradients can't be compared within rounding; "" if they can.
 
-    What is sent in 16 bits is compared within the roundings of these.
+    Gradients sent in 16 bits can be compared within the rounding of 16 bits.
     """
     compressed = trace.traits.compressed
     if compressed in ("", *precision.SIXTEEN):
@@ -148,17 +148,17 @@ def rounded_away(trace: Trace) -> str:
 
 @dataclass(frozen=True)
 class Bounds:
-    """How far losses, gradients and weights may be apart, relative to their size and absolutely."""
+    """The allowed distances of losses, gradients and weights: relative, and absolute floors."""
 
-    loss: float  # of a first step
-    loss_moved: float  # of a step after the first
+    loss: float  # in step 0
+    loss_moved: float  # in later steps
     gradient: float
     gradient_moved: float
     weights: float
     start: float
-    loss_floor: float  # what is only rounding
+    loss_floor: float  # absolute: a smaller distance is only rounding
     gradient_floor: float
-    adam: bool  # weights can't be compared
+    adam: bool  # then weights can't be compared
 
     @classmethod
     def of(cls, expected: Mapping[int, Mapping[int, Update]], *runs: Trace) -> Bounds:
@@ -187,7 +187,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """One run with its model, update by update."""
+    """The comparison of one run with its model, update by update."""
 
     tally: Tally
     words: Words
@@ -195,8 +195,9 @@ class _Comparison:
     bounds: Bounds
 
     def first_step(self, one: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
-        """One of the first steps, within rounding: the loss, and the parts of its state of which
-        those in `due` must be compared. Return whether the gradient was.
+        """Compare the loss and the parts of one of the first steps, within rounding.
+
+        Parts in `due` that can't be compared are gaps. Return whether the gradient was compared.
         """
         self.losses(one, update)
         compared = self.tensors(one, update)
@@ -206,7 +207,7 @@ class _Comparison:
         return "gradient" in compared
 
     def losses(self, one: Update, update: Update, tolerance: float | None = None) -> None:
-        """Within `tolerance`, or within rounding."""
+        """Compare the losses within `tolerance`, or if it is None, within rounding."""
         if one.loss is None or update.loss is None:
             if one.loss != update.loss:
                 what = "Shard.loss_sum, or Update.loss, in both runs"
@@ -223,7 +224,7 @@ class _Comparison:
         self.tally.close(one.loss, update.loss, gap, message, **evidence.place(self.trace, update))
 
     def rates(self, one: Update, update: Update) -> None:
-        """A schedule is one of steps: whose closed form is not known here is the model's."""
+        """Compare the learning rates, also of a schedule whose closed form is unknown."""
         rates = one.learning_rate, update.learning_rate
         self.tally.check(
             math.isclose(*rates, rel_tol=RATE_BOUND),
@@ -234,8 +235,9 @@ class _Comparison:
         )
 
     def tensors(self, one: Update, update: Update) -> set[str]:
-        """Gradient, weights and buffers of one rank; which of them are done with. A script's own
-        buffers may be made of its weights.
+        """Compare one rank's gradient, weights and buffers. Return the parts that need no more.
+
+        Under Adam weights are not compared, nor a user's buffers, which may depend on weights.
         """
         done = {"weights"} if self.bounds.adam else set()
         if done and self.trace.scenario.workload == "own":
@@ -255,7 +257,7 @@ class _Comparison:
         return done
 
     def parts(self, step: int | None, *, skipped: bool, is_enough: bool) -> None:
-        """From `step` on, if any, the two are two trainings: one of them alone skipped it."""
+        """Report the step, if any, that only one of the runs skipped: the end of the comparison."""
         if step is None:
             return
         who = "this run" if skipped else self.words.who
@@ -269,7 +271,7 @@ class _Comparison:
             self.tally.miss(f"{why}, nor before: begin with a smaller scale, or use bfloat16")
 
     def steps(self, model: Trace) -> None:
-        """The run makes every step that the model made."""
+        """Check that the run made every step that the model made."""
         lacking = evidence.updates(model).keys() - evidence.updates(self.trace).keys()
         if lacking and model.end.status == "halted":
             self.tally.miss(f"{self.words.who} halted: {model.end.reason}")
@@ -277,7 +279,7 @@ class _Comparison:
         evidence.compare_steps_made(self.tally, lacking, self.trace, self.words.before)
 
     def starts(self, gaps: missing.Gaps, model: Trace) -> None:
-        """Compare each rank's weights before the first step: a trainer may never have trained."""
+        """Compare each rank's weights before the first step with the model's."""
         model_start = next((start for start in model.of(Start) if start.step == 0), None)
         starts = [start for start in self.trace.of(Start) if start.step == 0 and not start.resumed]
         valued = any(evidence.has_values(start.weights) for start in starts)
@@ -294,7 +296,7 @@ class _Comparison:
 
 
 def _samples(trace: Trace) -> dict[int, Counter[int]]:
-    """Step -> how often each sample was used in it."""
+    """Return step -> how often each sample was used in it."""
     return {
         step: Counter(i for shard in shards for i in shard.ids)
         for step, shards in evidence.shards(trace).items()
@@ -302,7 +304,7 @@ def _samples(trace: Trace) -> dict[int, Counter[int]]:
 
 
 def _tensors(update: Update, part: str) -> Tensors:
-    """Return a part of what a rank holds; of buffers the running means, not counters."""
+    """Return a part of an update. Of buffers return floats only (running means, no counters)."""
     tensors: Tensors = getattr(update, part)
     if part != "buffers":
         return tensors

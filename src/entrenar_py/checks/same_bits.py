@@ -16,7 +16,7 @@ from entrenar_py.verdict import Finding, Tally
 
 
 def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
-    """Bitwise, among trainers that promise bits; of others nothing can be said."""
+    """Judge runs of trainers that promise bits. Runs of other trainers are inconclusive."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
@@ -35,7 +35,7 @@ def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
-    """Two runs of one scenario: every shard and every update alike."""
+    """Judge that two runs of one scenario are equal in every shard and every update."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs.of(REPEATED):
@@ -49,12 +49,12 @@ def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
-    """Shard by shard, in whatever order the ranks were recorded."""
+    """Compare shard by shard. The order in which ranks were recorded does not matter."""
     bare = missing.bare_fields(tally, model, trace)
     expected = {(shard.step, shard.rank, shard.shard): shard for shard in model.of(Shard)}
     for shard in trace.of(Shard):
         model_shard = expected.get((shard.step, shard.rank, shard.shard))
-        if model_shard is None:  # another worker computed it, which may depend on who was free
+        if model_shard is None:  # another worker computed it: the first to be free may take it
             continue
         # As text, so that NaN equals NaN; Python's shortest text of a float is exact.
         same_loss = repr(model_shard.loss_sum) == repr(shard.loss_sum)
@@ -67,7 +67,7 @@ def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
 
 
 def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
-    """Compares runs of one training that promise bits with that of the fewest workers."""
+    """Compare the runs that promise bits with the one on the fewest workers."""
     promised = [t for t in traces if "bitwise" in t.promises and evidence.is_as_trained(t)]
     promised = [t for t in promised if _training(t.scenario) == _training(promised[0].scenario)]
     ordered = sorted(promised, key=lambda trace: trace.scenario.world_size)
@@ -79,20 +79,18 @@ def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
 
 
 def _training(scenario: Scenario) -> Scenario:
-    """Return what must be the same in two runs that are to have the same bits."""
+    """Return the part of a scenario that must be equal in runs that must have the same bits."""
     changes: dict[str, Any] = {"faults": (), "stops": (), "repeat": 0, "detail": "digests"}
     return scenario.with_(world_size=1, **changes)
 
 
 def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
-    """Every rank of `trace` against itself in `model`, each step, bit for bit: ranks that differ
-    from each other, but alike in both, are another clause's. Against the lowest rank of `model`
-    where other workers made it.
+    """Compare each rank's updates with the same rank's in `model`, bit for bit.
 
-    Of workers that step alone also what they go on from when brought together.
-    Where a trainer reveals the gradients of its logical shards these come first: they name the
-    worker that computed another one from the same samples. What one run never recorded is missing;
-    what it recorded, and then no more, is a difference.
+    If the runs have different workers, compare with the lowest rank of `model`. Gradients of
+    logical shards are compared first, if recorded, since they name the worker that computed
+    wrongly. Workers that step alone are compared after each synchronisation, too. A fact that one
+    run never recorded is missing; one that it stopped recording is a difference.
     """
     if not missing.require_updates(tally, model, trace):
         return
@@ -132,7 +130,7 @@ def _compare_update(
     message: str,
     place: Mapping[str, Any],
 ) -> None:
-    """Compare an update with its model's; `known` is what was recorded of model and run."""
+    """Compare an update with the model's. `known` is `missing.recorded` of model and run."""
     for part in ("gradient", "weights", "optimizer", "buffers"):
         left, right = getattr(model, part), getattr(update, part)
         bare = [
@@ -150,7 +148,7 @@ def _compare_update(
 
 
 def _compare_rounds(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
-    """What each worker went on from whenever it was brought together with the others."""
+    """Compare the state of each worker after each synchronisation."""
     expected, got = rounds.synchronisations(model), rounds.synchronisations(trace)
     for step in sorted(expected.keys() | got.keys()):
         left, right = expected.get(step, {}), got.get(step, {})
@@ -165,7 +163,7 @@ def _compare_rounds(tally: Tally, model: Trace, trace: Trace, message: str) -> N
 
 
 def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> None:
-    """The gradient of each shard of the same samples, whoever computed it."""
+    """Compare the gradients of shards with the same samples, whichever worker computed them."""
     expected = {(shard.step, shard.shard): shard for shard in model.of(Shard)}
     for shard in trace.of(Shard):
         model_shard = expected.get((shard.step, shard.shard))

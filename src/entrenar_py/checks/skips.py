@@ -1,6 +1,6 @@
-"""Which steps a trainer skipped on all ranks, as a `GradScaler` does; judges nothing.
+"""Find the steps that a trainer skipped on all ranks, as a `GradScaler` does. Judges nothing.
 
-Only of trainers of one's own: those of the harness halt at what is not finite.
+Only a user's own trainer can skip steps: those of the harness halt at a non-finite value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from entrenar_py.wording import named
 
 
 def skipped(trace: Trace) -> set[int]:
-    """The steps in which no rank moved a weight, or anything that its optimizers keep."""
+    """Return the steps in which no rank changed its weights or optimizer state."""
     if trace.scenario.workload != "own":
         return set()
     state_of: dict[int, tuple[Tensors, Tensors]] = {}
@@ -32,7 +32,7 @@ def skipped(trace: Trace) -> set[int]:
 
 
 def without_gradients(trace: Trace) -> set[int]:
-    """Those of them to which no gradient was given either."""
+    """Return the skipped steps in which no rank recorded a gradient."""
     updates = evidence.updates(trace)
     return {
         step
@@ -42,12 +42,12 @@ def without_gradients(trace: Trace) -> set[int]:
 
 
 def told(steps: Iterable[int]) -> str:
-    """`skipped steps 4, 5 on all ranks`."""
+    """Return such words as `skipped steps 4, 5 on all ranks`."""
     return f"{named('skipped step', steps, most=5)} on all ranks"
 
 
 def _same(before: tuple[Tensors, Tensors], now: tuple[Tensors, Tensors]) -> bool:
-    """Return whether both have the same digests; of a state without weights nothing is known."""
+    """Return whether both states have the same digests; False if no weights were recorded."""
     return bool(now[0]) and [*map(_digests, before)] == [*map(_digests, now)]
 
 

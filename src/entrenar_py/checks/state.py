@@ -1,6 +1,6 @@
-"""State that must be one and the same, part by part: what differs, was lost, or is unknown.
+"""Compare training state that must be equal, part by part: weights, optimizer state and buffers.
 
-Between the ranks of a step, and between any two holders: a worker, a checkpoint.
+The holders of a state are the ranks after a step, and checkpoints.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ByRank = Mapping[int, Start] | Mapping[int, Update]
 
 
 class Comparison:
-    """The comparisons made in one trace, counted in `tally`; at the end `tell` what is unknown."""
+    """The comparisons in one trace, counted in `tally`. Call `tell` at the end to report gaps."""
 
     def __init__(self, tally: Tally, trace: Trace) -> None:
         self.trace = trace
@@ -28,14 +28,13 @@ class Comparison:
         self._gaps = missing.Gaps()
 
     def tell(self) -> None:
-        """Counts as missing what ranks did not record and others did."""
+        """Count as missing the parts that some ranks did not record."""
         self._gaps.tell(self._tally)
 
     def is_sharded(self, by_rank: ByRank) -> bool:
-        """Return whether ranks keep the optimizer state of different tensors (ZeRO-1); says so in a
-        note.
+        """Return whether the optimizer state is sharded over ranks (ZeRO-1), and note it if so.
 
-        No rank has all of it then. Where one has, the others have lost what they lack.
+        It is if no rank has all of it. If one rank has, the others lost what they lack.
         """
         held = [set(holder.optimizer) for holder in by_rank.values()]
         everything = set().union(*held)
@@ -49,7 +48,7 @@ class Comparison:
     def compare(
         self, part: str, expected: Holder, got: Holder, message: str, *, sharded: bool, step: int
     ) -> None:
-        """Compare a part of two states; of sharded optimizer state only what both hold."""
+        """Compare a part of two states. Of sharded optimizer state compare what both hold."""
         left, right = getattr(expected, part), getattr(got, part)
         bare = got if left else expected
         if bool(left) != bool(right) and missing.is_unknown(self._recorded, bare, part):
@@ -64,9 +63,9 @@ class Comparison:
         evidence.compare_exact(self._tally, left, right, message, **place)
 
     def compare_ranks(self, step: int, by_rank: ByRank, parts: Sequence[str]) -> None:
-        """Each rank against what most ranks hold (of two, the lower rank), so the culprit is named.
+        """Compare each rank with the state that most ranks hold, to name the rank that deviates.
 
-        Ranks of which a part is unknown are left out of it, and missed.
+        Of two ranks the lower one is right. A rank whose part is unknown is counted as missing.
         """
         if len(by_rank) < 2:
             return
@@ -86,7 +85,7 @@ class Comparison:
     def _known(
         self, part: str, step: int, by_rank: ByRank, held: Mapping[int, Tensors]
     ) -> dict[int, Tensors]:
-        """`held` without the ranks of which the part is unknown, as it is of all if none has it."""
+        """Return `held` without the ranks whose part is unknown: all of them if none has it."""
         anyone = any(held.values())
         if not (anyone or self._is_due(part, by_rank)):
             return {}
@@ -100,8 +99,9 @@ class Comparison:
         return found
 
     def _is_due(self, part: str, by_rank: ByRank) -> bool:
-        """Return whether somebody must hold some of a part: weights always; after a step also state
-        of an optimizer that has any, if it is the workers', and what was there after other steps.
+        """Return whether ranks must hold a part: weights always, other parts after a step only.
+
+        After a step, optimizer state if the workers keep any, and parts that any update recorded.
         """
         if part == "weights":
             return True
@@ -130,6 +130,6 @@ class Comparison:
 
 
 def _sharers(held: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:
-    """The ranks that share a tensor of sharded state; all, if all but one of three or more do."""
+    """Return the ranks with a tensor of sharded state, or all if one of three or more lost it."""
     sharers = {rank: tensors for rank, tensors in held.items() if name in tensors}
     return dict(held) if len(held) - 1 == len(sharers) > 1 else sharers

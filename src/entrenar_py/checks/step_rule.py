@@ -1,7 +1,7 @@
 """F-TI-008: learning rate and clipping are functions of the step and the global gradient alone.
 
-Needs no second run: the schedule's closed form, the clipped norm, and the update itself are
-recomputed from what was recorded.
+This needs no second run: the schedule's closed form, the clipped norm and the update itself are
+recomputed from what the run recorded.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Saved, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
-# Where a contract gives no tolerance: rates and norms are sums or products in float32, whose n
-# roundings of random sign add up to sqrt(n) 2^-24, for n = 10,000 elements 6e-6.
+# The tolerance if a contract gives none. Rates and norms are sums or products in float32. Their n
+# roundings of random sign add up to sqrt(n) 2^-24, which is 6e-6 for n = 10,000 elements.
 RELATIVE = 1e-5
-# w - rate * g in float32: two roundings of the result, u = 2^-24 each, a third for fused forms, and
-# for moments one more in each step that is added up in them.
+# w - rate * g in float32 has two roundings of the result, u = 2^-24 each, and a third in fused
+# forms. `_moved` adds one rounding for each step that is summed in the moments.
 UPDATE_ULPS = 8
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Every update of every rank."""
+    """Judge every update of every rank."""
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     runs = evidence.usable_runs(runs, tally)
@@ -48,7 +48,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _follow(tally: Tally, trace: Trace) -> None:
-    """Recomputes every update of every rank; of each the first that can't be is missing."""
+    """Recompute every update of every rank. Each rank's first that can't be is counted missing."""
     if trace.traits.rule == "other":
         tally.miss("the optimizer's rule is not one that is known here (traits: rule: other)")
         return
@@ -63,7 +63,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
         rule = rules.get(event.rank)
         rule_before = None if rule is None else replace(rule)
         moved = rule is not None and _moved(tally, trace, rule, event)
-        if moved or event.step in rested:  # what it skipped shows in what comes next
+        if moved or event.step in rested:  # a wrongly skipped step shows in a later one
             continue
         if event.rank not in lost and (lack := _lack(rule_before, event)):
             gaps.add(*lack, rank=event.rank, step=event.step)
@@ -85,9 +85,9 @@ def _prepare(rules: dict[int, update_rule.Rule], event: Event, trace: Trace) -> 
 
 
 def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | None:
-    """Return why an update can't be recomputed by the rule as it was before, and what to record.
+    """Return why `rule`, before `update`, can't recompute it, and what to record.
 
-    None if that is the norms alone, which `_clipping` asks for.
+    None if only the norms are lacking, which `_clipping` reports.
     """
     why = "can't be recomputed"
     if rule is None:
@@ -113,9 +113,9 @@ def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | No
 
 
 def expected_rate(scenario: Scenario, step: int) -> float:
-    """The closed form of the scenario's schedule, written independently of the trainer's.
+    """Return the schedule's learning rate, by a closed form independent of the trainers here.
 
-    A trainer of one's own with another schedule says so: `traits: {schedule: other}`.
+    A user's trainer with another schedule declares `traits: {schedule: other}`.
     """
     rate, warmup = scenario.learning_rate, scenario.warmup_steps
     if step < warmup:
@@ -161,7 +161,7 @@ def _clipping(
     if norm is not None:
         message = "the norm is not that of the averaged gradient"
         tally.close(norm, update.grad_norm, relative * norm, message, **place)
-    if trace.traits.clipping == "other":  # to a norm that nobody told
+    if trace.traits.clipping == "other":  # to an unknown norm
         tally.check(
             update.applied_norm <= update.grad_norm * (1 + relative),
             "the applied gradient is longer than the averaged one",
@@ -179,8 +179,9 @@ def _clipping(
 
 
 def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -> bool:
-    """Each tensor moved as the optimizer's formula says, element by element; whether all that were
-    to move, or did, could be compared.
+    """Check, element by element, that each tensor moved as the optimizer's formula says.
+
+    Return whether every tensor that was trainable, or moved, could be compared.
     """
     optimizer, before = trace.scenario.optimizer, rule.weights
     compared: set[str] = set()
@@ -196,7 +197,7 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
         compared.add(name)
         if not after.size:
             continue
-        # inf - inf and the like: a NaN, which is no gap that is allowed.
+        # inf - inf gives NaN, which fails the comparison below.
         with np.errstate(invalid="ignore", over="ignore"):
             allowed = roundings * unit * (np.abs(expected.weight) + expected.moved)
             gap = np.abs(after - expected.weight) - allowed
@@ -218,7 +219,7 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
 
 
 def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
-    """Return whether a tensor is not known to have rested."""
+    """Return whether a tensor changed, or may have changed unrecorded."""
     known = name in before and name in after
     return not known or before[name].digest != after[name].digest
 

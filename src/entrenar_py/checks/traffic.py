@@ -1,6 +1,6 @@
-"""How many bytes of gradient each rank of a star, a mesh or a ring has to send, and to get.
+"""The bytes of gradient that each rank of a star, a mesh or a ring must send and receive.
 
-Counted from the scenario and from who computed which shards; nothing here asks the trainers.
+They are computed from the scenario and the rank of each shard, independently of the trainers.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from itertools import pairwise
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Trace, Traffic
 
-# The messages that carry parts of the gradient, or of what was made of it.
+# The messages that carry blocks of gradients, of averages, or of new weights.
 BLOCKS = ("TreeNode", "Partial", "Average", "Weights")
-FRAME_BYTES, CHUNK_BYTES = 48, 2**22  # a frame's prefix, and how much payload it has at most
+FRAME_BYTES, CHUNK_BYTES = 48, 2**22  # the size of a frame's prefix, and of its largest payload
 HEADER_BYTES_MAX = 256  # of one such message: a few numbers of at most 24 digits, and their names
 
-# (rank, or None for the coordinator; with a worker or the coordinator; sent or got) -> bytes.
+# (rank, None for the coordinator; peer: "worker" or "coordinator"; "sent" or "got") -> bytes.
 Bytes = dict[tuple[int | None, str, str], int]
 
 
 def payload_bytes(trace: Trace) -> Bytes:
-    """Return what the trace says that was sent and got of gradients."""
+    """Return the payload bytes of gradients that the trace recorded as sent and received."""
     found: Counter[tuple[int | None, str, str]] = Counter()
     for one in trace.of(Traffic):
         if one.message in BLOCKS:
@@ -30,19 +30,19 @@ def payload_bytes(trace: Trace) -> Bytes:
 
 
 def beside_bytes_max(one: Traffic) -> int:
-    """The most that prefixes and headers of these messages may take."""
+    """Return the most bytes that the prefixes and headers of these messages may take."""
     frames = one.messages + one.payload_bytes // CHUNK_BYTES
     return FRAME_BYTES * frames + HEADER_BYTES_MAX * one.messages
 
 
 def expected_bytes(trace: Trace) -> Bytes | None:
-    """Return what every rank has to send and to get, and the coordinator; None if the blocks are
-    unknown, or who computed what.
+    """Return the payload bytes that each rank and the coordinator must send and receive.
 
-    Around a ring every block passes N - 1 workers twice, so that the ranks send 2 (N - 1) times the
-    vector together, 2 (N - 1) / N each where the blocks can be dealt evenly. In a mesh each rank
-    sends its tree nodes to who averages the block, and what it averages to the others. In a star it
-    sends its nodes, and gets the average.
+    None if the blocks are unknown, or which rank computed which shards. In a ring every block
+    passes N - 1 workers twice: the ranks together send 2 (N - 1) times the vector, and each sends
+    2 (N - 1) / N of it if the blocks divide evenly. In a mesh each rank sends its tree nodes to the
+    rank that averages the block, and its own averages to all others. In a star each rank sends its
+    nodes and gets the average.
     """
     scenario = trace.scenario
     sizes = block_bytes(scenario)
@@ -60,7 +60,7 @@ def expected_bytes(trace: Trace) -> Bytes | None:
 
 
 def block_bytes(scenario: Scenario) -> list[int] | None:
-    """The size of each block: as equal as can be, none longer than the scenario says."""
+    """Return the size of each block, as equal as possible; None without option `block_bytes`."""
     longest = scenario.options.get("block_bytes")
     if longest is None:
         return None
@@ -71,9 +71,9 @@ def block_bytes(scenario: Scenario) -> list[int] | None:
 
 
 def num_nodes(shards: set[int], num_shards: int) -> int:
-    """Return how few nodes of the tree over `num_shards` leaves cover `shards` and nothing else."""
+    """Return the least number of nodes of the tree over `num_shards` that cover just `shards`."""
     nodes = {(0, shard) for shard in shards}
-    level, width = 0, num_shards  # nodes that there are on this level
+    level, width = 0, num_shards  # the number of nodes on this level
     while width > 1:
         for index in range(0, width, 2):
             pair = {(level, index), (level, min(index + 1, width - 1))}
@@ -84,7 +84,7 @@ def num_nodes(shards: set[int], num_shards: int) -> int:
 
 
 def _nodes(trace: Trace, step: int) -> list[int] | None:
-    """Return the number of tree nodes that each rank has to send; None if a shard is no rank's."""
+    """Return the number of tree nodes each rank must send; None if shards lack or come twice."""
     shards_of: dict[int, set[int]] = {rank: set() for rank in range(trace.scenario.world_size)}
     for one in trace.of(Shard):
         if one.step == step:
@@ -123,14 +123,14 @@ def _ring(sizes: list[int], nodes: list[int]) -> Bytes:
     owned = [sum(sizes[rank :: len(nodes)]) for rank in range(len(nodes))]
     for rank in range(len(nodes)):
         before, after = owned[rank - 1], owned[(rank + 1) % len(nodes)]
-        # Sums end at the owner, who sends its average, which ends before the owner.
+        # A block's sums end at its owner. The owner sends the average, which stops just before it.
         num_bytes[rank, "worker", "sent"] = 2 * sum(sizes) - owned[rank] - after
         num_bytes[rank, "worker", "got"] = 2 * sum(sizes) - owned[rank] - before
     return num_bytes
 
 
 def _steered(num_ranks: int) -> Bytes:
-    """The coordinator of workers that exchange blocks among themselves carries none."""
+    """Return zero bytes for each exchange with the coordinator: workers exchange the blocks."""
     num_bytes: Bytes = {(None, "worker", direction): 0 for direction in ("sent", "got")}
     for rank in range(num_ranks):
         for direction in ("sent", "got"):

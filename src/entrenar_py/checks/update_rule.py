@@ -1,11 +1,10 @@
-"""What an optimizer step must have made of the weights, in float64, from what was recorded.
+"""Recompute optimizer steps in float64, from the recorded gradients and weights.
 
-Written from the formulas of torch.optim's SGD and AdamW, independently of every trainer here. The
-constants are torch's defaults (0.9 for momentum); a trainer of one's own declares others in its
-trace's `traits`: momentum, dampening, nesterov, betas, eps, and `decay: coupled` for an Adam
-whose decay is a part of the gradient. Since the recorded gradient goes
-in, what is rounding noise in the gradient is no difference in the step: this sees under Adam what
-parity can't.
+The formulas are those of torch.optim's SGD and AdamW, written independently of every trainer here.
+The constants are torch's defaults (0.9 for momentum). A user's trainer declares others in its
+trace's `traits`: momentum, dampening, nesterov, betas, eps, and `decay: coupled` for an Adam whose
+decay is a part of the gradient. Rounding noise in the recorded gradient makes no difference here,
+so this finds errors under Adam that parity can't.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor after a step. `moved` bounds the sum of the sizes of all terms it moved by."""
+    """A tensor after a step. `moved` is a bound on the absolute sum of the terms of its change."""
 
     weight: Vector
     moved: Vector
@@ -34,9 +33,9 @@ class Expected:
 
 @dataclass
 class Moments:
-    """What the optimizer remembers of one tensor; `size` is `first` with every term's size.
+    """The optimizer's state of one tensor. `size` is `first` with absolute values of all terms.
 
-    `steps` are those in which it was given a gradient: torch's optimizers pass over the others.
+    `steps` counts the steps in which the tensor had a gradient, as torch's optimizers do.
     """
 
     steps: int = 0
@@ -49,7 +48,7 @@ class Moments:
 class Rule:
     """One rank's optimizer, followed from update to update.
 
-    `known` says whether its moments are: not those of a worker that joined, nor behind a gap.
+    `known` is False if its moments are unknown, as after a gap in the recorded updates.
     """
 
     scenario: Scenario
@@ -68,16 +67,16 @@ class Rule:
         return followed or self.scenario.optimizer == "sgd"
 
     def save(self, step: int) -> None:
-        """Keeps the moments before `step`, in which a checkpoint was written."""
+        """Keep a copy of the moments before `step`, where a checkpoint was written."""
         if self.known and self.step_made == step:
             self.saved[step] = self.copied()
 
     def copied(self) -> dict[str, Moments]:
-        """The moments now; later steps leave them alone."""
+        """Return a copy of the moments, which later steps don't change."""
         return {name: replace(moments) for name, moments in self.moments.items()}
 
     def step(self, update: Update) -> Iterator[tuple[str, Expected]]:
-        """Name and expected weight of each tensor for which everything needed was recorded."""
+        """Yield the name and expected value of each tensor that can be recomputed."""
         before, self.weights = self.weights, update.weights
         self.known = self.known and update.step == self.step_made
         self.step_made = update.step + 1
@@ -97,14 +96,14 @@ class Rule:
                 yield name, self._expected(name, held, gradient, rate, decay)
 
     def _decay(self, name: str) -> float | None:
-        """The weight decay of a tensor; None where the trainer did not say which are decayed."""
+        """Return the weight decay of a tensor; None if it is unknown which tensors are decayed."""
         if not self.scenario.weight_decay:
             return 0.0
         if self.decayed is None:
             return None
         return self.scenario.weight_decay if name in self.decayed else 0.0
 
-    @np.errstate(invalid="ignore", over="ignore")  # what overflows is compared as it is
+    @np.errstate(invalid="ignore", over="ignore")  # an overflow is compared like any value
     def _expected(
         self, name: str, weight: Vector, gradient: Vector, rate: float, decay: float
     ) -> Expected:
@@ -126,7 +125,7 @@ class Rule:
         return Expected(weight - rate * moved, rate * size)
 
     def _momentum(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
-        """The direction of torch.optim.SGD with momentum, and the size of its terms."""
+        """Return the direction of torch.optim.SGD with momentum, and the size of its terms."""
         keep = self.traits.momentum
         new = 1.0 if moments.steps == 1 else 1 - self.traits.dampening
         moved = keep * moments.first + new * gradient
@@ -137,7 +136,7 @@ class Rule:
         return moved, size
 
     def _adam(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
-        """Adam's direction, and the size of its terms."""
+        """Return Adam's direction, and the size of its terms."""
         beta1, beta2 = self.traits.betas
         moments.first = beta1 * moments.first + (1 - beta1) * gradient
         moments.size = beta1 * moments.size + (1 - beta1) * terms
@@ -148,9 +147,10 @@ class Rule:
 
 
 def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
-    """The rule of the rank that starts: a new one, or after a resume the one it had.
+    """Return the rule of the rank that starts: a new one, or after a resume its earlier one.
 
-    Who goes back to a checkpoint has the moments of then, who joins those of the others.
+    A rank that resumes from a checkpoint has the moments of then. A rank that joins has the others'
+    moments.
     """
     own = rules.get(start.rank)
     if own is not None and start.resumed:
@@ -175,9 +175,9 @@ def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
 
 
 def _clip_factor(scenario: Scenario, update: Update) -> float | None:
-    """Return what the recorded gradient was multiplied by; None if that can't be told.
+    """Return the factor by which clipping multiplied the recorded gradient; None if unknown.
 
-    Who declares no clipping need not record norms: by what it says the factor is 1.
+    It is 1 for a run that declares no clipping and did not record norms.
     """
     norm, applied = update.grad_norm, update.applied_norm
     if not update.finite:

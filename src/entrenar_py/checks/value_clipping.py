@@ -1,4 +1,4 @@
-"""Gradients that were clipped element by element, as `clip_grad_value_` does; judges nothing."""
+"""Recognise gradients clipped element by element, as by `clip_grad_value_`. Judges nothing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Vectors = Mapping[str, NDArray[Any]]
 
 
 def limit(trace: Trace) -> float | None:
-    """Return the size that no element of a run exceeds, if it looks like a limit that was set.
+    """Return the size of the largest gradient element of a run, if it looks like a limit.
 
-    Several elements have just that size, or it is a number that people write: of three digits or
-    fewer. A largest element is one of those by chance once in some ten thousand runs.
+    It does if several elements have exactly that size, or if it has three digits or fewer, as
+    people write. Without clipping either happens by chance in about one of ten thousand runs.
     """
     found: Counter[float] = Counter()
     for update in trace.of(Update):
@@ -35,8 +35,8 @@ def limit(trace: Trace) -> float | None:
 
 
 def explains(total: Vectors, mean: Vectors, limit: float, bound: float) -> bool:
-    """Return whether `mean` is `total` divided by one number, and what is then larger than `limit`
-    cut off there; within `bound` of the norm of all.
+    """Return whether `mean` is `total` divided by one number and then clipped at `limit`, within
+    `bound` times the norm of all elements.
     """
     terms, applied = (_flat({name: one[name] for name in mean}) for one in (total, mean))
     cut = np.abs(applied) == limit

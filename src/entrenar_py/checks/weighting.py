@@ -28,11 +28,11 @@ from entrenar_py.verdict import Finding, Tally
 
 Vectors = Mapping[str, np.ndarray[Any, Any]]
 
-RELATIVE = 1e-5  # where a contract gives no tolerance: a float32 sum of n terms is off by n 2^-24
+RELATIVE = 1e-5  # the default tolerance; a float32 sum of n terms is off by up to n 2^-24
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """The mean is over samples or tokens: loss from the shards, gradients from the oracle."""
+    """Judge that losses (by the shards) and gradients (by the oracle) are means over samples."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
@@ -56,7 +56,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collection[int]) -> None:
-    """Each update's loss and weight are those of its shards, but for steps whose are `unknown`."""
+    """Check that each update's loss and weight are its shards', except in `unknown` steps."""
     shards = evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in unknown:
@@ -76,7 +76,7 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
             continue
         for update in by_rank.values():
             if update.loss is None:
-                continue  # nothing that it reports could be weighted wrongly
+                continue  # no reported loss, so none that is weighted wrongly
             place = evidence.place(trace, update)
             message = "the step's weight is not its shards'"
             tally.close(weight, update.weight, 1e-9 * abs(weight), message, **place)
@@ -85,12 +85,11 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
 
 
 def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> None:
-    """The averaged gradient is the shards' sum divided by one number: by the same one in every
-    tensor, and in every step by the same one, or by the same multiple of the step's weight (which
-    a trainer of one's own leaves open that records its gradients clipped: `clipping: other`).
+    """Check that the averaged gradient is the sum of the shards' gradients divided by one number.
 
-    Needs no second run. Shards record sums over their samples, up to a factor common to all: the
-    weight is in it where a trainer divides before it adds.
+    That number must be the same for all tensors. In all steps it must be the same, or the same
+    multiple of the step's weight, except if the trait `clipping: other` says that gradients were
+    recorded clipped. This needs no second run. Shards may record their sums with a common factor.
     """
     if why := run_comparison.rounded_away(trace):
         tally.miss(why)
@@ -114,10 +113,10 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
 
 @dataclass
 class _Divisions:
-    """The numbers by which a run divides sums of gradients, step by step.
+    """The divisors by which a run makes averages of sums of gradients, step by step.
 
-    `limit` is the size at which elements are clipped, if they are. `first` is the number by which
-    the first step divided, and that number by the step's weight.
+    `limit` is the size at which elements are clipped, or None. `first` is the first step's divisor,
+    as it is and divided by the step's weight.
     """
 
     tally: Tally
@@ -133,7 +132,7 @@ class _Divisions:
         return cls(tally, trace, bound, limit)
 
     def add(self, update: Update, total: Vectors, mean: Vectors) -> None:
-        """Compare one step: every tensor divided by one number, and by the same as before."""
+        """Check that a step divided all tensors by one number, and by the same as before."""
         size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
         divisor = _divisor(total, mean) if size and math.isfinite(size) else None
         if divisor is None:
@@ -152,7 +151,7 @@ class _Divisions:
                 **place,
             )
         if self.trace.traits.clipping == "other":
-            return  # what was recorded may be clipped, in each step by another factor
+            return  # clipping may have changed each step's recorded gradient by another factor
         divided = divisor, divisor / update.weight
         first = self.first = self.first or divided
         self.tally.check(
@@ -169,7 +168,7 @@ class _Divisions:
 
 
 def _off(total: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[str]:
-    """The tensors whose sum is not `divisor` times their mean."""
+    """Return the tensors whose sum is further than `allowed` from `divisor` times their mean."""
     gaps = {
         name: np.square(total[name] - divisor * value.astype(np.float64)).sum()
         for name, value in mean.items()
@@ -178,11 +177,11 @@ def _off(total: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[s
 
 
 def _divisor(total: Vectors, mean: Vectors) -> float | None:
-    """Return what the sums of most tensors were divided by, as far as these point where their means
-    do.
+    """Return the number that most tensors' sums were divided by, or None if there is none.
 
-    The median over tensors, by the size of their sums and without those that are small: what one
-    tensor was divided by instead shows in that tensor alone.
+    Each tensor's divisor is the projection of its sum on its mean. The result is the median,
+    weighted by the squared size of the sums and without small tensors, so that a tensor with
+    another divisor does not change it.
     """
     found = []
     sizes = {name: float(np.square(value).sum()) for name, value in total.items()}
@@ -202,7 +201,7 @@ def _divisor(total: Vectors, mean: Vectors) -> float | None:
 
 
 def _sum(gradients: Sequence[Tensors]) -> dict[str, np.ndarray[Any, Any]] | None:
-    """The sum, in float64, by tensor; None where shards recorded no values, or not of the same."""
+    """Return each tensor's sum in float64; None if values are unknown or shapes differ."""
     total: dict[str, np.ndarray[Any, Any]] = {}
     for gradient in gradients:
         values = evidence.vectors(gradient)

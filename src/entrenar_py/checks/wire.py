@@ -1,4 +1,4 @@
-"""F-WP-001 to F-WP-004: messages arrive as they were sent, nothing else does, and nobody else.
+"""F-WP-001 to F-WP-004: messages arrive as sent, and bad bytes and connections are refused.
 
 Source: wire-protocol-v1.
 """
@@ -15,20 +15,20 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Admission, Carried, Refused, Trace
 from entrenar_py.verdict import Tally
 
-# What reading a message may take beside its payload. A header has at most 2 MiB: as it comes, as
-# bytes and as text these are 6, and its values (65,536 numbers, or as many small things that are no
-# numbers before they are refused) take up to 5 more.
+# The memory that reading a message may take in addition to its payload. A header has at most 2 MiB.
+# It is held as received, as bytes and as text, which makes 6 MiB. Its values (65,536 numbers, or as
+# many small objects that are then refused) take up to 5 MiB more.
 BESIDE_BYTES = 12 * 2**20
 REFUSAL = "ProtocolError"
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Three seeds: other pieces, other bits."""
+    """Three seeds, which cut messages into other pieces and damage other bits."""
     return [probes.scenario("wire", seed=seed) for seed in range(3)]
 
 
 def plan_admission(invariant: Invariant) -> list[Scenario]:
-    """The same, and a training that every kind of stranger comes to."""
+    """Three seeds, and a training to which every kind of stranger connects."""
     faults = tuple(endurance.stranger(value, step=2) for value in STRANGERS)
     visited = probes.scenario(
         "parameter_server_simulated", world_size=3, num_steps=5, faults=faults
@@ -37,7 +37,7 @@ def plan_admission(invariant: Invariant) -> list[Scenario]:
 
 
 def compare_round_trip(tally: Tally, trace: Trace) -> None:
-    """Every message came out as it went in."""
+    """Check that every message was read as it was sent."""
     for carried in trace.of(Carried):
         what = f"{carried.message} with {carried.payload_bytes} bytes, in {carried.pieces} pieces"
         place = {"tensor": carried.message, "scenario": trace.scenario}
@@ -45,7 +45,7 @@ def compare_round_trip(tally: Tally, trace: Trace) -> None:
 
 
 def compare_refusal(tally: Tally, trace: Trace) -> None:
-    """Everything malformed gave the one error that there is for it."""
+    """Check that everything malformed gave a ProtocolError."""
     for refused in trace.of(Refused):
         what = f"{refused.case} gave {refused.error or 'a message'}"
         place = {"tensor": refused.case, "scenario": trace.scenario}
@@ -53,7 +53,7 @@ def compare_refusal(tally: Tally, trace: Trace) -> None:
 
 
 def compare_memory(tally: Tally, trace: Trace) -> None:
-    """Reading takes the payload's bytes and little more; what is refused takes little at all."""
+    """Check that reading takes little memory beyond the payload, and a refusal little at all."""
     for carried in trace.of(Carried):
         num_bytes = carried.allocated_bytes
         what = f"reading {carried.message} with {carried.payload_bytes} bytes took {num_bytes}"
@@ -66,7 +66,7 @@ def compare_memory(tally: Tally, trace: Trace) -> None:
 
 
 def compare_admission(tally: Tally, trace: Trace) -> None:
-    """Those who are entitled are let in, and nobody else is."""
+    """Check that entitled connections, and no others, are accepted."""
     for asked in trace.of(Admission):
         was = "was let in" if asked.let_in else "was turned away"
         place = {"tensor": asked.case, "scenario": trace.scenario}
