@@ -1,8 +1,8 @@
-"""Who checks the checker: every planted bug against the clauses that claim to see it.
+"""The kill matrix: run every planted bug against the clauses that claim to detect it.
 
-A mutant is killed when such a clause is falsified, and for the right reason only when the finding
-names the planted place. Benign variants must leave every clause they are tried on held, and may
-make no clause alarm.
+A clause kills a mutant when the mutant falsifies it, and for the right reason only when the finding
+names the planted place. A benign variant must be held by every clause it is tried on, and may be
+falsified by none.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = [
 
 
 def invariants() -> dict[str, Invariant]:
-    """Every clause of the shipped contracts that a check decides, by id.
+    """Return every clause of the shipped contracts that a check decides, by id.
 
-    Raises ContractError if a clause names a mutant that the catalogue has not.
+    Raises ContractError if a clause names a mutant that is not in the catalogue.
     """
     known = contract.Vocabulary(checks=checks.terms(), mutants=planted_bugs)
     loaded = [contract.load(path, vocabulary=known) for path in shipped.shipped_contracts()]
@@ -46,15 +46,15 @@ def invariants() -> dict[str, Invariant]:
 
 
 def planted_bugs() -> tuple[str, ...]:
-    """The name of every variant that is not benign; UsageError if they are not installed."""
+    """Return the names of all mutants; UsageError if the mutants are not installed."""
     return tuple(name for name, variant in mutants.catalogue().items() if not variant.benign)
 
 
 def judges(variant: Variant, invariants: Mapping[str, Invariant]) -> list[str]:
-    """The ids of the clauses that judge `variant`, each once.
+    """Return the ids of the clauses that judge `variant`, each once.
 
-    A mutant: those it names, and those that name it. A benign variant: those it is tried on, and
-    every other one whose check makes sense of any training.
+    A mutant is judged by the clauses it names and the clauses that name it. A benign variant is
+    judged by the clauses it is tried on and by every clause whose check applies to any training.
     """
     if variant.benign:
         system = variant.scenario.system
@@ -69,9 +69,9 @@ def run(
     invariants: Mapping[str, Invariant],
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """A row for each variant and each clause that judges it; `on_row` hears of each at once.
+    """Judge each variant by its clauses. Return a row for each, and call `on_row` with it at once.
 
-    Raises UsageError for a clause that is not among `invariants`.
+    Raises UsageError for a clause that is not in `invariants`.
     """
     runner = Runner()
     rows = []
@@ -92,9 +92,9 @@ def run(
 
 
 def show(console: Console) -> int:
-    """Runs the whole matrix and prints it to `console`; 0 if all is right, 1 if not.
+    """Run the whole matrix and print it to `console`. Return 0 if all rows are right, else 1.
 
-    When interrupted, 4: what is printed is what is known so far.
+    When interrupted, print the rows that are known so far, and return 4.
     """
     variants = list(mutants.catalogue().values())
     rows: list[Row] = []
@@ -124,7 +124,7 @@ def show(console: Console) -> int:
 
 
 def _explores(clause: Invariant, system: str) -> bool:
-    """Return whether `system` trains, and the check of `clause` is its own, of any training."""
+    """Return whether `system` is a trainer, and `clause` has its own check for any training."""
     check = checks.bind(clause)
     if check is None or check.id != clause.id or system not in systems.TRAINERS:
         return False

@@ -1,4 +1,4 @@
-"""What the kill matrix is made of: one variant as one clause judged it, and when that is right."""
+"""The rows of the kill matrix: one variant judged by one clause, and whether that is right."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Row:
 
     @property
     def killed(self) -> bool:
-        """Return whether the clause was falsified; a crashed run is inconclusive: no kill."""
+        """Return whether the clause was falsified. A crashed run is inconclusive, so no kill."""
         return self.finding.verdict is Verdict.FALSIFIED
 
     @property
     def silent(self) -> bool:
-        """Return whether the clause held, with something compared."""
+        """Return whether the clause held, which needs at least one comparison."""
         return self.finding.verdict is Verdict.HELD
 
     @property
     def place_right(self) -> bool:
-        """Return whether the counterexample names the planted place, in each known field."""
+        """Return whether the counterexample names the planted place, in each planned field."""
         found = self.finding.counterexample
         return found is not None and all(
             getattr(found, name) == value for name, value in self.variant.place.items()
@@ -37,10 +37,10 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """A mutant killed for the right reason, or a benign variant left alone.
+        """Return whether the mutant was killed for the right reason, or the benign variant passed.
 
         A benign variant must be held by the clauses it is tried on. Every other clause may have
-        nothing to compare in so small a run, but may not alarm.
+        nothing to compare in so small a run, but may not be falsified.
         """
         if not self.variant.benign:
             return self.killed and self.place_right
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def outcome(self) -> str:
-        """In a word: `killed`, `SURVIVED`, or the verdict on a benign variant, shouted if wrong."""
+        """Return `killed`, `SURVIVED`, or the verdict on a benign variant, in capitals if wrong."""
         if not self.variant.benign:
             return "killed" if self.killed else "SURVIVED"
         verdict = self.finding.verdict
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def complaint(self) -> str:
-        """Return why a row is not right."""
+        """Return why the row is not right."""
         if self.killed and not self.variant.benign:
             found = self.finding.counterexample
             pointed = "nothing" if found is None else found.place() or found.message
@@ -65,19 +65,19 @@ class Row:
 
 
 def planted(variant: Variant) -> str:
-    """The planted place as a counterexample would name it."""
+    """Return the planted place in the words of a counterexample."""
     place = Counterexample(message="", **variant.place)
     values = "" if place.got is None else f"{place.got} for {place.expected}"
     return ", ".join(filter(None, (place.place(), values)))
 
 
 def of_mutants(rows: Sequence[Row]) -> list[Row]:
-    """The rows of planted bugs."""
+    """Return the rows of mutants."""
     return [row for row in rows if not row.variant.benign]
 
 
 def of_benign(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each benign variant, by its name."""
+    """Return the rows of each benign variant, by its name."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if row.variant.benign:
@@ -86,12 +86,12 @@ def of_benign(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def all_right(rows: Sequence[Row]) -> bool:
-    """Return whether there are rows, and none of them is wrong."""
+    """Return whether there are rows, and all of them are right."""
     return bool(rows) and all(row.right for row in rows)
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """`70 of 70 mutants killed for the right reason, 20 of 20 benign variants silent`."""
+    """Return how many mutants were killed for the right reason, and benign variants silent."""
     right: dict[str, bool] = {}
     for row in rows:
         right[row.variant.name] = right.get(row.variant.name, True) and row.right

@@ -1,4 +1,4 @@
-"""The kill matrix on a terminal: a row for each mutant and clause, and one for a benign variant."""
+"""The kill matrix as tables: a row for each mutant and clause, and one for each benign variant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entrenar_py.kill_matrix.rows import Row
 
 
 def mutants(rows: Sequence[Row]) -> Table:
-    """Return which clause killed which mutant, and where."""
+    """Return the table of mutants: which clause killed each, and the place that it found."""
     shown = _table(
         "mutant", "source", "clause", "verdict", "found at", "place", long=("source", "found at")
     )
@@ -31,7 +31,7 @@ def mutants(rows: Sequence[Row]) -> Table:
 
 
 def benign(rows: Sequence[Row]) -> Table:
-    """On how many clauses each benign variant held, and which had nothing to say or were wrong."""
+    """Return the table of benign variants: clauses that held, were inconclusive, or were wrong."""
     shown = _table(
         "benign variant", "held", "inconclusive", "wrong", long=("inconclusive", "wrong")
     )
@@ -48,7 +48,7 @@ def benign(rows: Sequence[Row]) -> Table:
 
 
 def _table(*titles: str, long: Sequence[str]) -> Table:
-    """Return what is searched for stays in one piece; the `long` columns fold, never cut."""
+    """Return an empty table. Its `long` columns wrap; the others stay on one line."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in titles:
         shown.add_column(title, no_wrap=title not in long, overflow="fold")
