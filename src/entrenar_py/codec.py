@@ -1,6 +1,7 @@
-"""Dataclasses as plain records that JSON can hold, and back: each field read by its annotation.
+"""Convert dataclasses to plain records that JSON can hold, and back, by their annotations.
 
-Knows no file, frame or event. Which values a name in an annotation stands for is told in `Form`s.
+This module knows nothing of files, frames or events. A `Form` defines which values a name in an
+annotation stands for.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ T = TypeVar("T")
 
 
 class Form(NamedTuple):
-    """The way in which values of one annotation are read and written.
+    """A pair of functions that read and write the values of one annotation.
 
-    `read` takes what JSON holds, and raises ValueError, which says what to use, for anything else.
-    `write` is None if JSON holds the value as it is.
+    `read` converts a JSON value. For a wrong value it raises ValueError, which says what to use.
+    `write` is None if JSON can hold the value unchanged.
     """
 
     read: Callable[[Any], Any]
@@ -33,11 +34,10 @@ class Form(NamedTuple):
 
 
 class Schema(Generic[T]):
-    """The record of one dataclass, which messages call `what`.
+    """The JSON form of one dataclass. Messages call the dataclass `what`.
 
-    `forms` has a Form for each name in its annotations, beside those in FORMS and in place of them;
-    it may have one for a whole annotation. With `sparse`, fields that have their defaults are left
-    out of what is written.
+    `forms` adds Forms to FORMS, or replaces some of them. Its keys are names in annotations, or
+    whole annotations. With `sparse`, `dump` omits fields that have their default values.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Schema(Generic[T]):
         self._required = {field.name for field in fields(kind) if not _has_default(field)}  # type: ignore[arg-type]
 
     def dump(self, value: T) -> dict[str, Any]:
-        """Return the fields of `value` as JSON can hold them, in their order."""
+        """Return the fields of `value` in their order, converted to what JSON can hold."""
         record = {}
         for name, write in self._writers:
             item = getattr(value, name)
@@ -66,10 +66,10 @@ class Schema(Generic[T]):
         return record
 
     def load(self, record: Any) -> T:
-        """Return what `dump` wrote as `record`.
+        """Return the value from which `dump` made `record`.
 
         Raises UsageError for a key that is unknown or missing, and for a value that its annotation
-        does not allow, which `field` names. Errors of the dataclass itself pass through.
+        does not allow; the error's `field` names the key. Errors of the dataclass pass through.
         """
         if not isinstance(record, Mapping):
             raise UsageError(self._about(f"{reprlib.repr(record)}: use a mapping{self._keys()}"))
@@ -94,7 +94,7 @@ class Schema(Generic[T]):
         return self.kind(**values)
 
     def _keys(self) -> str:
-        """Return the keys that a record needs, in words; all of them if it needs none."""
+        """Return the required keys, in words; all keys if none is required."""
         names = [name for name in self._readers if name in self._required] or [*self._readers]
         more = ", ..." if len(names) < len(self._readers) else ""
         return f" of {', '.join(names)}{more}" if names else ""
@@ -104,7 +104,7 @@ class Schema(Generic[T]):
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as strict JSON can hold it: "nan", "inf" and "-inf" stand for such numbers."""
+    """Return `value` as strict JSON can hold it: NaN and infinities as "nan", "inf" and "-inf"."""
     if isinstance(value, float):
         return _write_float(value)
     if isinstance(value, Mapping):
@@ -129,7 +129,7 @@ def whole(least: int, most: int = INT_MAX, *, advice: str) -> Form:
 
 
 def many(item: Form, *, most: int | None = None) -> Form:
-    """Return the form of tuples of any number of items, or of at most `most`: lists in JSON."""
+    """Return the form of tuples of any length, or of at most `most` items. JSON holds a list."""
     advice = "use a list" if most is None else f"use a list of at most {most}"
 
     def read(value: Any) -> tuple[Any, ...]:
@@ -141,7 +141,7 @@ def many(item: Form, *, most: int | None = None) -> Form:
 
 
 def optional(item: Form) -> Form:
-    """Return the form of None, or such an item."""
+    """Return the form of values that are None or of the form `item`."""
     write = item.write
     return Form(
         lambda value: None if value is None else item.read(value),
@@ -205,7 +205,7 @@ def _read_words(value: Any) -> dict[str, Any]:
 
 
 def _depth(value: Any, left: int) -> int:
-    """Return how many levels of lists and mappings there are; at most one beyond `left`."""
+    """Return how deeply lists and mappings are nested, counting up to `left` + 1 levels."""
     if not isinstance(value, dict | list) or left < 0:
         return 0
     inner = value.values() if isinstance(value, dict) else value
@@ -218,9 +218,9 @@ FORMS: Mapping[str, Form] = {
     "float": Form(_read_float, _write_float),
     "str": Form(_read_text),
 }
-# A mapping of whatever JSON can hold, such as a trainer's own notes.
+# A mapping of any JSON values, such as a trainer's own notes.
 WORDS = Form(_read_words, plain)
-# For a dataclass that says by itself which values its fields may have.
+# For a dataclass that validates its fields itself.
 UNCHECKED: Mapping[str, Form] = dict.fromkeys(FORMS, Form(lambda value: value))
 
 
@@ -233,7 +233,7 @@ def _composed(annotation: str, forms: Mapping[str, Form]) -> Form:
 
 
 def _of_node(node: ast.expr, forms: Mapping[str, Form]) -> Form:
-    """Return the form of an annotation, made of those of the names in it."""
+    """Return the form of an annotation, composed of the forms of the names in it."""
     known = forms.get(ast.unparse(node))
     if known is not None:
         return known

@@ -6,14 +6,14 @@
     │   └── TraceError       a stored trace or replay file can't be trusted            exit 2
     │       └── ForeignTrace a file that is no trace, or of another version            exit 2
     ├── CheckpointError      a checkpoint is missing, damaged or of another run
-    ├── ProtocolError        a peer sent what it must not: its connection ends, nothing else
+    ├── ProtocolError        a peer broke the protocol: only its connection ends
     ├── BackendUnavailable   a device is absent, failed, or gave a non-finite result
-    ├── SystemFailure        a trainer could not be run to an end                      inconclusive
+    ├── SystemFailure        a trainer could not finish its run                        inconclusive
     └── WatchFinding         a training that is watched broke a clause, and stops
 
-Findings are results, never exceptions: a falsified invariant raises nothing. (In production the
-watch has a training to stop: it raises.) A message says what
-was given (name = value), where, what is allowed, and what to do.
+Findings are results, never exceptions: a falsified invariant raises nothing. The one exception is
+the watch in production, which raises to stop the training. A message says what was given
+(name = value), where, what is allowed, and what to do.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Self
 
-# A shorter name is near to anything; nobody types a longer one, and comparing takes time that grows
-# with its length.
+# No suggestions for a shorter name, which resembles too many others, or for a longer one, which
+# would take long to compare and is no typing error.
 _NAME_CHARS_MIN, _NAME_CHARS_MAX = 2, 64
 
 
@@ -32,10 +32,10 @@ class EntrenarError(Exception):
 
 
 class UsageError(EntrenarError):
-    """Raised when what was asked for can't be done; nothing ran.
+    """Raised when a request can't be carried out; nothing was run.
 
-    `field` names the option, key or field that is wrong, as Python spells it (`world_size`); it is
-    "" where no single one is. Whoever read the value from a file finds its place there by it.
+    `field` names the wrong option, key or field, as Python spells it (`world_size`). It is "" where
+    no single field is wrong. Code that read the value from a file uses it to find the line.
     """
 
     def __init__(self, message: str, *, field: str = "") -> None:
@@ -53,14 +53,14 @@ class TraceError(UsageError):
 
 
 class ForeignTrace(TraceError):
-    """A file that this release knows nothing of: it can't say that anything was changed in it."""
+    """A file that is no trace of this version, so that nothing shows whether it was edited."""
 
 
 class ContractError(EntrenarError):
     """A contract is invalid.
 
-    `problems` holds one line per problem, each starting with `file:line:column: error: `; the
-    message is all of them, one a line.
+    `problems` holds one line per problem, each starting with `file:line:column: error: `. The
+    message is these lines joined.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -73,19 +73,19 @@ class CheckpointError(EntrenarError):
 
 
 class ProtocolError(EntrenarError):
-    """A peer sent what is no message, or one that it may not send now."""
+    """A peer sent bytes that are no message, or a message that is not legal now."""
 
 
 class BackendUnavailable(EntrenarError):
-    """A backend can't serve: absent, failed to start, out of memory, or not finite."""
+    """A backend is absent, failed to start, is out of memory, or gave a non-finite result."""
 
 
 class SystemFailure(EntrenarError):
-    """A system could not carry a scenario to its end."""
+    """A system could not run a scenario to its end."""
 
 
 class WatchFinding(EntrenarError):
-    """A training that is watched broke `clause` at `step`: on `ranks`, first seen in `tensor`."""
+    """A watched training broke `clause` at `step` on `ranks`, seen first in `tensor`."""
 
     def __init__(
         self, message: str, *, clause: str, step: int, ranks: tuple[int, ...], tensor: str
@@ -98,9 +98,9 @@ class WatchFinding(EntrenarError):
 
 
 def did_you_mean(given: object, allowed: Collection[str], *, otherwise: str | None = None) -> str:
-    """Return the advice on a name that is not `allowed`: the nearest one, `did you mean 'x'?`.
+    """Return the advice on a name that is not allowed, such as `did you mean 'x'?`.
 
-    Where none is near it is `otherwise`; without that, all that are allowed.
+    If no allowed name is similar, return `otherwise`, or if that is None, list all allowed names.
     """
     near = " or ".join(map(repr, _nearest(str(given), allowed)))
     if near:

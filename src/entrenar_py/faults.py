@@ -1,6 +1,6 @@
-"""What can be made to go wrong in a run, as plain records inside a scenario.
+"""The faults that can be injected into a run, as plain records inside a scenario.
 
-Says what and where; the system that runs the scenario makes it happen.
+A Fault says what goes wrong and where. The system that runs the scenario injects it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from entrenar_py.codec import UNCHECKED, Schema
 from entrenar_py.errors import UsageError, did_you_mean
 
-# kind -> what it does. One table: the docs, the validation and the systems read it.
-# `rank` and `shard` narrow a planted value to shards of theirs; without either it strikes them all.
+# kind -> what it does. The docs, the validation and the systems read this table.
+# `rank` and `shard` restrict a planted value to these shards; without them all shards get it.
 KINDS: dict[str, str] = {
     "non_finite_gradient": "one element of a shard's gradient becomes `value` (nan, inf, -inf)",
     "non_finite_loss": "a shard's loss becomes `value` (nan, inf, -inf), its gradient stays",
@@ -45,7 +45,7 @@ KINDS: dict[str, str] = {
     "shader_rejected": "backend wgpu gives its adapter, really, a shader that is cut short",
 }
 
-# kind -> what it can't do without: a fault that lacks it would silently never happen.
+# kind -> its required fields: a fault without one of them would silently never happen.
 NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("non_finite_gradient", "non_finite_loss", "huge_gradient"), ("step", "value")),
     "corrupt_gradient": ("step", "rank", "shard", "value"),
@@ -61,7 +61,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("device_lost", "too_large", "shader_rejected"), ("backend",)),
 }
 
-# kind -> what it may name beside that; `tensor` and `element` are the first ones where left out.
+# kind -> its optional fields. `tensor` and `element` default to the first ones.
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "non_finite_gradient": ("rank", "shard", "tensor", "element"),
     "non_finite_loss": ("rank", "shard"),
@@ -71,27 +71,27 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "stranger": ("rank",),
     "non_finite_output": ("element",),
 }
-# The kinds whose `value` is a number that takes the place of another.
+# The kinds that replace a number by `value`.
 PLANTED = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
-# What is wrong, finite, and not in what the worker records: nothing but an audit finds it.
+# Finite corruptions that the worker's own records don't show: only an audit detects them.
 SILENT = ("corrupt_gradient", "corrupt_worker")
 
-# What a backend really meets where there is an adapter, in the adapter's words.
+# Failures that a real adapter is made to report itself.
 OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")
 
-# What befalls a worker or a message on its way, in systems whose workers talk.
+# Faults of a worker process or of a message, in systems whose workers exchange messages.
 ON_THE_WAY = (
     *("kill", "freeze", "cut", "half_open"),
     *("delay", "duplicate", "reorder", "truncate", "flip"),
 )
-# The messages of a step at which that can be (protocol.messages).
+# The messages of a step at which these faults can strike (protocol.messages).
 PLACES = ("Assign", "TreeNode", "Computed", "Average", "Staged", "Commit", "Applied")
-# Around a ring go sums in place of nodes.
+# A ring sends partial sums in place of tree nodes.
 RING_PLACES = tuple("Partial" if place == "TreeNode" else place for place in PLACES)
-# Where the server of a star updates new weights go down in place of averages.
+# A star whose server makes the update sends new weights in place of averages.
 SERVED_PLACES = tuple("Weights" if place == "Average" else place for place in PLACES)
 
-# What a worker can say that is not so, and the messages at which it can.
+# The false messages that a worker can send, and below the messages in which it can send them.
 LIES: dict[str, str] = {
     "old_step": "what it said there in the step before, once more",
     "too_long": "four bytes more than the manifest makes",
@@ -106,7 +106,7 @@ LIE_PLACES: dict[str, tuple[str, ...]] = {
     "twice": ("TreeNode", "Partial", "Computed", "Staged", "Applied"),
     "for_another": ("Computed", "Applied"),
 }
-# Who can connect that must not be let in.
+# The connections that a coordinator must refuse.
 STRANGERS: dict[str, str] = {
     "taken_rank": "it knows the secret, and claims `rank`, which a live worker has",
     "one_too_many": "it knows the secret, and every rank is taken",
@@ -119,19 +119,19 @@ STRANGERS: dict[str, str] = {
     "silent": "it says nothing",
     "slow_loris": "it says what is right, a byte a second",
 }
-# After which a worker may be away for a while.
+# Faults after which a worker may be absent for some steps.
 MOVING = ("leave", "join", "restart", "lie", *ON_THE_WAY)
-# What changes who computes, or when; all others change what is computed, or with what.
+# Faults that change which worker computes, or when, but not the training's numbers or backends.
 SURVIVED = (*MOVING, "stranger")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One planned fault. `step` counts from 0; `value` is a number as text ("nan"), so that JSON
+    """One planned fault. `step` counts from 0. `value` is a number as text ("nan"), so that JSON
     can hold it, or one of LIES or STRANGERS.
 
-    Raises UsageError for an unknown kind, a field of the wrong type, one that its kind lacks, or
-    one that its kind would not look at.
+    Raises UsageError for an unknown kind, for a field of the wrong type, and for a field that the
+    kind requires and that is not set, or that is set and that the kind does not use.
     """
 
     kind: str

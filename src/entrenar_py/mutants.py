@@ -1,7 +1,7 @@
-"""Planted bugs: what replaces which function, what it must break, and where that must show.
+"""Plant bugs: replace functions by dotted path, and say which clauses must then be falsified.
 
-The machinery only. The bugs, and the harmless variants that must not alarm, stand in the
-`falsification` folder; product code never asks whether a mutant is planted.
+This is the machinery only. The bugs and the benign variants are in the `falsification` folder.
+Product code never asks whether a mutant is planted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ PACKAGE = "entrenar_py_falsification"
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A trainer changed from outside: each dotted path in `plants` names what replaces it.
+    """A trainer changed from outside: `plants` maps dotted paths of functions to replacements.
 
-    `invariants` are the clauses it must break. A benign variant has none: the clauses it is `tried`
-    on must hold, and no other clause that explores may alarm. `place` is what the counterexample
-    must name (step, rank, shard, tensor, ...).
-    `source` says where the bug was seen.
+    `invariants` are the clauses that the bug must break. A benign variant has none: the clauses in
+    `tried` must hold on it, and no other clause that explores may be falsified. `place` is what the
+    counterexample must name (step, rank, shard, tensor, ...). `source` says where the bug was seen.
     """
 
     name: str
@@ -43,17 +42,17 @@ class Variant:
 
     @property
     def benign(self) -> bool:
-        """Return whether this variant is right, and no check may alarm."""
+        """Return whether this variant is a correct trainer, which no check may falsify."""
         return not self.invariants
 
     def subject(self) -> Scenario:
-        """The scenario with this variant planted."""
+        """Return the scenario in which this variant is planted."""
         return self.scenario.with_(mutant=self.name)
 
 
 @cache
 def catalogue() -> dict[str, Variant]:
-    """Every variant by name, mutants first; UsageError if the falsification folder is missing."""
+    """Return every variant by name, mutants first; UsageError if they are not installed."""
     folder = shipped.falsification_folder()
     if folder is None:
         raise UsageError("the falsification folder with the mutants was not installed")
@@ -72,16 +71,16 @@ def catalogue() -> dict[str, Variant]:
 
 
 class Planting:
-    """A variant in place; `struck` once one of the functions it replaces was called.
+    """A planted variant. `struck` is True once one of the replaced functions was called.
 
-    One that replaces nothing is nothing but its scenario, and strikes by being run.
+    It is True from the start for a variant that replaces nothing, and is a scenario only.
     """
 
     def __init__(self, *, struck: bool = False) -> None:
         self.struck = struck
 
     def counted(self, new: Callable[..., Any]) -> Callable[..., Any]:
-        """`new`, telling that it was called."""
+        """Return `new`, wrapped to set `struck` when it is called."""
 
         @wraps(new)
         def replacement(*arguments: Any, **keywords: Any) -> Any:
@@ -93,7 +92,7 @@ class Planting:
 
 @contextmanager
 def planted(name: str | None) -> Iterator[Planting]:
-    """While inside, the variant called `name` is in place; UsageError if there is no such name."""
+    """Plant the variant called `name` for the `with` block; UsageError if there is none."""
     if name is None:
         yield Planting()
         return

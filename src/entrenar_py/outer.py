@@ -1,4 +1,4 @@
-"""When workers that step alone are brought together, and by which rule the outer step is made."""
+"""The schedule and the rule of the outer step, by which workers that step alone synchronise."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entrenar_py.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """DiLoCo's settings: `inner_steps` of each worker alone, then one Nesterov step of all.
+    """DiLoCo's settings: each worker makes `inner_steps` alone, then all make one Nesterov step.
 
     The defaults are the paper's. Raises UsageError when a value is out of range.
     Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
@@ -33,14 +33,14 @@ class Outer:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Outer:
-        """Return what a scenario's `options` say, the defaults where they say nothing."""
+        """Return the settings in a scenario's `options`, with defaults for those not given."""
         names = cls.__dataclass_fields__
         return cls(**{name: value for name, value in options.items() if name in names})
 
     def round_end(self, step: int, num_steps: int) -> int:
-        """Return the first step after the round of `step`; the last step ends a round, too."""
+        """Return the first step after the round of `step`. The last step of all ends a round."""
         return min((step // self.inner_steps + 1) * self.inner_steps, num_steps)
 
     def ends_round(self, step: int, num_steps: int) -> bool:
-        """Return whether the workers are brought together after `step`."""
+        """Return whether the workers synchronise after `step`."""
         return step + 1 == self.round_end(step, num_steps)

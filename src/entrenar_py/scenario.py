@@ -1,6 +1,7 @@
-"""One run, described completely: same scenario, same run.
+"""The complete description of one run: equal scenarios give equal runs.
 
-Holds every number a system needs and is the only source of randomness (`Scenario.rng`).
+A Scenario holds every number that a system needs, and is the only source of randomness
+(`Scenario.rng`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from entrenar_py.faults import Fault
 if TYPE_CHECKING:
     import numpy as np
 
-# What a field may hold, where it is a choice: validation, docs and Hypothesis read this table.
+# The values of each field that is a choice: validation, docs and Hypothesis read this table.
 CHOICES: dict[str, tuple[str, ...]] = {
-    # own: a stored trace of somebody's trainer
+    # own: the run of a user's own trainer, stored as a trace
     "workload": ("linear", "mlp", "decoder", "decoder_full", "vectors", "own"),
     "optimizer": ("sgd", "momentum", "adamw"),
     "schedule": ("constant", "linear", "cosine"),
@@ -34,21 +35,20 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One run, as it is asked for.
+    """One run, as it was requested.
 
-    A global batch of `batch_size` samples is cut into `num_shards` logical shards; a worker owns a
-    contiguous run of shards and computes each in `accumulation` micro-batches. `num_samples` is
-    the size of the data set; epochs are permutations of it, and the last batch of an epoch is
-    short rather than dropped or padded. `clip_norm` is the largest L2 norm of the averaged
-    gradient (None: no clipping). `warmup_steps` of linear warm-up come before `schedule` decays
-    over `num_steps`. `stops` are the steps before which the run is checkpointed, thrown away and
-    resumed. `width` is the hidden width of `mlp`, and the length of `vectors`. `repeat` tells two
-    runs of one scenario apart; nothing in a run depends on it. `detail="values"` records tensors
-    beside their digests.
-    `backends` are the workers' in turn; `auto` is the first of the fallback chain that serves when
-    the run starts. `options` belong to the system (the shape of a matrix product, say); what a run
-    was, beyond what was asked, is in its trace's traits. What a system can't do is refused by
-    `systems.require_possible`.
+    A global batch of `batch_size` samples is cut into `num_shards` logical shards. A worker owns
+    consecutive shards and computes each in `accumulation` micro-batches. `num_samples` is the size
+    of the data set. Each epoch is a permutation of it, and the last batch of an epoch is short
+    rather than dropped or padded. `clip_norm` is the largest L2 norm of the averaged gradient
+    (None: no clipping). `warmup_steps` of linear warm-up come before `schedule` decays over
+    `num_steps`. Before each step in `stops` the run is checkpointed, thrown away and resumed.
+    `width` is the hidden width of `mlp`, and the length of `vectors`. `repeat` tells two runs of
+    one scenario apart; nothing in a run depends on it. `detail="values"` records tensors in
+    addition to their digests. `backends` are assigned to the workers in turn; `auto` is the first
+    of the fallback chain that works when the run starts. `options` belong to the system (the shape
+    of a matrix product, say). What a run turned out to be is in the traits of its trace.
+    `systems.require_possible` refuses what a system can't do.
 
     Raises UsageError when a value is out of range.
     """
@@ -168,18 +168,18 @@ class Scenario:
                 )
 
     def with_(self, **changes: Any) -> Scenario:
-        """A copy with `changes`; UsageError if the result is not a scenario."""
+        """Return a copy with `changes`; UsageError if the result is not a valid scenario."""
         return replace(self, **changes)
 
     def backend_of(self, rank: int) -> str:
-        """The backend of worker `rank`: `backends` in turn, from the start again when they end."""
+        """Return the backend of worker `rank`: `backends` are assigned in turn, cyclically."""
         return self.backends[rank % len(self.backends)]
 
     def rng(self, *stream: str | int) -> np.random.Generator:
-        """The random stream named `stream`, e.g. `rng("dropout", step, shard)`.
+        """Return the random stream named `stream`, e.g. `rng("dropout", step, shard)`.
 
-        A function of the seed and the name alone: never of the rank, of the world size, or of what
-        was drawn before. Philox, keyed with BLAKE3 of both.
+        It depends on the seed and the name alone, never on the rank, the world size or earlier
+        draws. The generator is Philox, keyed with the BLAKE3 digest of seed and name.
         """
         import numpy as np
 
@@ -188,7 +188,7 @@ class Scenario:
         return np.random.Generator(np.random.Philox(key=key))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, as JSON can hold them."""
+        """Return all fields, converted to what JSON can hold."""
         return _SCHEMA.dump(self)
 
     @classmethod
@@ -198,7 +198,7 @@ class Scenario:
 
     @cached_property
     def digest(self) -> str:
-        """32 hex digits that name this scenario."""
+        """Return 32 hex digits that identify this scenario."""
         text = json.dumps(self.to_dict(), sort_keys=True)
         return str(blake3(text.encode()).hexdigest(16))
 
@@ -206,14 +206,12 @@ class Scenario:
         return hash(self.digest)
 
 
-# Parts that one list holds: of a batch, or of a shard.
+# The largest number of shards of a batch, and of micro-batches of a shard.
 PARTS_MAX = 2**16
 _POSITIVE = (
     *("world_size", "num_shards", "num_samples", "batch_size", "num_steps"),
     *("accumulation", "width"),
 )
-
-
 _SEQUENCES = ("faults", "stops", "backends")
 _SCHEMA = Schema(
     Scenario,
@@ -237,7 +235,7 @@ def _is_finite_and_not_negative(value: Any) -> bool:
     return number and 0 <= value <= sys.float_info.max
 
 
-# What an entry of a contract's `scenarios` means where it leaves out a field that has no default.
+# Defaults in a contract's `scenarios` for the fields that have none in Scenario.
 DEFAULTS: Mapping[str, Any] = {
     "system": "reference",
     "workload": "linear",
@@ -247,10 +245,10 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def expand(record: Mapping[str, Any]) -> Iterator[Scenario]:
-    """Every scenario a contract's `scenarios` entry stands for, DEFAULTS where it says nothing.
+    """Yield every scenario that an entry of a contract's `scenarios` stands for.
 
-    A list where a scenario holds one value means each of them in turn, e.g.
-    `world_size: [1, 2, 4]`; several lists mean every combination.
+    DEFAULTS are used for fields that the entry leaves out. A list for a field that takes one value
+    means each in turn (`world_size: [1, 2, 4]`). Several lists mean every combination.
     """
     merged = {**DEFAULTS, **record}
     lists = {

@@ -1,6 +1,6 @@
-"""Finds the contracts and counterexamples that come with the package.
+"""Find the contracts and counterexamples that come with the package.
 
-In an installed package they lie inside it; in a checkout they lie at the top of the tree.
+They are inside an installed package, and at the top of a checkout.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def shipped_contract(name: str) -> Path | None:
 
 
 def shipped_contracts() -> list[Path]:
-    """Return every contract that comes with the package, by name."""
+    """Return every contract that comes with the package, sorted by name."""
     folder = _folder("contracts")
     return [] if folder is None else sorted(folder.glob("*.yaml"))
 
@@ -63,7 +63,7 @@ def bindings(stem: str) -> Path | None:
 
 
 def all_bindings() -> list[Path]:
-    """Return every file of bindings that comes with the package, by name."""
+    """Return every file of bindings that comes with the package, sorted by name."""
     folder = _folder("contracts")
     return [] if folder is None else sorted(folder.glob("bindings/*.bindings.yaml"))
 

@@ -1,6 +1,6 @@
-"""Three verdicts, worst wins, and the finding that carries one with its evidence.
+"""The three verdicts, of which the worst wins, and the finding: a verdict with its evidence.
 
-Decides when a judge may say HELD: only after at least one comparison, all equal, none missing.
+A judge reports HELD only if it made at least one comparison, all succeeded and none was missing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from entrenar_py.scenario import Scenario
 
 
 class Verdict(StrEnum):
-    """The standing of an invariant after the evidence."""
+    """The result of judging one invariant."""
 
     HELD = "held"
     INCONCLUSIVE = "inconclusive"
@@ -23,7 +23,7 @@ class Verdict(StrEnum):
 
     @property
     def badness(self) -> int:
-        """0 held, 1 inconclusive, 2 falsified."""
+        """Return 0 for held, 1 for inconclusive, 2 for falsified."""
         return _ORDER.index(self)
 
 
@@ -32,16 +32,16 @@ _SHOWN = 3  # reasons, or files: enough to begin with
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The worst of `verdicts`; INCONCLUSIVE when there are none, since nothing was compared."""
+    """Return the worst of `verdicts`, or INCONCLUSIVE if there are none."""
     return max(verdicts, key=lambda verdict: verdict.badness, default=Verdict.INCONCLUSIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counterexample:
-    """The first place at which an invariant broke; None where a field does not apply.
+    """The first place at which an invariant broke. A field that does not apply is None.
 
-    `step` counts optimizer steps from 0 (-1: the state before the first). `expected` and `got`
-    are digests or numbers, as text. `scenario` is the scenario of the run that broke.
+    `step` counts optimizer steps from 0; -1 is the state before the first step. `expected` and
+    `got` are digests or numbers, as text. `scenario` is the scenario of the run that broke.
     """
 
     message: str
@@ -56,7 +56,7 @@ class Counterexample:
     scenario: Mapping[str, Any] | None = None
 
     def place(self) -> str:
-        """`step 3, rank 1, shard 2, tensor w[7]`: only what is known."""
+        """Return the known fields in words, such as `step 3, rank 1, shard 2, tensor w[7]`."""
         parts = [
             f"{name} {value}"
             for name, value in (("step", self.step), ("rank", self.rank), ("shard", self.shard))
@@ -79,9 +79,9 @@ class Counterexample:
 class Finding:
     """The verdict on one invariant: how many comparisons were made, and what broke or is missing.
 
-    `reason` is empty only for HELD. `notes` are facts worth printing beside any verdict (a
-    software adapter, a skipped backend). `vacuous` tells an INCONCLUSIVE on runs in which there
-    was nothing to compare, and so nothing missing, from one on runs that lack a fact.
+    `reason` is empty only for HELD. `notes` are facts to print with any verdict (a software
+    adapter, a skipped backend). `vacuous` marks an INCONCLUSIVE for which the runs had nothing to
+    compare; it is False if the runs lack a fact that the comparison needed.
     """
 
     invariant: str
@@ -93,12 +93,12 @@ class Finding:
     vacuous: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, as JSON can hold them."""
+        """Return all fields, converted to what JSON can hold."""
         return _SCHEMA.dump(self)
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Finding:
-        """Return the finding that `to_dict` wrote; UsageError if it is not one."""
+        """Return the finding that `to_dict` wrote as `record`; UsageError if it is malformed."""
         return _SCHEMA.load(record)
 
 
@@ -120,24 +120,24 @@ _SCHEMA = Schema(
 
 
 def inconclusive(invariant: str, reason: str, compared: int = 0) -> Finding:
-    """A finding that says why nothing can be concluded."""
+    """Return a finding that says why nothing can be concluded."""
     return Finding(
         invariant=invariant, verdict=Verdict.INCONCLUSIVE, compared=compared, reason=reason
     )
 
 
 def first_few(texts: Sequence[str], *, separator: str = "; ") -> str:
-    """The first three of `texts`, and how many more there are."""
+    """Return the first three of `texts` joined, and how many more there are."""
     more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
     return separator.join([*texts[:_SHOWN], *more])
 
 
 @dataclass
 class Tally:
-    """What a judge has compared so far; turns into a finding at the end.
+    """The comparisons that a judge has made so far, to be turned into a finding at the end.
 
-    Mutable on purpose: a judge adds comparisons one by one. Of several breaks the one with the
-    lowest step is kept, and among those the one reported first.
+    It is mutable, since a judge adds comparisons one by one. If several fail, it keeps the one with
+    the lowest step, and of several in that step the one that was added first.
     """
 
     invariant: str
@@ -147,8 +147,8 @@ class Tally:
     notes: list[str] = field(default_factory=list)
 
     def check(self, holds: bool, message: str, **place: Any) -> bool:
-        """Counts one comparison; if it does not hold, keeps the counterexample `place`, whose
-        `scenario` is given as a Scenario: most comparisons hold, and never need it as a mapping.
+        """Count one comparison, and return `holds`. If it is False, keep a counterexample, whose
+        fields are `place`, with `scenario` as a Scenario.
         """
         self.compared += 1
         if not holds:
@@ -160,9 +160,9 @@ class Tally:
         return holds
 
     def equal(self, expected: object, got: object, message: str, **place: Any) -> bool:
-        """Counts one comparison of `expected` with `got` by `==`, and shows both if they differ.
+        """Count one comparison of `expected` with `got` by `==`, and show both if they differ.
 
-        NaN equals NaN: two runs that both recorded one do not differ.
+        NaN equals NaN here: two runs that both recorded NaN do not differ.
         """
         if expected == got or (expected != expected and got != got):
             self.compared += 1
@@ -172,33 +172,33 @@ class Tally:
     def at_most(
         self, most: float, got: float, message: str, *, form: str = "", **place: Any
     ) -> bool:
-        """Counts one comparison: `got` is no more than `most`; `form` is how both are shown."""
+        """Count one comparison: `got <= most`. `form` is the format in which both are shown."""
         shown = {"expected": f"<= {most:{form}}", "got": f"{got:{form}}"}
         return self.check(got <= most, message, **shown, **place)
 
     def close(
         self, expected: float, got: float, allowed: float, message: str, **place: Any
     ) -> bool:
-        """Counts one comparison: `got` is within `allowed` of `expected`, as a NaN never is.
+        """Count one comparison: `got` differs from `expected` by at most `allowed`.
 
-        An infinity is within anything of itself.
+        NaN always fails. An infinity equals itself.
         """
         shown = {"expected": repr(expected), "got": repr(got)}
         near = got == expected or abs(got - expected) <= allowed
         return self.check(near, message, **shown, **place)
 
     def miss(self, reason: str) -> None:
-        """Records that a comparison could not be made."""
+        """Record that a comparison could not be made, and why."""
         if reason not in self.missing:
             self.missing.append(reason)
 
     def note(self, fact: str) -> None:
-        """Records a fact to print beside the verdict."""
+        """Record a fact to print with the verdict."""
         if fact not in self.notes:
             self.notes.append(fact)
 
     def finding(self, *, nothing: str) -> Finding:
-        """The verdict on everything counted; `nothing` is the reason if nothing was compared."""
+        """Return the finding on all comparisons; `nothing` is the reason if there were none."""
         verdict, reason = Verdict.HELD, ""
         if self.broken is not None:
             verdict, reason = Verdict.FALSIFIED, self.broken.message

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, noun: str) -> str:
-    """Return `1 run`, `2 runs`, `1,000 runs`."""
+    """Return the number with its noun: `1 run`, `2 runs`, `1,000 runs`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def named(noun: str, numbers: Iterable[int], *, most: int = 8) -> str:
-    """Return `rank 3` or `ranks 0, 1, 2` for distinct numbers; of more than `most`, the first."""
+    """Return `rank 3` or `ranks 0, 1, 2` for distinct numbers, of which `most` are listed."""
     known = sorted(numbers)
     return f"{noun}{'s' if known[1:] else ''} {listed(known, most=most)}"
 
