@@ -213,7 +213,7 @@ BUGS = (
         changes=(("given.clip, error", "1e9, error"),),
         check="parity",
         step=0,
-        words="the norm of the applied gradient is larger",
+        words="the norm of the applied gradient is larger than the limit",
     ),
     Twin(
         name="clipped though nothing is to be",

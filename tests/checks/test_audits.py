@@ -61,32 +61,42 @@ def test_later_weights_are_open_after_a_slip() -> None:
     some = AUDITED.with_(options={"audit_share": 0.2}, faults=(LASTING,), num_steps=12)
     finding = traces.judge("audits", ran(some))
     assert finding.verdict is Verdict.HELD, finding.reason
-    assert finding.notes[0].startswith("what went wrong in step 1 was not audited")
+    assert finding.notes[0].startswith("a wrong gradient in step 1 was not audited")
 
 
 def test_who_is_alone_is_open() -> None:
     """One worker can't be audited, and that is no proof of anything."""
     verdict, reason = judged(*ran(AUDITED.with_(world_size=1)))
     assert verdict is Verdict.INCONCLUSIVE
-    assert reason.startswith("shard 0 of step 0 was computed by one worker, and no other was there")
+    assert reason.startswith(
+        "shard 0 of step 0 was computed by one worker, and no other was present"
+    )
 
 
 @pytest.mark.parametrize(
     ("at", "changes", "reason"),
     [
         ({"step": 1, "shard": 2}, {"culprit": None, "alike": (0, 0, 0)}, "what worker 1 computed"),
-        ({"step": 1, "shard": 2}, {"culprit": 2}, "worker 2 was caught at shard 2 of step 1,"),
-        ({"step": 1, "shard": 3}, {"culprit": 1}, "worker 1 was caught at shard 3 of step 1,"),
+        (
+            {"step": 1, "shard": 2},
+            {"culprit": 2},
+            "worker 2 was named as the culprit at shard 2 of step 1,",
+        ),
+        (
+            {"step": 1, "shard": 3},
+            {"culprit": 1},
+            "worker 1 was named as the culprit at shard 3 of step 1,",
+        ),
         ({"step": 2, "shard": 0}, {"ranks": (0, 0)}, "shard 0 of step 2 was audited by nobody"),
         (
             {"step": 2, "shard": 0},
             {"ranks": (0, 2), "alike": (0, 1)},
-            "workers disagreed on shard 0 of step 2, and none of those who could say was asked",
+            "workers disagreed on shard 0 of step 2, and no third worker was asked to decide",
         ),
         (
             {"step": 2, "shard": 0},
             {"ranks": (0, 2, 1), "alike": (0, 1, 2)},
-            "workers disagreed on shard 0 of step 2, nobody was named, and training went on",
+            "workers disagreed on shard 0 of step 2, no culprit was named, and training went on",
         ),
     ],
 )
@@ -145,7 +155,7 @@ def test_who_disagrees_is_asked_once_more() -> None:
     place = {"step": open_.step, "shard": open_.shard}
     once = traces.altered(run, Audit, place, ranks=open_.ranks[:3], alike=open_.alike[:3])
     found = traces.broken(traces.judge("audits", [once, model]))
-    assert found.message.endswith("and were not asked once more each")
+    assert found.message.endswith("and were not both asked again")
 
 
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
@@ -175,7 +185,7 @@ def test_a_word_against_one_that_is_gone() -> None:
     on = replace(
         halted, events=(*traces.without(halted, Halt).events[:-1], End(status="completed"))
     )
-    assert "nobody was named, and training went on" in judged(on, model)[1]
+    assert "no culprit was named, and training went on" in judged(on, model)[1]
 
 
 def test_what_could_not_be_run_or_compared() -> None:

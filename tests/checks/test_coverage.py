@@ -290,7 +290,7 @@ def test_samples_that_are_counted_and_not_named() -> None:
         finding = traces.judge("coverage", found)
         assert finding.verdict is Verdict.INCONCLUSIVE
         assert finding.reason == (
-            "shards of steps 0, 1, 2, 3, 4 count samples and name none: record Shard.ids"
+            "shards of steps 0, 1, 2, 3, 4 have a weight and no sample ids: record Shard.ids"
         )
 
 

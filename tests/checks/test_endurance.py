@@ -50,7 +50,7 @@ def test_a_run_that_does_not_end_right() -> None:
     gave_up = replace(cut, events=(*cut.events[:-1], End(status="failed", reason="no workers")))
     verdict, reason = judged(gave_up, calm)
     assert verdict is Verdict.FALSIFIED
-    assert "the run ended failed (no workers), undisturbed completed" in reason
+    assert "the run ended failed (no workers), the undisturbed run ended completed" in reason
     kept = tuple(one for one in cut.events if not (isinstance(one, Update) and one.step == 1))
     assert judged(replace(cut, events=kept), calm)[1] == "steps [1] were never made"
 
@@ -63,7 +63,7 @@ def test_what_could_not_be_run_or_compared() -> None:
     assert "no such backend" in judged(never, calm)[1]
     assert "no undisturbed run" in judged(cut)[1]
     assert "promises no bits" in judged(replace(cut, promises=()), calm)[1]
-    assert judged(calm)[1].startswith("nothing befell any run: F-WP-005 is decided by a probe")
+    assert judged(calm)[1].startswith("no run had a planned fault: F-WP-005 is decided by a probe")
 
 
 def test_the_plan_tries_everything() -> None:

@@ -90,7 +90,7 @@ def test_stand_ins_are_noted() -> None:
     """The report says which device was simulated."""
     played = replace(NO_CUDA, device="stand-in, for backend cuda: no driver")
     finding = judge(INVARIANT, several([trace(played, NO_WGPU, BY_CPU, RESULT)]))
-    assert finding.notes == ("cuda was played by a stand-in, for backend cuda: no driver",)
+    assert finding.notes == ("cuda was simulated by a stand-in, for backend cuda: no driver",)
 
 
 def test_a_fault_that_never_struck_is_inconclusive() -> None:

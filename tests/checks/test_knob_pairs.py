@@ -131,9 +131,9 @@ def test_a_step_for_every_micro_batch() -> None:
 @pytest.mark.parametrize(
     ("turned", "reason"),
     [
-        (run("accumulation"), "a step has as many micro-batches as with 1"),
+        (run("accumulation"), "a step has as many micro-batches as with accumulation=1"),
         (run("accumulation", micro_batches=2, ids=(0, 1)), "keep the global batch"),
-        (run("loss_scale"), "not scaled at all"),
+        (run("loss_scale"), "the loss was not scaled"),
         (run("permute"), "nothing was permuted"),
         (run("clip", factor=0.5, ids=(0, 1)), "step 0 draws other samples"),
         (run("clip", factor=1.0, slope=SLOPE / 100), ""),
@@ -151,7 +151,7 @@ def test_without_the_usual_run() -> None:
     """There is nothing to compare with."""
     finding = traces.judge("parity", [run("loss_scale", local=1024.0)])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "no run with loss_scale=1 is there" in finding.reason
+    assert "there is no run with loss_scale=1" in finding.reason
 
 
 @pytest.mark.parametrize("check", ["parity", "step_rule"])
@@ -167,7 +167,7 @@ def test_clipped_as_it_should_be(check: str) -> None:
 @pytest.mark.parametrize(
     ("factor", "bent", "words"),
     [
-        (1.0, False, "the norm of the applied gradient is larger"),
+        (1.0, False, "the norm of the applied gradient is larger than the limit"),
         (0.4, False, "clipped to this norm"),
         (0.5, True, "clipped to this norm"),
     ],

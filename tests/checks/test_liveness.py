@@ -178,7 +178,9 @@ def test_one_rank_without_a_start() -> None:
     trace = traces.without(traces.run(scenario()), Start, rank=1)
     finding = traces.judge("liveness", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("rank 1 updated and never started in step 0: record a Start")
+    assert finding.reason.startswith(
+        "rank 1 made updates without a recorded Start in step 0: record a Start"
+    )
 
 
 def test_adapters_of_the_decoder_hold() -> None:

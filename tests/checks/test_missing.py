@@ -42,11 +42,11 @@ def test_fields_that_one_run_never_fills_in() -> None:
     """They are left out of a comparison, and asked for where the other run has them."""
     drawn = replace(shard(0, 0), draws="d", ids=())
     for dropout, bare, reasons in (
-        (0.0, {"gradient": {}, "ids": ()}, ["one run only has ids in its shards"]),
+        (0.0, {"gradient": {}, "ids": ()}, ["only one run has ids in its shards"]),
         (
             0.3,
             {"gradient": {}, "ids": (), "draws": None},
-            ["one run only has ids in its shards", "one run only has draws in its shards"],
+            ["only one run has ids in its shards", "only one run has draws in its shards"],
         ),
     ):
         subject, tally = scenario(dropout=dropout), Tally("F-XX-001")

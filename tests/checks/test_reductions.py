@@ -151,8 +151,8 @@ def test_an_element_more_or_less(subject: Scenario, more: int) -> None:
 @pytest.mark.parametrize(
     ("message", "peer", "said"),
     [
-        ("Average", "worker", "bytes beside their payload"),
-        ("Heartbeat", "worker", "between workers carry something"),
+        ("Average", "worker", "bytes in addition to their payload"),
+        ("Heartbeat", "worker", "between workers have a payload"),
         ("TreeNode", "coordinator", "bytes of gradient to the coordinator"),
     ],
 )
@@ -180,7 +180,7 @@ def test_copies_are_no_needless_traffic() -> None:
     run = traces.run(whole.with_(options={**whole.options, "audit_share": 0.5}))
     finding = judged("reduction_traffic", run)
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("audited shards travel twice")
+    assert finding.reason.startswith("audited shards are sent twice")
 
 
 @pytest.mark.parametrize("status", ["failed", "halted"])

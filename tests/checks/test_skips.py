@@ -111,4 +111,4 @@ def test_a_run_of_skipped_steps_alone() -> None:
     still = altered(still, Start, {}, weights=start["weights"])
     finding = traces.judge("step_rule", [still])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "nothing was recomputed: it skipped steps 0, 1 on all ranks" in finding.reason
+    assert "nothing was recomputed: the run skipped steps 0, 1 on all ranks" in finding.reason

@@ -39,7 +39,7 @@ def test_sharded_optimizer_state(held: tuple[Tensors, ...]) -> None:
     finding = traces.judge("replica_identity", [sharing(*held)])
     assert finding.verdict is Verdict.HELD
     assert finding.notes == (
-        "optimizer state is sharded over ranks: compared is what two of them hold",
+        "optimizer state is sharded over ranks: only what two of them hold was compared",
     )
 
 

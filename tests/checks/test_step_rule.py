@@ -90,7 +90,9 @@ def test_what_is_unknown_is_missing(changes: dict[str, Any]) -> None:
     trace = altered(traces.run(SUBJECT), Update, {"step": 5, "rank": 1}, **changes)
     finding = traces.judge("step_rule", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("rank 1 can't be recomputed in step 5: record ")
+    assert finding.reason.startswith(
+        "rank 1 made an update that can't be recomputed in step 5: record "
+    )
 
 
 def digests(tensors: Tensors, *names: str) -> Tensors:
@@ -104,17 +106,17 @@ def digests(tensors: Tensors, *names: str) -> Tensors:
     [
         pytest.param(
             lambda e: e if e.rank != 1 else replace(e, weights=digests(e.weights)),
-            "rank 1 can't be recomputed in step 0: record Start.weights and Update.weights",
+            "rank 1 made an update that can't be recomputed in step 0: record Start.weights",
             id="a rank's weights",
         ),
         pytest.param(
             lambda e: e if e.step == 0 else replace(e, weights=digests(e.weights)),
-            "ranks 0, 1, 2 can't be recomputed in step 1: record Update.weights",
+            "ranks 0, 1, 2 made an update that can't be recomputed in step 1: record Update",
             id="all steps but the first",
         ),
         pytest.param(
             lambda e: replace(e, weights=digests(e.weights, "output.bias")),
-            "ranks 0, 1, 2 can't be recomputed in step 0: record Start.weights and Update",
+            "ranks 0, 1, 2 made an update that can't be recomputed in step 0: record Start.weights",
             id="one tensor",
         ),
     ],
@@ -238,7 +240,7 @@ def test_the_fact_that_is_missing_is_named(
     bare = without(trace, kind) if changes is None else altered(trace, kind, {}, **changes)
     finding = traces.judge("step_rule", [bare])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("ranks 0, 1, 2 can't be recomputed")
+    assert finding.reason.startswith("ranks 0, 1, 2 made an update that can't be recomputed")
     assert missing in finding.reason
 
 

@@ -152,15 +152,17 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
         _given_up(tally, trace, audit, len(there), rank=min(wrong, default=None))
     elif asked < 2:
         if len(there) < 2:
-            tally.miss(f"{where} was computed by one worker, and no other was there to audit it")
+            tally.miss(f"{where} was computed by one worker, and no other was present to audit it")
             return
-        message = f"{where} was audited by nobody but its worker, though others were there"
+        message = f"{where} was audited by no other worker, though others were present"
         tally.check(False, message, rank=audit.ranks[0], **place)
     elif audit.culprit is not None:
-        named = f"worker {audit.culprit} was caught at {where}, where it computed nothing wrong"
+        named = (
+            f"worker {audit.culprit} was named as the culprit at {where}, which it computed right"
+        )
         tally.check(audit.culprit in wrong, named, rank=audit.culprit, **place)
     else:
-        message = f"what worker {min(wrong, default=None)} computed wrongly passed as {where}"
+        message = f"the audit passed {where}, which worker {min(wrong, default=None)} got wrong"
         tally.check(not wrong, message, rank=min(wrong, default=None), **place)
 
 
@@ -172,15 +174,15 @@ def _given_up(
     what = f"workers disagreed on shard {audit.shard} of step {audit.step}"
     asked = len(set(audit.ranks))
     if asked < 3 and num_there > asked:
-        message = f"{what}, and none of those who could say was asked"
+        message = f"{what}, and no third worker was asked to decide"
         tally.check(False, message, rank=rank, **place)
         return
     if asked == 2 and any(audit.ranks.count(rank) < 2 for rank in audit.ranks):
-        tally.check(False, f"{what}, and were not asked once more each", rank=rank, **place)
+        tally.check(False, f"{what}, and were not both asked again", rank=rank, **place)
         return
     made = [update.step for update in trace.of(Update) if update.step >= audit.step]
     halted = any(halt.step == audit.step for halt in trace.of(Halt))
-    message = f"{what}, nobody was named, and training went on"
+    message = f"{what}, no culprit was named, and training went on"
     tally.check(halted and not made, message, rank=audit.ranks[0], **place)
 
 
@@ -191,8 +193,8 @@ def _told(tally: Tally, trace: Trace) -> None:
         tally.miss("no shard that went wrong was audited: audit a larger share, or more steps")
     elif (step := first_open(trace)) < math.inf:
         tally.note(
-            f"what went wrong in step {step} was not audited: the weights from there on are not "
-            "compared"
+            f"a wrong gradient in step {step} was not audited: the weights from that step on are "
+            "not compared"
         )
 
 
@@ -207,7 +209,7 @@ def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
     scenario, limit = trace.scenario, first_open(trace)
     halts, reasons = [halt.step for halt in trace.of(Halt)], _reasons_to_halt(model, trace)
     for step in halts:
-        needless = f"training halted in step {step}, where all that was wrong could be told"
+        needless = f"training halted in step {step}, though every culprit in it could be named"
         tally.check(step in reasons or step >= limit, needless, step=step, scenario=scenario)
     status = "halted" if halts else model.end.status
     how = f"the run ended {trace.end.status} ({trace.end.reason})"
@@ -223,7 +225,7 @@ ROWS = (
     Check(
         name="audits",
         id="F-WP-006",
-        decides="what a worker computes wrongly and unseen is found by another, and it is named",
+        decides="what a worker computes wrongly and unseen is found by another, and named",
         spoken_of="corruption audit silent recompute",
         judge=judge,
         plan=plan,

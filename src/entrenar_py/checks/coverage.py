@@ -82,7 +82,7 @@ def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
         tally.check(
             False,
             f"rank {shard.rank} drew other samples for shard {shard.shard} than rank {peer.rank}, "
-            "with which it shares it",
+            "though both share it",
             sample_ids=others,
             **evidence.place(trace, shard),
         )

@@ -37,7 +37,7 @@ def compare_operations(tally: Tally, trace: Trace) -> None:
 def compare_finiteness(tally: Tally, trace: Trace) -> None:
     """Check that finite inputs give finite results, and that a NaN stays NaN in what it reaches."""
     for result in trace.of(Explained):
-        message = f"{result.of}: {result.tensor} is not finite, though all that it is made of is"
+        message = f"{result.of}: {result.tensor} is not finite, though all its inputs are"
         place = evidence.place(trace, result)
         tally.check(result.finite, message, tensor=result.tensor, **place)
     reached = [result for result in trace.of(Poisoned) if result.reached]
@@ -62,7 +62,7 @@ def compare_refusals(tally: Tally, trace: Trace) -> None:
     for case in trace.of(Declined):
         place = {"tensor": case.case, "scenario": trace.scenario}
         if case.error is None:
-            message = f"{case.case}: was taken, and what came out is not what the CPU computes"
+            message = f"{case.case}: was not refused, and its result is not the CPU's"
             tally.check(case.right, message, expected="a UsageError", got="a result", **place)
             continue
         tally.equal("UsageError", case.error, f"{case.case}: the error", **place)

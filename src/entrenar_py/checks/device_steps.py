@@ -94,8 +94,8 @@ def compare_repetition(tally: Tally, trace: Trace) -> None:
             tally,
             before.results,
             step.results,
-            f"step {step.step} was given what step {before.step} was ({step.given}) and gave "
-            "something else",
+            f"step {step.step} had the same input as step {before.step} ({step.given}) and gave "
+            "another result",
             **evidence.place(trace, step),
         )
     if first and not repeated:

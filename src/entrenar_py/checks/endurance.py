@@ -56,11 +56,12 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         calm = evidence.calm_run(tally, trace, runs)
         if calm is not None:
             _ends_right(tally, calm, trace)
-    return tally.finding(nothing=missing.probed(invariant, "nothing befell any run"))
+    return tally.finding(nothing=missing.probed(invariant, "no run had a planned fault"))
 
 
 def _ends_right(tally: Tally, calm: Trace, trace: Trace) -> None:
-    how = f"the run ended {trace.end.status} ({trace.end.reason}), undisturbed {calm.end.status}"
+    how = f"the run ended {trace.end.status} ({trace.end.reason}), the undisturbed run ended "
+    how += calm.end.status
     tally.equal(calm.end.status, trace.end.status, how, scenario=trace.scenario)
     message = "not the weights of the undisturbed run"
     evidence.compare_updates(tally, calm, trace, "weights", message)

@@ -148,7 +148,7 @@ def compare_updates(
     for step, by_rank in ranks_by_step(trace):
         for _, update in sorted(by_rank.items()):
             if step < before and step not in expected:
-                tally.check(False, f"step {step} is not of this training", **place(trace, update))
+                tally.check(False, f"step {step} is not in the other run", **place(trace, update))
             elif step < before:
                 wanted, got = getattr(any_rank(expected[step]), part), getattr(update, part)
                 compare_exact(tally, wanted, got, message, **place(trace, update))

@@ -137,7 +137,7 @@ def _judge_halt(tally: Tally, trace: Trace) -> None:
     halted = trace.of(Halt)[-1].reason
     doomed = {fault.backend for fault in trace.scenario.faults}
     chain = _chain(trace.scenario)
-    message = f"the chain halted though nothing was done to {chain[-1]}: {halted}"
+    message = f"the chain halted though no fault was planned for {chain[-1]}: {halted}"
     tally.check(chain[-1] in doomed, message, scenario=scenario)
     tally.check(not trace.of(Product), "a halted chain returned a product", scenario=scenario)
     for name in chain:
@@ -168,7 +168,7 @@ def _note_devices(tally: Tally, trace: Trace) -> None:
         if not attempt.served and attempt.backend not in struck:
             tally.note(f"{attempt.backend} failed by itself: {attempt.reason}")
         if attempt.device.startswith("stand-in"):
-            tally.note(f"{attempt.backend} was played by a {attempt.device}")
+            tally.note(f"{attempt.backend} was simulated by a {attempt.device}")
         probes.note_software(tally, attempt)
 
 

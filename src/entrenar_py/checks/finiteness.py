@@ -197,7 +197,7 @@ def _names(
     planted = _planted_tensors(trace, culprit)
     if halt.tensor is not None and planted:
         right_one = halt.tensor if halt.tensor in planted else planted[0]
-        message = "the halt names another tensor than was made non-finite"
+        message = "the halt names another tensor than the one with the planted value"
         tally.equal(right_one, halt.tensor, message, **place, tensor=right_one)
 
 

@@ -37,7 +37,7 @@ def compare(tally: Tally, runs: Traces) -> list[int]:
         pair = pair_of(trace.scenario)
         assert pair is not None, "its scenario says so"
         if runs.base is None:
-            tally.miss(f"{pair.words.before}no run with {pair.knob}={pair.usual} is there")
+            tally.miss(f"{pair.words.before}there is no run with {pair.knob}={pair.usual}")
             continue
         tally.note(f"compared {pair.knob}={pair.value} with {pair.knob}={pair.usual}")
         compared = KNOBS[name].judge(tally, pair, runs.base, trace)
@@ -68,7 +68,9 @@ def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Trace, Trace
 def _scaled_loss(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
     if _local(model) != _local(trace) or not _local(trace):
         return True
-    tally.miss(f"{pair.words.before}gradients before unscaling are the same: not scaled at all")
+    tally.miss(
+        f"{pair.words.before}gradients before unscaling are the same: the loss was not scaled"
+    )
     return False
 
 
@@ -83,7 +85,7 @@ def _permuted(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
 
 def _is_normalised_apart(tally: Tally, pair: Pair, trace: Trace) -> bool:
     if trace.traits.batch_norm:
-        why = "batch normalisation is by each micro-batch's own samples: another one"
+        why = "batch normalisation is by each micro-batch's own samples, so results differ rightly"
         tally.miss(f"{pair.words.before}{why}")
     return trace.traits.batch_norm
 
@@ -114,7 +116,8 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
         )
         return False
     if before and before == after:
-        tally.miss(f"{pair.words.before}a step has as many micro-batches as with {pair.usual}")
+        what = f"a step has as many micro-batches as with {pair.knob}={pair.usual}"
+        tally.miss(f"{pair.words.before}{what}")
         return False
     return True
 
@@ -151,7 +154,7 @@ def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
         if norm is None:
             continue
         num_gradients += 1
-        message = f"{pair.words.before}the norm of the applied gradient is larger"
+        message = f"{pair.words.before}the norm of the applied gradient is larger than the limit"
         shown = {"expected": repr(limit), "got": repr(norm)}
         tally.check(norm <= limit * (1 + bounds.gradient), message, **shown, **place)
         if update.step == 0:

@@ -41,7 +41,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         for rank in by_rank.keys() - starts.keys():
             first = by_rank[rank][0].step
             what = "a Start with weights and trainable on every rank"
-            gaps.add("updated and never started", what, rank=rank, step=first)
+            gaps.add("made updates without a recorded Start", what, rank=rank, step=first)
         gaps.tell(tally)
     return tally.finding(
         nothing=f"no run declared its trainable tensors and made {STEPS_TO_MOVE} steps: record "

@@ -90,7 +90,9 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
         if trace.scenario.optimizer == "sgd" and options == {**options, **_AS_ONE}:
             base = rounds.as_steps(trace)
         else:
-            tally.miss(f"local SGD is synchronous SGD only with optimizer sgd and {_AS_ONE}")
+            tally.miss(
+                f"local SGD equals synchronous SGD only with optimizer=sgd and options {_AS_ONE}"
+            )
     runs = replace(runs, base=base)
     if base is not None:
         parity.compare_with_oracle(tally, runs, None)
@@ -107,7 +109,7 @@ def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
         finiteness.compare(tally, rounds.as_steps(trace))
         bad = {(halt.rank, halt.step) for halt in trace.of(Halt)}
         for update in trace.of(Update):
-            message = f"rank {update.rank} moved its own weights by what is not finite"
+            message = f"rank {update.rank} updated its own weights with a value that is not finite"
             is_good = (update.rank, update.step) not in bad
             tally.check(is_good, message, **evidence.place(trace, update))
     return tally.finding(nothing=rounds.NOTHING)
@@ -125,7 +127,7 @@ ROWS = (
     Check(
         name="outer_schedule",
         id="F-LS-002",
-        decides="workers are brought together when a round ends, and do not communicate within it",
+        decides="workers synchronise when a round ends, and do not communicate within it",
         spoken_of="diloco inner-steps communication rounds",
         judge=outer_step.judge_schedule,
         plan=plan,
@@ -133,7 +135,7 @@ ROWS = (
     Check(
         name="outer_step",
         id="F-LS-003",
-        decides="the outer step is Nesterov's, along the mean pseudo-gradient of who is there",
+        decides="the outer step is Nesterov's, along the mean pseudo-gradient of the members",
         spoken_of="diloco nesterov pseudo-gradient outer",
         judge=outer_step.judge,
         plan=plan,

@@ -96,7 +96,7 @@ def require_beginning(tally: Tally, trace: Trace) -> set[int]:
     if lacking:
         tally.miss(
             f"steps 0 to {lacking - 1} are not in this ledger, which was begun anew from a "
-            "checkpoint: what they drew is unknown"
+            "checkpoint: the samples that they drew are unknown"
         )
     return set(range(lacking))
 
@@ -130,7 +130,7 @@ def require_ids(tally: Tally, trace: Trace) -> set[int]:
     if nameless := _unnamed(trace):
         ask(
             tally,
-            f"shards of steps {str(sorted(nameless)[:5])[1:-1]} count samples and name none",
+            f"shards of steps {str(sorted(nameless)[:5])[1:-1]} have a weight and no sample ids",
             "Shard.ids",
         )
     return bare | nameless
@@ -173,13 +173,13 @@ def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
         if not all(filled):
             found[name] = unknown
         if any(filled) and not all(filled):
-            ask(tally, f"one run only has {name} in its shards", f"Shard.{name} in both")
+            ask(tally, f"only one run has {name} in its shards", f"Shard.{name} in both")
     steps = [
         evidence.shards(run).keys() & evidence.updates(other).keys()
         for run, other in ((model, trace), (trace, model))
     ]
     if lacking := sorted(steps[0] ^ steps[1]):
-        ask(tally, f"one run only has shards of step {lacking[0]}", "a Shard of each step in both")
+        ask(tally, f"only one run has shards of step {lacking[0]}", "a Shard of each step in both")
     return found
 
 

@@ -39,7 +39,7 @@ ALONE = Need(
 COUNTS = Need(name="counts", says="the same run on other numbers of workers")
 REPEATED = Need(name="repeated", says="the same run a second time", free=("repeat",))
 ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
-CALM = Need(name="calm", says="the same run with nothing wrong, and nobody audited")
+CALM = Need(name="calm", says="the same run without faults and audits")
 TWIN = Need(name="twin", says="the same reduction in another network, or in one process")
 ON_CPU = Need(name="on_cpu", says="the same run on the CPU")
 

@@ -18,9 +18,8 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         comparison = Comparison(tally, trace)
         if _is_the_server_s(trace):
             tally.miss(
-                "the server makes the updates: it alone holds the optimizer's state, and the state "
-                "that it resumes with is not recorded; F-TI-003 and F-TI-008 judge the weights "
-                "that come of it"
+                "the server makes the updates: it alone holds the optimizer's state, and what it "
+                "resumes with is not recorded; F-TI-003 and F-TI-008 judge the resulting weights"
             )
         missing.require_updates(tally, trace)
         replica_identity.require_ranks(tally, trace)

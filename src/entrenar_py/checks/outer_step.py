@@ -56,8 +56,8 @@ def _on_time(tally: Tally, trace: Trace) -> None:
             continue
         for rank in sorted(updates.get(step, {}).keys() | meetings.get(step, {}).keys()):
             came = rank in meetings.get(step, {})
-            message = f"rank {rank} was {'' if came else 'not '}brought together with the others"
-            message += f" after step {step}: that is due every {rule.inner_steps} steps"
+            message = f"rank {rank} {'synchronised' if came else 'did not synchronise'} with the"
+            message += f" others after step {step}: a round has {rule.inner_steps} steps"
             place = {"step": step, "rank": rank, "scenario": scenario}
             tally.check(came == due and rank in updates.get(step, {}), message, **place)
 
@@ -90,7 +90,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
     before = None if start is None else evidence.vectors(_trained(start.weights, start))
     if start is None or before is None:
         what = f"a Start of each rank, its weights {missing.WITH_VALUES}"
-        missing.ask(tally, "no start is known", what)
+        missing.ask(tally, "the initial weights are unknown", what)
         return
     momentum: Vectors = {}
     earlier = -1

@@ -56,7 +56,7 @@ ROWS = (
     Check(
         name="holdings",
         id="F-PAR-006",
-        decides="who shares a model's parameters holds little more than its share of them",
+        decides="ranks that share a model's parameters hold little more than their share of them",
         spoken_of="tensor-parallel sequence-parallel memory-share",
         judge=judge,
         plan=plan,

@@ -62,7 +62,7 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
     if silent:
         missing.ask(
             tally,
-            f"{missing.named(silent)} was to leave, and is not known to have left",
+            f"{missing.named(silent)} was to leave, and no departure was recorded",
             "a Membership with change='left' where a worker is gone",
         )
 

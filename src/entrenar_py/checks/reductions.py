@@ -179,7 +179,7 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
             message = f"not the bits of {model.scenario.system}"
             evidence.compare_updates(tally, model, trace, "gradient", message)
         if not runs.of(TWIN):
-            tally.miss(f"no run to compare that of {trace.scenario.system} with")
+            tally.miss(f"there is no run to compare the run of {trace.scenario.system} with")
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
 
@@ -213,7 +213,9 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
         if trace.scenario.faults:
             continue  # an exchange that begins again costs as much again
         if trace.scenario.options.get("audit_share"):
-            tally.miss("audited shards travel twice, and more often where workers disagree")
+            tally.miss(
+                "audited shards are sent twice or more: the traffic of this run was not judged"
+            )
             continue
         expected = traffic.expected_bytes(trace)
         if expected is None:
@@ -246,9 +248,11 @@ def _judge_headers(tally: Tally, trace: Trace) -> None:
         if record.message in traffic.BLOCKS:
             most = traffic.beside_bytes_max(record)
             beside = record.bytes - record.payload_bytes
-            tally.at_most(most, beside, f"{what} have {beside} bytes beside their payload", **place)
+            tally.at_most(
+                most, beside, f"{what} have {beside} bytes in addition to their payload", **place
+            )
         elif record.peer == "worker" and record.rank is not None:
-            tally.equal(0, record.payload_bytes, f"{what} between workers carry something", **place)
+            tally.equal(0, record.payload_bytes, f"{what} between workers have a payload", **place)
 
 
 def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
@@ -263,7 +267,7 @@ def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
         how = f"the run ended {trace.end.status}: {trace.end.reason}"
         ended = tally.equal("completed", trace.end.status, how, scenario=scenario)
         for change in trace.of(Membership) if ended and not scenario.faults else ():
-            what = f"rank {change.rank} {change.change}, though nothing befell it: {change.reason}"
+            what = f"rank {change.rank} {change.change}, though no fault struck it: {change.reason}"
             tally.check(False, what, **evidence.place(trace, change))
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 

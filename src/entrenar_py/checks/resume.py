@@ -23,7 +23,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             continue
         _require_resumes(tally, trace)
         _same_data(tally, straight, trace)
-        message = "the resumed run is another run"
+        message = "the resumed run differs from the straight one"
         same_bits.compare_steps(tally, straight, trace, message)
         _same_rates(tally, straight, trace)
     return tally.finding(
@@ -53,7 +53,7 @@ def _require_resumes(tally: Tally, trace: Trace) -> None:
         if stop not in seen and stop <= last:
             missing.ask(
                 tally,
-                f"the run was to stop before step {stop}, and is not known to have resumed",
+                f"the run was to stop before step {stop}, and no resume was recorded",
                 "a Start with resumed=True on every rank",
             )
 

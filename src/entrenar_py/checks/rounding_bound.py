@@ -30,7 +30,7 @@ def judge(tally: Tally, one: Explained, trace: Trace) -> None:
         )
         tally.at_most(one.bound, one.error, message, form=".3g", element=one.element, **place)
     if math.isinf(one.total_bound):
-        tally.miss(f"{what}: nothing bounds its elements together")
+        tally.miss(f"{what}: its elements together have no bound")
     elif one.total_bound or one.total_error:
         message = (
             f"{what} is off by {one.total_error:.3g} from float64, all elements together; rounding "

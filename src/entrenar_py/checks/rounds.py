@@ -17,7 +17,7 @@ from entrenar_py.verdict import Tally
 
 PROMISE = "rounds"
 NOTHING = (
-    "no run of workers that step alone and are brought together: record a Synchronised of each "
+    "no run of workers that step alone and synchronise: record a Synchronised of each rank "
     f'whenever they are, in a trace with promises=("{PROMISE}",)'
 )
 

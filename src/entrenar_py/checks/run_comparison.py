@@ -141,7 +141,7 @@ def rounded_away(trace: Trace) -> str:
     if compressed in ("", *precision.SIXTEEN):
         return ""
     return (
-        f"gradients are compressed by {compressed} on their way, by no rounding that is known "
+        f"gradients are compressed by {compressed} by a method whose rounding is not known "
         "here: leave the hook out, or use fp16_compress_hook"
     )
 

@@ -155,7 +155,7 @@ def _compare_rounds(tally: Tally, model: Trace, trace: Trace, message: str) -> N
         for rank in sorted(left.keys() | right.keys()):
             place: dict[str, Any] = {"step": step, "rank": rank, "scenario": trace.scenario}
             if rank not in left or rank not in right:
-                tally.check(False, f"{message}: brought together in one run only", **place)
+                tally.check(False, f"{message}: synchronised in one run only", **place)
                 continue
             for part in ("weights", "optimizer", "buffers"):
                 one, other = (getattr(side[rank], part) for side in (left, right))

@@ -41,7 +41,7 @@ class Comparison:
         sharded = all(names < everything for names in held)
         if sharded:
             self._tally.note(
-                "optimizer state is sharded over ranks: compared is what two of them hold"
+                "optimizer state is sharded over ranks: only what two of them hold was compared"
             )
         return sharded
 

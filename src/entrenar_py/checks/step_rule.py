@@ -70,7 +70,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
         lost.add(event.rank)
     gaps.tell(tally)
     if rested and rested >= {update.step for update in trace.of(Update)}:
-        tally.miss(f"nothing was recomputed: it {skips.told(rested)}, and made no other")
+        tally.miss(f"nothing was recomputed: the run {skips.told(rested)}, and made no other step")
 
 
 def _prepare(rules: dict[int, update_rule.Rule], event: Event, trace: Trace) -> None:
@@ -89,7 +89,7 @@ def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | No
 
     None if only the norms are lacking, which `_clipping` reports.
     """
-    why = "can't be recomputed"
+    why = "made an update that can't be recomputed"
     if rule is None:
         return why, f"a Start of each rank, its weights {missing.WITH_VALUES}"
     parts = {
@@ -204,7 +204,7 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
         element = int(gap.argmax())
         tally.check(
             bool((gap <= 0).all()),
-            f"{name} did not move by learning rate times clipped gradient, as {optimizer} has it",
+            f"{name} did not move by learning rate times clipped gradient, as in {optimizer}",
             tensor=name,
             element=element,
             expected=repr(float(expected.weight[element])),

@@ -102,7 +102,7 @@ ROWS = (
     Check(
         name="admission",
         id="F-WP-004",
-        decides="who proves the secret and agrees on the run is let in, and nobody else",
+        decides="a worker that proves the secret and agrees on the run is let in, and no other",
         spoken_of="authentication secret join handshake",
         judge=probes.judge(compare_admission, "nobody asked to join"),
         plan=plan_admission,
