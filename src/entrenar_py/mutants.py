@@ -104,9 +104,9 @@ def planted(name: str | None) -> Iterator[Planting]:
     planting = Planting(struck=not plants)
     patches = [patch(path, planting.counted(new)) for path, new in plants.items()]
     try:
-        for one in patches:
-            one.start()
+        for patcher in patches:
+            patcher.start()
         yield planting
     finally:
-        for one in reversed(patches):
-            one.stop()
+        for patcher in reversed(patches):
+            patcher.stop()

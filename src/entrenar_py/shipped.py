@@ -27,15 +27,15 @@ def contract_path(name: str) -> Path:
             "contract", name, f"{error.strerror}; give a file that can be read"
         ) from error
     if not exists:
-        found = shipped_contract(name)
-        if found is None:
+        shipped_path = shipped_contract(name)
+        if shipped_path is None:
             shipped = ", ".join(path.name for path in shipped_contracts()) or "none"
             raise UsageError(
                 f"contract={name!r}: no such file, and no shipped contract of that name; "
                 f"shipped are {shipped}",
                 field="contract",
             )
-        return found
+        return shipped_path
     if path.is_dir():
         raise UsageError.of("contract", name, "is a folder; give one YAML file")
     if not os.access(path, os.R_OK):

@@ -154,9 +154,9 @@ class Tally:
         if not holds:
             run: Scenario | None = place.pop("scenario", None)
             place["scenario"] = None if run is None else run.to_dict()
-            found = Counterexample(message=message, **place)
-            if self.broken is None or _step(found) < _step(self.broken):
-                self.broken = found
+            counterexample = Counterexample(message=message, **place)
+            if self.broken is None or _step(counterexample) < _step(self.broken):
+                self.broken = counterexample
         return holds
 
     def equal(self, expected: object, got: object, message: str, **place: Any) -> bool:
@@ -217,5 +217,5 @@ class Tally:
         )
 
 
-def _step(found: Counterexample) -> float:
-    return float("inf") if found.step is None else found.step
+def _step(counterexample: Counterexample) -> float:
+    return float("inf") if counterexample.step is None else counterexample.step

@@ -34,7 +34,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
         optimizer="momentum",
         options={SHARE: 1.0, "block_bytes": 1000},
     )
-    some, one = ({**usual.options, SHARE: share} for share in (0.4, 0.2))
+    some, few = ({**usual.options, SHARE: share} for share in (0.4, 0.2))
     owner = Fault(kind="corrupt_gradient", step=1, rank=1, shard=2, value="0.5")
     # Of another worker, and in the last block.
     auditor = replace(owner, rank=2, tensor="output.bias", element=9, value="1e-6")
@@ -48,7 +48,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
         usual.with_(faults=(lasting,), num_steps=5),
         usual.with_(faults=(lasting,), num_steps=5, options=some),
         # With two workers and one dropped no auditor is left. In step 1 shard 1 is the audited one.
-        usual.with_(faults=(replace(owner, shard=1),), world_size=2, options=one),
+        usual.with_(faults=(replace(owner, shard=1),), world_size=2, options=few),
         usual.with_(faults=(owner, killed), world_size=4),
     ]
 
@@ -70,7 +70,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 def undecided(trace: Trace) -> list[Audit]:
     """Return the audits in which workers disagreed and the culprit could not be determined."""
-    return [one for one in trace.of(Audit) if _is_undecided(one)]
+    return [audit for audit in trace.of(Audit) if _is_undecided(audit)]
 
 
 def _is_undecided(audit: Audit) -> bool:
@@ -81,8 +81,8 @@ def _is_undecided(audit: Audit) -> bool:
 
 def first_open(trace: Trace) -> float:
     """Return the first step with a wrong shard that was not audited: later weights may differ."""
-    seen = {(one.step, one.shard) for one in trace.of(Audit) if len(set(one.ranks)) > 1}
-    caught = {(one.step, one.culprit) for one in trace.of(Audit)}
+    seen = {(audit.step, audit.shard) for audit in trace.of(Audit) if len(set(audit.ranks)) > 1}
+    caught = {(audit.step, audit.culprit) for audit in trace.of(Audit)}
     return min(
         (
             step
@@ -188,7 +188,7 @@ def _given_up(
 
 def _told(tally: Tally, trace: Trace) -> None:
     """Report if none of the wrong shards were audited (missing), or not all of them (a note)."""
-    strikes, audited = _strikes(trace), {(one.step, one.shard) for one in trace.of(Audit)}
+    strikes, audited = _strikes(trace), {(audit.step, audit.shard) for audit in trace.of(Audit)}
     if strikes and not audited.intersection(strikes):
         tally.miss("no shard that went wrong was audited: audit a larger share, or more steps")
     elif (step := first_open(trace)) < math.inf:

@@ -90,8 +90,8 @@ def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
 
 def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:
     """Return the end of a message that names ranks without a recorded shard, a likely cause."""
-    made = {update.rank for update in trace.of(Update) if update.step == step}
-    ranks = sorted(made - {shard.rank for shard in shards})
+    ranks_made = {update.rank for update in trace.of(Update) if update.step == step}
+    ranks = sorted(ranks_made - {shard.rank for shard in shards})
     return f"; ranks {str(ranks[:8])[1:-1]} recorded no Shard of it" if ranks else ""
 
 
@@ -163,7 +163,7 @@ def _by_members(tally: Tally, trace: Trace) -> None:
             # F-DP-001 counts ranks of the scenario that never started as missing.
             there = shard.rank in range(trace.scenario.world_size)
             if shard.rank in stays:
-                there = any(one.first <= step <= one.end for one in stays[shard.rank])
+                there = any(stay.first <= step <= stay.end for stay in stays[shard.rank])
             if not there:
                 tally.check(
                     False,

@@ -69,9 +69,9 @@ def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) 
 
 def _losses(trace: Trace) -> dict[int, float]:
     """Return step -> mean loss, for the steps with a known loss."""
-    found = {}
+    losses = {}
     for step, by_rank in evidence.ranks_by_step(evidence.with_losses(trace)):
         loss = evidence.any_rank(by_rank).loss
         if loss is not None:
-            found[step] = loss
-    return found
+            losses[step] = loss
+    return losses

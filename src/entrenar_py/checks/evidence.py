@@ -73,21 +73,21 @@ def place(trace: Trace, event: Event) -> dict[str, Any]:
 
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
     """Return step -> rank -> the last update in the step, without those that a resume undid."""
-    found: dict[int, dict[int, Update]] = defaultdict(dict)
+    by_step: dict[int, dict[int, Update]] = defaultdict(dict)
     for update in trace.standing.of(Update):
-        found[update.step][update.rank] = update
-    return dict(found)
+        by_step[update.step][update.rank] = update
+    return dict(by_step)
 
 
 def shards(trace: Trace) -> dict[int, list[Shard]]:
     """Return step -> shards, sorted by number, for the steps that were made and not undone."""
     kept = trace.standing
     committed = {update.step for update in kept.of(Update)}
-    found: dict[int, list[Shard]] = defaultdict(list)
+    by_step: dict[int, list[Shard]] = defaultdict(list)
     for shard in kept.of(Shard):
         if shard.step in committed:
-            found[shard.step].append(shard)
-    return {step: sorted(part, key=lambda s: (s.shard, s.rank)) for step, part in found.items()}
+            by_step[shard.step].append(shard)
+    return {step: sorted(part, key=lambda s: (s.shard, s.rank)) for step, part in by_step.items()}
 
 
 def with_losses(trace: Trace) -> Trace:
@@ -101,10 +101,10 @@ def with_losses(trace: Trace) -> Trace:
         if weight and len(sums) == len(of_step):
             means[step] = sum(sums) / weight
     events = (
-        replace(one, loss=means.get(one.step))
-        if isinstance(one, Update) and one.loss is None
-        else one
-        for one in trace.events
+        replace(event, loss=means.get(event.step))
+        if isinstance(event, Update) and event.loss is None
+        else event
+        for event in trace.events
     )
     return replace(trace, events=tuple(events))
 
@@ -238,9 +238,9 @@ def compare_close(
 
 def vectors(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
     """Return the elements of each tensor, flat; None if values were not recorded."""
-    found = {name: record.values() for name, record in tensors.items()}
-    known = {name: value for name, value in found.items() if value is not None}
-    return known if known and len(known) == len(found) else None
+    values_of = {name: record.values() for name, record in tensors.items()}
+    known = {name: value for name, value in values_of.items() if value is not None}
+    return known if known and len(known) == len(values_of) else None
 
 
 def has_values(tensors: Tensors) -> bool:

@@ -38,8 +38,8 @@ def compare(tally: Tally, trace: Trace) -> None:
     passed_over = steps & skips.skipped(trace)
     if passed_over:
         tally.compared += len(passed_over)
-        told = skips.told(passed_over)
-        tally.note(f"{told}, as a GradScaler does, for a value that is not finite: nothing moved")
+        words = skips.told(passed_over)
+        tally.note(f"{words}, as a GradScaler does, for a value that is not finite: nothing moved")
     culprits = _culprits(trace, steps - passed_over)
     if culprits:
         _halts(tally, trace, culprits, passed_over)
@@ -119,11 +119,11 @@ def _is_finite(shard: Shard) -> bool:
 
 def _finite_update(tally: Tally, trace: Trace, update: Update) -> None:
     """Check that an update is finite: its loss, its norms, and the values it recorded."""
-    found = evidence.non_finite(update.gradient) or evidence.non_finite(update.weights)
-    tensor, element = found or (None, None)
+    bad_place = evidence.non_finite(update.gradient) or evidence.non_finite(update.weights)
+    tensor, element = bad_place or (None, None)
     numbers = (update.loss or 0.0, update.grad_norm or 0.0, update.applied_norm or 0.0)
     tally.check(
-        update.finite and found is None and all(map(math.isfinite, numbers)),
+        update.finite and bad_place is None and all(map(math.isfinite, numbers)),
         f"finite shards gave a non-finite update (loss {update.loss}, gradient norm "
         f"{update.grad_norm})",
         tensor=tensor,

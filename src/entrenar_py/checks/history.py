@@ -50,7 +50,7 @@ def members(stays_of: Mapping[int, Sequence[Stay]], step: int) -> set[int]:
     return {
         rank
         for rank, of_rank in stays_of.items()
-        if any(one.first <= step < one.end for one in of_rank)
+        if any(stay.first <= step < stay.end for stay in of_rank)
     }
 
 

@@ -98,7 +98,7 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
     due, drawn = _first_samples(model), _first_samples(trace)
     each = not drawn - due and drawn.total() * int(pair.value) == due.total() * int(pair.usual)
     if before and before == after and each and drawn != due:
-        num_due, num_made = (1 + max(evidence.updates(one)) for one in (model, trace))
+        num_due, num_made = (1 + max(evidence.updates(run)) for run in (model, trace))
         tally.check(
             False,
             f"{pair.words.before}the optimizer steps after every micro-batch",
@@ -189,7 +189,7 @@ def _orders(trace: Trace) -> list[tuple[int, ...]]:
 def _local(trace: Trace) -> dict[str, str]:
     """Return the digests of the first micro-batch's gradient."""
     first = trace.of(Shard)[:1]
-    return {name: record.digest for one in first for name, record in one.gradient.items()}
+    return {name: record.digest for shard in first for name, record in shard.gradient.items()}
 
 
 # --- the table ------------------------------------------------------------------------------------

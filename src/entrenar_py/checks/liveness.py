@@ -28,7 +28,7 @@ _WEIGHTS = "Start.weights and Update.weights, with all tensors, frozen ones too"
 def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Judge the tensors that each rank's Start declared as trainable and as frozen."""
     tally = Tally(invariant.id)
-    for trace in (one.standing for one in evidence.usable(traces, tally)):
+    for trace in (run.standing for run in evidence.usable(traces, tally)):
         missing.require_updates(tally, trace)
         gaps = missing.Gaps()
         starts = {start.rank: start for start in reversed(trace.of(Start))}
@@ -53,8 +53,8 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 def _frozen(
     tally: Tally, gaps: missing.Gaps, trace: Trace, start: Start, updates: Sequence[Update]
 ) -> None:
-    held = [(start.step - 1, start.weights), *((one.step, one.weights) for one in updates)]
-    for step, weights in held:
+    known = [(start.step - 1, start.weights), *((one.step, one.weights) for one in updates)]
+    for step, weights in known:
         if unknown := [name for name in start.frozen if name not in weights]:
             why = f"recorded no weights of frozen {unknown[0]}"
             gaps.add(why, _WEIGHTS, rank=start.rank, step=step)
@@ -94,8 +94,8 @@ def _moving(
 def _rest(start: Start, name: str, live: Sequence[Update]) -> list[Update]:
     """Return the recorded updates before the first one that changed `name`."""
     known = [update for update in live if name in update.weights]
-    held = start.weights[name].digest
-    return list(takewhile(lambda update: update.weights[name].digest == held, known))
+    digest = start.weights[name].digest
+    return list(takewhile(lambda update: update.weights[name].digest == digest, known))
 
 
 def _dead(tally: Tally, trace: Trace, name: str, rest: Sequence[Update]) -> None:
@@ -107,13 +107,13 @@ def _dead(tally: Tally, trace: Trace, name: str, rest: Sequence[Update]) -> None
 
 def _local(trace: Trace, rank: int, name: str) -> dict[int, np.ndarray[Any, Any]]:
     """Return step -> the gradient of `name` in the rank's last shard, divided by its weight."""
-    found = {}
+    gradients = {}
     for shard in trace.of(Shard):
         if shard.rank == rank and name in shard.gradient:
             values = shard.gradient[name].values()
             if values is not None:
-                found[shard.step] = values / max(shard.weight, 1.0)
-    return found
+                gradients[shard.step] = values / max(shard.weight, 1.0)
+    return gradients
 
 
 def _may_rest(
@@ -134,8 +134,8 @@ def _may_rest(
     weight = start.weights[name].values()
     some_gradient = False
     for update in rest:
-        given = update.gradient.get(name)
-        gradient = local.get(update.step) if given is None else given.values()
+        record = update.gradient.get(name)
+        gradient = local.get(update.step) if record is None else record.values()
         if weight is None or gradient is None or gradient.size != weight.size:
             tally.miss(
                 f"{name} did not move, and its weight or gradient is unknown: record "

@@ -165,13 +165,13 @@ def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
 
     A field that only one of the runs fills in is counted as missing.
     """
-    found: dict[str, Any] = {}
+    bare: dict[str, Any] = {}
     for name, unknown in (("ids", ()), ("draws", None), ("gradient", {})):
         if name == "draws" and not trace.scenario.dropout:
             continue  # None is right: nothing is drawn without dropout
-        filled = [any(getattr(one, name) for one in run.of(Shard)) for run in (model, trace)]
+        filled = [any(getattr(shard, name) for shard in run.of(Shard)) for run in (model, trace)]
         if not all(filled):
-            found[name] = unknown
+            bare[name] = unknown
         if any(filled) and not all(filled):
             ask(tally, f"only one run has {name} in its shards", f"Shard.{name} in both")
     steps = [
@@ -180,7 +180,7 @@ def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
     ]
     if lacking := sorted(steps[0] ^ steps[1]):
         ask(tally, f"only one run has shards of step {lacking[0]}", "a Shard of each step in both")
-    return found
+    return bare
 
 
 def when(step: int) -> str:

@@ -43,7 +43,7 @@ def _is_the_server_s(trace: Trace) -> bool:
 
 def _parts(trace: Trace) -> tuple[str, ...]:
     """Return the parts of a checkpoint that the worker that wrote or loaded it holds, too."""
-    return tuple(one for one in PARTS if one != "optimizer" or not _is_the_server_s(trace))
+    return tuple(part for part in PARTS if part != "optimizer" or not _is_the_server_s(trace))
 
 
 def _compare_restored(tally: Tally, comparison: Comparison) -> None:

@@ -61,7 +61,7 @@ def same_masks(model: Trace, trace: Trace) -> bool:
         return True
     if trace.scenario.accumulation > 1:
         return False
-    mine, theirs = ({s.draws for s in one.of(Shard)[:1]} for one in (trace, model))
+    mine, theirs = ({s.draws for s in run.of(Shard)[:1]} for run in (trace, model))
     known = trace.scenario.workload != "own" or None not in mine
     by_shard = trace.draws_by_shard and trace.traits.masks != "shard_apart"
     return by_shard or (mine == theirs and known)

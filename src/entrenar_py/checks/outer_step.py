@@ -86,7 +86,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _follow(tally: Tally, trace: Trace) -> None:
-    start = next((one for one in trace.of(Start) if one.step == 0), None)
+    start = next((begin for begin in trace.of(Start) if begin.step == 0), None)
     before = None if start is None else evidence.vectors(_trained(start.weights, start))
     if start is None or before is None:
         what = f"a Start of each rank, its weights {missing.WITH_VALUES}"
@@ -185,12 +185,12 @@ def _compare(
 
 def _momentum(event: Synchronised) -> Vectors:
     """Return the outer momentum of each tensor that has one."""
-    found = {
+    moments = {
         name.removesuffix(f"/{MOMENTUM}"): record.values()
         for name, record in event.optimizer.items()
         if name.endswith(MOMENTUM)
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in moments.items() if value is not None}
 
 
 def _trained(tensors: Tensors, start: Start) -> Tensors:

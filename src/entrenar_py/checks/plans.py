@@ -90,7 +90,7 @@ def parity(invariant: Invariant) -> list[Scenario]:
 
 def weightings(invariant: Invariant) -> list[Scenario]:
     """The scenarios of parity in which gradients are recorded with their values."""
-    return [one for one in parity(invariant) if one.detail == "values"]
+    return [scenario for scenario in parity(invariant) if scenario.detail == "values"]
 
 
 def departures(invariant: Invariant) -> list[Scenario]:

@@ -32,9 +32,9 @@ def _unit(trace: Trace) -> float:
     if compressed in SIXTEEN:  # on the way between ranks
         return SIXTEEN[compressed][0]
     shards = trace.of(Shard)
-    found = [unit_of(shard.gradient) for shard in shards[:1]]
-    found += [unit_of(update.weights) for update in trace.of(Update)[:1]]
-    return max(found, default=FLOAT32)
+    units = [unit_of(shard.gradient) for shard in shards[:1]]
+    units += [unit_of(update.weights) for update in trace.of(Update)[:1]]
+    return max(units, default=FLOAT32)
 
 
 def unit_of(tensors: Tensors) -> float:
@@ -45,16 +45,16 @@ def unit_of(tensors: Tensors) -> float:
 
 def unit_of_values(*tensors: NDArray[Any]) -> float:
     """Return the largest relative error of one rounding in arrays `[size]` of one precision."""
-    values = [one[np.isfinite(one)] for one in tensors]
-    if all(one.dtype == np.float16 for one in values):
+    values = [tensor[np.isfinite(tensor)] for tensor in tensors]
+    if all(tensor.dtype == np.float16 for tensor in values):
         return SIXTEEN["float16"][0]
-    if any(one.dtype != np.float32 for one in values):
+    if any(tensor.dtype != np.float32 for tensor in values):
         return FLOAT32
     return max(_units(values), default=FLOAT32)
 
 
 def _units(values: Iterable[NDArray[Any]]) -> Iterable[float]:
-    bits = np.concatenate([one[one != 0].view(np.uint32) for one in values])
+    bits = np.concatenate([array[array != 0].view(np.uint32) for array in values])
     # Powers of two (ones, the zeros and halves of an initialisation) have few bits in any format.
     telling = bits[(bits & 0x7FFFFF) != 0]
     if np.unique(telling).size < _NUMBERS_MIN:

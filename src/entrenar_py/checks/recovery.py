@@ -79,8 +79,8 @@ def _tell_masks(tally: Tally, *, is_followed: bool) -> None:
 def _no_calm_run(trace: Trace, runs: Traces) -> str:
     why = "no undisturbed run of the same training to compare with: "
     if not trace.scenario.faults:
-        one = _departures(trace)[0]
-        fault = f"Fault(kind='leave', rank={one.rank}, step={one.step})"
+        departure = _departures(trace)[0]
+        fault = f"Fault(kind='leave', rank={departure.rank}, step={departure.step})"
         return f"{why}the run that a worker left must say so by faults=({fault},) in its scenario"
     near = runs.nearly(KILLED)
     return f"{why}record one with faults=() in its scenario, and all else equal{near}"
@@ -89,14 +89,14 @@ def _no_calm_run(trace: Trace, runs: Traces) -> str:
 def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership]) -> None:
     """Check that each later step is made with all its samples, and not by the rank that left."""
     expected, got = evidence.shards(calm), evidence.shards(trace)
-    made = evidence.updates(calm)
+    model_updates = evidence.updates(calm)
     unknown = missing.unknown_steps(calm) | missing.unknown_steps(trace)
     ghosts = history.ghosts(trace)
-    if not made:
+    if not model_updates:
         tally.miss("the undisturbed run made no step")
     for change in left:
         place = {"rank": change.rank, "scenario": trace.scenario}
-        for step in sorted(step for step in made if step >= change.step):
+        for step in sorted(step for step in model_updates if step >= change.step):
             if step in unknown:
                 why = f"the samples of step {step} are unknown"
                 missing.ask(tally, why, "Shard.ids in both runs")

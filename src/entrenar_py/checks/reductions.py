@@ -131,13 +131,13 @@ def _explained(invariant: Invariant) -> str:
     return f"the {invariant.tolerance_kind} tolerance allows"
 
 
-def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, one: Reduced) -> None:
-    if one.error is None:
+def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, reduced: Reduced) -> None:
+    if reduced.error is None:
         missing.ask(tally, "how far the average is off was not measured", "Reduced.error")
         return
-    message = f"the average of {one.num_elements} elements is off by {one.error:.3g}"
-    place = {"tensor": "vector", **evidence.place(trace, one)}
-    tally.at_most(invariant.tolerance or 0.0, one.error, message, form="g", **place)
+    message = f"the average of {reduced.num_elements} elements is off by {reduced.error:.3g}"
+    place = {"tensor": "vector", **evidence.place(trace, reduced)}
+    tally.at_most(invariant.tolerance or 0.0, reduced.error, message, form="g", **place)
 
 
 def roundings_max(trace: Trace) -> float:
@@ -167,7 +167,7 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that all ranks hold the same bits: the tree's, or in a ring those of its twin."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
-    for trace in (one for one in runs if one.traits.topology):
+    for trace in (run for run in runs if run.traits.topology):
         if not _is_whole(tally, trace):
             continue
         _compare_ranks(tally, trace)
@@ -228,14 +228,14 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
         scenario = trace.scenario
         for (rank, peer, direction), num_bytes in expected.items():
             name = "the coordinator" if rank is None else f"rank {rank}"
-            if not any(one.rank == rank for one in trace.of(Traffic)):
+            if not any(record.rank == rank for record in trace.of(Traffic)):
                 missing.ask(tally, f"what {name} sent is unknown", "a Traffic for every rank")
                 continue
             end = {"sent": "to", "got": "from"}[direction]
-            said = got.get((rank, peer, direction), 0)
+            bytes_recorded = got.get((rank, peer, direction), 0)
             who = "workers" if peer == "worker" else "the coordinator"
-            what = f"{name} {direction} {said} bytes of gradient {end} {who}"
-            tally.equal(num_bytes, said, what, rank=rank, scenario=scenario)
+            what = f"{name} {direction} {bytes_recorded} bytes of gradient {end} {who}"
+            tally.equal(num_bytes, bytes_recorded, what, rank=rank, scenario=scenario)
         _judge_headers(tally, trace)
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 

@@ -53,10 +53,10 @@ def require_ranks(tally: Tally, trace: Trace) -> None:
 
 
 def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
-    found: dict[int, dict[int, Start]] = {}
+    starts_of: dict[int, dict[int, Start]] = {}
     for start in trace.standing.of(Start):
-        found.setdefault(start.step, {})[start.rank] = start
-    return found
+        starts_of.setdefault(start.step, {})[start.rank] = start
+    return starts_of
 
 
 def _compare_joined(comparison: Comparison) -> None:

@@ -47,10 +47,10 @@ def rule(scenario: Scenario) -> Outer:
 
 def synchronisations(trace: Trace) -> dict[int, dict[int, Synchronised]]:
     """Return step -> rank -> Synchronised, in step order, without those that a resume undid."""
-    found: dict[int, dict[int, Synchronised]] = defaultdict(dict)
+    by_step: dict[int, dict[int, Synchronised]] = defaultdict(dict)
     for event in trace.standing.of(Synchronised):
-        found[event.step][event.rank] = event
-    return dict(sorted(found.items()))
+        by_step[event.step][event.rank] = event
+    return dict(sorted(by_step.items()))
 
 
 def joiners(trace: Trace) -> list[Start]:
@@ -73,15 +73,15 @@ def as_steps(trace: Trace) -> Trace:
     """Return `trace` as if all workers made one step together at the end of each round. Each
     Synchronised becomes an Update, whose optimizer state is the outer optimizer's.
     """
-    made = evidence.updates(trace)
-    begun = {id(one) for one, joined in _starts(trace) if joined or not one.resumed}
+    updates = evidence.updates(trace)
+    begun = {id(start) for start, joined in _starts(trace) if joined or not start.resumed}
     kept: list[Event] = []
     for event in trace.events:
         if isinstance(event, Start):
             if id(event) in begun:
                 kept.append(replace(event, optimizer={}, buffers={}))
         elif isinstance(event, Synchronised):
-            own = made.get(event.step, {}).get(event.rank)
+            own = updates.get(event.step, {}).get(event.rank)
             kept.append(_as_update(event, own))
         elif not isinstance(event, Update):
             kept.append(event)

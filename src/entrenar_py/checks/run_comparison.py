@@ -165,8 +165,8 @@ class Bounds:
         first = [evidence.any_rank(expected[step]) for step in expected if step < ROUNDING_STEPS]
         losses = (abs(update.loss or 0.0) for update in first)
         norms = (evidence.norm_l2(update.gradient) or 0.0 for update in first)
-        adam = any(one.scenario.optimizer == "adamw" for one in runs)
-        own = [one for one in runs if one.scenario.workload == "own"]
+        adam = any(run.scenario.optimizer == "adamw" for run in runs)
+        own = [run for run in runs if run.scenario.workload == "own"]
         unit = precision.unit(*own)
         coarse = unit > precision.FLOAT32
         loss, gradient, floor = LOSS_BOUND, GRADIENT_BOUND, LEARNED_AWAY
@@ -194,38 +194,39 @@ class _Comparison:
     trace: Trace
     bounds: Bounds
 
-    def first_step(self, one: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
+    def first_step(self, model: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
         """Compare the loss and the parts of one of the first steps, within rounding.
 
         Parts in `due` that can't be compared are gaps. Return whether the gradient was compared.
         """
-        self.losses(one, update)
-        compared = self.tensors(one, update)
+        self.losses(model, update)
+        compared = self.tensors(model, update)
         for part in sorted(due - compared):
             what = f"Update.{part} in both runs {missing.WITH_VALUES}"
             gaps.add(f"was not compared by {part}", what, rank=update.rank, step=update.step)
         return "gradient" in compared
 
-    def losses(self, one: Update, update: Update, tolerance: float | None = None) -> None:
+    def losses(self, model: Update, update: Update, tolerance: float | None = None) -> None:
         """Compare the losses within `tolerance`, or if it is None, within rounding."""
-        if one.loss is None or update.loss is None:
-            if one.loss != update.loss:
+        if model.loss is None or update.loss is None:
+            if model.loss != update.loss:
                 what = "Shard.loss_sum, or Update.loss, in both runs"
-                why = f"the loss of step {one.step} is known in one run only"
+                why = f"the loss of step {model.step} is known in one run only"
                 missing.ask(self.tally, why, what)
             return
-        if not math.isfinite(one.loss):
-            self.tally.miss(f"{self.words.its} loss of step {one.step} is not finite")
+        if not math.isfinite(model.loss):
+            self.tally.miss(f"{self.words.its} loss of step {model.step} is not finite")
             return
-        allowed = self.bounds.loss_moved if one.step else self.bounds.loss
+        allowed = self.bounds.loss_moved if model.step else self.bounds.loss
         allowed = allowed if tolerance is None else tolerance
-        gap = allowed * abs(one.loss) + self.bounds.loss_floor
+        gap = allowed * abs(model.loss) + self.bounds.loss_floor
         message = f"{self.words.before}loss is off by more than {allowed:.2g} of {self.words.its}"
-        self.tally.close(one.loss, update.loss, gap, message, **evidence.place(self.trace, update))
+        place = evidence.place(self.trace, update)
+        self.tally.close(model.loss, update.loss, gap, message, **place)
 
-    def rates(self, one: Update, update: Update) -> None:
+    def rates(self, model: Update, update: Update) -> None:
         """Compare the learning rates, also of a schedule whose closed form is unknown."""
-        rates = one.learning_rate, update.learning_rate
+        rates = model.learning_rate, update.learning_rate
         self.tally.check(
             math.isclose(*rates, rel_tol=RATE_BOUND),
             f"{self.words.before}the learning rate is not {self.words.its}",
@@ -234,7 +235,7 @@ class _Comparison:
             **evidence.place(self.trace, update),
         )
 
-    def tensors(self, one: Update, update: Update) -> set[str]:
+    def tensors(self, model: Update, update: Update) -> set[str]:
         """Compare one rank's gradient, weights and buffers. Return the parts that need no more.
 
         Under Adam weights are not compared, nor a user's buffers, which may depend on weights.
@@ -247,12 +248,12 @@ class _Comparison:
                 continue
             bound, floor = self.bounds.weights, 0.0
             if part == "gradient":
-                bound = self.bounds.gradient_moved if one.step else self.bounds.gradient
+                bound = self.bounds.gradient_moved if model.step else self.bounds.gradient
                 floor = self.bounds.gradient_floor
-            mine, theirs = _tensors(one, part), _tensors(update, part)
-            told = f"{self.words.before}{message} {self.words.its}"
+            mine, theirs = _tensors(model, part), _tensors(update, part)
+            what = f"{self.words.before}{message} {self.words.its}"
             place = evidence.place(self.trace, update)
-            if evidence.compare_close(self.tally, mine, theirs, bound, told, floor, **place):
+            if evidence.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
                 done.add(part)
         return done
 

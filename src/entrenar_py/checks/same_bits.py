@@ -21,7 +21,7 @@ def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
         if "bitwise" not in trace.promises:
-            served = {one.backend for one in trace.of(Attempt) if one.served}
+            served = {attempt.backend for attempt in trace.of(Attempt) if attempt.served}
             names = ", ".join(sorted(served) or trace.scenario.backends)
             tally.miss(
                 f"{trace.scenario.system} on {names} promises rounding, not bits: "
@@ -110,8 +110,9 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
         lowest = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
             is_own = same_workers or rounds.are_in(trace)
-            one = expected[step].get(rank, lowest) if is_own else lowest
-            _compare_update(tally, known, one, update, message, evidence.place(trace, update))
+            peer = expected[step].get(rank, lowest) if is_own else lowest
+            place = evidence.place(trace, update)
+            _compare_update(tally, known, peer, update, message, place)
     _compare_rounds(tally, model, trace, message)
     lacking = sorted(set(expected) ^ set(evidence.updates(trace)))
     tally.check(
@@ -138,8 +139,8 @@ def _compare_update(
             for whose, holder in zip(known, (model, update), strict=True)
         ]
         if any(bare) and (part == "weights" or not all(bare)):
-            held = "neither run" if all(bare) else "one run only"
-            why = f"{held} recorded the {part} of step {update.step}"
+            who = "neither run" if all(bare) else "one run only"
+            why = f"{who} recorded the {part} of step {update.step}"
             missing.ask(tally, why, f"Update.{part} in both")
             continue
         evidence.compare_exact(tally, left, right, f"{message} ({part})", **place)

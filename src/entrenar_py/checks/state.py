@@ -36,9 +36,9 @@ class Comparison:
 
         It is if no rank has all of it. If one rank has, the others lost what they lack.
         """
-        held = [set(holder.optimizer) for holder in by_rank.values()]
-        everything = set().union(*held)
-        sharded = all(names < everything for names in held)
+        names_of = [set(holder.optimizer) for holder in by_rank.values()]
+        everything = set().union(*names_of)
+        sharded = all(names < everything for names in names_of)
         if sharded:
             self._tally.note(
                 "optimizer state is sharded over ranks: only what two of them hold was compared"
@@ -83,20 +83,20 @@ class Comparison:
                 )
 
     def _known(
-        self, part: str, step: int, by_rank: ByRank, held: Mapping[int, Tensors]
+        self, part: str, step: int, by_rank: ByRank, tensors_of: Mapping[int, Tensors]
     ) -> dict[int, Tensors]:
         """Return `held` without the ranks whose part is unknown: all of them if none has it."""
-        anyone = any(held.values())
+        anyone = any(tensors_of.values())
         if not (anyone or self._is_due(part, by_rank)):
             return {}
-        found = {}
-        for rank, tensors in held.items():
+        known = {}
+        for rank, tensors in tensors_of.items():
             holder = by_rank[rank]
             if tensors or (anyone and not missing.is_unknown(self._recorded, holder, part)):
-                found[rank] = tensors
+                known[rank] = tensors
             else:
                 self._miss(holder, part, step)
-        return found
+        return known
 
     def _is_due(self, part: str, by_rank: ByRank) -> bool:
         """Return whether ranks must hold a part: weights always, other parts after a step only.
@@ -108,8 +108,8 @@ class Comparison:
         stepped = any(isinstance(holder, Update) for holder in by_rank.values())
         kept = self.trace.traits.updates == "workers"
         stateful = part == "optimizer" and kept and self.trace.scenario.optimizer != "sgd"
-        held = any(kind is Update and part == there for kind, _, there in self._recorded)
-        return stepped and (stateful or held)
+        recorded = any(kind is Update and part == there for kind, _, there in self._recorded)
+        return stepped and (stateful or recorded)
 
     def _miss(self, holder: Holder, part: str, step: int) -> None:
         what = f"{type(holder).__name__}.{part}"
@@ -129,7 +129,7 @@ class Comparison:
             evidence.compare_exact(self._tally, left, right, message, **place)
 
 
-def _sharers(held: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:
+def _sharers(tensors_of: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:
     """Return the ranks with a tensor of sharded state, or all if one of three or more lost it."""
-    sharers = {rank: tensors for rank, tensors in held.items() if name in tensors}
-    return dict(held) if len(held) - 1 == len(sharers) > 1 else sharers
+    sharers = {rank: tensors for rank, tensors in tensors_of.items() if name in tensors}
+    return dict(tensors_of) if len(tensors_of) - 1 == len(sharers) > 1 else sharers

@@ -22,17 +22,17 @@ Bytes = dict[tuple[int | None, str, str], int]
 
 def payload_bytes(trace: Trace) -> Bytes:
     """Return the payload bytes of gradients that the trace recorded as sent and received."""
-    found: Counter[tuple[int | None, str, str]] = Counter()
-    for one in trace.of(Traffic):
-        if one.message in BLOCKS:
-            found[one.rank, one.peer, one.direction] += one.payload_bytes
-    return dict(found)
+    total: Counter[tuple[int | None, str, str]] = Counter()
+    for record in trace.of(Traffic):
+        if record.message in BLOCKS:
+            total[record.rank, record.peer, record.direction] += record.payload_bytes
+    return dict(total)
 
 
-def beside_bytes_max(one: Traffic) -> int:
+def beside_bytes_max(record: Traffic) -> int:
     """Return the most bytes that the prefixes and headers of these messages may take."""
-    frames = one.messages + one.payload_bytes // CHUNK_BYTES
-    return FRAME_BYTES * frames + HEADER_BYTES_MAX * one.messages
+    frames = record.messages + record.payload_bytes // CHUNK_BYTES
+    return FRAME_BYTES * frames + HEADER_BYTES_MAX * record.messages
 
 
 def expected_bytes(trace: Trace) -> Bytes | None:
@@ -86,9 +86,9 @@ def num_nodes(shards: set[int], num_shards: int) -> int:
 def _nodes(trace: Trace, step: int) -> list[int] | None:
     """Return the number of tree nodes each rank must send; None if shards lack or come twice."""
     shards_of: dict[int, set[int]] = {rank: set() for rank in range(trace.scenario.world_size)}
-    for one in trace.of(Shard):
-        if one.step == step:
-            shards_of[one.rank].add(one.shard)
+    for event in trace.of(Shard):
+        if event.step == step:
+            shards_of[event.rank].add(event.shard)
     num_shards = trace.scenario.num_shards
     if sorted(shard for shards in shards_of.values() for shard in shards) != list(
         range(num_shards)

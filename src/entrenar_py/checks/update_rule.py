@@ -92,8 +92,8 @@ class Rule:
             decay = self._decay(name)
             if decay is not None:
                 gradient = factor * slope.astype(np.float64)
-                rate, held = update.rate_of(name), weight.astype(np.float64)
-                yield name, self._expected(name, held, gradient, rate, decay)
+                rate, wide = update.rate_of(name), weight.astype(np.float64)
+                yield name, self._expected(name, wide, gradient, rate, decay)
 
     def _decay(self, name: str) -> float | None:
         """Return the weight decay of a tensor; None if it is unknown which tensors are decayed."""

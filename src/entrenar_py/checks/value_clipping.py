@@ -22,23 +22,23 @@ def limit(trace: Trace) -> float | None:
     It does if several elements have exactly that size, or if it has three digits or fewer, as
     people write. Without clipping either happens by chance in about one of ten thousand runs.
     """
-    found: Counter[float] = Counter()
+    counts: Counter[float] = Counter()
     for update in trace.of(Update):
         sizes = np.abs(_flat(evidence.vectors(update.gradient) or {}))
         if sizes.size:
             largest = float(sizes.max())
-            found[largest] += int((sizes == largest).sum())
-    top = max(found, default=math.nan)
+            counts[largest] += int((sizes == largest).sum())
+    top = max(counts, default=math.nan)
     if not 0 < top < math.inf:
         return None
-    return top if found[top] > 1 or float(np.float32(f"{top:.3g}")) == top else None
+    return top if counts[top] > 1 or float(np.float32(f"{top:.3g}")) == top else None
 
 
 def explains(total: Vectors, mean: Vectors, limit: float, bound: float) -> bool:
     """Return whether `mean` is `total` divided by one number and then clipped at `limit`, within
     `bound` times the norm of all elements.
     """
-    terms, applied = (_flat({name: one[name] for name in mean}) for one in (total, mean))
+    terms, applied = (_flat({name: vectors[name] for name in mean}) for vectors in (total, mean))
     cut = np.abs(applied) == limit
     free = applied[~cut]
     size = float(np.dot(free, free))

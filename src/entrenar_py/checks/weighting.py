@@ -183,7 +183,7 @@ def _divisor(total: Vectors, mean: Vectors) -> float | None:
     weighted by the squared size of the sums and without small tensors, so that a tensor with
     another divisor does not change it.
     """
-    found = []
+    divisors = []
     sizes = {name: float(np.square(value).sum()) for name, value in total.items()}
     small = sum(sizes.values()) / evidence.NOISE_SHARE**2
     for name, value in mean.items():
@@ -191,9 +191,9 @@ def _divisor(total: Vectors, mean: Vectors) -> float | None:
         norm = float(np.dot(wide, wide))
         divisor = float(np.dot(total[name], wide)) / norm if norm else math.nan
         if sizes[name] >= small and math.isfinite(divisor):
-            found.append((divisor, sizes[name]))
-    left = sum(size for _, size in found) / 2
-    for divisor, size in sorted(found):
+            divisors.append((divisor, sizes[name]))
+    left = sum(size for _, size in divisors) / 2
+    for divisor, size in sorted(divisors):
         left -= size
         if left <= 0:
             return divisor

@@ -41,7 +41,7 @@ def invariants() -> dict[str, Invariant]:
     """
     known = contract.Vocabulary(checks=checks.terms(), mutants=planted_bugs)
     loaded = [contract.load(path, vocabulary=known) for path in shipped.shipped_contracts()]
-    clauses = [clause for one in loaded for clause in one.invariants]
+    clauses = [clause for loaded_contract in loaded for clause in loaded_contract.invariants]
     return {clause.id: clause for clause in clauses if checks.bind(clause)}
 
 

@@ -30,9 +30,9 @@ class Row:
     @property
     def place_right(self) -> bool:
         """Return whether the counterexample names the planted place, in each planned field."""
-        found = self.finding.counterexample
-        return found is not None and all(
-            getattr(found, name) == value for name, value in self.variant.place.items()
+        broken = self.finding.counterexample
+        return broken is not None and all(
+            getattr(broken, name) == value for name, value in self.variant.place.items()
         )
 
     @property
@@ -58,8 +58,8 @@ class Row:
     def complaint(self) -> str:
         """Return why the row is not right."""
         if self.killed and not self.variant.benign:
-            found = self.finding.counterexample
-            pointed = "nothing" if found is None else found.place() or found.message
+            broken = self.finding.counterexample
+            pointed = "nothing" if broken is None else broken.place() or broken.message
             return f"the finding points at {pointed}, planted was {planted(self.variant)}"
         return self.finding.reason or "no check saw it"
 
@@ -78,11 +78,11 @@ def of_mutants(rows: Sequence[Row]) -> list[Row]:
 
 def of_benign(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Return the rows of each benign variant, by its name."""
-    found: dict[str, list[Row]] = {}
+    by_name: dict[str, list[Row]] = {}
     for row in rows:
         if row.variant.benign:
-            found.setdefault(row.variant.name, []).append(row)
-    return found
+            by_name.setdefault(row.variant.name, []).append(row)
+    return by_name
 
 
 def all_right(rows: Sequence[Row]) -> bool:

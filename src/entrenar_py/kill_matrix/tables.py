@@ -17,13 +17,13 @@ def mutants(rows: Sequence[Row]) -> Table:
         "mutant", "source", "clause", "verdict", "found at", "place", long=("source", "found at")
     )
     for row in matrix.of_mutants(rows):
-        found = row.finding.counterexample
+        broken = row.finding.counterexample
         shown.add_row(
             row.variant.name,
             row.variant.source,
             row.invariant,
             row.outcome,
-            "" if found is None else found.place(),
+            "" if broken is None else broken.place(),
             "right" if row.place_right else "wrong",
             style=None if row.right else "bold red",
         )
