@@ -131,7 +131,7 @@ def test_a_step_for_every_micro_batch() -> None:
 @pytest.mark.parametrize(
     ("turned", "reason"),
     [
-        (run("accumulation"), "a step has as many micro-batches as with accumulation=1"),
+        (run("accumulation"), "a step has as many micro-batches as that of accumulation=1"),
         (run("accumulation", micro_batches=2, ids=(0, 1)), "keep the global batch"),
         (run("loss_scale"), "the loss was not scaled"),
         (run("permute"), "nothing was permuted"),

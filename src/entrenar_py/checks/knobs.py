@@ -116,8 +116,7 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
         )
         return False
     if before and before == after:
-        what = f"a step has as many micro-batches as with {pair.knob}={pair.usual}"
-        tally.miss(f"{pair.words.before}{what}")
+        tally.miss(f"{pair.words.before}a step has as many micro-batches as {pair.words.its}")
         return False
     return True
 

@@ -213,9 +213,7 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
         if trace.scenario.faults:
             continue  # an exchange that begins again costs as much again
         if trace.scenario.options.get("audit_share"):
-            tally.miss(
-                "audited shards are sent twice or more: the traffic of this run was not judged"
-            )
+            tally.miss("audited shards are sent twice or more: their traffic was not judged")
             continue
         expected = traffic.expected_bytes(trace)
         if expected is None:
