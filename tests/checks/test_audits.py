@@ -76,7 +76,11 @@ def test_who_is_alone_is_open() -> None:
 @pytest.mark.parametrize(
     ("at", "changes", "reason"),
     [
-        ({"step": 1, "shard": 2}, {"culprit": None, "alike": (0, 0, 0)}, "what worker 1 computed"),
+        (
+            {"step": 1, "shard": 2},
+            {"culprit": None, "alike": (0, 0, 0)},
+            "the audit passed shard 2 of step 1",
+        ),
         (
             {"step": 1, "shard": 2},
             {"culprit": 2},
@@ -87,7 +91,7 @@ def test_who_is_alone_is_open() -> None:
             {"culprit": 1},
             "worker 1 was named as the culprit at shard 3 of step 1,",
         ),
-        ({"step": 2, "shard": 0}, {"ranks": (0, 0)}, "shard 0 of step 2 was audited by nobody"),
+        ({"step": 2, "shard": 0}, {"ranks": (0, 0)}, "shard 0 of step 2 was audited by no other"),
         (
             {"step": 2, "shard": 0},
             {"ranks": (0, 2), "alike": (0, 1)},
@@ -144,7 +148,7 @@ def test_a_needless_halt(after: tuple[int, int] | None) -> None:
     halt = Halt(step=step, reason="caught somebody")
     ended = (*run.events[:at], halt, End(status="halted", reason=halt.reason))
     finding = traces.judge("audits", [replace(run, events=ended), model])
-    assert traces.broken(finding).message.startswith(f"training halted in step {step}, where all")
+    assert traces.broken(finding).message.startswith(f"training halted in step {step}, though")
     assert traces.broken(finding).step == step
 
 

@@ -117,7 +117,7 @@ def test_a_fault_that_never_struck_is_inconclusive() -> None:
         (trace(NO_CUDA, NO_WGPU, NO_CPU, RESULT), "does not come from the one backend that served"),
         (trace(NO_CUDA, NO_WGPU, NO_CPU), "neither a result nor a halt"),
         (trace(RESULT), "tried out of order"),
-        (trace(NO_CUDA, NO_WGPU, NO_CPU, HALT), "nothing was done to cpu"),
+        (trace(NO_CUDA, NO_WGPU, NO_CPU, HALT), "no fault was planned for cpu"),
         (trace(NO_CUDA, HALT, faults=(CUDA, WGPU, CPU)), "though wgpu did not fail"),
         (trace(NO_CUDA, NO_WGPU, NO_CPU, HALT, RESULT, faults=(CPU,)), "returned a product"),
         (
@@ -178,5 +178,5 @@ def test_the_plan_holds_on_any_machine(gpus: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(backends.BACKENDS, name, present if gpus == "present" else no_device)
     finding = judge(INVARIANT, several([systems.run(scenario) for scenario in plan(INVARIANT)]))
     assert (finding.verdict, finding.reason) == (Verdict.HELD, "")
-    played = any("played by a stand-in" in note for note in finding.notes)
+    played = any("simulated by a stand-in" in note for note in finding.notes)
     assert gpus == "real" or played == (gpus == "absent")

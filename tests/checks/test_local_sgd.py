@@ -132,7 +132,7 @@ def test_parity_asks_for_rounds_of_one_step(trace: Trace) -> None:
     longer = replace(trace, scenario=trace.scenario.with_(options={"inner_steps": 2}))
     finding = judge("outer_parity", [longer])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "only with optimizer sgd" in finding.reason
+    assert "only with optimizer=sgd" in finding.reason
 
 
 def test_what_presupposes_common_steps_does_not_apply(trace: Trace) -> None:

@@ -106,7 +106,7 @@ def test_a_resume_that_was_planned_and_not_seen() -> None:
     """One of two stops without a resume was not judged, nor one rank's steps that are gone."""
     stopped, straight = pair()
     for bare, missing in (
-        (without(stopped, Start, resumed=True, step=4), "to stop before step 4, and is not known"),
+        (without(stopped, Start, resumed=True, step=4), "to stop before step 4, and no resume was"),
         (without(stopped, Update, rank=1), "rank 1 recorded step 0 in one run only"),
     ):
         finding = traces.judge("resume", [bare, straight])
