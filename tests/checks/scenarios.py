@@ -1,4 +1,4 @@
-"""Random scenarios on which no check may alarm: whatever a right trainer can be asked to do."""
+"""Random scenarios that a correct trainer can run, and on which no check may report a finding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_STEPS_MAX = 7
 
 @st.composite
 def scenarios(draw: DrawFn) -> Scenario:
-    """Scenarios of both trainers; the decoder is rare, since its steps are slow."""
+    """Scenarios of both trainers. The decoder is rare, since its steps are slow."""
     system = draw(st.sampled_from(SYSTEMS))
     workload = draw(st.sampled_from(("linear",) * 4 + ("mlp",) * 4 + ("decoder",)))
     num_samples = draw(st.integers(1, 12 if workload == "decoder" else 40))

@@ -1,4 +1,4 @@
-"""F-WP-006: what the judge says to runs whose shards are audited."""
+"""F-WP-006: the judge's findings on runs whose shards are audited."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ LASTING = Fault(kind="corrupt_worker", step=1, rank=1, value="0.5")
 
 
 def judged(*runs: Trace) -> tuple[Verdict, str]:
-    """Verdict and reason."""
+    """Return verdict and reason."""
     finding = traces.judge("audits", list(runs))
     return finding.verdict, finding.reason
 
 
 def ran(scenario: Scenario = CAUGHT) -> list[Trace]:
-    """The run and its model."""
+    """Return the run and its model."""
     return traces.family("audits", scenario)
 
 
 @pytest.mark.parametrize("subject", [AUDITED, CAUGHT, AUDITED.with_(faults=(LASTING,))])
 def test_who_is_caught_rightly(subject: Scenario) -> None:
-    """Audits of every shard, all updates, and how it ended; nobody is accused of nothing."""
+    """With every shard audited, only culprits are named, and all updates and the end agree."""
     finding = traces.judge("audits", ran(subject))
     assert finding.verdict is Verdict.HELD, finding.reason
     assert finding.compared > 3 * 4 + 3 * 2
 
 
 def test_what_was_never_audited_is_open() -> None:
-    """A share that misses what went wrong: it says so, and compares the steps before alone."""
+    """If no audit covers the fault, a note says so, and only earlier steps are compared."""
     run, model = ran(CAUGHT.with_(options={"audit_share": 0.2}))
     assert [one.shard for one in run.of(Audit) if one.step == 1] != [WRONG.shard]
     assert judged(run, model)[0] is Verdict.INCONCLUSIVE
@@ -57,7 +57,7 @@ def test_what_was_never_audited_is_open() -> None:
 
 
 def test_later_weights_are_open_after_a_slip() -> None:
-    """A worker that is wrong for good is caught in the end, and that is all that is claimed."""
+    """If a permanently wrong worker is caught late, the weights after its first slip stay open."""
     some = AUDITED.with_(options={"audit_share": 0.2}, faults=(LASTING,), num_steps=12)
     finding = traces.judge("audits", ran(some))
     assert finding.verdict is Verdict.HELD, finding.reason
@@ -65,7 +65,7 @@ def test_later_weights_are_open_after_a_slip() -> None:
 
 
 def test_who_is_alone_is_open() -> None:
-    """One worker can't be audited, and that is no proof of anything."""
+    """A single worker can't be audited, so the run is inconclusive."""
     verdict, reason = judged(*ran(AUDITED.with_(world_size=1)))
     assert verdict is Verdict.INCONCLUSIVE
     assert reason.startswith(
@@ -105,7 +105,7 @@ def test_who_is_alone_is_open() -> None:
     ],
 )
 def test_a_wrong_audit(at: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
-    """The first one is named, by step, worker and shard."""
+    """The first wrong audit is named, by step, worker and shard."""
     run, model = ran()
     finding = traces.judge("audits", [traces.altered(run, Audit, at, **changes), model])
     found = traces.broken(finding)
@@ -114,7 +114,7 @@ def test_a_wrong_audit(at: dict[str, Any], changes: dict[str, Any], reason: str)
 
 
 def test_too_few_audits() -> None:
-    """A step that was made with fewer than the scenario asks for."""
+    """A step with fewer audits than the scenario requests is falsified."""
     run, model = ran()
     found = traces.broken(traces.judge("audits", [traces.without(run, Audit, step=0), model]))
     assert (found.message, found.step) == ("of 4 shards of step 0 0 were audited", 0)
@@ -130,7 +130,7 @@ def test_other_weights_and_lost_steps() -> None:
 
 
 def test_two_that_can_not_be_told_apart() -> None:
-    """Training halts, which is right; it goes on, which is not."""
+    """If the culprit can't be determined, training must halt; a run that goes on is falsified."""
     run, model = ran(AUDITED.with_(world_size=2, faults=(LASTING,)))
     assert run.end.status == "halted"
     assert judged(run, model)[0] is Verdict.HELD
@@ -140,7 +140,7 @@ def test_two_that_can_not_be_told_apart() -> None:
 
 @pytest.mark.parametrize("after", [None, (1, 2)])
 def test_a_needless_halt(after: tuple[int, int] | None) -> None:
-    """As soon as somebody is caught, or out of the blue with nothing audited."""
+    """A halt is wrong if the culprit was named, or if nothing was audited."""
     run, model = ran()
     place = {} if after is None else {"step": after[0], "shard": after[1]}
     at = 0 if after is None else run.events.index(traces.one(run, Audit, **place)) + 1
@@ -153,7 +153,7 @@ def test_a_needless_halt(after: tuple[int, int] | None) -> None:
 
 
 def test_who_disagrees_is_asked_once_more() -> None:
-    """Both of them, before anything is given up."""
+    """Both workers must compute again before the audit is given up."""
     run, model = ran(AUDITED.with_(world_size=2, faults=(LASTING,)))
     (open_,) = audits.undecided(run)
     place = {"step": open_.step, "shard": open_.shard}
@@ -164,14 +164,14 @@ def test_who_disagrees_is_asked_once_more() -> None:
 
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
 def test_what_is_not_finite_may_halt_it(kind: str) -> None:
-    """Audited or not: no step can be made with that."""
+    """A non-finite value may halt the run, whether or not its shard was audited."""
     run, model = ran(AUDITED.with_(faults=(Fault(kind=kind, step=1, shard=2, value="nan"),)))
     assert run.end.status == "halted"
     assert judged(run, model)[0] is Verdict.HELD, judged(run, model)
 
 
 def test_a_word_against_one_that_is_gone() -> None:
-    """Nobody can say who was wrong, as little as where both are there."""
+    """If a worker that disagreed has left, the culprit is as unknown as with both present."""
     run, model = ran(AUDITED.with_(world_size=2, faults=(LASTING,)))
     (open_,) = audits.undecided(run)
     assert open_.disputed == (0, 1)
@@ -193,7 +193,7 @@ def test_a_word_against_one_that_is_gone() -> None:
 
 
 def test_what_could_not_be_run_or_compared() -> None:
-    """A run that never began, one without its model, and one that promises no bits are open."""
+    """A run that never began, has no model, or promises no bits is inconclusive."""
     run, model = ran()
     never = replace(run, events=(End(status="failed", reason="no such backend"),))
     assert "no such backend" in judged(never, model)[1]
@@ -203,14 +203,14 @@ def test_what_could_not_be_run_or_compared() -> None:
 
 
 def test_a_place_that_nobody_named_is_no_crash() -> None:
-    """A corruption without a place is falsified, since it can't be shown to have been audited."""
+    """A corruption without a place is falsified, since no audit can be shown to cover it."""
     run, model = ran()
     vague = traces.altered(run, Injected, {}, step=None, shard=None)
     assert judged(vague, model)[0] is Verdict.FALSIFIED
 
 
 def test_the_plan_tries_everything() -> None:
-    """Every kind, every share, two workers and more; each strikes, and together they hold."""
+    """The plan has every kind and share, and two workers or more. Each fault strikes; all hold."""
     plan = audits.plan(traces.clause("audits"))
     assert {fault.kind for one in plan for fault in one.faults} >= set(SILENT)
     assert {one.options["audit_share"] for one in plan} == {0.2, 0.4, 1.0}

@@ -1,4 +1,4 @@
-"""F-DP-002 on hand-broken traces, and on the ways to share samples that are right."""
+"""F-DP-002 on traces broken by hand, and on all correct ways to share samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUBJECT = scenario(workload="linear")
 
 
 def sampled(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Trace:
-    """A run in which `steps[step][rank]` are the ids of a rank, in epochs of all samples."""
+    """Return a run in which `steps[step][rank]` are a rank's ids, in epochs of all samples."""
     events: list[Shard | Update] = []
     drawn = 0
     for step, by_rank in enumerate(steps):
@@ -50,13 +50,13 @@ def sampled(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Trac
 
 
 def six_samples(steps: Sequence[object], **changes: Any) -> Scenario:
-    """Six samples in batches of four on two workers, as many steps as `steps` has."""
+    """Return a run of six samples in batches of four on two workers, with the given steps."""
     usual = {"workload": "own", "num_samples": 6, "batch_size": 4, "world_size": 2}
     return scenario(**{**usual, "num_steps": len(steps), **changes})
 
 
 def test_a_sample_drawn_twice_in_a_step() -> None:
-    """Two workers that draw one sample are told apart: the second is named, with the sample."""
+    """If two workers draw the same sample, the second is named, with the sample."""
     trace = traces.run(SUBJECT)
     first = traces.one(trace, Shard, step=1, shard=0)
     second = traces.one(trace, Shard, step=1, shard=4)
@@ -77,14 +77,14 @@ def test_a_sample_drawn_again_later_in_the_epoch() -> None:
 
 
 def test_padding_with_duplicates() -> None:
-    """Padding an odd batch with a sample of its own is found."""
+    """A short batch that is padded with its own samples is falsified."""
     subject = scenario(workload="linear", num_samples=3, batch_size=3, world_size=2, num_steps=1)
     found = broken(traces.judge("coverage", [sampled([[[0, 1], [2, 0]]], subject)]))
     assert (found.step, found.rank, found.sample_ids) == (0, 1, (0,))
 
 
 def test_ranks_that_share_a_shard_draw_the_same() -> None:
-    """A rank that drew other samples than those it shares a shard with is named."""
+    """A rank that draws other samples than the rank it shares a shard with is named."""
     steps = [[[0, 1], [2, 3]]]
     apart = six_samples(steps)
     assert traces.judge("coverage", [sampled(steps, apart)]).verdict is Verdict.HELD
@@ -95,7 +95,7 @@ def test_ranks_that_share_a_shard_draw_the_same() -> None:
 
 
 def test_a_dropped_tail() -> None:
-    """An epoch that ends without its last samples is found in the step that lacks them."""
+    """An epoch without its last samples is falsified in the step that lacks them."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 2}, ids=(), weight=0.0)
     found = broken(traces.judge("coverage", [trace]))
     assert found.step == 2
@@ -103,7 +103,7 @@ def test_a_dropped_tail() -> None:
 
 
 def test_an_epoch_that_ends_early_names_what_it_missed() -> None:
-    """A whole step skipped shows when the next epoch begins, with the samples it left out."""
+    """A skipped step is reported when the next epoch begins, with the samples left out."""
     trace = traces.run(SUBJECT)
     missed = {i for s in trace.of(Shard) if s.step == 2 for i in s.ids}
     skipped = without(without(trace, Shard, step=2), Update, step=2)
@@ -113,14 +113,14 @@ def test_an_epoch_that_ends_early_names_what_it_missed() -> None:
 
 
 def test_an_id_outside_the_data_set() -> None:
-    """An id that no data set holds is found."""
+    """A sample id outside the data set is falsified."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 0, "shard": 1}, ids=(12,))
     found = broken(traces.judge("coverage", [trace]))
     assert (found.step, found.shard, found.sample_ids) == (0, 1, (12,))
 
 
 def test_other_batches_with_other_workers() -> None:
-    """The same data must fall into the same steps whatever the number of workers."""
+    """Each step must draw the same samples with any number of workers."""
     subject = scenario(workload="linear", num_samples=4, batch_size=2, num_steps=2, world_size=2)
     one = sampled([[[0, 1]], [[2, 3]]], subject.with_(world_size=1))
     other = sampled([[[0], [2]], [[1], [3]]], subject)
@@ -140,25 +140,25 @@ def test_other_batches_with_other_workers() -> None:
     ],
 )
 def test_right_ways_to_share(steps: list[list[list[int]]]) -> None:
-    """Strided, uneven, unshuffled and short: complete and disjoint is enough."""
+    """Strided, uneven, unshuffled and short batches hold if they are complete and disjoint."""
     subject = six_samples(steps)
     assert traces.judge("coverage", [sampled(steps, subject)]).verdict is Verdict.HELD
 
 
 def test_empty_shards_are_no_alarm() -> None:
-    """More shards than samples leave some empty."""
+    """Empty shards, as with more shards than samples, are right."""
     subject = scenario(workload="linear", num_shards=9, num_samples=4, batch_size=3)
     assert traces.judge("coverage", traces.family("coverage", subject)).verdict is Verdict.HELD
 
 
 def test_steps_that_were_not_committed_do_not_count() -> None:
-    """Shards of a step without an update, as before a halt, are no evidence."""
+    """Shards of a step without an update, as before a halt, are not counted."""
     trace = without(traces.run(SUBJECT), Update)
     assert traces.judge("coverage", [trace]).verdict is Verdict.INCONCLUSIVE
 
 
 def test_the_order_of_logical_shards_is_part_of_the_bits() -> None:
-    """Two workers that draw the batch in another order than one worker, and promise bits."""
+    """Two workers that promise bits must draw a batch in the same order as one worker."""
     model, trace = (traces.run(scenario(num_shards=2, world_size=n)) for n in (1, 2))
     first = next(e for e in trace.events if isinstance(e, Shard) and len(e.ids) > 1)
     turned = altered(trace, Shard, {"step": first.step, "shard": first.shard}, ids=first.ids[::-1])
@@ -171,12 +171,12 @@ WRAPPED = [[[0, 1], [2, 3]], [[4, 5], [5, 0]], [[1, 2], [3, 4]]]
 
 
 def wrapped(steps: Sequence[Sequence[Sequence[int]]] = WRAPPED) -> Trace:
-    """A run whose step 1 takes the end of epoch 0 and, on rank 1, the begin of epoch 1."""
+    """Return a run whose step 1 takes the end of epoch 0 and, on rank 1, the begin of epoch 1."""
     return altered(sampled(steps, six_samples(steps)), Shard, {"step": 1, "rank": 1}, epoch=1)
 
 
 def test_a_batch_may_straddle_two_epochs() -> None:
-    """A sample that ends one epoch and begins the next is drawn once in each."""
+    """A batch may take the end of one epoch and the begin of the next."""
     assert traces.judge("coverage", [wrapped()]).verdict is Verdict.HELD
 
 
@@ -192,14 +192,14 @@ def test_a_batch_may_straddle_two_epochs() -> None:
 def test_a_batch_that_straddles_hides_nothing(
     second: list[list[int]], step: int, ids: tuple[int, ...]
 ) -> None:
-    """Padding, gaps and lost samples show in the step in which one epoch ends and one begins."""
+    """Padding, gaps and lost samples are found in a batch that spans two epochs."""
     trace = wrapped([WRAPPED[0], second, WRAPPED[2]])
     found = broken(traces.judge("coverage", [trace]))
     assert (found.step, found.sample_ids) == (step, ids)
 
 
 def test_steps_that_were_rolled_back_are_drawn_again() -> None:
-    """A rank that goes back to a checkpoint draws the same samples again; they count once."""
+    """Samples drawn again after a resume from a checkpoint count once."""
     steps = [[[0, 1], [2, 3]], [[4], [5]]]
     trace = sampled(steps, six_samples(steps))
     starts = [Start(step=0, rank=rank, weights={}) for rank in (0, 1)]
@@ -215,12 +215,12 @@ DROPPED = [[[0, 1], [2, 3]], [[5, 4], [3, 2]]]
 
 
 def dropping(steps: Sequence[Sequence[Sequence[int]]], **changes: Any) -> Trace:
-    """A run of two epochs of six samples, each of one batch of four."""
+    """Return a run of two epochs of six samples, each of one batch of four."""
     return altered(sampled(steps, six_samples(steps, **changes)), Shard, {"step": 1}, epoch=1)
 
 
 def test_a_tail_that_is_dropped_on_purpose() -> None:
-    """A trainer of one's own may drop an incomplete last batch if it declares so."""
+    """A user's trainer may drop an incomplete last batch if it declares so."""
     said = traces.was(dropping(DROPPED), drop_last=True)
     assert traces.judge("coverage", [said]).verdict is Verdict.HELD
     found = broken(traces.judge("coverage", [dropping(DROPPED)]))
@@ -228,7 +228,7 @@ def test_a_tail_that_is_dropped_on_purpose() -> None:
 
 
 def test_no_more_than_the_tail_may_be_dropped() -> None:
-    """A short batch, or a whole batch left out, is no tail."""
+    """`drop_last` excuses neither a short batch nor a batch left out."""
     short = traces.was(dropping([[[0, 1], [2]], DROPPED[1]]), drop_last=True)
     found = broken(traces.judge("coverage", [short]))
     assert (found.step, found.expected, found.got) == (0, "4", "3")
@@ -237,7 +237,7 @@ def test_no_more_than_the_tail_may_be_dropped() -> None:
 
 
 def test_a_run_that_ends_early_is_not_completed() -> None:
-    """Steps that were never made are named; after a halt they are no alarm."""
+    """Missing steps are named in a run with status completed, but not in a halted one."""
     trace = traces.run(SUBJECT)
     kept = tuple(event for event in trace.events if getattr(event, "step", 0) < 4)
     found = broken(traces.judge("coverage", [replace(trace, events=kept)]))
@@ -248,7 +248,7 @@ def test_a_run_that_ends_early_is_not_completed() -> None:
 
 
 def test_the_second_half_of_a_run_is_no_short_run() -> None:
-    """A trace that begins with a resume owes the steps from there on."""
+    """A trace that begins with a resume must have the steps from there on."""
     steps = [[[0, 1], [2, 3]], [[4], [5]], [[0, 1], [2, 3]]]
     trace = sampled(steps, six_samples(steps))
     late = [event for event in trace.events if getattr(event, "step", 2) == 2]
@@ -259,7 +259,7 @@ def test_the_second_half_of_a_run_is_no_short_run() -> None:
 
 @pytest.mark.parametrize("stranger", [3, 7])
 def test_a_shard_by_a_stranger(stranger: int) -> None:
-    """A rank that is no worker of the scenario can't have computed anything."""
+    """A shard by a rank that is no worker of the scenario is falsified."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 3, "shard": 2}, rank=stranger)
     found = broken(traces.judge("coverage", [trace]))
     assert (found.step, found.rank, found.shard) == (3, stranger, 2)
@@ -267,7 +267,7 @@ def test_a_shard_by_a_stranger(stranger: int) -> None:
 
 
 def test_a_shard_by_who_has_left() -> None:
-    """A worker that left may compute in that step at the latest, and again after it is back."""
+    """A worker may compute in the step in which it leaves, and again once it is back."""
     subject = scenario(workload="linear", faults=(traces.leave(1, 1), traces.join(1, 4)))
     trace = traces.run(subject)
     assert trace.of(Membership)
@@ -277,13 +277,13 @@ def test_a_shard_by_who_has_left() -> None:
 
 
 def test_a_worker_whose_start_was_not_recorded_is_no_stranger() -> None:
-    """A worker of the scenario without a start is missing evidence of F-DP-001, not a stranger."""
+    """A scenario's worker without a start is missing evidence for F-DP-001, not for this."""
     trace = without(traces.run(SUBJECT), Start, rank=1)
     assert traces.judge("coverage", [trace]).verdict is Verdict.HELD
 
 
 def test_samples_that_are_counted_and_not_named() -> None:
-    """A run that names no sample is neither held nor compared with one that does."""
+    """A run without sample ids is inconclusive, and is not compared with one that has them."""
     trace = traces.run(SUBJECT)
     bare = altered(trace, Shard, {}, ids=())
     for found in ([bare], [bare, traces.run(SUBJECT.with_(world_size=1))]):
@@ -295,7 +295,7 @@ def test_samples_that_are_counted_and_not_named() -> None:
 
 
 def test_updates_alone_cover_nothing() -> None:
-    """Steps that were made say nothing of samples; a rank without shards is named."""
+    """Updates without shards prove nothing about samples; a rank without shards is named."""
     trace = traces.run(SUBJECT)
     finding = traces.judge("coverage", [without(trace, Shard)])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -310,9 +310,7 @@ def test_updates_alone_cover_nothing() -> None:
 @pytest.mark.parametrize("others", [(), (1,)])
 @pytest.mark.parametrize("gap", ["step", "rank", "names"])
 def test_samples_that_are_unknown_in_places(gap: str, others: tuple[int, ...]) -> None:
-    """A step, a rank or names that were not recorded are a gap, in no epoch and beside no other run
-    a sample lost; one that is drawn again behind it is found all the same.
-    """
+    """Unrecorded steps, ranks or ids are gaps. A sample drawn twice after one is found."""
     own = traces.run(SUBJECT.with_(num_steps=9))
     bare = {
         "step": without(own, Shard, step=1),
@@ -329,15 +327,15 @@ def test_samples_that_are_unknown_in_places(gap: str, others: tuple[int, ...]) -
 
 
 def test_steps_before_a_gap_are_counted() -> None:
-    """A sample that is known to be lost is found, whatever is unknown later."""
+    """A lost sample is found even if later steps are unknown."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 1, "rank": 1}, ids=(), weight=0.0)
     found = broken(traces.judge("coverage", [without(trace, Shard, step=4)]))
     assert found.step == 1
 
 
 def test_samples_drawn_with_replacement() -> None:
-    """Come as often as they will, where the trainer says so: of the data set, and the same again;
-    another number of workers draws others.
+    """With declared replacement samples may repeat, but must be of the data set and the same in a
+    second run. With another number of workers they may differ.
     """
     steps = [[[0, 0], [3, 1]], [[0, 5], [2, 2]]]
     subject = six_samples(steps)
@@ -353,7 +351,7 @@ def test_samples_drawn_with_replacement() -> None:
 
 
 def replacing(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Trace:
-    """A run that draws with replacement."""
+    """Return a run that draws with replacement."""
     return traces.was(sampled(steps, subject), replacement=True)
 
 

@@ -1,4 +1,4 @@
-"""Foreign and damaged traces: every judge returns a finding, whatever it is given."""
+"""Foreign and damaged traces: every judge returns a finding on any of them."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ STRANGE: dict[str, st.SearchStrategy[Any]] = {
 
 
 def strange_tensors(tensors: Tensors) -> st.SearchStrategy[Tensors]:
-    """`tensors` with some lost, emptied or replaced, or none at all."""
+    """Return `tensors` with some lost, emptied or replaced, or none at all."""
     names = sorted(tensors) or ["w"]
     changed = st.dictionaries(st.sampled_from(names), st.sampled_from(RECORDS), min_size=1)
     return changed.flatmap(lambda new: st.sampled_from([{**tensors, **new}, new, {}]))
 
 
 def damaged(data: DataObject, events: list[Event]) -> list[Event]:
-    """`events` after one of them, or their order, was damaged."""
+    """Return `events` with one of them, or their order, damaged."""
     if not events:
         return events
     at = data.draw(st.integers(0, len(events) - 1))
@@ -79,7 +79,7 @@ def damaged(data: DataObject, events: list[Event]) -> list[Event]:
 
 
 def edited(data: DataObject, event: Event) -> Event:
-    """`event` with a strange value in one of its fields."""
+    """Return `event` with a strange value in one of its fields."""
     field = data.draw(st.sampled_from(fields(event)))
     annotation = str(field.type)
     if annotation == "Tensors":
@@ -90,12 +90,12 @@ def edited(data: DataObject, event: Event) -> Event:
 
 
 def families(check: Check) -> Callable[[], list[list[Trace]]]:
-    """The traces of every subject of `check`."""
+    """Return the traces of every subject of `check`."""
     return lambda: [traces.family(check.name, subject) for subject in SUBJECTS]
 
 
 def assert_sound(finding: Finding) -> None:
-    """A finding that says HELD has compared; any other says why."""
+    """Assert that a HELD finding has comparisons, and that any other has a reason."""
     assert isinstance(finding, Finding)
     assert (finding.verdict is Verdict.HELD) == (finding.reason == "")
     assert (finding.verdict is Verdict.FALSIFIED) == (finding.counterexample is not None)
@@ -106,7 +106,7 @@ def assert_sound(finding: Finding) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_damaged_traces_crash_no_judge(check: Check, data: DataObject) -> None:
-    """Events lost, doubled, moved or edited in any way give a finding, and it is sound."""
+    """Events lost, doubled, moved or edited in any way give a sound finding."""
     family = list(data.draw(st.sampled_from(families(check)())))
     for _ in range(data.draw(st.integers(1, 6))):
         at = data.draw(st.integers(0, len(family) - 1))
@@ -120,7 +120,7 @@ def test_damaged_traces_crash_no_judge(check: Check, data: DataObject) -> None:
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_mix_of_runs_is_judged_soundly(check: Check, data: DataObject) -> None:
-    """Runs of different trainings, in any order and number, raise nothing and no false alarm."""
+    """Runs of different trainings, in any order and number, raise nothing and falsify nothing."""
     pool = [trace for family in families(check)() for trace in family]
     if check.name == "worker_count":  # the textbook trainer promises no bits
         pool = [trace for trace in pool if trace.scenario.system == "reference"]

@@ -1,4 +1,4 @@
-"""F-WGPU-002, 003, 005, 006: what the judges of a device's steps say to right and wrong ones."""
+"""F-WGPU-002, 003, 005, 006 on right and wrong steps of a device."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ CHECKED = ("device_cost", "device_steps", "device_repetition", "device_compilati
 
 
 def trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
-    """A run of the probe."""
+    """Return a run of the probe."""
     end = End(status=status, reason=reason)
     return Trace(scenario=SCENARIO, environment={}, promises=(), events=(*events, end))
 
 
 @pytest.mark.parametrize("check", CHECKED)
 def test_right_steps_hold(check: str) -> None:
-    """The first step of a size may compile and upload what it wants; software is named."""
+    """The first step of a size may compile and upload freely. A software adapter is noted."""
     finding = traces.judge(check, [trace(FIRST, AGAIN, NEAR)])
     assert finding.verdict is Verdict.HELD, finding
     assert finding.compared > 0
@@ -82,7 +82,7 @@ def test_right_steps_hold(check: str) -> None:
 
 @pytest.mark.parametrize("check", CHECKED)
 def test_a_run_without_an_adapter_is_inconclusive(check: str) -> None:
-    """And says what the adapter's library said."""
+    """The reason repeats the message of the adapter's library."""
     finding = traces.judge(check, [trace(status="failed", reason="no adapter")])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "no adapter" in finding.reason
@@ -103,7 +103,7 @@ def test_a_run_without_an_adapter_is_inconclusive(check: str) -> None:
 def test_nothing_to_compare_is_inconclusive(
     check: str, events: tuple[Event, ...], reason: str
 ) -> None:
-    """Steps that were made once each, results that nothing bounds."""
+    """Steps made once each, and results without a bound, are inconclusive."""
     finding = traces.judge(check, [trace(*events)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert reason in finding.reason
@@ -123,7 +123,7 @@ def test_nothing_to_compare_is_inconclusive(
     ],
 )
 def test_a_step_that_costs_more_is_found(changed: dict[str, Any], message: str) -> None:
-    """By the step and what it costs."""
+    """A step that costs more is named, with its cost."""
     wrong = replace(AGAIN, **changed)
     found = traces.broken(
         traces.judge("device_cost", [trace(FIRST, AGAIN, replace(wrong, step=2))])
@@ -133,7 +133,7 @@ def test_a_step_that_costs_more_is_found(changed: dict[str, Any], message: str) 
 
 @pytest.mark.parametrize("changed", [{"compiled": 2}, {"traced": 60}])
 def test_a_step_that_is_compiled_again_is_found(changed: dict[str, Any]) -> None:
-    """Shaders, or a model that is traced."""
+    """A later step that compiles shaders or traces the model is falsified."""
     wrong = replace(AGAIN, step=2, earlier=2, **changed)
     found = traces.broken(traces.judge("device_compilation", [trace(FIRST, AGAIN, wrong)]))
     assert found.step == 2
@@ -162,7 +162,7 @@ def test_other_bits_are_found() -> None:
 def test_a_result_that_rounding_does_not_explain_is_found(
     changed: dict[str, Any], element: int | None
 ) -> None:
-    """One element, all of them together, or none that is a number."""
+    """An error in one element, in all together, or a non-finite result is falsified."""
     wrong = replace(NEAR, **changed)
     found = traces.broken(traces.judge("device_steps", [trace(FIRST, AGAIN, wrong)]))
     assert (found.step, found.tensor, found.element) == (1, "w", element)

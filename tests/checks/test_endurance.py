@@ -1,4 +1,4 @@
-"""F-WP-005: what the judge says to runs that something befell."""
+"""F-WP-005: the judge's findings on runs with faults."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CUT = CALM.with_(faults=(Fault(kind="cut", rank=1, step=1, at="TreeNode"),))
 
 
 def judged(*runs: Trace) -> tuple[Verdict, str]:
-    """Verdict and reason."""
+    """Return verdict and reason."""
     finding = traces.judge("endurance", list(runs))
     return finding.verdict, finding.reason
 
 
 def test_a_disturbed_run_that_ends_alike_holds() -> None:
-    """Every update of it is compared."""
+    """Every update of the disturbed run is compared."""
     finding = traces.judge("endurance", traces.family("endurance", CUT))
     assert finding.verdict is Verdict.HELD
     assert finding.compared > 6
@@ -45,7 +45,7 @@ def test_other_weights() -> None:
 
 
 def test_a_run_that_does_not_end_right() -> None:
-    """One that had begun and failed is a break, and so is one that lost a step."""
+    """A run that began and then failed, or lost a step, is falsified."""
     cut, calm = traces.run(CUT), traces.run(CALM)
     gave_up = replace(cut, events=(*cut.events[:-1], End(status="failed", reason="no workers")))
     verdict, reason = judged(gave_up, calm)
@@ -56,7 +56,7 @@ def test_a_run_that_does_not_end_right() -> None:
 
 
 def test_what_could_not_be_run_or_compared() -> None:
-    """A run that never began, one without its model, and one that promises no bits are open."""
+    """A run that never began, has no model, or promises no bits is inconclusive."""
     cut, calm = traces.run(CUT), traces.run(CALM)
     never = replace(cut, events=(End(status="failed", reason="no such backend"),))
     assert judged(never, calm)[0] is Verdict.INCONCLUSIVE
@@ -67,7 +67,7 @@ def test_what_could_not_be_run_or_compared() -> None:
 
 
 def test_the_plan_tries_everything() -> None:
-    """Every kind of trouble, and several in one run."""
+    """The plan has every kind of fault, and several in one run."""
     plan = endurance.plan(traces.clause("endurance"))
     kinds = {fault.kind for one in plan for fault in one.faults}
     assert kinds == {"restart", "lie", "stranger", *ON_THE_WAY}

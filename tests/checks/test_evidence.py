@@ -1,4 +1,4 @@
-"""Evidence from traces that several judges use."""
+"""The functions on traces that several judges share."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ FINITE = st.floats(-1e3, 1e3, width=32)
 
 
 def close(expected: dict[str, TensorRecord], got: dict[str, TensorRecord], **bound: Any) -> Tally:
-    """The tally after one `compare_close`, which must have compared."""
+    """Return the tally after one `compare_close`, which must have compared."""
     tally = Tally("F-XX-001")
     assert evidence.compare_close(tally, expected, got, message="off", **bound)
     return tally
 
 
 def found(tally: Tally) -> Counterexample:
-    """The counterexample that was kept."""
+    """Return the counterexample that was kept."""
     assert tally.broken is not None
     return tally.broken
 
 
 def update(step: int, rank: int, loss: float = 1.0) -> Update:
-    """An update of which nothing else matters."""
+    """Return an update with default values for fields that don't matter."""
     return Update(
         step=step,
         rank=rank,
@@ -47,7 +47,7 @@ def update(step: int, rank: int, loss: float = 1.0) -> Update:
 
 
 def shard(step: int, number: int, rank: int = 0) -> Shard:
-    """A shard of one sample."""
+    """Return a shard of one sample."""
     return Shard(
         step=step,
         epoch=0,
@@ -61,7 +61,7 @@ def shard(step: int, number: int, rank: int = 0) -> Shard:
 
 
 def test_failed_runs_are_left_out_with_their_reason() -> None:
-    """A crashed run is missing evidence, and named once however often it occurs."""
+    """A crashed run is counted as missing, and its reason is given once."""
     tally = Tally("F-XX-001")
     good, bad = traces.run(scenario()), traces.failed(scenario())
     assert evidence.usable([good, bad, bad], tally) == [good]
@@ -71,13 +71,13 @@ def test_failed_runs_are_left_out_with_their_reason() -> None:
 
 
 def _somewhere(kind: str) -> Fault:
-    """A fault of that kind in step 1."""
+    """Return a fault of that kind in step 1."""
     given = {"rank": 1, "seconds": 2.0, "at": "Commit", "step": 1}
     return Fault(kind=kind, **{name: given[name] for name in NEEDED[kind]})  # type: ignore[arg-type]
 
 
 def test_a_planted_value_is_no_change_of_membership() -> None:
-    """It makes another training of a run; who takes part does not."""
+    """A planted value makes a run another training; a change of members does not."""
     nan = Fault(kind="non_finite_loss", step=1, value="nan")
     moved = tuple(_somewhere(kind) for kind in ("restart", *ON_THE_WAY))
     for faults, is_same in (
@@ -91,7 +91,7 @@ def test_a_planted_value_is_no_change_of_membership() -> None:
 
 
 def test_of_two_updates_the_last_counts() -> None:
-    """Events that come twice don't confuse: step -> rank -> the last."""
+    """If a rank has two updates of a step, the last one counts."""
     trace = hand_written(update(1, 0), update(0, 1), update(0, 0, loss=5.0), update(0, 0, loss=2.0))
     by_step = list(evidence.ranks_by_step(trace))
     assert [(step, sorted(by_rank)) for step, by_rank in by_step] == [(0, [0, 1]), (1, [0])]
@@ -99,7 +99,7 @@ def test_of_two_updates_the_last_counts() -> None:
 
 
 def test_shards_of_committed_steps_in_order() -> None:
-    """Shards come by number; those of a step nobody updated in don't count."""
+    """Shards are sorted by number; those of a step without an update are left out."""
     trace = hand_written(shard(0, 2), shard(0, 0, rank=1), shard(0, 1), shard(1, 0), update(0, 0))
     assert {step: [s.shard for s in part] for step, part in evidence.shards(trace).items()} == {
         0: [0, 1, 2]
@@ -107,7 +107,7 @@ def test_shards_of_committed_steps_in_order() -> None:
 
 
 def test_the_first_value_that_is_not_finite() -> None:
-    """Its tensor and element; values that were not recorded say nothing."""
+    """The first non-finite value is named by tensor and element, if values were recorded."""
     tensors = {"a": TensorRecord("x"), "b": values(1, 2), "c": values(1, -math.inf, math.nan)}
     assert evidence.non_finite(tensors) == ("c", 1)
     assert evidence.non_finite({"a": TensorRecord("x"), "b": values(1, 2)}) is None
@@ -129,7 +129,7 @@ def test_the_first_value_that_is_not_finite() -> None:
 def test_the_first_difference(
     expected: TensorRecord, got: TensorRecord, place: dict[str, object]
 ) -> None:
-    """The element where values are known, else sizes, else digests."""
+    """A difference names the element if values are known, else the sizes, else the digests."""
     tally = Tally("F-XX-001")
     evidence.compare_exact(tally, {"w": expected}, {"w": got}, "differ", step=1)
     shown = found(tally)
@@ -151,7 +151,7 @@ def test_any_flipped_bit_is_found(numbers: list[float], at: int, bit: int) -> No
 
 
 def test_equal_tensors_count_and_missing_ones_are_named() -> None:
-    """Each tensor is one comparison; one that only one side holds is a difference."""
+    """Each tensor is one comparison; a tensor on one side only is a difference."""
     tally = Tally("F-XX-001")
     evidence.compare_exact(tally, {"a": values(1), "b": values(2)}, {"a": values(1)}, "differ")
     assert tally.compared == 2
@@ -172,7 +172,7 @@ def test_the_bound_is_relative_to_the_norm(
 
 
 def test_the_scale_is_that_of_all_tensors() -> None:
-    """Rounding noise beside a larger tensor is no alarm; the floor adds to the bound."""
+    """Rounding noise next to a larger tensor is close; the floor adds to the bound."""
     expected, got = ({"big": values(1.0), "small": values(small)} for small in (1e-9, -1e-9))
     assert close(expected, got, bound=1e-6).broken is None
     assert close({"w": values(0.0)}, {"w": values(1e-9)}, bound=1e-3).broken is not None
@@ -180,27 +180,27 @@ def test_the_scale_is_that_of_all_tensors() -> None:
 
 
 def test_a_small_tensor_is_judged_by_its_own_norm() -> None:
-    """A tensor of a tenth of the norm that is off by 1 % is found beside a larger one."""
+    """A small tensor that is off by 1 % is found next to one ten times as large."""
     expected, got = ({"big": values(1.0), "small": values(small)} for small in (0.1, 0.101))
     assert found(close(expected, got, bound=5e-3)).tensor == "small"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_never_close(bad: float) -> None:
-    """NaN or inf is a difference, at that element."""
+    """A NaN or an infinity is a difference, at its element."""
     tally = close({"w": values(1, 1, 1)}, {"w": values(1, bad, 1)}, bound=1e-3)
     assert found(tally).element == 1
 
 
 def test_empty_tensors_are_compared_by_shape_alone() -> None:
-    """A tensor without elements hides no other and is no alarm; one that is missing is."""
+    """A tensor without elements is compared by its shape; one that is missing is a difference."""
     expected = {"none": values(), "w": values(1.0)}
     assert close(expected, expected, bound=0.0).compared == 1
     assert found(close(expected, {"none": values()}, bound=1.0)).tensor == "w"
 
 
 def test_unknown_values_are_not_close_and_not_far() -> None:
-    """Digests alone allow no comparison, and none is counted."""
+    """Digests without values allow no comparison, and none is counted."""
     tally = Tally("F-XX-001")
     for pair in (({}, {}), ({"w": values(1)}, {"w": TensorRecord("x")})):
         assert not evidence.compare_close(tally, *pair, bound=1.0, message="off")

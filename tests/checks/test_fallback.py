@@ -1,4 +1,4 @@
-"""F-DP-004: what the judge of the chain says to honest, panicking and faking chains."""
+"""F-DP-004: the judge's findings on chains that are right, crash, or fake a result."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def trace(
 
 
 def test_honest_chains_hold() -> None:
-    """Serving after failures with reasons, and halting with all reasons, both hold."""
+    """A result after failures with reasons holds, and so does a halt with all reasons."""
     served = trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT)
     halted = trace(NO_CUDA, NO_WGPU, NO_CPU, HALT, faults=(CUDA, WGPU, CPU))
     short = trace(NO_WGPU, BY_CPU, RESULT, faults=(WGPU,), order=("wgpu", "cpu"))
@@ -79,7 +79,7 @@ def test_honest_chains_hold() -> None:
 
 
 def test_own_failures_and_software_are_noted() -> None:
-    """A backend that failed although no fault struck it is named, and so is a software adapter."""
+    """A backend that failed without a planned fault is noted, and so is a software adapter."""
     result = replace(RESULT, backend="wgpu")
     finding = judge(INVARIANT, several([trace(NO_CUDA, BY_WGPU, result, faults=())]))
     assert finding.verdict is Verdict.HELD
@@ -87,14 +87,14 @@ def test_own_failures_and_software_are_noted() -> None:
 
 
 def test_stand_ins_are_noted() -> None:
-    """The report says which device was simulated."""
+    """A note says which device was simulated."""
     played = replace(NO_CUDA, device="stand-in, for backend cuda: no driver")
     finding = judge(INVARIANT, several([trace(played, NO_WGPU, BY_CPU, RESULT)]))
     assert finding.notes == ("cuda was simulated by a stand-in, for backend cuda: no driver",)
 
 
 def test_a_fault_that_never_struck_is_inconclusive() -> None:
-    """A planned fault that never struck proves nothing, and is named."""
+    """A planned fault that never struck is named, and makes the run inconclusive."""
     finding = judge(
         INVARIANT, several([trace(NO_CUDA, NO_WGPU, BY_CPU, RESULT, struck=False, faults=(WGPU,))])
     )
@@ -127,7 +127,7 @@ def test_a_fault_that_never_struck_is_inconclusive() -> None:
     ],
 )
 def test_dishonest_chains_are_falsified(wrong: Trace, message: str) -> None:
-    """Skipping, faking, panicking and silence are each falsified for their own reason."""
+    """Skipped backends, faked results, crashes and missing reasons are each falsified."""
     finding = judge(INVARIANT, several([wrong]))
     assert finding.verdict is Verdict.FALSIFIED
     assert message in finding.reason
@@ -144,16 +144,14 @@ def test_dishonest_chains_are_falsified(wrong: Trace, message: str) -> None:
     ],
 )
 def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) -> None:
-    """No trace, another system's trace, or one that failed: inconclusive, with the reason."""
+    """No trace, another system's trace, and a failed run are inconclusive, with a reason."""
     finding = judge(INVARIANT, several(traces))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert reason in finding.reason
 
 
 def test_plan_covers_every_fault() -> None:
-    """Each backend, each pair and all three fail in every way, and no fault stands behind one that
-    serves.
-    """
+    """Each backend, each pair and all three fail in every way, and after no working backend."""
     planned = [
         tuple((fault.backend, fault.kind) for fault in scenario.faults)
         for scenario in plan(INVARIANT)
@@ -172,7 +170,7 @@ def no_device() -> Backend:
 
 @pytest.mark.parametrize("gpus", ["real", "present", "absent"])
 def test_the_plan_holds_on_any_machine(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever devices there are: every planned fault strikes, and the chain takes it well."""
+    """On any machine every planned fault strikes, and the chain handles it."""
     for name in ("cuda", "wgpu") if gpus != "real" else ():
         present = partial(replace, open_cpu(), name=name)
         monkeypatch.setitem(backends.BACKENDS, name, present if gpus == "present" else no_device)

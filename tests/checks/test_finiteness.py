@@ -1,4 +1,4 @@
-"""F-DP-003 on hand-broken traces."""
+"""F-DP-003 on traces broken by hand."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ POISONED = scenario(faults=(NAN,))
 
 
 def swallowed() -> Trace:
-    """A run that goes on after its NaN: the events of a calm run, and the fault."""
+    """Return a run that goes on after its NaN: a calm run's events, and the fault."""
     calm, fault = traces.run(CALM), traces.run(POISONED).of(Injected)[0]
     return replace(calm, scenario=POISONED, events=(*calm.events[:-1], fault, End(status="halted")))
 
 
 def test_training_that_goes_on_is_falsified() -> None:
-    """An update in the step of a NaN is found, with the place of the NaN."""
+    """An update in the step of a NaN is falsified, with the NaN's place."""
     found = broken(traces.judge("finiteness", [swallowed()]))
     assert (found.step, found.rank) == (2, 1)
     assert "updated in step 2" in found.message
 
 
 def test_a_nan_without_a_halt() -> None:
-    """A run that just stops has not named its culprit."""
+    """A run that stops without a Halt does not name its culprit, and is falsified."""
     found = broken(traces.judge("finiteness", [without(traces.run(POISONED), Halt)]))
     assert (found.step, found.rank) == (2, 1)
     assert "training went on" in found.message
@@ -41,7 +41,7 @@ def test_a_nan_without_a_halt() -> None:
 
 @pytest.mark.parametrize("wrong", [{"step": 1}, {"rank": 0}, {"shard": 4}])
 def test_the_halt_names_the_place(wrong: dict[str, int | None]) -> None:
-    """A halt that blames another step, worker or shard is found."""
+    """A halt that names another step, worker or shard is falsified."""
     found = broken(traces.judge("finiteness", [altered(traces.run(POISONED), Halt, {}, **wrong)]))
     assert "another place" in found.message
     assert (found.step, found.rank) == (2, 1)
@@ -56,7 +56,7 @@ def test_the_halt_names_the_place(wrong: dict[str, int | None]) -> None:
     ],
 )
 def test_what_the_halt_does_not_name_is_missing(unnamed: dict[str, Any], missing: str) -> None:
-    """A halt that names less is no wrong one, but shows less; the reason says what is missing."""
+    """Fields that a halt does not name are missing, and the reason lists them."""
     trace = traces.run(scenario(faults=(replace(NAN, step=1),)))
     finding = traces.judge("finiteness", [altered(trace, Halt, {}, **unnamed)])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -70,7 +70,7 @@ def test_a_halt_that_names_half_a_wrong_place() -> None:
 
 
 def test_the_halt_names_the_tensor() -> None:
-    """The tensor in which the value was planted: the one of the fault, by default the first."""
+    """The halt must name the planted fault's tensor, by default the first one."""
     named = Fault(
         kind="non_finite_gradient", step=2, rank=1, shard=2, tensor="hidden2.bias", value="nan"
     )
@@ -88,20 +88,20 @@ def test_the_halt_names_the_tensor() -> None:
 
 
 def test_the_halt_names_the_samples() -> None:
-    """The samples of the bad shard are part of the halt."""
+    """The halt must name the samples of the bad shard."""
     found = broken(traces.judge("finiteness", [altered(traces.run(POISONED), Halt, {}, ids=(99,))]))
     assert "other samples" in found.message
     assert found.got == "(99,)"
 
 
 def test_of_several_bad_shards_any_may_be_named() -> None:
-    """A model that overflows everywhere at once halts at whichever shard was seen first."""
+    """If several shards overflow at once, the halt may name any of them."""
     trace = altered(traces.run(POISONED), Shard, {"step": 2}, finite=False)
     assert traces.judge("finiteness", [trace]).verdict is Verdict.HELD
 
 
 def test_no_checkpoint_after_the_value() -> None:
-    """A checkpoint written after a NaN carries it on."""
+    """A checkpoint written after a NaN is falsified."""
     trace = traces.run(POISONED)
     late = Saved(step=3, rank=0, weights={})
     found = broken(traces.judge("finiteness", [replace(trace, events=(*trace.events, late))]))
@@ -109,7 +109,7 @@ def test_no_checkpoint_after_the_value() -> None:
 
 
 def test_a_halt_without_cause() -> None:
-    """A run with finite shards has no reason to halt; the place it blames is repeated."""
+    """A halt of a run with finite shards is falsified, with the place it names."""
     calm = traces.run(CALM)
     halt = Halt(step=3, reason="nerves", rank=2, shard=4, tensor="output.bias")
     found = broken(traces.judge("finiteness", [replace(calm, events=(halt, *calm.events))]))
@@ -121,7 +121,7 @@ def test_a_halt_without_cause() -> None:
     "wrong", [{"finite": False}, {"loss": math.nan}, {"grad_norm": math.inf}, {"loss": -math.inf}]
 )
 def test_finite_shards_give_finite_updates(wrong: dict[str, float]) -> None:
-    """Finite shards whose sum or step overflows are found, with step and rank."""
+    """An overflow in the sum or the step of finite shards is found, with step and rank."""
     trace = altered(traces.run(CALM), Update, {"step": 4, "rank": 2}, **wrong)
     found = broken(traces.judge("finiteness", [trace]))
     assert (found.step, found.rank) == (4, 2)
@@ -132,7 +132,7 @@ BAD = values(1.0, math.nan)
 
 @pytest.mark.parametrize("lie", [{"loss_sum": math.nan}, {"gradient": {"w": BAD}}])
 def test_a_shard_whose_flag_lies(lie: dict[str, Any]) -> None:
-    """A flag that says finite counts for nothing where loss or gradient say otherwise."""
+    """A non-finite loss or gradient counts, even if the shard's flag says finite."""
     trace = altered(traces.run(CALM), Shard, {"step": 3, "shard": 1}, **lie)
     found = broken(traces.judge("finiteness", [trace]))
     assert (found.step, found.shard) == (3, 1)
@@ -140,7 +140,7 @@ def test_a_shard_whose_flag_lies(lie: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("part", ["weights", "gradient"])
 def test_an_update_whose_flag_lies(part: str) -> None:
-    """The first NaN among the recorded values is named, whatever the flag says."""
+    """The first recorded NaN of an update is named, whatever its flag says."""
     tensors = {"v": values(1.0), "w": BAD}
     trace = altered(traces.run(CALM), Update, {"step": 4, "rank": 2}, **{part: tensors})
     found = broken(traces.judge("finiteness", [trace]))
@@ -148,13 +148,13 @@ def test_an_update_whose_flag_lies(part: str) -> None:
 
 
 def test_an_update_before_the_fault_must_be_finite() -> None:
-    """A run that halts later is no excuse for an earlier step."""
+    """A non-finite update before the halt is falsified."""
     trace = altered(traces.run(POISONED), Update, {"step": 1, "rank": 0}, loss=math.inf)
     assert broken(traces.judge("finiteness", [trace])).step == 1
 
 
 def test_unknown_norms_are_no_alarm() -> None:
-    """A trainer need not reveal its gradient norm."""
+    """A trainer need not record its gradient norm."""
     trace = altered(traces.run(CALM), Update, {}, grad_norm=None)
     assert traces.judge("finiteness", [trace]).verdict is Verdict.HELD
 
@@ -162,7 +162,7 @@ def test_unknown_norms_are_no_alarm() -> None:
 @pytest.mark.parametrize("kind", ["non_finite_gradient", "non_finite_loss"])
 @pytest.mark.parametrize("system", ["reference", "textbook"])
 def test_halts_at_the_fault_hold(kind: str, system: str) -> None:
-    """Both trainers halt at the fault, also on a worker that has no samples in that step."""
+    """Both trainers halt at the fault, also on a worker without samples in that step."""
     fault = Fault(kind=kind, step=2, rank=2, value="inf")
     trace = traces.run(scenario(system=system, faults=(fault,)))
     assert trace.of(Injected)
@@ -170,7 +170,7 @@ def test_halts_at_the_fault_hold(kind: str, system: str) -> None:
 
 
 def test_an_unknown_fault_is_no_culprit() -> None:
-    """A fault record without a kind, from a foreign trainer, is left alone."""
+    """A fault record without a kind, from a foreign trainer, is ignored."""
     trace = traces.run(CALM)
     odd = Injected(fault={"what": "a meteorite"})
     assert (
@@ -180,7 +180,7 @@ def test_an_unknown_fault_is_no_culprit() -> None:
 
 
 def test_a_halt_in_a_step_without_shards() -> None:
-    """It is unknown whether the halt had a reason, and the finding says what to record."""
+    """A halt in a step without shards is inconclusive, and the reason says what to record."""
     trace = traces.run(POISONED)
     bare = replace(trace, events=tuple(e for e in trace.events if not isinstance(e, Injected)))
     bare = without(replace(bare, scenario=CALM), Shard, step=2)
@@ -190,7 +190,7 @@ def test_a_halt_in_a_step_without_shards() -> None:
 
 
 def halting(**named: Any) -> Trace:
-    """A calm run that halts in step 2, naming `named`."""
+    """Return a calm run that halts in step 2 and names `named`."""
     calm = traces.run(CALM)
     kept = [e for e in calm.events if getattr(e, "step", 0) <= 2]
     kept = [e for e in kept if not (isinstance(e, Update) and e.step == 2)]
@@ -199,7 +199,7 @@ def halting(**named: Any) -> Trace:
 
 
 def test_a_halt_of_a_rank_that_recorded_no_shard() -> None:
-    """A halt is open if its rank, or with no rank named any worker, recorded no shard."""
+    """A halt is inconclusive if its rank recorded no shard, or, without a rank, any worker."""
     for trace, unknown in (
         (without(halting(rank=1), Shard, step=2, rank=1), "no shard of rank 1 was recorded"),
         (without(halting(), Shard, step=2, rank=1), "rank 1 recorded no shard"),
@@ -214,7 +214,7 @@ def test_a_halt_of_a_rank_that_recorded_no_shard() -> None:
 
 
 def test_shards_that_one_rank_did_not_record() -> None:
-    """It is unknown whether that rank's gradients were finite, whatever the others' were."""
+    """If one rank recorded no shards, it is unknown whether its gradients were finite."""
     for bare in (
         without(traces.run(CALM), Shard, rank=1),
         without(traces.run(CALM), Shard, step=3, rank=2),
@@ -225,7 +225,7 @@ def test_shards_that_one_rank_did_not_record() -> None:
 
 
 def test_updates_without_shards() -> None:
-    """Finite weights do not show that no gradient was cleaned of its NaN."""
+    """Finite updates without shards are inconclusive: a gradient may have lost its NaN."""
     finding = traces.judge("finiteness", [without(traces.run(CALM), Shard)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "record a Shard with" in finding.reason

@@ -14,12 +14,12 @@ from tests.checks.traces import hand_written, scenario
 
 
 def start(step: int, rank: int, *, resumed: bool = False) -> Start:
-    """A start of which nothing else matters."""
+    """Return a start with default values for fields that don't matter."""
     return Start(step=step, rank=rank, weights={}, resumed=resumed)
 
 
 def update(step: int, rank: int, loss: float = 1.0) -> Update:
-    """An update that its loss tells from others of its step."""
+    """Return an update, which its loss distinguishes from others of its step."""
     return Update(
         step=step,
         rank=rank,
@@ -32,31 +32,31 @@ def update(step: int, rank: int, loss: float = 1.0) -> Update:
 
 
 def shard(step: int, rank: int) -> Shard:
-    """A shard without samples."""
+    """Return a shard without samples."""
     return Shard(
         step=step, epoch=0, rank=rank, shard=rank, ids=(), loss_sum=0.0, weight=0.0, finite=True
     )
 
 
 def left(step: int, rank: int) -> Membership:
-    """Worker `rank` leaves."""
+    """Return the event that worker `rank` leaves."""
     return Membership(step=step, rank=rank, change="left")
 
 
 def losses(trace: Trace) -> list[tuple[int, int, float]]:
-    """(step, rank, loss) of the updates that stand."""
+    """Return (step, rank, loss) of the updates that were not undone."""
     return [(u.step, u.rank, u.loss or 0.0) for u in trace.standing.of(Update)]
 
 
 def test_without_a_resume_everything_stands() -> None:
-    """The trace itself is given back."""
+    """Without a resume the trace itself is returned."""
     trace = traces.run(scenario())
     assert trace.standing is trace
 
 
 def test_who_comes_where_nobody_is_left_makes_the_step_again() -> None:
-    """A worker that joins an abandoned step makes it again: shards that dead workers computed of it
-    are void, but not the step if one of them made it, nor other steps.
+    """A worker that joins an abandoned step makes it again. Shards that dead workers computed in it
+    are undone, but not the step if one of them made it, nor other steps.
     """
     events: list[Event] = [start(0, 0), start(0, 1), shard(0, 0), shard(0, 1), update(0, 0)]
     events += [shard(1, 0), left(1, 0), shard(1, 1), left(1, 1), start(1, 1), shard(1, 1)]
@@ -66,19 +66,19 @@ def test_who_comes_where_nobody_is_left_makes_the_step_again() -> None:
 
 
 def test_what_a_dead_worker_delivered_stands_while_others_live() -> None:
-    """A worker that joins then takes part in the step; nothing is computed again."""
+    """If others are alive, a joining worker takes part in the step, and no shard is undone."""
     events: list[Event] = [start(0, 0), start(0, 1), shard(0, 0), left(0, 0), start(0, 0)]
     assert len(hand_written(*events).standing.of(Shard)) == 1
 
 
 def test_a_planned_stop_undoes_nothing() -> None:
-    """A resume at the step that was reached leaves all events where they are."""
+    """A resume at the step that was reached undoes no event."""
     trace = traces.run(scenario(stops=(2, 4)))
     assert trace.standing == trace
 
 
 def test_a_rollback_voids_the_later_steps() -> None:
-    """Shards, updates, checkpoints and starts behind the checkpoint are void; halts are not."""
+    """Shards, updates, checkpoints and starts after the checkpoint are undone, halts are not."""
     halt = Halt(step=3, reason="power cut")
     voided: list[Event] = [
         *(shard(2, 0), update(2, 0, 9.0), start(3, 0)),
@@ -91,7 +91,7 @@ def test_a_rollback_voids_the_later_steps() -> None:
 
 
 def test_ranks_that_resume_one_after_the_other_keep_what_they_made_again() -> None:
-    """A rank that is back at work before another has resumed loses nothing by that."""
+    """A rank keeps the steps that it makes again before another rank has resumed."""
     first = [update(2, rank, 9.0) for rank in (0, 1)]
     again: list[Event] = [start(2, 0, resumed=True), update(2, 0)]
     other: list[Event] = [start(2, 1, resumed=True), update(2, 1)]
@@ -99,7 +99,7 @@ def test_ranks_that_resume_one_after_the_other_keep_what_they_made_again() -> No
 
 
 def test_who_left_before_the_rollback_loses_its_steps_too() -> None:
-    """A worker that died can't say that its steps are void; one that stayed says so itself."""
+    """The steps of a dead worker are undone by the rollback of those that stayed."""
     both = [update(step, rank, 9.0) for step in (1, 2) for rank in (0, 1)]
     again: list[Event] = [start(2, 0, resumed=True), update(2, 0)]
     stays = [(1, 0, 9.0), (1, 1, 9.0), (2, 1, 9.0), (2, 0, 1.0)]
@@ -127,17 +127,17 @@ def test_who_left_before_the_rollback_loses_its_steps_too() -> None:
     ],
 )
 def test_stays(events: list[Event], expected: list[Stay]) -> None:
-    """From each start until it left; a rollback makes a departure earlier."""
+    """A stay lasts from a start until the rank leaves; a rollback ends it earlier."""
     assert history.stays(hand_written(*events))[1] == expected
 
 
 def test_who_never_started_has_no_stays() -> None:
-    """Neither an update nor a departure makes a rank known."""
+    """An update or a departure without a start makes no stay."""
     assert history.stays(hand_written(update(0, 0), left(1, 0))) == {}
 
 
 def test_members_of_a_step() -> None:
-    """A rank is there from its first step on, and not in the one in which it left."""
+    """A rank is a member from its first step on, but not in the step in which it left."""
     stays = {0: [Stay(0, math.inf)], 1: [Stay(0, 2), Stay(4, math.inf)]}
     there = [sorted(history.members(stays, step)) for step in range(6)]
     assert there == [[0, 1], [0, 1], [0], [0], [0, 1], [0, 1]]
@@ -155,5 +155,5 @@ def test_members_of_a_step() -> None:
     ],
 )
 def test_ghosts(events: list[Event], expected: list[int]) -> None:
-    """Steps made by who had left, until it is back; a rollback makes a departure earlier."""
+    """Updates by a rank that has left and not come back are returned, also after a rollback."""
     assert [one.step for one in history.ghosts(hand_written(*events))] == expected

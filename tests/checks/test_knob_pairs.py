@@ -1,4 +1,4 @@
-"""Runs with a knob turned, written by hand, beside the usual one."""
+"""Handwritten runs with a turned knob, compared with the usual run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(
     slope: np.ndarray[Any, Any] = SLOPE,
     dtype: Any = np.float32,
 ) -> Trace:
-    """Two steps with the gradient `slope` times `factor`, and `local` times it in each shard."""
+    """Return two steps with the gradient `slope` times `factor`, and `local` times it in shards."""
     subject = USUAL
     if knob:
         changes = {"accumulation": micro_batches, "num_shards": micro_batches}
@@ -83,7 +83,7 @@ def run(
 
 
 def test_the_usual_run_is_known() -> None:
-    """From the scenario of the other one alone, also when it was stored."""
+    """The usual run's scenario follows from the turned one, also after storing it."""
     turned = run("accumulation", micro_batches=2).scenario
     stored = Scenario.from_dict(json.loads(json.dumps(turned.to_dict())))
     (need,) = CHECKS["step_rule"].needs
@@ -104,7 +104,7 @@ def test_the_usual_run_is_known() -> None:
     ],
 )
 def test_a_turn_that_changes_nothing(check: str, turned: Trace) -> None:
-    """Is held, and a note says what was compared."""
+    """A knob that changes nothing holds, and a note says what was compared."""
     finding = traces.judge(check, [turned, run()])
     assert finding.verdict is Verdict.HELD, finding
     assert any(note.startswith("compared ") for note in finding.notes)
@@ -113,7 +113,7 @@ def test_a_turn_that_changes_nothing(check: str, turned: Trace) -> None:
 @pytest.mark.parametrize("factor", [2.0, 0.5, 0.999])
 @pytest.mark.parametrize("knob", ["accumulation", "loss_scale", "permute"])
 def test_another_gradient(knob: str, factor: float) -> None:
-    """Is found at its place, and the message says which knob was turned."""
+    """A changed gradient is found at its place, and the message names the knob."""
     turned = run(knob, factor=factor, micro_batches=2, local=1024.0, ids=IDS[::-1])
     found = broken(traces.judge("parity", [turned, run()]))
     assert (found.step, found.rank, found.tensor) == (0, 0, "w")
@@ -122,7 +122,7 @@ def test_another_gradient(knob: str, factor: float) -> None:
 
 
 def test_a_step_for_every_micro_batch() -> None:
-    """Half of the samples in as many micro-batches: the optimizer did not wait for the rest."""
+    """Half of the samples in as many micro-batches: the optimizer steps too often."""
     found = broken(traces.judge("parity", [run("accumulation", ids=IDS[:2]), run()]))
     assert found.step == 0
     assert "the optimizer steps after every micro-batch" in found.message
@@ -140,7 +140,7 @@ def test_a_step_for_every_micro_batch() -> None:
     ],
 )
 def test_a_knob_that_does_something_else(turned: Trace, reason: str) -> None:
-    """Is inconclusive, and says how the runs differ, or that they don't."""
+    """A knob without effect, or with another one, is inconclusive, with the difference."""
     usual = run(slope=SLOPE / 100) if not reason else run()
     finding = traces.judge("parity", [turned, usual])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -148,7 +148,7 @@ def test_a_knob_that_does_something_else(turned: Trace, reason: str) -> None:
 
 
 def test_without_the_usual_run() -> None:
-    """There is nothing to compare with."""
+    """Without the usual run there is nothing to compare with."""
     finding = traces.judge("parity", [run("loss_scale", local=1024.0)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "there is no run with loss_scale=1" in finding.reason
@@ -156,7 +156,7 @@ def test_without_the_usual_run() -> None:
 
 @pytest.mark.parametrize("check", ["parity", "step_rule"])
 def test_clipped_as_it_should_be(check: str) -> None:
-    """The same direction, in the norm that was asked for."""
+    """A gradient of the same direction and of the limit's norm holds."""
     factor = 0.5 / (float(np.linalg.norm(SLOPE)) + 1e-6)
     finding = traces.judge(check, [run("clip", factor=factor), run()])
     assert "with clip" not in finding.reason
@@ -173,7 +173,7 @@ def test_clipped_as_it_should_be(check: str) -> None:
     ],
 )
 def test_clipped_otherwise(check: str, factor: float, bent: bool, words: str) -> None:
-    """Not at all, too far, or into another direction."""
+    """A gradient not clipped, clipped too far, or turned to another direction is falsified."""
     slope = np.where(np.arange(24) < 12, 2 * SLOPE, SLOPE) if bent else SLOPE
     turned = run("clip", factor=factor / float(np.linalg.norm(slope)), slope=slope)
     found = broken(traces.judge(check, [turned, run()]))
@@ -182,7 +182,7 @@ def test_clipped_otherwise(check: str, factor: float, bent: bool, words: str) ->
 
 
 def test_sixteen_bits_are_given_their_rounding() -> None:
-    """Float16 results may differ by some of their roundings, but by no factor."""
+    """Float16 results may differ by some float16 roundings, but not by a factor."""
     half: dict[str, Any] = {"slope": SLOPE, "dtype": np.float16}
     near = traces.judge(
         "parity", [run("permute", ids=IDS[::-1], factor=0.999, **half), run(**half)]

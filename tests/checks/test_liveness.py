@@ -1,4 +1,4 @@
-"""F-TI-004 on hand-written traces."""
+"""F-TI-004 on handwritten traces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def moving(
     frozen: Sequence[float] | None = None,
     learning_rate: float = 0.1,
 ) -> Trace:
-    """One worker whose only weight takes the values `weights`, the first before step 0."""
+    """Return a run of one worker whose only weight takes `weights`, the first before step 0."""
     frozen = frozen or [5.0] * len(weights)
     start = Start(
         step=0,
@@ -45,7 +45,7 @@ def moving(
 
 
 def test_a_weight_that_never_moves() -> None:
-    """An optimizer that holds other tensors leaves these where they are."""
+    """A trainable tensor that the optimizer does not hold never changes, and is named."""
     trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
     found = broken(traces.judge("liveness", [trace]))
     assert (found.step, found.rank, found.tensor) == (2, 0, "w")
@@ -53,7 +53,7 @@ def test_a_weight_that_never_moves() -> None:
 
 
 def test_a_rate_of_its_own() -> None:
-    """A tensor whose group has rate zero rests by right; the others' rate is none of its own."""
+    """A tensor whose parameter group has rate zero need not change; others must."""
     trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
     events = [
         replace(one, rates={"w": 0.0}) if isinstance(one, Update) else one for one in trace.events
@@ -62,13 +62,13 @@ def test_a_rate_of_its_own() -> None:
 
 
 def test_a_gradient_that_has_no_effect() -> None:
-    """A weight kept in bfloat16 rests under updates that float32 would show."""
+    """A weight kept in bfloat16 stays unchanged under updates that float32 would show."""
     trace = moving([1, 1, 1, 1], gradients=[0.0, 1e-3, 0.0])
     assert broken(traces.judge("liveness", [trace])).tensor == "w"
 
 
 def test_a_frozen_tensor_that_moves() -> None:
-    """Weight decay on a frozen tensor is found in the step in which it moves."""
+    """A frozen tensor changed by weight decay is found in the step in which it changes."""
     found = broken(traces.judge("liveness", [moving([1, 2, 3, 4], frozen=[5, 5, 4, 4])]))
     assert (found.step, found.rank, found.tensor, found.element) == (1, 0, "e", 0)
     assert "frozen" in found.message
@@ -84,26 +84,26 @@ def test_a_frozen_tensor_that_moves() -> None:
     ],
 )
 def test_a_tensor_may_rest(trace: Trace) -> None:
-    """A tensor without a reason to move raises no alarm."""
+    """A tensor without a reason to change may stay unchanged."""
     assert traces.judge("liveness", [trace]).verdict is not Verdict.FALSIFIED
 
 
 def test_a_tensor_without_gradient() -> None:
-    """A tensor that never moves and never has a gradient is cut off, or unused: nobody can tell."""
+    """A tensor that never changes and never has a gradient is inconclusive: cut off, or unused."""
     finding = traces.judge("liveness", [moving([1, 1, 1, 1, 1], gradients=[0] * 4)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason.startswith("w never moved and never had a gradient on rank 0")
 
 
 def test_an_expert_that_is_used_late() -> None:
-    """A tensor may rest for as long as its gradient is exactly zero, if it moves in the end."""
+    """A tensor may stay unchanged while its gradient is exactly zero, if it changes later."""
     trace = moving([1, 1, 1, 1, 1, 2], gradients=[0, 0, 0, 0, 1])
     assert traces.judge("liveness", [trace]).verdict is Verdict.HELD
 
 
 @pytest.mark.parametrize("end", [1, 2])
 def test_a_late_gradient_without_effect(end: float) -> None:
-    """A gradient that must have shown in its weight, and did not, is found; moving later or not."""
+    """A gradient large enough to change its weight must do so, even if the weight changes later."""
     trace = moving([1, 1, 1, 1, 1, end], gradients=[0, 0, 0, 0.5, 0.5])
     assert broken(traces.judge("liveness", [trace])).tensor == "w"
 
@@ -123,14 +123,14 @@ def test_clipping_shortens_what_must_move() -> None:
 
 
 def test_a_gradient_that_was_not_recorded() -> None:
-    """Without the gradient of a tensor at rest nothing is known, and the reason says what to do."""
+    """Without the gradient of an unchanged tensor the run is inconclusive, with advice."""
     finding = traces.judge("liveness", [moving([1, 1, 1, 1])])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "record Start.weights and Update.gradient with values" in finding.reason
 
 
 def test_a_gradient_that_never_came_to_the_optimizer() -> None:
-    """A shard had one, and no update was given one: what cleared it is a bug."""
+    """If a shard had a gradient and no update has one, a bug cleared it."""
     trace = moving([1, 1, 1, 1])
     shards = [
         Shard(
@@ -151,7 +151,7 @@ def test_a_gradient_that_never_came_to_the_optimizer() -> None:
 
 
 def test_weights_that_were_not_recorded() -> None:
-    """A declared tensor of which nothing is known is missed, not blamed."""
+    """A declared tensor without recorded weights is missing, not falsified."""
     trace = traces.altered(moving([1, 2, 3, 4]), Update, {"step": 1}, weights={})
     finding = traces.judge("liveness", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -159,13 +159,13 @@ def test_weights_that_were_not_recorded() -> None:
 
 
 def test_updates_without_a_start() -> None:
-    """Without a start nothing was declared trainable or frozen."""
+    """Without a Start no tensor is declared trainable or frozen."""
     finding = traces.judge("liveness", [traces.without(moving([1, 1, 1, 1]), Start)])
     assert finding.verdict is Verdict.INCONCLUSIVE
 
 
 def test_a_frozen_tensor_is_known_after_every_step() -> None:
-    """It may have moved where its weights were not recorded."""
+    """A frozen tensor without recorded weights in some step may have changed there."""
     trace = moving([1, 2, 3, 4])
     bare = traces.altered(trace, Update, {"step": 2}, weights={"w": values(4.0)})
     finding = traces.judge("liveness", [bare])
@@ -174,7 +174,7 @@ def test_a_frozen_tensor_is_known_after_every_step() -> None:
 
 
 def test_one_rank_without_a_start() -> None:
-    """It is unknown which tensors that rank was to train, whatever the others trained."""
+    """The trainable tensors of a rank without a Start are unknown, whatever others declared."""
     trace = traces.without(traces.run(scenario()), Start, rank=1)
     finding = traces.judge("liveness", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -184,14 +184,14 @@ def test_one_rank_without_a_start() -> None:
 
 
 def test_adapters_of_the_decoder_hold() -> None:
-    """LoRA's A rests in step 0, while B is still zero, and its frozen weights always."""
+    """LoRA's A stays unchanged in step 0, while B is zero; its frozen weights always do."""
     subject = scenario(workload="decoder", num_samples=4, batch_size=4, num_steps=3)
     finding = traces.judge("liveness", [traces.run(subject)])
     assert finding.verdict is Verdict.HELD
 
 
 def test_tensors_that_were_not_declared_or_not_recorded() -> None:
-    """A start that names nothing trainable, or a frozen tensor it does not hold, is missing."""
+    """A Start that names no trainable tensor, or a frozen tensor without weights, is missing."""
     for changes, missing in (
         (
             {"trainable": ()},

@@ -1,4 +1,4 @@
-"""The checks of rounds: held on a run, falsified by one changed record, else inconclusive."""
+"""The checks of rounds hold on a run, and are falsified or inconclusive on changed copies."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ NAMES = ("outer_agreement", "outer_schedule", "outer_step", "outer_parity", "out
 
 @pytest.fixture(scope="module")
 def trace() -> Trace:
-    """Two workers, brought together after each of three steps of SGD."""
+    """Return a run of two workers that synchronise after each of three steps of SGD."""
     (planned,) = local_sgd.plan_parity(clause("outer_parity"))
     return run(planned.with_(world_size=2, num_steps=3))
 
 
 def _nudged(tensors: Tensors, by: float) -> Tensors:
-    """`tensors`, the first of them somewhat larger."""
+    """Return `tensors`, the first of them somewhat larger."""
     name, record = next(iter(tensors.items()))
     values = record.values()
     assert values is not None
@@ -50,7 +50,7 @@ def _place(finding: Finding) -> tuple[int | None, int | None]:
 
 
 def test_a_right_run_holds(trace: Trace) -> None:
-    """Every clause, each after comparisons."""
+    """Every clause holds, each after comparisons."""
     model = run(oracle(trace.scenario))
     for name in NAMES:
         finding = judge(name, [trace, model])
@@ -59,14 +59,14 @@ def test_a_right_run_holds(trace: Trace) -> None:
 
 
 def test_without_rounds_nothing_is_known(trace: Trace) -> None:
-    """Neither of an empty trace nor of one that promises nothing of rounds."""
+    """An empty trace and one that does not promise rounds are inconclusive."""
     for name in NAMES:
         for bare in (replace(trace, events=trace.events[-1:]), replace(trace, promises=())):
             assert judge(name, [bare]).verdict is Verdict.INCONCLUSIVE, name
 
 
 def test_one_rank_s_outer_weights_differ(trace: Trace) -> None:
-    """In one tensor, by a millionth: bits for agreement; the rule sees a thousandth."""
+    """Agreement detects a difference of a millionth in one tensor, the rule one of a thousandth."""
     at = {"step": 1, "rank": 1}
     weights = one(trace, Synchronised, **at).weights
     near, far = (
@@ -78,7 +78,7 @@ def test_one_rank_s_outer_weights_differ(trace: Trace) -> None:
 
 
 def test_another_mean(trace: Trace) -> None:
-    """The rule looks at what each worker held, by the weight of its samples."""
+    """The rule is checked against the mean of the workers' weights, by their samples."""
     at = {"step": 2, "rank": 1}
     moved = _nudged(one(trace, Update, **at).weights, 1e-3)
     assert _place(judge("outer_step", [altered(trace, Update, at, weights=moved)])) == (2, 0)
@@ -87,7 +87,7 @@ def test_another_mean(trace: Trace) -> None:
 
 
 def test_without_values_the_rule_is_not_compared(trace: Trace) -> None:
-    """Weights of which digests alone are known."""
+    """Weights recorded as digests only can't be compared with the rule."""
     at = {"step": 1, "rank": 1}
     bare = {n: replace(r, data=None) for n, r in one(trace, Update, **at).weights.items()}
     assert judge("outer_step", [altered(trace, Update, at, weights=bare)]).verdict is (
@@ -96,13 +96,13 @@ def test_without_values_the_rule_is_not_compared(trace: Trace) -> None:
 
 
 def test_a_round_that_was_not_ended(trace: Trace) -> None:
-    """One worker was not brought together with the other after the last step."""
+    """A worker that does not synchronise after the last step is found."""
     lacking = without(trace, Synchronised, step=2, rank=1)
     assert _place(judge("outer_schedule", [lacking])) == (2, 1)
 
 
 def test_a_collective_within_a_round(trace: Trace) -> None:
-    """Told by torch's count; where nobody counted it is unknown."""
+    """Collectives within a round are found by torch's count, and unknown without one."""
     chatty = altered(trace, Synchronised, {"step": 1, "rank": 0}, collectives_alone=1)
     assert _place(judge("outer_schedule", [chatty])) == (1, 0)
     silent = altered(trace, Synchronised, {}, collectives_alone=None)
@@ -110,7 +110,7 @@ def test_a_collective_within_a_round(trace: Trace) -> None:
 
 
 def test_a_nan_that_nobody_minded(trace: Trace) -> None:
-    """Everyone goes on; or all halt, and the worker has moved by it all the same."""
+    """Workers that go on after a NaN, or halt after moving by it, are falsified."""
     bad = altered(trace, Shard, {"step": 1, "rank": 1}, finite=False)
     assert _place(judge("outer_finiteness", [bad])) == (1, 1)
     shard = one(bad, Shard, step=1, rank=1)
@@ -136,14 +136,14 @@ def test_parity_asks_for_rounds_of_one_step(trace: Trace) -> None:
 
 
 def test_what_presupposes_common_steps_does_not_apply(trace: Trace) -> None:
-    """A stored run in rounds is no evidence for or against such a clause."""
+    """A clause that needs common steps is not judged on a stored run in rounds."""
     found = runner.judge(clause("replica_identity"), checks.CHECKS["replica_identity"], Runs(trace))
     assert found.finding.verdict is Verdict.INCONCLUSIVE
     assert "local-sgd-v1.yaml" in found.finding.reason
 
 
 def test_plans_can_be_run() -> None:
-    """Every scenario that the checks bring is one that the system takes."""
+    """The system can run every planned scenario."""
     for name in NAMES:
         for planned in checks.CHECKS[name].plan(clause(name)):
             systems.require_possible(planned)

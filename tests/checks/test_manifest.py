@@ -1,4 +1,4 @@
-"""F-HET-001: what the judge of manifests says to equal, different and missing ones."""
+"""F-HET-001: the judge's findings on equal, different and missing manifests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_equal_manifests_hold() -> None:
 
 
 def test_the_models_word_is_no_backend() -> None:
-    """The declared manifest comes first wherever it stands, and counts as no backend."""
+    """The model's manifest is compared first wherever it stands, and is no backend's."""
     declared = replace(ON_CPU, backend="model")
     held = judge(INVARIANT, several([trace(ON_CPU, ON_WGPU, declared)]))
     assert (held.verdict, held.compared) == (Verdict.HELD, 6)
@@ -74,7 +74,7 @@ def test_different_manifests_are_falsified(
 
 
 def test_no_gradients_at_all_is_falsified() -> None:
-    """Two empty manifests are equal and still no evidence: no gradient came."""
+    """Two empty manifests are equal but falsified, since no gradient was produced."""
     empty = [replace(manifest, entries=()) for manifest in (ON_CPU, ON_WGPU)]
     finding = judge(INVARIANT, several([trace(*empty)]))
     assert finding.reason == "cpu produced no gradient at all"
@@ -91,13 +91,13 @@ def test_no_gradients_at_all_is_falsified() -> None:
     ],
 )
 def test_too_few_backends_are_inconclusive(traces: list[Trace], reason: str) -> None:
-    """Fewer than two backends in any run is inconclusive, and what was skipped is named."""
+    """Fewer than two backends in a run are inconclusive, and skipped backends are named."""
     finding = judge(INVARIANT, several(traces))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert reason in finding.reason
 
 
 def test_plan_covers_every_workload() -> None:
-    """Every workload's gradient is asked for, on every backend."""
+    """The plan has every workload's gradient on every backend."""
     assert [s.workload for s in plan(INVARIANT)] == ["linear", "mlp", "decoder"]
     assert {s.backends for s in plan(INVARIANT)} == {("cpu", "wgpu", "cuda")}

@@ -1,4 +1,4 @@
-"""F-WGPU-001: what the judge of products says to right, wrong and missing ones."""
+"""F-WGPU-001: the judge's findings on right, wrong and missing products."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def trace(*events: Event, status: str = "completed", reason: str = "") -> Trace:
 
 
 def test_right_products_hold() -> None:
-    """Right products hold, the stated one against both bounds, and a software adapter is named."""
+    """Right products hold, the stated one by both bounds, and a software adapter is noted."""
     elsewhere = replace(RIGHT, shape=(3, 1024, 2), result_shape=(3, 2), stated=False, error_cpu=9.0)
     finding = judge(INVARIANT, several([trace(RIGHT, elsewhere)]))
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 4 + 3)
@@ -66,7 +66,7 @@ def test_right_products_hold() -> None:
     ],
 )
 def test_wrong_products_are_falsified(wrong: Product, message: str) -> None:
-    """Each way to be wrong is falsified, with shape, layout and element in the message."""
+    """Each kind of wrong product is falsified, with shape, layout and element in the message."""
     finding = judge(INVARIANT, several([trace(RIGHT), trace(wrong)]))
     assert finding.verdict is Verdict.FALSIFIED
     assert finding.counterexample is not None
@@ -75,14 +75,14 @@ def test_wrong_products_are_falsified(wrong: Product, message: str) -> None:
 
 
 def test_element_of_the_counterexample() -> None:
-    """The counterexample points at the element that broke its bound."""
+    """The counterexample names the element that broke its bound."""
     found = judge(INVARIANT, several([trace(replace(RIGHT, error_f64=1.0))])).counterexample
     assert found is not None
     assert (found.place(), found.expected, found.got) == ("tensor product[5]", "<= 0.0002", "1")
 
 
 def test_absolute_tolerance_applies_where_stated() -> None:
-    """Elsewhere only the bound decides; without a tolerance it does everywhere, and says so."""
+    """The tolerance applies to the stated shape only. Without one a note says so."""
     unstated = replace(RIGHT, stated=False, error_cpu=1.0)
     hardware = judge(INVARIANT, several([trace(replace(unstated, software=False))]))
     assert (hardware.verdict, hardware.notes) == (Verdict.HELD, ())
@@ -106,7 +106,7 @@ NO_PRODUCT = "no matrix product was computed on a GPU: F-WGPU-001 is decided by 
     ],
 )
 def test_nothing_to_compare_is_inconclusive(traces: list[Trace], reason: str) -> None:
-    """No trace, no product, the CPU with itself, or no adapter: inconclusive, with the reason."""
+    """No trace, no product, the CPU alone, or no adapter is inconclusive, with a reason."""
     finding = judge(INVARIANT, several(traces))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason.startswith(reason)

@@ -1,4 +1,4 @@
-"""F-HET-002 on hand-written measurements."""
+"""F-HET-002 on handwritten measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def measured(
     budget: int = 1000,
     world_size: int = 1,
 ) -> Trace:
-    """A run on whose worker 0 this was measured, in units that stand out."""
+    """Return a run with this measurement of worker 0, in units large enough to be judged."""
     peak, baseline, estimate, budget = (UNIT * n for n in (peak, baseline, estimate, budget))
     return traces.hand_written(
         Memory(
@@ -41,7 +41,7 @@ def measured(
     [measured(), measured(budget=900), measured(estimate=400), measured(estimate=600)],
 )
 def test_within_budget_and_foreseen(trace: Trace) -> None:
-    """A peak up to the budget, and an estimate of once to one and a half times the growth, hold."""
+    """A peak within the budget, and an estimate of 1 to 1.5 times the growth, hold."""
     finding = traces.judge("memory", [trace])
     assert (finding.verdict, finding.compared) == (Verdict.HELD, 2)
 
@@ -57,7 +57,7 @@ def test_within_budget_and_foreseen(trace: Trace) -> None:
     ],
 )
 def test_over_budget_or_unforeseen(trace: Trace, message: str, got: int) -> None:
-    """A peak over the budget, or an estimate that is too low or no estimate, names the rank."""
+    """A peak over the budget, or an estimate that is too low or too high, names the rank."""
     found = broken(traces.judge("memory", [trace]))
     assert (found.rank, found.got) == (0, str(got * UNIT))
     assert message in found.message
@@ -65,13 +65,13 @@ def test_over_budget_or_unforeseen(trace: Trace, message: str, got: int) -> None
 
 @pytest.mark.parametrize("peak", [500, 501, 627])
 def test_small_models_are_bounded_only(peak: int) -> None:
-    """Below 128 MiB an estimate may be as generous as it likes: growth hides in free memory."""
+    """Below 128 MiB an estimate may be any upper bound, since free memory may hide growth."""
     finding = traces.judge("memory", [measured(peak=peak, estimate=127)])
     assert finding.verdict is Verdict.HELD
 
 
 def test_every_rank_is_asked_for() -> None:
-    """A rank without a measurement is named, and nothing is concluded."""
+    """A rank without a measurement is named, and the run is inconclusive."""
     finding = traces.judge("memory", [measured(world_size=3)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason == "the memory of ranks [1, 2] was not measured"
@@ -91,7 +91,7 @@ def test_real_workers_hold() -> None:
 
 
 def on_device(*, peak: int = 9, estimate: int = 9, reported: int | None = None) -> Trace:
-    """A run whose worker is on an adapter."""
+    """Return a run whose worker is on an adapter."""
     return traces.hand_written(
         Memory(
             rank=0,
@@ -107,21 +107,21 @@ def on_device(*, peak: int = 9, estimate: int = 9, reported: int | None = None) 
 
 
 def test_on_a_device_little_stands_out() -> None:
-    """Nothing but the step is there: an estimate of 9 MiB is held to what was needed."""
+    """An estimate of 9 MiB on a device is compared with the memory that was needed."""
     assert traces.judge("memory", [on_device()]).verdict is Verdict.HELD
     assert traces.judge("memory", [on_device(peak=5)]).verdict is Verdict.FALSIFIED
     assert traces.judge("memory", [on_device(peak=3, estimate=7)]).verdict is Verdict.HELD
 
 
 def test_what_a_device_does_not_say_is_said() -> None:
-    """No size of its memory: then the budget is the scenario's."""
+    """A note says if a device reports no memory size, so that the scenario's budget counts."""
     silent, telling = (traces.judge("memory", [on_device(reported=n)]) for n in (None, 2**40))
     assert any("wgpu reports no size of its memory" in note for note in silent.notes)
     assert not telling.notes
 
 
 def test_a_device_that_is_not_there_is_noted() -> None:
-    """Its rank is not asked for; a run in which no rank could be measured compared nothing."""
+    """The rank of an absent device is not missing; without any measured rank nothing compares."""
     absent = traces.hand_written(
         Attempt(backend="wgpu", served=False, reason="no adapter"),
         subject=traces.scenario(world_size=1, backends=("wgpu",)),

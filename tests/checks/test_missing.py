@@ -1,4 +1,4 @@
-"""Facts that a trace lacks are asked for by name."""
+"""Reasons name the facts that a trace lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.checks.traces import hand_written, scenario
 
 
 def test_what_to_record_is_asked_for_once() -> None:
-    """The first place stands for all where one thing would reveal them."""
+    """Gaps that the same recording would fill are reported once, for the first place."""
     tally = Tally("F-XX-001")
     for step in range(3):
         missing.ask(tally, f"nothing in step {step}", "Shard.ids")
@@ -24,7 +24,7 @@ def test_what_to_record_is_asked_for_once() -> None:
 
 
 def test_steps_without_updates_or_shards() -> None:
-    """A completed run has made steps, and each step has shards; a halted run may have none."""
+    """A completed run must have steps with shards; a halted run may have none."""
     for trace, reason in (
         (hand_written(), "no step was recorded"),
         (hand_written(shard(0, 0), update(0, 0)), ""),
@@ -39,7 +39,7 @@ def test_steps_without_updates_or_shards() -> None:
 
 
 def test_fields_that_one_run_never_fills_in() -> None:
-    """They are left out of a comparison, and asked for where the other run has them."""
+    """Fields empty in one run are not compared, and are missing if the other run has them."""
     drawn = replace(shard(0, 0), draws="d", ids=())
     for dropout, bare, reasons in (
         (0.0, {"gradient": {}, "ids": ()}, ["only one run has ids in its shards"]),
@@ -56,5 +56,5 @@ def test_fields_that_one_run_never_fills_in() -> None:
 
 
 def test_the_step_before_the_first() -> None:
-    """No one need know that it is counted as -1."""
+    """Reasons say `before the first step` for step -1."""
     assert [missing.when(step) for step in (-1, 0)] == ["before the first step", "in step 0"]

@@ -1,4 +1,4 @@
-"""F-TI-002 on hand-broken traces."""
+"""F-TI-002 on traces broken by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BAD = values(1.0, 2.0)
 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
 def test_a_checkpoint_holds_what_the_worker_held(part: str) -> None:
-    """A tensor stale or zero in the checkpoint is named, with the step it was saved before."""
+    """A stale or zeroed tensor in a checkpoint is named, with the step of the checkpoint."""
     trace = traces.run(STOPPED)
     tensors = getattr(trace.of(Saved)[0], part)
     name = next(iter(tensors))
@@ -30,7 +30,7 @@ def test_a_checkpoint_holds_what_the_worker_held(part: str) -> None:
 
 
 def test_a_resume_restores_what_was_saved() -> None:
-    """State that is lost on loading is named, with the rank that lost it."""
+    """State lost on loading is named, with the rank that lost it."""
     trace = altered(traces.run(STOPPED), Start, {"resumed": True, "rank": 2}, optimizer={})
     found = broken(traces.judge("optimizer_state", [trace]))
     assert (found.step, found.rank) == (4, 2)
@@ -47,14 +47,14 @@ def test_a_resume_restores_the_position() -> None:
 
 
 def test_a_checkpoint_that_was_never_loaded_shows_nothing() -> None:
-    """Saving alone proves no resume."""
+    """A checkpoint that was never loaded is inconclusive."""
     finding = traces.judge("optimizer_state", [without(traces.run(STOPPED), Start, resumed=True)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "never loaded" in finding.reason
 
 
 def test_optimizer_state_differs_between_ranks() -> None:
-    """F-TI-002 finds a rank whose moments drifted."""
+    """A rank whose moments drifted is found."""
     trace = altered(
         traces.run(SUBJECT), Update, {"step": 1, "rank": 1}, optimizer={"momentum": BAD}
     )
@@ -63,7 +63,7 @@ def test_optimizer_state_differs_between_ranks() -> None:
 
 
 def test_a_resume_of_sharded_state() -> None:
-    """Each rank loads its own part, or takes it from a checkpoint that holds everything."""
+    """Each rank loads its own part, or takes it from a checkpoint of the whole state."""
     weights, changed = {"w": values(1.0)}, {"a": BAD}
     base = sharing(A, B)
     saved = Saved(step=1, rank=0, weights=weights, optimizer=A | B)
@@ -81,9 +81,7 @@ def test_a_resume_of_sharded_state() -> None:
 
 @pytest.mark.parametrize("kind", [Saved, Start])
 def test_what_a_checkpoint_does_not_reveal(kind: type[Saved | Start]) -> None:
-    """Weights are never empty: where they are, nobody recorded them. Optimizer state and buffers
-    are where they were lost: the workers had them.
-    """
+    """Empty weights are unrecorded; other empty parts were lost, if the workers had them."""
     trace = traces.run(STOPPED)
     finding = traces.judge("optimizer_state", [altered(trace, kind, {"step": 4}, weights={})])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -103,7 +101,7 @@ def test_buffers_that_only_a_checkpoint_holds() -> None:
 
 
 def test_a_checkpoint_that_one_rank_did_not_load() -> None:
-    """A rank that goes on from a checkpoint that it never loaded is named, and so is one whose own
+    """A rank that continues from a checkpoint without loading it is named, and so is one whose own
     state before the checkpoint is unknown.
     """
     trace = traces.run(STOPPED)
@@ -117,7 +115,7 @@ def test_a_checkpoint_that_one_rank_did_not_load() -> None:
 
 
 def test_an_optimizer_without_state() -> None:
-    """Plain SGD and no checkpoint: the reason says that there is no state to compare."""
+    """For plain SGD without a checkpoint the reason says that there is no state to compare."""
     finding = traces.judge("optimizer_state", [traces.run(scenario())])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason.startswith("optimizer=sgd keeps no state, and no checkpoint")

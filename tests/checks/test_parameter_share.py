@@ -1,4 +1,4 @@
-"""F-PAR-006 on traces written by hand."""
+"""F-PAR-006 on handwritten traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.checks import traces
 
 
 def held(*sizes: int) -> Trace:
-    """A run whose ranks hold so many of 1000 bytes that two of them share."""
+    """Return a run whose ranks hold so many of 1000 bytes that two ranks share."""
     starts = [Start(step=0, rank=rank, weights={}) for rank in range(2)]
     ranks = [
         Held(rank=rank, num_parts=2, held_bytes=size, whole_bytes=1000)
@@ -30,7 +30,7 @@ def held(*sizes: int) -> Trace:
 def test_a_share_is_one_part_and_little_more(
     sizes: tuple[int, ...], verdict: Verdict, rank: int | None
 ) -> None:
-    """A rank that holds more is named; a rank that recorded no size is missing."""
+    """A rank that holds more is named; a rank without a recorded size is missing."""
     finding = traces.judge("holdings", [held(*sizes)])
     assert finding.verdict is verdict, finding
     found = finding.counterexample

@@ -1,4 +1,4 @@
-"""F-DP-005 on hand-broken traces."""
+"""F-DP-005 on traces broken by hand."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ NEEDS = CHECKS["parity"].needs
 
 
 def oracle(subject: Scenario) -> Scenario:
-    """The scenario of the single device's run."""
+    """Return the scenario of the single device's run."""
     ((model,),) = companions.of((ORACLE,), subject).beside.values()
     return model
 
 
 def family(subject: Trace | None = None) -> list[Trace]:
-    """The traces of SUBJECT's family, its own replaced by `subject`."""
+    """Return the traces of SUBJECT's family, with `subject` in place of its own."""
     own, *others = traces.family("parity", SUBJECT)
     return [subject or own, *others]
 
 
 def scaled(tensors: Tensors, factor: float) -> Tensors:
-    """All tensors times `factor`."""
+    """Return all tensors times `factor`."""
     return {
         name: record_tensor((value * np.float32(factor)).astype(np.float32), values=True)
         for name, record in tensors.items()
@@ -48,7 +48,7 @@ def scaled(tensors: Tensors, factor: float) -> Tensors:
 
 
 def with_gradient(step: int, factor: float) -> Trace:
-    """SUBJECT's run, without the promise of bits, one step's gradient times `factor`."""
+    """Return SUBJECT's run, promising no bits, with one step's gradient times `factor`."""
     trace = replace(traces.run(SUBJECT), promises=())
     gradient = scaled(traces.one(trace, Update, step=step).gradient, factor)
     return altered(trace, Update, {"step": step}, gradient=gradient)
@@ -56,7 +56,7 @@ def with_gradient(step: int, factor: float) -> Trace:
 
 @pytest.mark.parametrize("factor", [2.0, 1 / 3, 0.0, 1.002, -1.0])
 def test_a_wrong_factor_on_the_gradient(factor: float) -> None:
-    """A gradient averaged twice, summed, lost or a little off is found where it begins."""
+    """A gradient averaged twice, summed, lost or a little off is found in its first step."""
     found = broken(traces.judge("parity", family(with_gradient(1, factor))))
     assert (found.step, found.rank) == (1, 0)
     assert found.tensor is not None
@@ -65,7 +65,7 @@ def test_a_wrong_factor_on_the_gradient(factor: float) -> None:
 
 
 def test_a_system_s_options_are_not_the_oracle_s() -> None:
-    """A training in blocks is compared with the plain one, which knows of none."""
+    """A training in blocks is compared with the oracle, which has no blocks."""
     subject = scenario(
         system="parameter_server_simulated", detail="values", options={"block_bytes": 40}
     )
@@ -76,14 +76,14 @@ def test_a_system_s_options_are_not_the_oracle_s() -> None:
 
 
 def test_rounding_is_no_alarm() -> None:
-    """A gradient some float32 roundings away is the same gradient."""
+    """A gradient that is some float32 roundings off holds."""
     trace = with_gradient(1, 1 + 2.0**-20)
     assert traces.judge("parity", family(trace)).verdict is Verdict.HELD
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite(bad: float) -> None:
-    """NaN and inf are off by more than any bound, and their element is named."""
+    """NaN and inf are outside every bound, and their element is named."""
     trace = replace(traces.run(SUBJECT), promises=())
     gradient = dict(traces.one(trace, Update, step=1).gradient)
     gradient["hidden1.bias"] = traces.values(0.0, bad, 0.0)
@@ -93,7 +93,7 @@ def test_a_gradient_that_is_not_finite(bad: float) -> None:
 
 
 def test_a_gradient_with_a_tensor_missing() -> None:
-    """A tensor that never came is named."""
+    """A tensor that a gradient lacks is named."""
     trace = replace(traces.run(SUBJECT), promises=())
     gradient = dict(traces.one(trace, Update, step=0).gradient)
     del gradient["output.bias"]
@@ -104,7 +104,7 @@ def test_a_gradient_with_a_tensor_missing() -> None:
 
 
 def test_weights_that_moved_elsewhere() -> None:
-    """A right gradient, wrongly applied, shows in the weights."""
+    """A right gradient that is applied wrongly is found in the weights."""
     trace = replace(traces.run(SUBJECT), promises=())
     weights = scaled(traces.one(trace, Update, step=0).weights, 1.01)
     found = broken(
@@ -115,7 +115,7 @@ def test_weights_that_moved_elsewhere() -> None:
 
 
 def test_a_loss_that_is_off() -> None:
-    """The first losses agree within rounding."""
+    """A first loss that is off by more than rounding is found."""
     trace = replace(traces.run(SUBJECT), promises=())
     loss = (traces.one(trace, Update, step=2).loss or 0.0) * 1.001
     found = broken(
@@ -139,7 +139,7 @@ def test_the_published_bound_from_step_100(off: float, verdict: str) -> None:
 
 
 def test_a_promise_of_bits_is_held_to() -> None:
-    """A trainer that promises bits is falsified by rounding alone."""
+    """A trainer that promises bits is falsified by a difference of rounding."""
     trace = with_gradient(5, 1 + 2.0**-20)
     promised = replace(trace, promises=("bitwise",))
     found = broken(traces.judge("parity", family(promised)))
@@ -148,13 +148,13 @@ def test_a_promise_of_bits_is_held_to() -> None:
 
 
 def test_steps_that_were_never_made() -> None:
-    """A run that ends early is not the same training."""
+    """A run that ends early is falsified."""
     trace = without(replace(traces.run(SUBJECT), promises=()), Update, step=5)
     assert broken(traces.judge("parity", family(trace))).step == 5
 
 
 def test_a_step_that_the_single_device_lacks() -> None:
-    """An oracle that stopped early leaves the rest undecided."""
+    """Steps after the oracle stopped are inconclusive."""
     *others, model = family()
     short = without(model, Update, step=5)
     finding = traces.judge("parity", [*others, short])
@@ -163,7 +163,7 @@ def test_a_step_that_the_single_device_lacks() -> None:
 
 
 def test_a_single_device_that_halts_decides_nothing() -> None:
-    """Where the single device itself diverged, there is nothing to be equal to."""
+    """If the single device itself diverged, there is nothing to compare with."""
     own, *_, model = family()
     end = replace(model.end, status="halted", reason="diverged")
     events = tuple(e for e in model.events if e is not model.end and getattr(e, "step", 0) < 4)
@@ -176,7 +176,7 @@ def test_a_single_device_that_halts_decides_nothing() -> None:
 
 
 def test_a_loss_of_the_single_device_that_is_nan() -> None:
-    """Two NaN are neither equal nor an alarm here."""
+    """A NaN loss of the single device is inconclusive, even if the run has NaN, too."""
     *others, model = family()
     finding = traces.judge("parity", [*others, altered(model, Update, {"step": 3}, loss=math.nan)])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -191,8 +191,8 @@ def test_without_the_single_device_nothing_is_known() -> None:
 
 
 def test_dropout_is_compared_only_where_masks_agree() -> None:
-    """Masks keyed by shard are the oracle's; those of a rank's own stream, or of micro-batches, are
-    not: a note says so, and the reason where nothing else was compared.
+    """Masks drawn by shard are the oracle's. Masks of a rank's own stream, or of micro-batches, are
+    not: a note says so, or the reason if nothing else was compared.
     """
     for changes, compared in (
         ({}, True),
@@ -210,7 +210,7 @@ def test_dropout_is_compared_only_where_masks_agree() -> None:
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])
 def test_masks_drawn_per_rank_are_compared_without_dropout(check: str) -> None:
-    """Ranks that draw their own masks are held by their runs without dropout; a note says so."""
+    """Trainers that draw masks per rank hold by their runs without dropout; a note says so."""
     subject = scenario(system="textbook", dropout=0.3, detail="values")
     finding = traces.judge(check, traces.family(check, subject))
     assert finding.verdict is Verdict.HELD
@@ -221,7 +221,7 @@ def test_masks_drawn_per_rank_are_compared_without_dropout(check: str) -> None:
 
 
 def test_masks_from_other_generators_are_compared_without_dropout() -> None:
-    """Keyed by shard as they are, they are not the oracle's; and its family brings the others."""
+    """Masks drawn by shard with another generator are not the oracle's."""
     subject = scenario(dropout=0.3, detail="values")
     run = replace(traces.run(subject), promises=("bitwise", "draws"))
     subject = subject.with_(system="ddp_canonical")
@@ -236,13 +236,13 @@ def test_masks_from_other_generators_are_compared_without_dropout() -> None:
 
 
 def own(trace: Trace, **changes: Any) -> Trace:
-    """`trace` as somebody's own trainer recorded it, which promises nothing."""
+    """Return `trace` as a user's own trainer recorded it, promising nothing."""
     subject = trace.scenario.with_(system="mine", workload="own", **changes)
     return replace(trace, scenario=subject, promises=())
 
 
 def test_masks_that_nobody_recorded_are_not_taken_for_equal() -> None:
-    """Two runs under dropout whose draws are unknown are not compared."""
+    """Two runs with dropout and unrecorded draws are not compared."""
     subject = SUBJECT.with_(dropout=0.3)
     known = [own(traces.run(subject.with_(world_size=count))) for count in (3, 1)]
     assert traces.judge("parity", known).verdict is Verdict.HELD
@@ -253,7 +253,7 @@ def test_masks_that_nobody_recorded_are_not_taken_for_equal() -> None:
 
 
 def test_batch_normalisation_is_another_run_on_one_worker() -> None:
-    """Each rank normalises by its own samples: that is no difference that is a bug."""
+    """Batch normalisation by each rank's samples is not compared with one worker."""
     runs = [own(traces.run(SUBJECT.with_(world_size=count))) for count in (3, 1)]
     told = [traces.was(run, batch_norm=True) for run in runs]
     finding = traces.judge("parity", told)
@@ -286,7 +286,7 @@ def test_the_run_that_is_missing_is_named(
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_runs_without_steps_or_samples_are_not_compared(silent: int) -> None:
-    """A run that recorded no update, or no samples, is neither held nor another training."""
+    """A run without recorded updates or samples is inconclusive."""
     runs = [own(traces.run(SUBJECT.with_(world_size=count))) for count in (3, 1)]
     for changed, missing in (
         (without(runs[silent], Update), "record an Update"),
@@ -300,8 +300,8 @@ def test_runs_without_steps_or_samples_are_not_compared(silent: int) -> None:
 
 @pytest.mark.parametrize("part", ["gradient", "weights", "buffers"])
 def test_one_comparison_excuses_no_gap(part: str) -> None:
-    """Values of a rank in one step that the other steps and ranks reveal are missing, and the
-    others are judged all the same.
+    """Values that one rank did not record in one step are missing if others did. The others are
+    judged all the same.
     """
     trace = replace(traces.run(SUBJECT), promises=())
     trace = altered(trace, Update, {"step": 2, "rank": 1}, **{part: {}})
@@ -314,7 +314,7 @@ def test_one_comparison_excuses_no_gap(part: str) -> None:
 
 
 def test_a_start_without_values() -> None:
-    """One rank's initial weights are missing where the others' are known."""
+    """One rank's initial weights are missing if the others' are known."""
     trace = altered(traces.run(SUBJECT), Start, {"rank": 1}, weights={})
     finding = traces.judge("parity", family(trace))
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -322,7 +322,7 @@ def test_a_start_without_values() -> None:
 
 
 def test_samples_of_one_rank_that_are_unnamed() -> None:
-    """They are unknown, and not other samples than the single device's."""
+    """Samples without ids are unknown, and don't differ from the single device's."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 1, "rank": 1}, ids=())
     finding = traces.judge("parity", family(replace(trace, promises=())))
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -331,7 +331,7 @@ def test_samples_of_one_rank_that_are_unnamed() -> None:
 
 @pytest.mark.parametrize("check", ["parity", "weighting"])
 def test_masks_are_not_excused_by_nothing(check: str) -> None:
-    """Gradients under dropout can't be compared without a run without dropout, and are open."""
+    """Gradients with dropout are inconclusive without a run without dropout."""
     masked = traces.family(check, scenario(system="textbook", dropout=0.3, detail="values"))[:3]
     finding = traces.judge(check, masked)
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -346,13 +346,13 @@ def test_a_planted_value_is_another_training() -> None:
 
 
 def test_the_oracle_is_its_own() -> None:
-    """A plain single-device run of the textbook trainer is its own oracle."""
+    """A plain run of the textbook trainer on one device is its own oracle."""
     assert oracle(oracle(SUBJECT)) == oracle(SUBJECT)
     assert len([*companions.of(NEEDS, oracle(SUBJECT))]) == 1
 
 
 def test_what_is_learned_away_is_no_alarm() -> None:
-    """One sample fitted in one step leaves a gradient of pure rounding, which may differ."""
+    """After one sample is fitted, the gradient is pure rounding, and may differ."""
     subject = scenario(
         workload="linear", num_samples=1, batch_size=1, world_size=1, num_steps=3, detail="values"
     )
@@ -367,7 +367,7 @@ def test_what_is_learned_away_is_no_alarm() -> None:
 
 @pytest.mark.parametrize(("step", "verdict"), [(0, "falsified"), (1, "held")])
 def test_adam_is_compared_before_its_first_step(step: int, verdict: str) -> None:
-    """Adam makes full steps of rounding noise, so that later gradients have no bound."""
+    """Adam makes full steps of rounding noise, so later gradients have no tight bound."""
     own, *others = traces.family("parity", scenario(optimizer="adamw", detail="values"))
     gradient = scaled(traces.one(own, Update, step=step).gradient, 1.01)
     trace = altered(replace(own, promises=()), Update, {"step": step}, gradient=gradient)
@@ -375,7 +375,7 @@ def test_adam_is_compared_before_its_first_step(step: int, verdict: str) -> None
 
 
 def test_a_trainer_of_ones_own_is_compared_with_its_one_worker_run() -> None:
-    """Where no oracle can run a trainer, its own run on one worker is the model, and said so."""
+    """A user's trainer is compared with its own run on one worker, and a note says so."""
     mine = [
         replace(trace, scenario=trace.scenario.with_(system="mine"), promises=())
         for trace in (traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1)))

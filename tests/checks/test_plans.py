@@ -1,4 +1,4 @@
-"""The default scenarios: each of them can show what it is there to show."""
+"""The default scenarios have the properties that reveal bugs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_stops_in_the_middle_of_an_epoch() -> None:
 
 
 def test_every_kind_of_non_finite_value() -> None:
-    """NaN and both infinities, in gradient and loss, a huge finite value, and calm."""
+    """NaN and both infinities, in gradient and loss, a huge finite value, and no fault."""
     faults = [subject.faults for subject in plans.non_finite(CLAUSE)]
     assert () in faults
     assert {(f.kind, f.value) for group in faults for f in group} >= {

@@ -1,4 +1,4 @@
-"""The precision of a run, read from its numbers."""
+"""The precision of a run, inferred from its numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUMBERS = np.random.default_rng(0).normal(size=40).astype(np.float32)
 
 
 def rounded(dtype: torch.dtype) -> np.ndarray[Any, Any]:
-    """The numbers as float32, after rounding to `dtype`."""
+    """Return the numbers as float32, after rounding to `dtype`."""
     return torch.from_numpy(NUMBERS).to(dtype).float().numpy()
 
 
@@ -34,20 +34,20 @@ def rounded(dtype: torch.dtype) -> np.ndarray[Any, Any]:
     ],
 )
 def test_what_numbers_show(values: np.ndarray[Any, Any], unit: float) -> None:
-    """Numbers that were rounded to 16 bits end in zeros, all of them."""
+    """Numbers that were rounded to 16 bits all end in zeros."""
     assert precision.unit_of_values(values) == unit
 
 
 @given(st.lists(st.integers(-8, 8).map(lambda n: float(2**n)), max_size=20))
 def test_powers_of_two_show_nothing(numbers: list[float]) -> None:
-    """They are the same in any precision; neither do a few numbers, or none."""
+    """Powers of two are the same in any precision; few numbers, or none, show nothing either."""
     assert precision.unit_of_values(np.array([*numbers, 0.0], np.float32)) == 2.0**-24
     few = rounded(torch.bfloat16)[: precision._NUMBERS_MIN - 1]
     assert precision.unit_of_values(few) == 2.0**-24
 
 
 def test_the_coarsest_tensor_counts() -> None:
-    """Under autocast norms stay in float32, and have the noise of the layers around them."""
+    """Under autocast norms stay in float32, so the coarsest tensor decides."""
     tensors = {
         "norm": record_tensor(NUMBERS, values=True),
         "layer": record_tensor(rounded(torch.bfloat16), values=True),

@@ -1,4 +1,4 @@
-"""F-TI-005 on hand-broken traces."""
+"""F-TI-005 on traces broken by hand."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ NUM_RANKS = 2
 
 
 def shared(ids: Sequence[int]) -> list[list[int]]:
-    """Each rank a contiguous half."""
+    """Return a contiguous half for each rank."""
     half = len(ids) // 2
     return [list(ids[:half]), list(ids[half:])]
 
 
 def strided(ids: Sequence[int]) -> list[list[int]]:
-    """Each rank every second id."""
+    """Return every second id for each rank."""
     return [list(ids[0::2]), list(ids[1::2])]
 
 
 def two_epochs(
     first: Sequence[int], second: Sequence[int], share: Callable[[Sequence[int]], list[list[int]]]
 ) -> Trace:
-    """Two workers that visit 12 samples in this order, three a step, twice."""
+    """Return a run of two workers that visits 12 samples in this order, three a step, twice."""
     events: list[Shard | Update] = []
     halves = share(first), share(second)
     for epoch, by_rank in enumerate(halves):
@@ -86,14 +86,14 @@ def test_the_same_order_in_every_epoch(share: Callable[[Sequence[int]], list[lis
 def test_other_orders_and_no_shuffling(
     share: Callable[[Sequence[int]], list[list[int]]],
 ) -> None:
-    """A new order is right; no shuffling at all is a choice, whichever way ranks share."""
+    """A new order holds, and so does no shuffling, in whatever way ranks share the data."""
     for first, second in ((SHUFFLED, OTHER), (ASCENDING, ASCENDING)):
         finding = traces.judge("randomness", [two_epochs(first, second, share)])
         assert finding.verdict is not Verdict.FALSIFIED
 
 
 def test_short_orders_agree_by_chance() -> None:
-    """Epochs of a few samples are not judged: equal orders prove nothing."""
+    """Epochs of a few samples are not judged, since equal orders prove nothing."""
     subject = scenario(num_samples=4, batch_size=4, world_size=1, workload="linear")
     trace = traces.run(subject)
     ids = traces.one(trace, Shard, step=0, shard=0).ids
@@ -102,7 +102,7 @@ def test_short_orders_agree_by_chance() -> None:
 
 
 def test_two_shards_with_one_mask() -> None:
-    """A stream seeded alike on two ranks is found, and both places are named."""
+    """Equal streams on two ranks are found, and both places are named."""
     trace = traces.run(SUBJECT)
     first = traces.one(trace, Shard, step=1, shard=0)
     changed = altered(trace, Shard, {"step": 1, "shard": 4}, draws=first.draws)
@@ -112,7 +112,7 @@ def test_two_shards_with_one_mask() -> None:
 
 
 def test_a_mask_again_in_a_later_step() -> None:
-    """A stream that starts over every step is found."""
+    """A stream that restarts in every step is found."""
     trace = traces.run(SUBJECT)
     first = traces.one(trace, Shard, step=0, shard=2)
     changed = altered(trace, Shard, {"step": 3, "shard": 2}, draws=first.draws)
@@ -121,7 +121,7 @@ def test_a_mask_again_in_a_later_step() -> None:
 
 
 def test_ranks_that_start_apart() -> None:
-    """Initial weights drawn per rank are found at step -1."""
+    """Initial weights that ranks draw differently are found at step -1."""
     trace = traces.run(SUBJECT)
     weights = traces.swapped(trace.of(Start)[0].weights, "output.bias", traces.values(1.0))
     found = broken(
@@ -131,7 +131,7 @@ def test_ranks_that_start_apart() -> None:
 
 
 def test_masks_that_depend_on_the_workers() -> None:
-    """Under the promise of bits a shard's masks are the same for any number of workers."""
+    """A trainer that promises bits draws a shard's masks alike for any number of workers."""
     many, one = traces.family("randomness", SUBJECT)
     changed = altered(many, Shard, {"step": 2, "shard": 1}, draws="other")
     found = broken(traces.judge("randomness", [one, changed]))
@@ -141,7 +141,7 @@ def test_masks_that_depend_on_the_workers() -> None:
 
 
 def test_nothing_random() -> None:
-    """One worker, one epoch and no dropout show nothing."""
+    """One worker, one epoch and no dropout are inconclusive."""
     subject = scenario(world_size=1, num_steps=2)
     assert traces.judge("randomness", [traces.run(subject)]).verdict is Verdict.INCONCLUSIVE
 
@@ -149,16 +149,14 @@ def test_nothing_random() -> None:
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("system", ["reference", "textbook"])
 def test_small_masks_do_not_collide(system: str, width: int) -> None:
-    """Masks of two elements are often alike; the numbers behind them are not."""
+    """Masks of two elements are often equal, but the recorded draws are not."""
     subject = scenario(system=system, dropout=0.3, width=width, num_shards=12, batch_size=6)
     finding = traces.judge("randomness", traces.family("randomness", subject))
     assert finding.verdict is Verdict.HELD
 
 
 def test_initial_weights_that_were_not_recorded() -> None:
-    """Ranks without a recorded start, or weights in it, leave it open whether all started alike;
-    two that are known to differ differ all the same.
-    """
+    """Ranks without initial weights are missing; two that differ are still found."""
     trace = traces.run(SUBJECT)
     other = traces.swapped(trace.of(Start)[0].weights, "output.bias", traces.values(1.0))
     for bare in (
@@ -178,7 +176,7 @@ def test_initial_weights_that_were_not_recorded() -> None:
 
 
 def test_draws_of_the_model_that_nobody_recorded() -> None:
-    """A worker that recorded no draws drew something unknown, not something different."""
+    """Unrecorded draws are unknown, not different."""
     many, one = traces.family("randomness", SUBJECT)
     finding = traces.judge("randomness", [many, altered(one, Shard, {}, draws=None)])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -186,7 +184,7 @@ def test_draws_of_the_model_that_nobody_recorded() -> None:
 
 
 def test_draws_that_nobody_recorded() -> None:
-    """Dropout whose draws are unknown leaves the streams open."""
+    """With dropout and unrecorded draws the run is inconclusive."""
     finding = traces.judge("randomness", [altered(traces.run(SUBJECT), Shard, {}, draws=None)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "dropout=0.3 and no shard drew a random number: record Shard.draws" in finding.reason

@@ -1,4 +1,4 @@
-"""F-DP-006 on hand-broken traces."""
+"""F-DP-006 on traces broken by hand."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SUBJECT = scenario(faults=(traces.leave(1, 2),))
 
 
 def pair() -> tuple[Trace, Trace]:
-    """The disturbed run, without its promise of bits, and the undisturbed one."""
+    """Return the disturbed run, promising no bits, and the undisturbed one."""
     disturbed, calm = traces.family("recovery", SUBJECT)
     return replace(disturbed, promises=()), calm
 
 
 def test_lost_samples_are_named() -> None:
-    """The shards of the dead worker must be computed by others, in that very step."""
+    """Other workers must compute the dead worker's shards in the same step."""
     disturbed, calm = pair()
     shard = traces.one(disturbed, Shard, step=2, shard=0)
     lost = altered(disturbed, Shard, {"step": 2, "shard": 0}, ids=(), weight=0.0)
@@ -32,14 +32,14 @@ def test_lost_samples_are_named() -> None:
 
 
 def test_a_lost_step_is_named() -> None:
-    """A step given up after the loss is found."""
+    """A step given up after a worker was lost is found."""
     disturbed, calm = pair()
     found = broken(traces.judge("recovery", [without(disturbed, Update, step=4), calm]))
     assert (found.step, found.rank) == (4, 1)
 
 
 def test_a_run_that_ends_with_its_worker() -> None:
-    """No step at all after the loss is found in the step of the loss."""
+    """A run that makes no step after losing a worker is falsified in that step."""
     disturbed, calm = pair()
     ended = disturbed
     for step in (2, 3, 4, 5):
@@ -49,7 +49,7 @@ def test_a_run_that_ends_with_its_worker() -> None:
 
 
 def test_the_dead_do_not_update() -> None:
-    """A worker that left and yet updated did not leave."""
+    """An update by a worker that left is falsified."""
     disturbed, calm = pair()
     ghost = replace(disturbed.of(Update)[-1], step=2, rank=1)
     events = (*disturbed.events[:-1], ghost, disturbed.events[-1])
@@ -60,7 +60,7 @@ def test_the_dead_do_not_update() -> None:
 
 @pytest.mark.parametrize(("within", "verdict"), [(1, "falsified"), (2, "held"), (50, "held")])
 def test_the_loss_comes_back_in_time(within: int, verdict: str) -> None:
-    """Off the trajectory in step 3, back in step 4: two steps after the loss of step 2."""
+    """A loss off the trajectory in step 3 and back in step 4 took two steps after step 2."""
     disturbed, calm = pair()
     off = altered(disturbed, Update, {"step": 3}, loss=9.0)
     finding = traces.judge("recovery", [off, calm], tolerance=within)
@@ -70,7 +70,7 @@ def test_the_loss_comes_back_in_time(within: int, verdict: str) -> None:
 
 
 def test_a_short_run_is_judged_at_its_end() -> None:
-    """With fewer steps left than tolerated the last loss decides."""
+    """In a run with fewer steps left than the tolerance, the last loss decides."""
     disturbed, calm = pair()
     found = broken(
         traces.judge("recovery", [altered(disturbed, Update, {"step": 5}, loss=9.0), calm])
@@ -79,7 +79,7 @@ def test_a_short_run_is_judged_at_its_end() -> None:
 
 
 def test_a_promise_of_bits_is_kept_through_the_loss() -> None:
-    """A trainer that promises bits loses none with its worker."""
+    """A trainer that promises bits keeps them after losing a worker."""
     disturbed, calm = traces.family("recovery", SUBJECT)
     right = traces.one(disturbed, Update, step=3).gradient
     bad = traces.swapped(right, "output.bias", traces.values(0.0))
@@ -89,7 +89,7 @@ def test_a_promise_of_bits_is_kept_through_the_loss() -> None:
 
 
 def test_the_undisturbed_run_is_needed() -> None:
-    """Without it nothing can be compared."""
+    """Without the undisturbed run the check is inconclusive."""
     finding = traces.judge("recovery", [traces.run(SUBJECT)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "record one with faults=() in its scenario" in finding.reason
@@ -99,7 +99,7 @@ def test_the_undisturbed_run_is_needed() -> None:
 
 
 def test_a_run_is_not_compared_with_itself() -> None:
-    """One that a worker left, and whose scenario does not say so, is no undisturbed run."""
+    """A run that a worker left, unplanned by its scenario, is no undisturbed run."""
     disturbed, _ = pair()
     finding = traces.judge("recovery", [replace(disturbed, scenario=scenario())])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -108,7 +108,7 @@ def test_a_run_is_not_compared_with_itself() -> None:
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_what_one_run_did_not_record(silent: int) -> None:
-    """Samples or steps that one of the two runs does not reveal are missing, not lost."""
+    """Samples or steps that only one of the runs recorded are missing, not lost."""
     runs = list(pair())
     for changed, missing in (
         (without(runs[silent], Shard), "record Shard.ids in both runs"),
@@ -121,7 +121,7 @@ def test_what_one_run_did_not_record(silent: int) -> None:
 
 @pytest.mark.parametrize("step", [3, 5])
 def test_the_dead_make_no_later_step(step: int) -> None:
-    """Nor in any step after the one in which it left."""
+    """An update by a rank in a step after it left is falsified."""
     disturbed, calm = pair()
     ghost = replace(one(disturbed, Update, step=step, rank=0), rank=1)
     events = (*disturbed.events[:-1], ghost, disturbed.events[-1])
@@ -131,7 +131,7 @@ def test_the_dead_make_no_later_step(step: int) -> None:
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_a_run_that_halts_with_its_worker(last: int) -> None:
-    """A run that gives up when it loses a worker has lost that step's samples, even the first's."""
+    """A run that gives up on losing a worker lost that step's samples, even in step 0."""
     subject = scenario(faults=(traces.leave(1, last),))
     disturbed, calm = traces.family("recovery", subject)
     kept = [e for e in disturbed.events[:-1] if getattr(e, "step", 0) <= last]
@@ -143,7 +143,7 @@ def test_a_run_that_halts_with_its_worker(last: int) -> None:
 
 
 def test_samples_of_a_step_that_nobody_recorded() -> None:
-    """They are missing in whichever run, not lost; what is known to be lost elsewhere is."""
+    """Samples unrecorded in either run are missing; samples lost in another step are found."""
     for silent in (0, 1):
         runs = list(pair())
         runs[silent] = without(runs[silent], Shard, step=4)
@@ -155,7 +155,7 @@ def test_samples_of_a_step_that_nobody_recorded() -> None:
 
 
 def test_steps_that_the_undisturbed_run_lacks() -> None:
-    """Its losses are no trajectory there; without any step there is none."""
+    """Steps that the undisturbed run lacks, or all, are missing."""
     disturbed, calm = pair()
     finding = traces.judge("recovery", [disturbed, without(calm, Update, step=4)], tolerance=0)
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -166,7 +166,7 @@ def test_steps_that_the_undisturbed_run_lacks() -> None:
 
 
 def test_a_departure_that_was_planned_and_not_seen() -> None:
-    """One of two workers is not known to have left: its loss was not judged."""
+    """If one of two planned departures was not recorded, it was not judged."""
     subject = scenario(faults=(traces.leave(1, 2), traces.leave(2, 4)))
     disturbed, calm = traces.family("recovery", subject)
     assert traces.judge("recovery", [disturbed, calm]).verdict is Verdict.HELD
@@ -176,7 +176,7 @@ def test_a_departure_that_was_planned_and_not_seen() -> None:
 
 
 def test_no_loss_shows_no_recovery() -> None:
-    """A joined worker is no loss, and a planned one that never happened neither."""
+    """Runs in which a worker only joined, or a planned departure did not happen, prove nothing."""
     disturbed, calm = pair()
     joined = scenario(faults=(traces.join(2, 3),))
     calm_too = without(disturbed, Membership)
@@ -187,15 +187,15 @@ def test_no_loss_shows_no_recovery() -> None:
 
 
 def test_a_planted_value_is_another_training() -> None:
-    """A run that also halts at a NaN is not held against the calm one."""
+    """A run that also halts at a NaN is not compared with the undisturbed one."""
     fault = Fault(kind="non_finite_loss", step=4, rank=0, value="nan")
     family = traces.family("recovery", scenario(faults=(traces.leave(1, 2), fault)))
     assert traces.judge("recovery", family).verdict is Verdict.INCONCLUSIVE
 
 
 def test_dropout_per_rank_is_off_its_own_trajectory() -> None:
-    """A trainer whose masks depend on who is there can't be compared under dropout; it is held by
-    its runs without, and a note says so.
+    """A trainer whose masks depend on the members can't be compared with dropout. It holds by its
+    runs without dropout, and a note says so.
     """
     subject = scenario(system="textbook", dropout=0.3, faults=(traces.leave(1, 2),))
     family = traces.family("recovery", subject)
@@ -220,7 +220,7 @@ def test_the_textbook_trainer_recovers() -> None:
 
 
 def test_a_calm_run_that_diverged_decides_nothing() -> None:
-    """A NaN in the undisturbed run is no trajectory."""
+    """A NaN in the undisturbed run makes the comparison inconclusive."""
     disturbed, calm = pair()
     finding = traces.judge("recovery", [disturbed, altered(calm, Update, {}, loss=math.nan)])
     assert finding.verdict is Verdict.INCONCLUSIVE

@@ -1,4 +1,4 @@
-"""F-RED-001 to F-RED-004: right runs of every kind hold; what was changed in one is named."""
+"""F-RED-001 to F-RED-004: right runs of every kind hold, and changed copies are falsified."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANNED = CHECKS["reduction_mean"].plan(traces.clause("reduction_mean"))
 
 
 def small(system: str, world_size: int) -> list[Scenario]:
-    """Those of the plan that are tried here: every length, of few numbers of workers."""
+    """Return the planned scenarios that are tried here: every length, few numbers of workers."""
     return [
         one
         for one in PLANNED
@@ -34,7 +34,7 @@ MESHED = small("mesh_simulated", 3)[2]
 
 
 def judged(check: str, trace: Trace) -> Finding:
-    """The family of `trace`, in which `trace` takes the place of the right run."""
+    """Judge the family of `trace`, with `trace` in place of the right run."""
     return traces.judge(check, [trace, *traces.family(check, trace.scenario)[1:]])
 
 
@@ -42,7 +42,7 @@ def judged(check: str, trace: Trace) -> Finding:
 @pytest.mark.parametrize("system", SIMULATED)
 @pytest.mark.parametrize("check", CHECKED)
 def test_right_reductions_hold(check: str, system: str, world_size: int) -> None:
-    """One element, fewer than workers, many blocks, one block."""
+    """One element, fewer than workers, many blocks, and one block hold."""
     subjects = small(system, world_size)
     assert len(subjects) == 4
     for subject in subjects:
@@ -53,7 +53,7 @@ def test_right_reductions_hold(check: str, system: str, world_size: int) -> None
 
 @pytest.mark.parametrize("system", REAL)
 def test_real_ones_hold_where_no_block_fits_into_a_socket(system: str) -> None:
-    """Processes over TCP, whose sockets hold 4 KiB."""
+    """Processes over TCP with socket buffers of 4 KiB hold."""
     (subject,) = [
         one for one in PLANNED if (one.system, one.world_size) == (system, 3) and one.width < 2**20
     ]
@@ -64,7 +64,7 @@ def test_real_ones_hold_where_no_block_fits_into_a_socket(system: str) -> None:
 
 
 def test_the_plan_of_a_bound_statement_is_small() -> None:
-    """Somebody else's sentence takes nine small runs, not those of reduction-v1."""
+    """A clause bound by a user is tried on nine small runs, not on the plan of reduction-v1."""
     binding = Binding(kind="obligation", item="mean", position=Position("x.yaml", 1, 1))
     planned = CHECKS["reduction_mean"].plan(
         replace(traces.clause("reduction_mean"), binding=binding)
@@ -75,7 +75,7 @@ def test_the_plan_of_a_bound_statement_is_small() -> None:
 
 
 def test_the_plan_reaches_what_it_says() -> None:
-    """Every number of workers on every system, and 2^26 elements in blocks of 128 MiB."""
+    """The plan has every number of workers on every system, and 2^26 elements in 128 MiB blocks."""
     for system in SIMULATED:
         assert {one.world_size for one in PLANNED if one.system == system} == set(range(2, 9))
         assert any(one.width < one.world_size for one in PLANNED if one.system == system)
@@ -85,7 +85,7 @@ def test_the_plan_reaches_what_it_says() -> None:
 
 
 def test_every_rank_is_measured() -> None:
-    """Its largest error, in roundings: some, since float32 rounds, and few."""
+    """Each rank's largest error is a few roundings, but not zero."""
     run = traces.run(RIGHT)
     found = run.of(Reduced)
     assert {(one.step, one.rank) for one in found} == {(s, r) for s in (0, 1) for r in (0, 1, 2)}
@@ -98,7 +98,7 @@ def test_every_rank_is_measured() -> None:
     [("mesh", 3, 2 + 3 + 1), ("ring", 3, 2 + 2 + 2 + 1), ("ring", 8, 2 + 0 + 7 + 1)],
 )
 def test_the_bound_counts_additions(system: str, world_size: int, most: int) -> None:
-    """19 samples in 8 shards: two in the largest, then up the tree or around; and a division."""
+    """The bound counts 2 additions in the largest shard, those of tree or ring, and a division."""
     bound = reductions.roundings_max(
         traces.hand_written(subject=RIGHT.with_(system=system, world_size=world_size))
     )
@@ -107,7 +107,7 @@ def test_the_bound_counts_additions(system: str, world_size: int, most: int) -> 
 
 @pytest.mark.parametrize("roundings", [7.1, float("inf"), float("nan")])
 def test_a_mean_that_is_off(roundings: float) -> None:
-    """Named by step, rank and element; also one that is not finite."""
+    """A wrong or non-finite average is named by step, rank and element."""
     wrong = traces.altered(
         traces.run(RIGHT), Reduced, {"step": 1, "rank": 2}, roundings=roundings, element=4
     )
@@ -116,7 +116,7 @@ def test_a_mean_that_is_off(roundings: float) -> None:
 
 
 def test_bits_of_another_rank() -> None:
-    """One rank that holds other bits than the others."""
+    """A rank that holds other bits than the others is found."""
     digest = {"vector": traces.values(1.0)}
     wrong = traces.altered(traces.run(RIGHT), Update, {"step": 1, "rank": 2}, weights=digest)
     found = traces.broken(judged("reduction_bits", wrong))
@@ -125,7 +125,7 @@ def test_bits_of_another_rank() -> None:
 
 @pytest.mark.parametrize("subject", [RIGHT, MESHED], ids=["ring", "mesh"])
 def test_bits_of_another_sum(subject: Scenario) -> None:
-    """All ranks hold the same, which another run of the ring, or the tree, has not."""
+    """Bits that all ranks share, but not the other run of the ring or the tree, are found."""
     digest = {"vector": traces.values(1.0)}
     wrong = traces.altered(traces.run(subject), Update, {"step": 1}, gradient=digest)
     found = traces.broken(judged("reduction_bits", wrong))
@@ -136,7 +136,7 @@ def test_bits_of_another_sum(subject: Scenario) -> None:
 @pytest.mark.parametrize("more", [-4, 4])
 @pytest.mark.parametrize("subject", [RIGHT, MESHED], ids=["ring", "mesh"])
 def test_an_element_more_or_less(subject: Scenario, more: int) -> None:
-    """Is seen, of either direction."""
+    """One element more or less is found, sent or received."""
     for direction in ("sent", "got"):
         place = {"rank": 1, "direction": direction, "message": "Average"}
         one = traces.one(traces.run(subject), Traffic, **place)
@@ -157,7 +157,7 @@ def test_an_element_more_or_less(subject: Scenario, more: int) -> None:
     ],
 )
 def test_what_is_carried_beside(message: str, peer: str, said: str) -> None:
-    """Headers that swell, payloads where none belong, and gradients over the coordinator."""
+    """Large headers, unexpected payloads, and gradients through the coordinator are found."""
     payload = 0 if message == "Average" else 4_000
     more = Traffic(
         rank=2,
@@ -175,7 +175,7 @@ def test_what_is_carried_beside(message: str, peer: str, said: str) -> None:
 
 
 def test_copies_are_no_needless_traffic() -> None:
-    """Traffic of audits is not the algorithm's: that clause is open, and all others hold."""
+    """With audits the traffic clause is inconclusive, and all others hold."""
     whole = small("parameter_server_simulated", 3)[0]
     run = traces.run(whole.with_(options={**whole.options, "audit_share": 0.5}))
     finding = judged("reduction_traffic", run)
@@ -185,7 +185,7 @@ def test_copies_are_no_needless_traffic() -> None:
 
 @pytest.mark.parametrize("status", ["failed", "halted"])
 def test_a_run_that_does_not_end(status: str) -> None:
-    """Its reason is the finding's; the other clauses have nothing to judge then."""
+    """Its failure is the finding's reason, and the other clauses have nothing to judge."""
     run = traces.run(RIGHT)
     end = End(status=status, reason="not finished after 60 s")
     stuck = replace(run, events=(*run.events[:-1], end))
@@ -197,7 +197,7 @@ def test_a_run_that_does_not_end(status: str) -> None:
 
 
 def test_a_worker_that_was_given_up() -> None:
-    """Though nothing befell it: it was silent, or its connection was taken for broken."""
+    """A worker dropped without a fault, as silent or disconnected, is found."""
     run = traces.run(RIGHT)
     left = Membership(step=1, rank=2, change="left", reason="silent for 10.0 s")
     found = traces.broken(judged("reduction_ends", replace(run, events=(left, *run.events))))
@@ -217,7 +217,7 @@ def test_a_worker_that_was_given_up() -> None:
 def test_nothing_is_held_of_what_was_not_recorded(
     check: str, lacking: type[Reduced | Traffic | Shard | Update]
 ) -> None:
-    """A fact that is missing is no evidence."""
+    """A missing fact makes the clause inconclusive."""
     for place in ({}, {"rank": 2}):
         bare = traces.without(traces.run(RIGHT), lacking, **place)
         assert judged(check, bare).verdict is Verdict.INCONCLUSIVE
@@ -225,7 +225,7 @@ def test_nothing_is_held_of_what_was_not_recorded(
 
 @pytest.mark.parametrize("check", CHECKED)
 def test_nothing_at_all(check: str) -> None:
-    """No run, a run that crashed, a run without its twin, a run of something else."""
+    """No run, a crashed run, a run without its twin, and another workload are inconclusive."""
     other = traces.run(traces.scenario(num_steps=2))
     crashed = traces.failed(RIGHT)
     for found in ([], [other], [crashed]):
@@ -235,7 +235,7 @@ def test_nothing_at_all(check: str) -> None:
 
 
 def test_a_run_that_never_began_is_not_called_stuck() -> None:
-    """Nobody was given the state: that says nothing of the exchange."""
+    """A run in which no worker got the state says nothing about the exchange."""
     bare = traces.without(traces.run(RIGHT), Start)
     end = End(status="failed", reason="workers did not come")
     bare = replace(bare, events=(*bare.events[:-1], end))
@@ -249,7 +249,7 @@ def test_a_run_that_never_began_is_not_called_stuck() -> None:
 def test_a_clause_may_say_how_far_an_average_may_be_off(
     kind: str, holds: float, breaks: float
 ) -> None:
-    """By its own tolerance, of the kind that it names, in place of what rounding explains."""
+    """A clause's own tolerance, of its kind, replaces the rounding bound."""
     run = traces.family("reduction_mean", RIGHT)[0]
     off = [
         replace(event, roundings=15.0, error=1.5e-6) if isinstance(event, Reduced) else event
@@ -269,7 +269,7 @@ def test_a_clause_may_say_how_far_an_average_may_be_off(
 
 @pytest.mark.parametrize("system", SIMULATED)
 def test_vectors_that_a_clause_states_are_averaged(system: str) -> None:
-    """Three workers, seven elements, a block that no number of workers divides."""
+    """Vectors stated by a clause are averaged: 3 workers, 7 elements, blocks of 12 bytes."""
     terms = [[1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1], [0, 0, 0, 0, 0, 0, 0]]
     subject = Scenario(
         system=system,

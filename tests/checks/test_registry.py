@@ -1,4 +1,4 @@
-"""The table of checks: how clauses find their check, and what every check has in common."""
+"""The table of checks: the lookup of a clause's check, and the properties common to all checks."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_no_trace_is_inconclusive(check: Check) -> None:
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
 def test_a_trace_without_events_is_inconclusive(check: Check) -> None:
-    """A run that came to its end but recorded nothing shows nothing."""
+    """A completed run without recorded events is inconclusive."""
     finding = check.judge(traces.clause(check.name), Runs(traces.hand_written()))
     assert finding.verdict is Verdict.INCONCLUSIVE
 
 
 @pytest.mark.parametrize("check", TRAINING, ids=lambda check: check.name)
 def test_a_failed_run_is_inconclusive_and_named(check: Check) -> None:
-    """One crashed run among good ones spoils HELD, and its reason is repeated."""
+    """One crashed run among good ones prevents HELD, and its reason is repeated."""
     clause = traces.clause(check.name)
     good = traces.family(check.name, check.plan(clause)[0])
     finding = traces.judge(check.name, [*good, traces.failed(traces.scenario())])
@@ -58,7 +58,7 @@ def test_a_failed_run_is_inconclusive_and_named(check: Check) -> None:
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
 def test_the_runs_of_a_scenario(check: Check) -> None:
-    """It is among them, and nothing is there twice."""
+    """The scenario itself is among its runs, and no run is there twice."""
     for subject in check.plan(traces.clause(check.name)):
         members = [*companions.of(check.needs, subject)]
         assert subject in members
@@ -93,7 +93,7 @@ def test_the_shipped_contracts_are_covered(path: Path) -> None:
 
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
 def test_a_check_says_how_it_takes_a_tolerance(check: Check) -> None:
-    """Its kinds are those of contracts; it says that it reads the number if its judge does."""
+    """Its kinds are those of contracts; `takes_tolerance` says if its judge uses the number."""
     assert check.tolerance_kinds
     assert set(check.tolerance_kinds) <= set(TOLERANCE_KINDS)
     assert check.takes_tolerance == ("invariant.tolerance" in getsource(check.judge))

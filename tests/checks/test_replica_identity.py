@@ -1,4 +1,4 @@
-"""F-DP-001 on hand-broken traces."""
+"""F-DP-001 on traces broken by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BAD = values(1.0, 2.0)
 
 
 def updated(step: int, rank: int, weights: Tensors, optimizer: Tensors | None = None) -> Update:
-    """An update of which only the state matters."""
+    """Return an update with default values for fields that are no state."""
     return Update(
         step=step,
         rank=rank,
@@ -33,7 +33,7 @@ def updated(step: int, rank: int, weights: Tensors, optimizer: Tensors | None = 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_rank_that_differs_is_named(part: str, rank: int) -> None:
-    """With three workers the one that differs is named, rank 0 too, with step and tensor."""
+    """Of three workers the one that differs is named, even rank 0, with step and tensor."""
     trace = traces.run(SUBJECT)
     tensors = getattr(traces.one(trace, Update, step=2, rank=rank), part)
     name = list(tensors)[-1]
@@ -49,7 +49,7 @@ def test_the_rank_that_differs_is_named(part: str, rank: int) -> None:
 
 
 def test_the_element_is_named_where_values_are_known() -> None:
-    """With values recorded the counterexample names the element and both values."""
+    """With recorded values the counterexample names the element and both values."""
     base = traces.hand_written(
         *(Start(step=0, rank=rank, weights={"w": values(1.0, 2.0, 3.0)}) for rank in (0, 1))
     )
@@ -74,7 +74,7 @@ def test_the_state_before_the_first_step_counts() -> None:
 
 
 def test_the_first_of_several_steps_is_named() -> None:
-    """A drift that stays is reported where it began."""
+    """A lasting drift is reported in the step in which it began."""
     trace = traces.run(SUBJECT)
     for step in (5, 3, 4):
         right = traces.one(trace, Update, step=step, rank=2).weights
@@ -84,7 +84,7 @@ def test_the_first_of_several_steps_is_named() -> None:
 
 
 def test_a_tensor_that_only_one_worker_holds_is_named() -> None:
-    """A lost tensor differs from a held one."""
+    """A tensor that only one worker holds is a difference."""
     trace = traces.run(SUBJECT)
     weights = dict(traces.one(trace, Update, step=1, rank=2).weights)
     del weights["hidden1.bias"]
@@ -97,7 +97,7 @@ def test_a_tensor_that_only_one_worker_holds_is_named() -> None:
 
 
 def test_a_worker_that_sits_out_a_step_is_named() -> None:
-    """A member without an update in a step that others made did not stay identical."""
+    """A member without an update in a step that others made is falsified."""
     found = broken(
         traces.judge("replica_identity", [without(traces.run(SUBJECT), Update, step=3, rank=1)])
     )
@@ -105,7 +105,7 @@ def test_a_worker_that_sits_out_a_step_is_named() -> None:
 
 
 def test_who_left_is_not_missed_until_back() -> None:
-    """Between leaving and joining a worker makes no step; after joining it must again."""
+    """A worker makes no step between leaving and joining, and must make each one after that."""
     trace = traces.run(scenario(faults=(traces.leave(1, 2), traces.join(1, 4))))
     assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
     found = broken(traces.judge("replica_identity", [without(trace, Update, step=5, rank=1)]))
@@ -120,7 +120,7 @@ def test_one_worker_compares_nothing() -> None:
 
 
 def test_weights_that_were_not_recorded_are_missed() -> None:
-    """A rank that reveals no weights is no alarm; the reason names it."""
+    """A rank without recorded weights is missing, and named."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 2, "rank": 1}, weights={})
     finding = traces.judge("replica_identity", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -128,7 +128,7 @@ def test_weights_that_were_not_recorded_are_missed() -> None:
 
 
 def test_a_second_step_is_seen() -> None:
-    """A rank that updates again in a step it already made: the trap of a step after a step."""
+    """A rank that makes the same step twice is found."""
     calm = traces.run(SUBJECT)
     again = one(calm, Update, step=2, rank=1)
     trace = replace(
@@ -141,7 +141,7 @@ def test_a_second_step_is_seen() -> None:
 
 
 def test_a_second_step_before_the_checkpoint_is_seen() -> None:
-    """A resume undoes what came after its checkpoint, and nothing before it."""
+    """A resume undoes the events after its checkpoint only, so an earlier second step is found."""
     calm = traces.run(STOPPED)
     last = calm.events[-1]
     late, early = (one(calm, Update, step=step, rank=1) for step in (5, 3))
@@ -155,7 +155,7 @@ def test_a_second_step_before_the_checkpoint_is_seen() -> None:
 
 
 def test_who_died_before_a_rollback_is_not_missed() -> None:
-    """A worker that died before a rollback to step 2 is not expected in the steps after it."""
+    """A worker that died before a rollback to step 2 is not expected in later steps."""
     weights = [{"w": values(float(step))} for step in range(4)]
     starts = [Start(step=0, rank=rank, weights=weights[0]) for rank in range(3)]
     made = [updated(step, rank, weights[step]) for step in range(3) for rank in range(3)]
@@ -169,7 +169,7 @@ def test_who_died_before_a_rollback_is_not_missed() -> None:
 
 
 def test_a_worker_that_was_never_heard_of() -> None:
-    """Three workers declared and two recorded: the third was compared with no one."""
+    """If two of three declared workers were recorded, the third is missing."""
     two = traces.run(scenario(world_size=2))
     finding = traces.judge("replica_identity", [replace(two, scenario=scenario())])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -182,7 +182,7 @@ def test_a_worker_that_was_never_heard_of() -> None:
 
 
 def test_a_worker_that_is_to_join_need_not_start() -> None:
-    """A worker that the scenario has join or leave is not missed."""
+    """A worker that the scenario lets join or leave is not missing."""
     two = traces.run(scenario(world_size=2))
     waiting = replace(two, scenario=scenario(faults=(traces.join(2, 5),)))
     assert traces.judge("replica_identity", [waiting]).verdict is Verdict.HELD
@@ -190,7 +190,7 @@ def test_a_worker_that_is_to_join_need_not_start() -> None:
 
 @pytest.mark.parametrize("part", ["optimizer", "buffers"])
 def test_a_worker_that_joins_with_nothing(part: str) -> None:
-    """State that its updates have was lost on the way in."""
+    """A joining worker that lacks state which its later updates have lost it."""
     subject = SUBJECT.with_(faults=(traces.leave(1, 1), traces.join(1, 4)))
     trace = altered(traces.run(subject), Start, {"step": 4}, **{part: {}})
     found = broken(traces.judge("replica_identity", [trace]))
@@ -200,7 +200,7 @@ def test_a_worker_that_joins_with_nothing(part: str) -> None:
 
 @pytest.mark.parametrize("step", [2, 4])
 def test_who_has_left_makes_no_step(step: int) -> None:
-    """An update by a rank that had left is no replica's; once it is back it is."""
+    """An update by a rank that had left is falsified, but not once it is back."""
     subject = SUBJECT.with_(faults=(traces.leave(1, 2),))
     trace = traces.run(subject)
     ghost = replace(one(trace, Update, step=step, rank=0), rank=1)
@@ -214,7 +214,7 @@ def test_who_has_left_makes_no_step(step: int) -> None:
 
 
 def test_a_rank_that_stops_without_a_start() -> None:
-    """That its start was not recorded does not excuse a rank from the steps that others make."""
+    """A rank without a recorded start must still make each step that others make."""
     trace = without(traces.run(SUBJECT), Start, rank=1)
     assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD
     found = broken(traces.judge("replica_identity", [without(trace, Update, step=4, rank=1)]))
@@ -222,7 +222,7 @@ def test_a_rank_that_stops_without_a_start() -> None:
 
 
 def test_starts_alone_show_no_step() -> None:
-    """Replicas that agree before the first step have not been compared after any."""
+    """Equal states before the first step alone are inconclusive."""
     finding = traces.judge("replica_identity", [without(traces.run(SUBJECT), Update)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason == "no step was recorded: record an Update for every rank and step"

@@ -1,4 +1,4 @@
-"""F-TI-003 on hand-broken traces."""
+"""F-TI-003 on traces broken by hand."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SUBJECT = scenario(stops=(2, 4), dropout=0.3, optimizer="momentum", schedule="co
 
 
 def pair() -> tuple[Trace, Trace]:
-    """The stopped run and the straight one."""
+    """Return the stopped run and the straight one."""
     stopped, straight = traces.family("resume", SUBJECT)
     return stopped, straight
 
 
 def test_other_samples_after_the_resume() -> None:
-    """A sampler that begins again is found, with the samples that moved."""
+    """A sampler that restarts is found, with the samples that moved."""
     stopped, straight = pair()
     shard = traces.one(stopped, Shard, step=3, shard=1)
     at = {"step": 3, "shard": 1}
@@ -31,7 +31,7 @@ def test_other_samples_after_the_resume() -> None:
 
 
 def test_another_order_of_the_same_samples() -> None:
-    """Order within a shard counts."""
+    """The order of samples in a shard counts."""
     subject = scenario(stops=(2,), num_shards=3, world_size=1)
     stopped, straight = traces.family("resume", subject)
     shard = traces.one(stopped, Shard, step=3, shard=0)
@@ -51,7 +51,7 @@ def test_other_random_numbers() -> None:
 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
 def test_another_state(part: str) -> None:
-    """State that was not restored shows in the first step after the resume."""
+    """State that was not restored is found in the first step after the resume."""
     stopped, straight = pair()
     tensors = getattr(stopped.of(Update)[0], part)
     name = next(iter(tensors))
@@ -63,7 +63,7 @@ def test_another_state(part: str) -> None:
 
 
 def test_another_learning_rate() -> None:
-    """A schedule that starts over is found, even if nothing else were."""
+    """A schedule that restarts is found, even if nothing else differs."""
     stopped, straight = pair()
     changed = altered(stopped, Update, {"step": 5, "rank": 2}, learning_rate=0.05)
     found = broken(traces.judge("resume", [changed, straight]))
@@ -71,7 +71,7 @@ def test_another_learning_rate() -> None:
 
 
 def test_the_straight_run_is_needed() -> None:
-    """A stopped run alone shows nothing."""
+    """A stopped run without the straight one is inconclusive."""
     finding = traces.judge("resume", [traces.run(SUBJECT)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "record one with stops=() in its scenario" in finding.reason
@@ -81,7 +81,7 @@ def test_the_straight_run_is_needed() -> None:
 
 
 def test_a_run_is_not_compared_with_itself() -> None:
-    """One that resumed, and whose scenario does not say so, is no straight run."""
+    """A run that resumed, without a planned stop in its scenario, is no straight run."""
     stopped, _ = pair()
     finding = traces.judge("resume", [replace(stopped, scenario=SUBJECT.with_(stops=()))])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -91,7 +91,7 @@ def test_a_run_is_not_compared_with_itself() -> None:
 @pytest.mark.parametrize("silent", [0, 1])
 @pytest.mark.parametrize(("field", "unknown"), [("ids", ()), ("draws", None), ("gradient", {})])
 def test_what_one_run_did_not_record(silent: int, field: str, unknown: object) -> None:
-    """Samples and draws that one of the two runs does not reveal are missing, not others."""
+    """Samples and draws that only one of the runs recorded are missing, not different."""
     runs = list(pair())
     runs[silent] = altered(runs[silent], Shard, {}, **{field: unknown})
     for check in ("resume", "determinism"):
@@ -103,7 +103,7 @@ def test_what_one_run_did_not_record(silent: int, field: str, unknown: object) -
 
 
 def test_a_resume_that_was_planned_and_not_seen() -> None:
-    """One of two stops without a resume was not judged, nor one rank's steps that are gone."""
+    """A planned stop without a resume, and one rank's missing steps, are inconclusive."""
     stopped, straight = pair()
     for bare, missing in (
         (without(stopped, Start, resumed=True, step=4), "to stop before step 4, and no resume was"),
@@ -116,7 +116,7 @@ def test_a_resume_that_was_planned_and_not_seen() -> None:
 
 @pytest.mark.parametrize("part", ["optimizer", "buffers"])
 def test_state_that_is_gone_after_the_resume(part: str) -> None:
-    """State that every step had before the resume, and none after it, was lost."""
+    """State recorded in every step before the resume, and in none after it, was lost."""
     stopped, straight = pair()
     for step in (2, 3, 4, 5):
         stopped = altered(stopped, Update, {"step": step}, **{part: {}})
@@ -126,7 +126,7 @@ def test_state_that_is_gone_after_the_resume(part: str) -> None:
 
 
 def test_a_run_without_stops_shows_nothing() -> None:
-    """Two straight runs are no resume."""
+    """Two straight runs are inconclusive."""
     finding = traces.judge("resume", [traces.run(scenario())])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "stopped and resumed" in finding.reason
@@ -134,14 +134,14 @@ def test_a_run_without_stops_shows_nothing() -> None:
 
 @pytest.mark.parametrize("system", ["reference", "textbook"])
 def test_a_resume_after_a_loss_holds(system: str) -> None:
-    """Resuming fewer workers than the run began with is no alarm; one moved shard is none."""
+    """A resume with fewer workers than at the start holds, and so does a moved shard."""
     subject = scenario(system=system, stops=(4,), faults=(traces.leave(0, 2),), dropout=0.2)
     finding = traces.judge("resume", traces.family("resume", subject))
     assert finding.verdict is Verdict.HELD, finding
 
 
 def test_a_shard_that_moved_is_left_to_its_step() -> None:
-    """A shard that another worker computes after the resume is judged by the step's sum."""
+    """A shard computed by another worker after the resume is judged by the step's sum."""
     stopped, straight = pair()
     moved = altered(stopped, Shard, {"step": 5, "shard": 0}, rank=2)
     assert traces.judge("resume", [moved, straight]).verdict is Verdict.HELD

@@ -1,4 +1,4 @@
-"""F-TI-006 and F-TI-007 on hand-broken traces."""
+"""F-TI-006 and F-TI-007 on traces broken by hand."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BAD = traces.values(1.0)
 
 
 def pair() -> tuple[Trace, Trace]:
-    """Two runs of SUBJECT."""
+    """Return two runs of SUBJECT."""
     first, second = traces.family("determinism", SUBJECT)
     return first, second
 
 
 @pytest.mark.parametrize("part", ["gradient", "weights", "buffers"])
 def test_other_bits_with_more_workers(part: str) -> None:
-    """One tensor that differs on one rank of the larger run is named."""
+    """A tensor that differs on one rank of the larger run is named."""
     many = traces.run(SUBJECT)
     tensors = getattr(many.of(Update)[0], part)
     name = next(iter(tensors))
@@ -40,7 +40,7 @@ def test_other_bits_with_more_workers(part: str) -> None:
 
 
 def test_another_loss_with_more_workers() -> None:
-    """The last bit of a loss counts."""
+    """A difference in the last bit of a loss is found."""
     many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
     loss = many.of(Update)[0].loss or 0.0
     at = {"step": 0, "rank": 1}
@@ -50,27 +50,27 @@ def test_another_loss_with_more_workers() -> None:
 
 
 def test_steps_of_one_run_only() -> None:
-    """A run that makes fewer steps is another run, named by the first step it lacks."""
+    """A run that makes fewer steps is falsified, with the first step it lacks."""
     many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))
     found = broken(traces.judge("worker_count", [one, without(many, Update, step=4)]))
     assert found.step == 4
 
 
 def test_one_world_size_compares_nothing() -> None:
-    """Runs of the same number of workers say nothing about that number."""
+    """Runs with the same number of workers are inconclusive."""
     finding = traces.judge("worker_count", list(pair()))
     assert finding.verdict is Verdict.INCONCLUSIVE
 
 
 def test_a_planted_value_is_another_training() -> None:
-    """A run halted by a NaN is not held against those without."""
+    """A run halted by a NaN is not compared with runs without one."""
     fault = Fault(kind="non_finite_gradient", step=1, rank=1, value="nan")
     family = traces.family("worker_count", scenario(faults=(fault,)))
     assert traces.judge("worker_count", family).verdict is Verdict.HELD
 
 
 def test_world_sizes_fit_shards_and_samples() -> None:
-    """No member of the family asks for more workers than there are shards or samples."""
+    """No scenario of the family has more workers than shards or samples."""
     few = scenario(world_size=2, num_shards=4, num_samples=3, batch_size=3)
     assert [s.world_size for s in companions.of((COUNTS,), few)] == [2, 1, 3]
 
@@ -85,7 +85,7 @@ def test_two_runs_differ_in_an_update() -> None:
 
 
 def test_ranks_that_differ_alike_in_both() -> None:
-    """A rank is compared with itself: that it differs from the others is no want of repetition."""
+    """A rank is compared with itself: ranks that differ from each other may repeat exactly."""
     weights = traces.swapped(traces.one(pair()[1], Update, step=2).weights, "output.bias", BAD)
     place = {"step": 2, "rank": 1}
     first, second = (altered(one, Update, place, weights=weights) for one in pair())
@@ -96,7 +96,7 @@ def test_ranks_that_differ_alike_in_both() -> None:
     "change", [{"ids": (0,)}, {"loss_sum": 0.5}, {"draws": "other"}, {"gradient": {"w": BAD}}]
 )
 def test_two_runs_differ_in_a_shard(change: dict[str, object]) -> None:
-    """Samples, loss, random draws and local gradient of every shard repeat."""
+    """Samples, loss, random draws and local gradient of every shard must repeat."""
     first, second = pair()
     changed = altered(second, Shard, {"step": 4, "shard": 3}, **change)
     found = broken(traces.judge("determinism", [first, changed]))
@@ -104,21 +104,21 @@ def test_two_runs_differ_in_a_shard(change: dict[str, object]) -> None:
 
 
 def test_the_order_of_recording_is_free() -> None:
-    """Traces of several processes may interleave differently in every run."""
+    """The events of several processes may be recorded in another order in each run."""
     first, second = pair()
     shuffled = replace(second, events=(*reversed(second.events[:-1]), second.events[-1]))
     assert traces.judge("determinism", [first, shuffled]).verdict is Verdict.HELD
 
 
 def test_a_shard_may_move_to_another_worker() -> None:
-    """Another worker may compute a shard, depending on which one was free."""
+    """A shard may be computed by another worker in the second run."""
     first, second = pair()
     moved = altered(second, Shard, {"step": 1, "shard": 4}, rank=0)
     assert traces.judge("determinism", [first, moved]).verdict is Verdict.HELD
 
 
 def test_a_nan_repeats() -> None:
-    """Two runs that halt at the same NaN are the same run."""
+    """Two runs that halt at the same NaN are equal."""
     fault = Fault(kind="non_finite_loss", step=1, rank=1, value="nan")
     finding = traces.judge("determinism", traces.family("determinism", scenario(faults=(fault,))))
     assert finding.verdict is Verdict.HELD
@@ -132,7 +132,7 @@ def test_one_run_repeats_nothing() -> None:
 
 
 def test_without_the_promise_nothing_is_said() -> None:
-    """A trainer that promises rounding is no alarm here; parity judges it."""
+    """A trainer that promises rounding only is not judged here, but by parity."""
     runs = [traces.run(scenario(system="textbook", world_size=n)) for n in (1, 3)]
     finding = traces.judge("worker_count", runs)
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -140,7 +140,7 @@ def test_without_the_promise_nothing_is_said() -> None:
 
 
 def test_the_devices_that_served_are_named() -> None:
-    """A service's scenario says cpu, whatever its workers compute on."""
+    """Reasons name the devices that computed, since a service's scenario always says cpu."""
     run = traces.run(scenario(world_size=2))
     served = Attempt(backend="wgpu", served=True, device="a GPU")
     ledger = replace(run, promises=(), events=(served, *run.events))
@@ -151,7 +151,7 @@ def test_the_devices_that_served_are_named() -> None:
 @pytest.mark.parametrize("silent", [0, 1])
 @pytest.mark.parametrize("part", ["gradient", "weights", "buffers"])
 def test_what_one_run_did_not_record(part: str, silent: int) -> None:
-    """A part that only one run reveals is missing, not different."""
+    """A part that only one run recorded is missing, not different."""
     runs = list(pair())
     runs[silent] = altered(runs[silent], Update, {}, **{part: {}})
     finding = traces.judge("determinism", runs)
@@ -165,7 +165,7 @@ def test_what_one_run_did_not_record(part: str, silent: int) -> None:
 @pytest.mark.parametrize("silent", [0, 1])
 @pytest.mark.parametrize("part", ["optimizer", "buffers"])
 def test_state_that_is_gone(part: str, silent: int) -> None:
-    """State that a run holds after some steps and not after others was lost."""
+    """State recorded after some steps of a run and not after others was lost."""
     subject = scenario(optimizer="momentum")
     runs = list(traces.family("determinism", subject))
     runs[silent] = altered(runs[silent], Update, {"step": 4}, **{part: {}})
@@ -175,7 +175,7 @@ def test_state_that_is_gone(part: str, silent: int) -> None:
 
 
 def test_shards_that_one_run_did_not_record() -> None:
-    """Samples of one step, or the gradients of all shards, that one run only reveals."""
+    """Samples of a step, or gradients of all shards, that only one run recorded are missing."""
     first, second = pair()
     finding = traces.judge("determinism", [first, without(second, Shard, step=3)])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -189,7 +189,7 @@ def test_shards_that_one_run_did_not_record() -> None:
 
 
 def test_two_runs_that_recorded_no_weights() -> None:
-    """Equal losses alone are not the same bits; without steps there are not even those."""
+    """Equal losses without weights are inconclusive, and so are runs without steps."""
     bare = [altered(one, Update, {}, weights={}) for one in pair()]
     for found, missing in (
         (bare, "neither run recorded the weights of step 0: record Update.weights in both"),

@@ -1,4 +1,4 @@
-"""Steps that a trainer of one's own skipped: what is held of them, and what is not."""
+"""Steps that a user's trainer skipped, as the checks judge them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STRIKE = Injected(fault=NAN.to_dict(), step=STEP, rank=1, shard=1)
 
 
 def own(trace: Trace, **changes: Any) -> Trace:
-    """`trace` as one of somebody's own trainer, which has skipped no step."""
+    """Return `trace` as a user's own trainer's, which has skipped no step."""
     told = {"system": "command", "workload": "own", **changes}
     made = replace(trace, scenario=trace.scenario.with_(**told), promises=())
     return traces.was(made, clipping="other")
 
 
 def skipping(trace: Trace, ranks: Collection[int] = (0, 1, 2), step: int = STEP) -> Trace:
-    """`trace` with a step in which these ranks hold what they held before it; and no gradient."""
+    """Return `trace` with a step that these ranks skipped, with unchanged state and no gradient."""
     for rank in ranks:
         before = one(trace, Update, step=step - 1, rank=rank)
         kept = {"weights": before.weights, "optimizer": before.optimizer, "gradient": {}}
@@ -37,7 +37,7 @@ def skipping(trace: Trace, ranks: Collection[int] = (0, 1, 2), step: int = STEP)
 
 
 def struck(trace: Trace) -> Trace:
-    """`trace` with a NaN in the gradient of `STEP`."""
+    """Return `trace` with a NaN in the gradient of `STEP`."""
     return replace(trace, events=(STRIKE, *trace.events))
 
 
@@ -45,7 +45,7 @@ CALM = traces.run(scenario(optimizer="adamw"))
 
 
 def test_a_step_that_all_ranks_skip() -> None:
-    """Is no application of what is not finite; a note says which it was."""
+    """A step skipped by all ranks holds despite its NaN, and a note names it."""
     finding = traces.judge("finiteness", [struck(skipping(own(CALM)))])
     assert finding.verdict is Verdict.HELD
     (note,) = finding.notes
@@ -55,14 +55,14 @@ def test_a_step_that_all_ranks_skip() -> None:
 
 @pytest.mark.parametrize("ranks", [(0, 2), (1,), ()])
 def test_a_step_that_some_ranks_skip(ranks: tuple[int, ...]) -> None:
-    """Is made by the others, with what is not finite."""
+    """If only some ranks skip a step, the others applied the NaN."""
     finding = traces.judge("finiteness", [struck(skipping(own(CALM), ranks))])
     assert "updated in step 2 after a non-finite value" in broken(finding).message
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer"])
 def test_a_skipped_step_that_moves_something(part: str) -> None:
-    """A weight, or what the optimizer keeps, of one rank."""
+    """A rank that changed a weight or optimizer state did not skip the step."""
     after = {part: getattr(one(CALM, Update, step=STEP, rank=2), part)}
     moved = altered(skipping(own(CALM)), Update, {"step": STEP, "rank": 2}, **after)
     finding = traces.judge("finiteness", [struck(moved)])
@@ -71,13 +71,13 @@ def test_a_skipped_step_that_moves_something(part: str) -> None:
 
 
 def test_the_harness_own_trainers_halt() -> None:
-    """A step that they skip is no halt."""
+    """The harness's own trainers must halt instead of skipping."""
     finding = traces.judge("finiteness", [struck(skipping(CALM))])
     assert "updated in step 2 after a non-finite value" in broken(finding).message
 
 
 def test_another_value_after_a_skipped_step() -> None:
-    """One step that was skipped excuses no other."""
+    """A skipped step does not excuse a NaN in another one."""
     later = replace(STRIKE, step=STEP + 1, fault={**NAN.to_dict(), "step": STEP + 1})
     trace = struck(skipping(own(CALM)))
     finding = traces.judge("finiteness", [replace(trace, events=(later, *trace.events))])
@@ -86,7 +86,7 @@ def test_another_value_after_a_skipped_step() -> None:
 
 @pytest.mark.parametrize(("step", "detail"), [(1, "values"), (3, "values"), (1, "digests")])
 def test_a_step_that_one_run_skips(step: int, detail: str) -> None:
-    """After a skipped step the trainings differ: they are compared up to it, or not at all."""
+    """If only one run skips a step, they are compared up to that step, or not at all."""
     several = own(traces.run(scenario(detail=detail)))
     alone = own(traces.run(scenario(world_size=1, detail=detail)))
     for who, both in (
@@ -104,7 +104,7 @@ def test_a_step_that_one_run_skips(step: int, detail: str) -> None:
 
 
 def test_a_run_of_skipped_steps_alone() -> None:
-    """Was not compared, nor recomputed."""
+    """A run of skipped steps only is neither compared nor recomputed."""
     sgd = own(traces.run(scenario(num_steps=2)))
     start = {"weights": one(CALM, Update, step=0, rank=0).weights, "gradient": {}, "optimizer": {}}
     still = altered(sgd, Update, {}, **start)

@@ -1,4 +1,4 @@
-"""State of several ranks: sharded, lost, or recorded by some of them only."""
+"""Optimizer state that is sharded, lost, or recorded by some ranks only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BAD = values(1.0, 2.0)
 
 
 def sharing(*held: Tensors) -> Trace:
-    """One step after which each rank holds this optimizer state."""
+    """Return a run of one step after which each rank holds this optimizer state."""
     subject = scenario(world_size=len(held), optimizer="momentum")
     weights = {"w": values(1.0)}
     updates = [updated(0, rank, weights, tensors) for rank, tensors in enumerate(held)]
@@ -35,7 +35,7 @@ A, B, C, D = ({name: values(1.0)} for name in "abcd")
     ],
 )
 def test_sharded_optimizer_state(held: tuple[Tensors, ...]) -> None:
-    """ZeRO-1: each rank keeps the state of its own tensors; what two hold is compared."""
+    """With ZeRO-1, each rank keeps its own tensors' state, and shared tensors are compared."""
     finding = traces.judge("replica_identity", [sharing(*held)])
     assert finding.verdict is Verdict.HELD
     assert finding.notes == (
@@ -54,14 +54,14 @@ def test_sharded_optimizer_state(held: tuple[Tensors, ...]) -> None:
     ],
 )
 def test_sharding_excuses_no_loss(held: tuple[Tensors, ...], rank: int, tensor: str) -> None:
-    """A loss is found if all other ranks hold the tensor, or two hold it differently."""
+    """A tensor that one rank lacks and all others hold was lost; two that differ are found."""
     found = broken(traces.judge("replica_identity", [sharing(*held)]))
     assert (found.rank, found.tensor) == (rank, tensor)
 
 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
 def test_what_one_rank_never_recorded(part: str) -> None:
-    """State that only some ranks record is missing, not different, in both clauses."""
+    """State that only some ranks record is missing, not different, for both clauses."""
     trace = altered(traces.run(SUBJECT), Update, {"rank": 1}, **{part: {}})
     for check in ("replica_identity", "optimizer_state"):
         finding = traces.judge(check, [trace])
@@ -74,7 +74,7 @@ def test_what_one_rank_never_recorded(part: str) -> None:
 
 @pytest.mark.parametrize("check", ["replica_identity", "optimizer_state"])
 def test_a_first_step_that_was_skipped(check: str) -> None:
-    """State that a rank has after other steps, and not after its first, was not made in it."""
+    """State recorded after other steps, but not after a rank's first, was not made in it."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 0, "rank": 1}, optimizer={})
     found = broken(traces.judge(check, [trace]))
     assert (found.step, found.rank) == (0, 1)
@@ -82,7 +82,7 @@ def test_a_first_step_that_was_skipped(check: str) -> None:
 
 @pytest.mark.parametrize("part", ["weights", "buffers", "optimizer"])
 def test_a_blind_rank_hides_no_other(part: str) -> None:
-    """Two of three ranks differ; that the third recorded no weights changes nothing."""
+    """Two ranks that differ are found, even if the third recorded no weights."""
     trace = altered(traces.run(SUBJECT), Update, {"rank": 2}, weights={})
     tensors = getattr(one(trace, Update, step=3, rank=1), part)
     bad = traces.swapped(tensors, next(iter(tensors)), BAD)
@@ -92,7 +92,7 @@ def test_a_blind_rank_hides_no_other(part: str) -> None:
 
 
 def test_ranks_that_lack_the_same_are_told_together() -> None:
-    """One reason for all of them, with the first step."""
+    """Ranks with the same gap share one reason, with the first step."""
     trace = altered(traces.run(SUBJECT), Update, {"rank": 1}, weights={})
     finding = traces.judge("replica_identity", [altered(trace, Update, {"rank": 2}, weights={})])
     assert finding.reason == (
@@ -101,7 +101,7 @@ def test_ranks_that_lack_the_same_are_told_together() -> None:
 
 
 def test_state_that_no_rank_has_after_some_step() -> None:
-    """Buffers recorded after other steps are due after each."""
+    """Buffers recorded after some steps must be recorded after every step."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 4}, buffers={})
     finding = traces.judge("replica_identity", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE

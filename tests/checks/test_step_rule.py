@@ -1,4 +1,4 @@
-"""F-TI-008 on hand-broken traces."""
+"""F-TI-008 on traces broken by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUBJECT = scenario(detail="values", clip_norm=0.05, schedule="cosine", warmup_st
 
 
 def changed(**changes: Any) -> Trace:
-    """SUBJECT's run with `changes` in rank 1's update of step 3."""
+    """Return SUBJECT's run with `changes` in rank 1's update of step 3."""
     return altered(traces.run(SUBJECT), Update, {"step": 3, "rank": 1}, **changes)
 
 
@@ -36,7 +36,7 @@ def changed(**changes: Any) -> Trace:
     ],
 )
 def test_a_number_that_is_off(changes: dict[str, float], message: str) -> None:
-    """Rate, norm and clipped norm are each recomputed, and the step and rank named."""
+    """A wrong rate, norm or clipped norm is found, with step and rank."""
     found = broken(traces.judge("step_rule", [changed(**changes)]))
     assert (found.step, found.rank) == (3, 1)
     assert message in found.message
@@ -46,7 +46,7 @@ def test_a_number_that_is_off(changes: dict[str, float], message: str) -> None:
 @pytest.mark.parametrize("name", ["hidden1.bias", "hidden2.bias"])
 @pytest.mark.parametrize("off", [1.0, -1e-3, math.nan, math.inf])
 def test_an_update_that_is_not_sgds(name: str, off: float) -> None:
-    """One element that went elsewhere is named."""
+    """An element that did not move by SGD's formula is named."""
     weights = traces.one(traces.run(SUBJECT), Update, step=3).weights
     value = weights[name].values()
     assert value is not None
@@ -58,7 +58,7 @@ def test_an_update_that_is_not_sgds(name: str, off: float) -> None:
 
 
 def test_clipping_by_half() -> None:
-    """An update half as long as the clipped gradient asks for is found."""
+    """An update half as long as the clipped gradient's is found."""
     trace = traces.run(SUBJECT)
     start = traces.one(trace, Start, rank=0)
     after = traces.one(trace, Update, step=0, rank=0)
@@ -84,9 +84,7 @@ def test_clipping_by_half() -> None:
     ],
 )
 def test_what_is_unknown_is_missing(changes: dict[str, Any]) -> None:
-    """Values that one update does not reveal, or that are not finite, are no alarm here, and the
-    others excuse nothing.
-    """
+    """An update with unrecorded or non-finite values is missing, not falsified."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 5, "rank": 1}, **changes)
     finding = traces.judge("step_rule", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -96,7 +94,7 @@ def test_what_is_unknown_is_missing(changes: dict[str, Any]) -> None:
 
 
 def digests(tensors: Tensors, *names: str) -> Tensors:
-    """`tensors`, those of `names` (all, without any) as digests alone."""
+    """Return `tensors` with those of `names` (by default all) as digests only."""
     bare = names or tuple(tensors)
     return {n: TensorRecord(r.digest) if n in bare else r for n, r in tensors.items()}
 
@@ -125,7 +123,7 @@ def digests(tensors: Tensors, *names: str) -> Tensors:
 def test_one_comparison_excuses_no_gap(
     declared: bool, bare: Callable[[Any], Event], reason: str
 ) -> None:
-    """A rank, a step or a tensor that can't be recomputed is named, whatever else could be."""
+    """A rank, step or tensor that can't be recomputed is named, even if others can."""
     trace = traces.run(SUBJECT)
     if not declared:
         trace = altered(trace, Start, {}, trainable=())
@@ -136,7 +134,7 @@ def test_one_comparison_excuses_no_gap(
 
 
 def test_a_tensor_that_moved_without_a_gradient() -> None:
-    """A tensor that moved has to be recomputed, whether or not its gradient was recorded."""
+    """A tensor that changed must be recomputed, even if its gradient was not recorded."""
     calm = traces.run(SUBJECT.with_(clip_norm=None))
     update = one(calm, Update, step=4, rank=2)
     fewer = {name: record for name, record in update.gradient.items() if name != "output.bias"}
@@ -149,7 +147,7 @@ def test_a_tensor_that_moved_without_a_gradient() -> None:
 
 
 def test_a_tensor_that_rests_needs_no_gradient() -> None:
-    """A tensor without a gradient that did not move counts as recomputed."""
+    """An unchanged tensor without a gradient counts as recomputed."""
     weights, moved = {"w": traces.values(1.0), "e": traces.values(2.0)}, traces.values(0.5)
     update = Update(
         step=0,
@@ -170,7 +168,7 @@ def test_a_tensor_that_rests_needs_no_gradient() -> None:
 
 
 def test_a_gap_hides_no_rank() -> None:
-    """A rank that moved elsewhere is found beside one that recorded no values."""
+    """A rank with a wrong update is found, even if another recorded no values."""
     wrong = traces.values(9.0, 9.0, 9.0)
     trace = changed(weights=traces.swapped(one(traces.run(SUBJECT), Update).weights, "x", wrong))
     bare = altered(trace, Start, {"rank": 0}, weights={})
@@ -179,7 +177,7 @@ def test_a_gap_hides_no_rank() -> None:
 
 @pytest.mark.parametrize("norm", ["grad_norm", "applied_norm"])
 def test_clipping_without_norms_is_unknown(norm: str) -> None:
-    """Where the scenario clips, both norms are needed."""
+    """With clipping in the scenario both norms must be recorded."""
     trace = altered(traces.run(SUBJECT), Update, {"step": 5, "rank": 1}, **{norm: None})
     finding = traces.judge("step_rule", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
@@ -188,7 +186,7 @@ def test_clipping_without_norms_is_unknown(norm: str) -> None:
 
 
 def test_no_clipping_needs_no_norms() -> None:
-    """Where the scenario does not clip, steps are recomputed without norms; bugs still show."""
+    """Without clipping, steps are recomputed without norms, and bugs are still found."""
     calm = traces.run(SUBJECT.with_(clip_norm=None))
     trace = altered(calm, Update, {}, grad_norm=None, applied_norm=None)
     finding = traces.judge("step_rule", [trace])
@@ -201,7 +199,7 @@ def test_no_clipping_needs_no_norms() -> None:
 
 
 def test_clipping_to_a_norm_that_nobody_told() -> None:
-    """A trainer that records its gradient before clipping may shorten it, never lengthen it."""
+    """A trainer that clips to an unknown norm may shorten its gradient, but not lengthen it."""
     clipped = traces.run(SUBJECT)
     own = replace(clipped, scenario=clipped.scenario.with_(clip_norm=None))
     trace = traces.was(own, clipping="other")
@@ -235,7 +233,7 @@ def test_clipping_to_a_norm_that_nobody_told() -> None:
 def test_the_fact_that_is_missing_is_named(
     subject: dict[str, Any], kind: type[Event], changes: dict[str, Any] | None, missing: str
 ) -> None:
-    """Why a step could not be recomputed, and what to record."""
+    """The reason says why a step could not be recomputed, and what to record."""
     trace = traces.run(SUBJECT.with_(clip_norm=None, **subject))
     bare = without(trace, kind) if changes is None else altered(trace, kind, {}, **changes)
     finding = traces.judge("step_rule", [bare])
@@ -245,14 +243,14 @@ def test_the_fact_that_is_missing_is_named(
 
 
 def test_a_step_that_nobody_can_recompute_is_unknown() -> None:
-    """Digests alone say nothing of how the weights moved."""
+    """A step recorded as digests only is inconclusive."""
     finding = traces.judge("step_rule", [traces.run(SUBJECT.with_(detail="digests"))])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "can't be recomputed" in finding.reason
 
 
 def test_a_small_error_of_the_rate_is_seen() -> None:
-    """A step made with 1.00005 times the rate that was recorded is no rounding."""
+    """A step made with 1.00005 times the recorded rate is found."""
     calm = traces.run(SUBJECT.with_(clip_norm=None))
     update = one(calm, Update, step=2, rank=1)
     trace = altered(
@@ -287,7 +285,7 @@ def test_other_right_rules_hold(changes: dict[str, Any]) -> None:
     step=st.integers(0, 11),
 )
 def test_two_closed_forms_agree(kind: str, warmup_steps: int, num_steps: int, step: int) -> None:
-    """The check's schedule and the trainer's, written apart, are the same function."""
+    """The check's schedule and the trainer's, written independently, are the same function."""
     subject = scenario(
         schedule=kind, warmup_steps=warmup_steps, num_steps=num_steps, learning_rate=0.5
     )

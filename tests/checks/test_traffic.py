@@ -1,4 +1,4 @@
-"""How many bytes each rank has to send, by hand and by what the exchanges say of themselves."""
+"""The bytes that each rank must send, by hand and by the trainers' own block and node counts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.checks import traces
 
 
 def subject(system: str, **changes: object) -> Scenario:
-    """One step: vectors of 10 elements, in three blocks of 12, 12 and 16 bytes."""
+    """Return a run of one step: vectors of 10 elements, in blocks of 12, 12 and 16 bytes."""
     usual = {"workload": "vectors", "world_size": 3, "num_shards": 4, "num_steps": 1, "width": 10}
     options = {"options": {"block_bytes": 16}}
     return traces.scenario(system=system, **{**usual, **options, **changes})
 
 
 def expected(system: str, ranks: tuple[int, ...] = (0, 0, 1, 2)) -> traffic.Bytes | None:
-    """Where `ranks` computed a shard each: rank 0 two, which are one node."""
+    """Return the expected bytes if `ranks` computed a shard each."""
     shards = [
         Shard(
             step=0, epoch=0, rank=rank, shard=shard, ids=(), loss_sum=0.0, weight=1.0, finite=True
@@ -32,7 +32,7 @@ def expected(system: str, ranks: tuple[int, ...] = (0, 0, 1, 2)) -> traffic.Byte
 
 
 def test_around_a_ring() -> None:
-    """Rank 0 owns the first 12 bytes: their sum is not sent by it, nor is its average by rank 2."""
+    """Rank 0 owns the first 12 bytes: it does not send their sum, nor does rank 2 their average."""
     assert expected("ring") == {
         (0, "worker", "sent"): 80 - 12 - 12,
         (0, "worker", "got"): 80 - 12 - 16,
@@ -45,7 +45,7 @@ def test_around_a_ring() -> None:
 
 
 def test_in_a_mesh() -> None:
-    """One node each: to the owners of what is not its own, and its own average to two others."""
+    """Each rank sends a node of each other block to its owner, and its average to two ranks."""
     assert expected("mesh_simulated") == {
         (0, "worker", "sent"): 28 + 2 * 12,
         (0, "worker", "got"): 2 * 12 + 28,
@@ -58,7 +58,7 @@ def test_in_a_mesh() -> None:
 
 
 def test_more_nodes_than_workers() -> None:
-    """Rank 0 has shards 0 and 2, which are no node: it sends both, and everyone gets more."""
+    """Shards 0 and 2 of rank 0 are no common node, so it sends both."""
     found = expected("mesh", (0, 1, 0, 2))
     assert found is not None
     assert found[0, "worker", "sent"] == 2 * 28 + 2 * 12
@@ -66,7 +66,7 @@ def test_more_nodes_than_workers() -> None:
 
 
 def test_what_can_not_be_counted() -> None:
-    """A shard that nobody computed, or blocks of a size that is not told."""
+    """None is returned for a shard of no rank, or without the blocks' size."""
     assert expected("mesh", (0, 1, 2)) is None
     bare = subject("ring", options={})
     assert traffic.expected_bytes(traces.hand_written(subject=bare)) is None
@@ -90,7 +90,7 @@ NOTHING = {
 
 @given(st.integers(2, 8), st.integers(1, 500), st.integers(4, 600))
 def test_a_ring_sends_what_the_formula_says(world_size: int, length: int, block_bytes: int) -> None:
-    """2 (N - 1) times the vector, all together, in whatever blocks; all that is sent is got."""
+    """All ranks together send and get 2 (N - 1) times the vector, in any blocks."""
     sizes = traffic.block_bytes(subject("ring", width=length, options={"block_bytes": block_bytes}))
     assert sizes is not None
     found = traffic._ring(sizes, [1] * world_size)
@@ -101,7 +101,7 @@ def test_a_ring_sends_what_the_formula_says(world_size: int, length: int, block_
 
 @given(st.integers(1, 500), st.integers(4, 600))
 def test_blocks_are_cut_as_the_trainers_cut_them(length: int, block_bytes: int) -> None:
-    """Two counts of one thing."""
+    """The check's sizes of blocks equal the trainers'."""
     sizes = traffic.block_bytes(subject("ring", width=length, options={"block_bytes": block_bytes}))
     assert sizes is not None
     cut = blocks.Blocks(length, len(sizes))
@@ -111,7 +111,7 @@ def test_blocks_are_cut_as_the_trainers_cut_them(length: int, block_bytes: int) 
 
 @given(st.integers(1, 40), st.data())
 def test_nodes_are_folded_as_the_trainers_fold_them(num_shards: int, data: st.DataObject) -> None:
-    """Any shards of any tree."""
+    """The check's number of nodes equals the trainers', for any shards of any tree."""
     held = data.draw(st.sets(st.integers(0, num_shards - 1), min_size=1))
     leaves = [reduction.Node(0, shard, blocks.vector_of(bytes(4)), 0.0, 0.0) for shard in held]
     assert traffic.num_nodes(held, num_shards) == len(reduction.fold(leaves, num_shards))
@@ -121,7 +121,7 @@ def test_nodes_are_folded_as_the_trainers_fold_them(num_shards: int, data: st.Da
     ("messages", "payload_bytes", "most"), [(0, 0, 0), (1, 4, 304), (3, 2**23 + 4, 3 * 304 + 96)]
 )
 def test_what_may_come_beside_payloads(messages: int, payload_bytes: int, most: int) -> None:
-    """A header for each message, and a prefix for each frame."""
+    """Each message may have a header, and each frame a prefix."""
     one = Traffic(
         rank=0,
         peer="worker",

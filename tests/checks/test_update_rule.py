@@ -1,4 +1,4 @@
-"""The formulas of the step rule against torch.optim, and what can't be known."""
+"""The formulas of the step rule against torch.optim, and the steps they can't recompute."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ NUM_STEPS, RATE, DECAY, CLIP = 6, 0.05, 0.1, 0.5
 
 
 def record(tensor: torch.Tensor | None) -> Tensors:
-    """A tensor called `w`, with its values."""
+    """Return a tensor called `w`, with its values."""
     assert tensor is not None
     return {"w": record_tensor(tensor.detach().numpy().copy(), values=True)}
 
 
 def update(step: int, weights: Tensors, gradient: Tensors, **changes: Any) -> Update:
-    """An update clipped to half its norm, unless `changes` say otherwise."""
+    """Return an update clipped to half its norm, unless `changes` say otherwise."""
     usual: Mapping[str, Any] = {
         "step": step,
         "rank": 0,
@@ -49,19 +49,19 @@ def rule(
     decayed: Any = ("w",),
     clip_norm: float | None = CLIP,
 ) -> Rule:
-    """The rule of a rank that starts with `weights` before `step`."""
+    """Return the rule of a rank that starts with `weights` before `step`."""
     start = Start(step=step, rank=0, weights=weights, decayed=decayed)
     subject = scenario(optimizer=optimizer, weight_decay=DECAY, clip_norm=clip_norm)
     return update_rule.after({}, start, hand_written(subject=subject))
 
 
 def trace_of(followed: Rule) -> Trace:
-    """An empty trace of the run in which the rule holds."""
+    """Return an empty trace of the rule's run."""
     return hand_written(subject=followed.scenario)
 
 
 def trained(optimizer: str) -> tuple[Tensors, list[Update]]:
-    """The initial weights and the updates of torch's own optimizer on random gradients."""
+    """Return the initial weights and the updates of torch's optimizer on random gradients."""
     weight = torch.linspace(-1, 1, 7, dtype=torch.float64).requires_grad_()
     kinds: Mapping[str, Callable[[], torch.optim.Optimizer]] = {
         "sgd": lambda: torch.optim.SGD([weight], lr=RATE, weight_decay=DECAY),
@@ -80,7 +80,7 @@ def trained(optimizer: str) -> tuple[Tensors, list[Update]]:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adamw"])
 def test_the_formulas_are_torchs(optimizer: str) -> None:
-    """In float64 nothing but rounding lies between the two, step after step."""
+    """In float64 the two differ by rounding only, step after step."""
     initial, updates = trained(optimizer)
     followed = rule(optimizer, initial)
     for one in updates:
@@ -93,8 +93,8 @@ def test_the_formulas_are_torchs(optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 def test_a_step_without_a_gradient(optimizer: str) -> None:
-    """Is none of that tensor's: torch passes it over, and its moments are as many steps old. Its
-    own rate is what it moves by.
+    """A tensor without a gradient skips the step, as in torch: its moments count fewer steps. Its
+    own rate applies.
     """
     kind = torch.optim.AdamW if optimizer == "adamw" else torch.optim.SGD
     more: dict[str, Any] = {} if optimizer == "adamw" else {"momentum": 0.9}
@@ -137,7 +137,7 @@ def test_a_resume_keeps_the_moments() -> None:
 
 
 def test_who_joins_has_the_moments_of_the_others() -> None:
-    """As they were before the step it joins in; of those that are elsewhere, none."""
+    """A rank that joins gets the moments of another rank at that step, if one is there."""
     initial, updates = trained("momentum")
     there = rule("momentum", initial)
     list(there.step(updates[0]))
@@ -153,7 +153,7 @@ def test_who_joins_has_the_moments_of_the_others() -> None:
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_who_goes_back_has_the_moments_of_then(saved: bool) -> None:
-    """If a checkpoint was written there; twice, if need be."""
+    """A rank that resumes from a checkpoint gets the moments of then, even twice."""
     initial, updates = trained("adamw")
     followed = rule("adamw", initial)
     for step in (0, 1, 2, 3):
@@ -184,7 +184,7 @@ def test_who_goes_back_has_the_moments_of_then(saved: bool) -> None:
     ],
 )
 def test_what_was_not_recorded(changes: dict[str, Any]) -> None:
-    """Without gradient, norms or weights there is nothing to expect, and no moments after it."""
+    """Without gradient, norms or weights nothing is expected, and the moments become unknown."""
     initial, updates = trained("momentum")
     followed = rule("momentum", initial)
     assert not list(
@@ -209,7 +209,7 @@ def test_no_clipping_needs_no_norms() -> None:
 
 
 def test_decay_that_was_not_declared() -> None:
-    """The trainer has to declare which tensors decay; until it does, nothing is expected."""
+    """Nothing is expected until the trainer declares which tensors decay."""
     initial, updates = trained("sgd")
     assert not list(rule("sgd", initial, decayed=None).step(updates[0]))
     (_, plain), (_, decayed) = (
@@ -229,7 +229,7 @@ def test_decay_that_was_not_declared() -> None:
     ],
 )
 def test_declared_constants_are_used(constants: dict[str, Any]) -> None:
-    """A trainer of one's own with other constants holds once it declares them, and only then."""
+    """A user's trainer with other constants holds only if it declares them."""
     trace = _trained(constants)
     traits = {"decay": "coupled"} if "weight_decay" in constants else constants
     declared = traces.was(trace, **traits)
@@ -238,7 +238,7 @@ def test_declared_constants_are_used(constants: dict[str, Any]) -> None:
 
 
 def test_a_schedule_of_ones_own() -> None:
-    """An unknown schedule is missing evidence, the known part of the rule is judged."""
+    """An unknown schedule is missing, and the rest of the rule is judged."""
     trace = _trained({"momentum": 0.9})
     subject = replace(trace, scenario=trace.scenario.with_(schedule="linear"))
     finding = traces.judge("step_rule", [traces.was(subject, schedule="other")])
@@ -248,7 +248,7 @@ def test_a_schedule_of_ones_own() -> None:
 
 
 def _trained(constants: dict[str, Any]) -> Trace:
-    """Five steps of torch.optim with `constants` on random gradients, as a trace."""
+    """Return a trace of five steps of torch.optim with `constants` on random gradients."""
     adam = "betas" in constants
     weight = torch.nn.Parameter(torch.linspace(-1, 1, 7))
     decay = constants.get("weight_decay", 0.0)

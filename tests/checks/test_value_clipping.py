@@ -1,4 +1,4 @@
-"""The limit that gradients were clipped at, element by element."""
+"""The limit to which gradients were clipped, element by element."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.checks import traces
     ids=["two at it", "one, at a short number", "one, at any number", "zeros", "infinite"],
 )
 def test_the_largest_size_is_a_limit(numbers: tuple[float, ...], limit: float | None) -> None:
-    """Where several elements have it, or a person would write it."""
+    """It is a limit if several elements have it, or if it has few digits."""
     update = traces.one(traces.run(traces.scenario(num_steps=1)), Update, step=0, rank=0)
     trace = traces.hand_written(replace(update, gradient={"w": traces.values(*numbers)}))
     assert value_clipping.limit(trace) == pytest.approx(limit)

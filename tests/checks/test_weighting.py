@@ -1,4 +1,4 @@
-"""F-TI-001 on hand-broken traces."""
+"""F-TI-001 on traces broken by hand."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SUBJECT = scenario(detail="values")
 
 
 def mean_of_means(trace: Trace, step: int) -> float:
-    """The mean over shards of their mean losses, as a careless loop would report."""
+    """Return the mean of the shards' mean losses, a typical bug."""
     means = [(s.loss_sum or 0.0) / s.weight for s in trace.of(Shard) if s.step == step and s.weight]
     return sum(means) / len(means)
 
 
 def test_a_mean_of_means_is_found() -> None:
-    """Over unequal shards the mean of means is another number."""
+    """With unequal shards a mean of means is found."""
     trace = traces.run(scenario(num_shards=3))
     wrong = mean_of_means(trace, 1)
     changed = altered(trace, Update, {"step": 1, "rank": 2}, loss=wrong)
@@ -32,7 +32,7 @@ def test_a_mean_of_means_is_found() -> None:
 
 
 def test_a_weight_that_is_not_the_shards() -> None:
-    """A rank that counts its own samples only is found."""
+    """A rank that counts only its own samples is found."""
     changed = altered(traces.run(SUBJECT), Update, {"step": 2, "rank": 1}, weight=1.0)
     found = broken(traces.judge("weighting", [changed]))
     assert (found.step, found.rank, found.expected, found.got) == (2, 1, "2.0", "1.0")
@@ -40,7 +40,7 @@ def test_a_weight_that_is_not_the_shards() -> None:
 
 @pytest.mark.parametrize("step", [0, 2])
 def test_gradients_are_the_single_devices(step: int) -> None:
-    """A gradient weighted otherwise than the loss is found in its step, also in a short batch."""
+    """A gradient weighted unlike the loss is found in its step, also in a short batch."""
     own, *others = traces.family("weighting", SUBJECT)
     right = traces.one(own, Update, step=step).gradient
     gradient = traces.swapped(right, "hidden1.bias", traces.values(1, 2, 3))
@@ -50,34 +50,34 @@ def test_gradients_are_the_single_devices(step: int) -> None:
 
 
 def test_tokens_are_weighted() -> None:
-    """A language model's lines differ in length; its mean is over tokens."""
+    """A language model's loss is a mean over tokens, since its lines differ in length."""
     subject = scenario(workload="decoder", num_samples=5, num_steps=1, detail="values")
     finding = traces.judge("weighting", traces.family("weighting", subject))
     assert finding.verdict is Verdict.HELD
 
 
 def test_a_loss_that_overflowed_is_left_to_finiteness() -> None:
-    """The mean of a NaN is no mean."""
+    """A non-finite loss is judged by F-DP-003, not here."""
     trace = altered(traces.run(SUBJECT), Shard, {"step": 3, "shard": 0}, loss_sum=math.nan)
     assert traces.judge("weighting", [trace]).verdict is Verdict.INCONCLUSIVE
 
 
 def test_without_an_oracle_the_gradient_is_unknown() -> None:
-    """Losses alone do not show how gradients were weighted."""
+    """Losses alone don't show the weighting of gradients."""
     finding = traces.judge("weighting", [traces.run(SUBJECT)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "the gradient's weighting is unknown" in finding.reason
 
 
 def test_without_shards_nothing_is_known() -> None:
-    """A trainer that reveals no shard losses is inconclusive."""
+    """A trainer without recorded shard losses is inconclusive."""
     trace = traces.run(SUBJECT)
     bare = replace(trace, events=tuple(e for e in trace.events if not isinstance(e, Shard)))
     assert traces.judge("weighting", [bare]).verdict is Verdict.INCONCLUSIVE
 
 
 def test_what_was_not_recorded() -> None:
-    """Values, steps, weights and shards that are missing are each named, and nothing is blamed."""
+    """Missing values, steps, weights and shards are each named, and nothing is falsified."""
     own, *others = traces.family("weighting", SUBJECT)
     bare = [replace(one, events=tuple(map(_digests, one.events))) for one in (own, *others)]
     for found, missing in (
@@ -95,8 +95,8 @@ def test_what_was_not_recorded() -> None:
 
 
 def test_one_comparison_excuses_no_gap() -> None:
-    """A rank without a gradient, a run without any, or the shards of one step, beside all that
-    could be compared.
+    """One rank without a gradient, a run without any, or one step without shards is missing, even
+    if all else was compared.
     """
     own, one = traces.family("weighting", SUBJECT)[0], traces.run(SUBJECT.with_(world_size=1))
     oracle = traces.family("weighting", SUBJECT)[-1]
@@ -113,7 +113,7 @@ def test_one_comparison_excuses_no_gap() -> None:
 
 
 def test_a_gradient_of_samples_without_names_counts() -> None:
-    """A shard whose ids are unknown is part of the sum all the same: nothing is blamed."""
+    """A shard without sample ids still counts in the sum."""
     own, *others = traces.family("weighting", SUBJECT)
     unnamed = altered(own, Shard, {"step": 1, "shard": 0}, ids=())
     finding = traces.judge("weighting", [unnamed, *others])

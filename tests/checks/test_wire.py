@@ -1,4 +1,4 @@
-"""F-WP-001 to F-WP-004: what the judges of the wire say to right, wrong and missing facts."""
+"""F-WP-001 to F-WP-004: the judges' findings on right, wrong and missing facts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_wrong(check: str, event: Event, place: str, said: str) -> None:
 
 @pytest.mark.parametrize("check", ["wire_round_trip", "wire_refusal", "wire_memory", "admission"])
 def test_the_real_wire_holds(check: str) -> None:
-    """On the probe's own plan, with every message and many a case; other seeds, other cases."""
+    """The probe's plan holds: every message, and many cases that differ by seed."""
     runs: list[Trace] = [traces.run(one) for one in CHECKS[check].plan(traces.clause(check))]
     finding = traces.judge(check, runs)
     assert finding.verdict is Verdict.HELD, finding.reason
@@ -81,7 +81,7 @@ def test_the_real_wire_holds(check: str) -> None:
 
 
 def test_strangers_come_to_a_training() -> None:
-    """One stranger of each kind comes, and none of them is let in."""
+    """One connection of each forbidden kind is refused."""
     (visited,) = [
         one for one in wire.plan_admission(traces.clause("admission")) if one.system != "wire"
     ]

@@ -1,4 +1,4 @@
-"""Traces to judge: real runs, and the same with one thing broken by hand."""
+"""Traces to judge: real runs, and copies with one thing broken by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOLERANCES = {"parity": 0.01, "recovery": 50.0}
 
 
 def scenario(**changes: Any) -> Scenario:
-    """Two epochs of 12 samples in batches of 5, 5, 2, on three workers with five shards."""
+    """Return a scenario of two epochs: 12 samples in batches of 5, 5, 2, on 3 workers, 5 shards."""
     usual: dict[str, Any] = {
         "system": "reference",
         "workload": "mlp",
@@ -44,20 +44,20 @@ def scenario(**changes: Any) -> Scenario:
 
 @cache
 def run(subject: Scenario) -> Trace:
-    """The trace of a run that did not fail."""
+    """Return the trace of a run that did not fail."""
     trace = systems.run(subject)
     assert trace.end.status != "failed", trace.end.reason
     return trace
 
 
 def family(check: str, subject: Scenario) -> list[Trace]:
-    """The traces on which `check` judges `subject`, its own first."""
+    """Return the traces on which `check` judges `subject`, with its own first."""
     runs = companions.of(CHECKS[check].needs, subject)
     return [run(member) for member in dict.fromkeys((subject, *runs))]
 
 
 def clause(check: str, tolerance: float | None = None) -> Invariant:
-    """A clause that `check` decides; without `tolerance`, the published one."""
+    """Return a clause that `check` decides; without `tolerance`, the published one."""
     return Invariant(
         id=CHECKS[check].id,
         name=check,
@@ -68,9 +68,7 @@ def clause(check: str, tolerance: float | None = None) -> Invariant:
 
 
 def judge(check: str, traces: Sequence[Trace], tolerance: float | None = None) -> Finding:
-    """The finding of `check` on the first of `traces` beside those that it needs, and on the rest
-    likewise.
-    """
+    """Return the finding on the first of `traces`, with the others as the runs it needs."""
     row, invariant = CHECKS[check], clause(check, tolerance)
     if not row.needs:
         return row.judge(invariant, several(traces))
@@ -86,24 +84,24 @@ def judge(check: str, traces: Sequence[Trace], tolerance: float | None = None) -
 
 
 def several(traces: Sequence[Trace]) -> Runs[Trace]:
-    """Runs of which each is judged by itself."""
+    """Return Runs in which each run is judged by itself."""
     return Runs(traces[0], {ALONE: tuple(traces[1:])}) if traces else Runs()
 
 
 def broken(finding: Finding) -> Counterexample:
-    """The counterexample of a falsified finding."""
+    """Return the counterexample of a falsified finding."""
     assert finding.verdict is Verdict.FALSIFIED, finding
     assert finding.counterexample is not None
     return finding.counterexample
 
 
 def one(trace: Trace, kind: type[E], **at: Any) -> E:
-    """The first event of `kind` whose fields are as in `at`."""
+    """Return the first event of `kind` whose fields equal `at`."""
     return next(event for event in trace.of(kind) if _matches(event, kind, at))
 
 
 def altered(trace: Trace, kind: type[Event], at: dict[str, Any], **changes: Any) -> Trace:
-    """`trace` with `changes` in each event of `kind` whose fields are as in `at`."""
+    """Return `trace` with `changes` in each event of `kind` whose fields equal `at`."""
     events = [
         replace(event, **changes) if _matches(event, kind, at) else event for event in trace.events
     ]
@@ -112,19 +110,19 @@ def altered(trace: Trace, kind: type[Event], at: dict[str, Any], **changes: Any)
 
 
 def without(trace: Trace, kind: type[Event], **at: Any) -> Trace:
-    """`trace` without the events of `kind` whose fields are as in `at`."""
+    """Return `trace` without the events of `kind` whose fields equal `at`."""
     events = tuple(event for event in trace.events if not _matches(event, kind, at))
     assert len(events) < len(trace.events), f"no {kind.kind} at {at}"
     return replace(trace, events=events)
 
 
 def failed(subject: Scenario) -> Trace:
-    """The trace of a run that crashed."""
+    """Return the trace of a run that crashed."""
     return replace(hand_written(subject=subject), events=(FAILED,))
 
 
 def hand_written(*events: Event, subject: Scenario | None = None) -> Trace:
-    """A completed trace of `events`."""
+    """Return a completed trace of `events`."""
     end = End(status="completed")
     subject = subject or scenario()
     traits = systems.traits_of(subject) if subject.system in systems.SYSTEMS else Traits()
@@ -134,27 +132,27 @@ def hand_written(*events: Event, subject: Scenario | None = None) -> Trace:
 
 
 def was(trace: Trace, **traits: Any) -> Trace:
-    """`trace` with other traits."""
+    """Return `trace` with other traits."""
     return replace(trace, traits=replace(trace.traits, **traits))
 
 
 def values(*numbers: float, dtype: str = "float32") -> TensorRecord:
-    """The record of a vector, with its values."""
+    """Return the record of a vector, with its values."""
     return record_tensor(np.array(numbers, dtype), values=True)
 
 
 def swapped(tensors: Tensors, name: str, record: TensorRecord) -> Tensors:
-    """`tensors` with another record under `name`."""
+    """Return `tensors` with another record under `name`."""
     return {**tensors, name: record}
 
 
 def leave(rank: int, step: int) -> Fault:
-    """Worker `rank` dies in `step`."""
+    """Return the fault that worker `rank` dies in `step`."""
     return Fault(kind="leave", rank=rank, step=step)
 
 
 def join(rank: int, step: int) -> Fault:
-    """Worker `rank` comes back before `step`."""
+    """Return the fault that worker `rank` comes back before `step`."""
     return Fault(kind="join", rank=rank, step=step)
 
 

@@ -1,4 +1,4 @@
-"""Rows written by hand: a mutant and a benign variant, and what a clause may find on them."""
+"""Handwritten rows: a mutant and a benign variant, with findings of clauses on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNKNOWN = inconclusive("F-DP-001", "the run crashed")
 
 
 def falsified(step: int | None = None, rank: int | None = None) -> Finding:
-    """A finding whose counterexample lies there."""
+    """Return a finding whose counterexample has this place."""
     found = Counterexample(message="broken", step=step, rank=rank)
     return Finding(
         invariant="F-DP-001",
@@ -37,5 +37,5 @@ def falsified(step: int | None = None, rank: int | None = None) -> Finding:
 
 
 def row(variant: Variant, finding: Finding, *, invariant: str = "F-DP-001") -> Row:
-    """`variant` as `invariant` judged it."""
+    """Return the row of `variant` judged by `invariant`."""
     return Row(variant=variant, invariant=invariant, finding=finding)

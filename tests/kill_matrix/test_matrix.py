@@ -1,4 +1,4 @@
-"""The matrix: every mutant dies where it was planted, every benign variant is left alone."""
+"""The matrix: every mutant is killed at its planted place, every benign variant passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified
 
 
 def test_every_mutant_is_killed_for_the_right_reason(matrix: list[Row]) -> None:
-    """Each clause a mutant names is falsified, at the planted place."""
+    """Each clause that a mutant names is falsified, at the planted place."""
     planted = [row for row in matrix if not row.variant.benign]
     assert len({row.variant.name for row in planted}) >= 50
     wrong = [(row.variant.name, row.invariant, row.finding) for row in planted if not row.right]
@@ -27,7 +27,7 @@ def test_every_mutant_is_killed_for_the_right_reason(matrix: list[Row]) -> None:
 
 
 def test_every_benign_variant_is_silent(matrix: list[Row]) -> None:
-    """Each clause that a benign variant was tried on held, and no other one alarmed."""
+    """Each clause that a benign variant is tried on holds, and no other is falsified."""
     harmless = [row for row in matrix if row.variant.benign]
     assert len({row.variant.name for row in harmless}) >= 12
     assert [(r.variant.name, r.invariant, r.finding) for r in harmless if not r.right] == []
@@ -36,7 +36,7 @@ def test_every_benign_variant_is_silent(matrix: list[Row]) -> None:
 
 
 def test_every_clause_kills(matrix: list[Row]) -> None:
-    """There is no clause of the shipped contracts that has never been seen to fail."""
+    """Every clause of the shipped contracts kills a mutant."""
     known = set(kill_matrix.invariants())
     if not has_adapter():
         known -= {f"F-WGPU-{number:03}" for number in range(2, 10)}
@@ -44,7 +44,7 @@ def test_every_clause_kills(matrix: list[Row]) -> None:
 
 
 def test_every_training_clause_is_silent_on_something_right(matrix: list[Row]) -> None:
-    """A clause that holds on no benign variant would show nothing by its silence."""
+    """Every clause of training holds on a benign variant."""
     training = {
         name
         for name, clause in kill_matrix.invariants().items()
@@ -54,7 +54,7 @@ def test_every_training_clause_is_silent_on_something_right(matrix: list[Row]) -
 
 
 def test_contracts_and_catalogue_agree() -> None:
-    """A clause's `mutants` are the planted bugs that claim to break it, each once."""
+    """A clause's `mutants` are the mutants that name the clause, each once."""
     claims = {
         name: sorted(v.name for v in mutants.catalogue().values() if name in v.invariants)
         for name in kill_matrix.invariants()
@@ -66,7 +66,7 @@ def test_contracts_and_catalogue_agree() -> None:
 
 
 def test_a_mutant_is_judged_by_all_who_claim_it() -> None:
-    """By the clauses it names, and by those of the contract that name it, each once."""
+    """A mutant is judged by the clauses it names and those that name it, each once."""
     clauses = {
         name: replace(clause, mutants=("planted",) if name < "F-DP-003" else ())
         for name, clause in kill_matrix.invariants().items()
@@ -78,7 +78,7 @@ def test_a_mutant_is_judged_by_all_who_claim_it() -> None:
 
 
 def test_a_benign_variant_is_judged_by_every_clause_of_training() -> None:
-    """First by those it is tried on; never by those that probe one thing, not a training."""
+    """A benign variant is judged first by the clauses it is tried on, never by probes' clauses."""
     tried = ("F-TI-008", "F-DP-001")
     judges = kill_matrix.judges(replace(BENIGN, tried=tried), kill_matrix.invariants())
     assert tuple(judges[:2]) == tried
@@ -87,7 +87,7 @@ def test_a_benign_variant_is_judged_by_every_clause_of_training() -> None:
 
 
 def test_a_benign_variant_is_no_planted_bug() -> None:
-    """A clause may name what must break it, and only that."""
+    """A clause's `mutants` may name only variants that must break it."""
     bugs = kill_matrix.planted_bugs()
     assert "ddp-bypass" in bugs
     assert not any(mutants.catalogue()[name].benign for name in bugs)
@@ -97,7 +97,7 @@ def test_a_benign_variant_is_no_planted_bug() -> None:
 def test_a_contract_with_an_unknown_bug_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The catalogue is not tried on a contract that asks for what it has not."""
+    """A contract that names an unknown mutant is refused before any is tried."""
     original = shipped.contract_path("distributed-training-v1").read_text(encoding="utf-8")
     path = tmp_path / "typing-error-v1.yaml"
     path.write_text(original.replace("[shard-lost,", "[shard-losst,"), encoding="utf-8")
@@ -117,7 +117,7 @@ def test_a_clause_that_no_contract_has() -> None:
 
 
 def test_rows_are_told_as_they_come() -> None:
-    """`on_row` hears of each row, in order, those that the variant is tried on first."""
+    """`on_row` is called with each row in order, first the clauses that a variant is tried on."""
     heard: list[Row] = []
     variant = mutants.catalogue()["more-ranks-than-samples"]
     rows = kill_matrix.run([variant], kill_matrix.invariants(), heard.append)
@@ -144,7 +144,7 @@ def test_show(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The exit code is 0 only if all is right; what is not is explained, on a line of its own."""
+    """The exit code is 0 only if all rows are right. Each wrong row is explained on a line."""
     clause = replace(kill_matrix.invariants()["F-DP-001"], mutants=())
     monkeypatch.setattr(kill_matrix, "invariants", lambda: {clause.id: clause})
     monkeypatch.setattr(mutants, "catalogue", lambda: {variant.name: variant})
@@ -156,7 +156,7 @@ def test_show(
 
 
 def test_show_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows that there are, how far it got, and exit code 4."""
+    """On an interrupt the known rows and the progress are printed, and the exit code is 4."""
     variants = {one.name: one for one in (MUTANT, BENIGN)}
     clause = replace(kill_matrix.invariants()["F-DP-001"], mutants=())
     monkeypatch.setattr(kill_matrix, "invariants", lambda: {clause.id: clause})

@@ -1,4 +1,4 @@
-"""When a row is right."""
+"""The conditions under which a row is right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified, row
 
 
 def test_a_mutant_is_killed_at_the_planted_place_only() -> None:
-    """Another place is the wrong reason; a crash or a held clause is survival."""
+    """Another place is a wrong reason; a crash or a held clause means that the mutant survived."""
     right = row(MUTANT, falsified(step=1, rank=0))
     elsewhere = row(MUTANT, falsified(step=1, rank=1))
     assert (right.killed, right.place_right, right.right) == (True, True, True)
@@ -19,7 +19,7 @@ def test_a_mutant_is_killed_at_the_planted_place_only() -> None:
 
 
 def test_a_benign_variant_must_hold_where_it_is_tried() -> None:
-    """A run that crashed shows nothing, and so is not silence."""
+    """A crashed run is not a held clause, so the row is wrong."""
     assert row(BENIGN, HELD).right
     assert not row(BENIGN, UNKNOWN).right
     assert not row(BENIGN, falsified(step=0)).right
@@ -27,7 +27,7 @@ def test_a_benign_variant_must_hold_where_it_is_tried() -> None:
 
 
 def test_a_benign_variant_may_not_alarm_elsewhere() -> None:
-    """On a clause it was not chosen for it may show nothing, but not falsify it."""
+    """Other clauses may be inconclusive on a benign variant, but not falsified."""
     assert row(BENIGN, HELD, invariant="F-DP-006").right
     assert not row(BENIGN, falsified(step=0), invariant="F-DP-006").right
     unknown = row(BENIGN, UNKNOWN, invariant="F-DP-006")
@@ -37,7 +37,7 @@ def test_a_benign_variant_may_not_alarm_elsewhere() -> None:
 
 
 def test_all_right_needs_rows() -> None:
-    """Nothing tried is nothing shown."""
+    """Without rows the matrix is not right."""
     killed = row(MUTANT, falsified(step=1, rank=0))
     assert kill_matrix.all_right([row(BENIGN, HELD), killed])
     assert not kill_matrix.all_right([row(BENIGN, HELD), row(MUTANT, HELD)])
@@ -45,7 +45,7 @@ def test_all_right_needs_rows() -> None:
 
 
 def test_one_wrong_row_spoils_its_variant() -> None:
-    """Variants are counted, not rows."""
+    """The summary counts variants, not rows."""
     rows = [
         row(MUTANT, falsified(step=1, rank=0)),
         row(MUTANT, HELD, invariant="F-DP-005"),

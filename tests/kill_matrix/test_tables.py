@@ -13,7 +13,7 @@ from tests.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified, row
 
 
 def printed(table: Table, *, tty: bool) -> list[str]:
-    """The lines on a terminal of 100 columns or in a pipe, without colour."""
+    """Return the lines on a terminal of 100 columns or in a pipe, without colour."""
     file = io.StringIO()
     console = Console(file=file, width=100, force_terminal=tty, color_system=None)
     terminal.print_table(console, table)
@@ -21,7 +21,7 @@ def printed(table: Table, *, tty: bool) -> list[str]:
 
 
 def test_a_terminal_of_100_columns_shows_all(matrix: list[Row]) -> None:
-    """No line is wider, and no name or clause is broken."""
+    """No line is wider than the terminal, and no name or clause is broken."""
     for table in (tables.mutants(matrix), tables.benign(matrix)):
         lines = printed(table, tty=True)
         assert max(map(len, lines)) <= 100
@@ -31,7 +31,7 @@ def test_a_terminal_of_100_columns_shows_all(matrix: list[Row]) -> None:
 
 
 def test_in_a_pipe_a_row_is_a_line(matrix: list[Row]) -> None:
-    """Name, source and place of every mutant stand whole on its line."""
+    """Name, source and place of every mutant are complete on its line."""
     lines = printed(tables.mutants(matrix), tty=False)
     for one in matrix:
         found = one.finding.counterexample
@@ -41,7 +41,7 @@ def test_in_a_pipe_a_row_is_a_line(matrix: list[Row]) -> None:
 
 
 def test_a_benign_variant_is_one_row(matrix: list[Row]) -> None:
-    """However many clauses judged it."""
+    """A benign variant has one row, however many clauses judged it."""
     names = [row.variant.name for row in matrix if row.variant.benign]
     lines = printed(tables.benign(matrix), tty=False)
     assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in names] == [
@@ -50,7 +50,7 @@ def test_a_benign_variant_is_one_row(matrix: list[Row]) -> None:
 
 
 def test_what_went_wrong_is_marked() -> None:
-    """Survivors, wrong places and alarms are told by words, not by colour alone."""
+    """Survivors, wrong places and false alarms are marked by words, not by colour alone."""
     rows = [
         row(MUTANT, falsified(step=1, rank=0)),
         row(MUTANT, falsified(step=2)),
