@@ -1,7 +1,7 @@
 """An hour of training in one simulated run, with a fault every few steps: a part of `make soak`.
 
-`python -m tests.systems.soak_hour` draws the faults from `--seed`. What was recorded is looked at
-as it comes and let go, so that whatever else stays is a leak.
+`python -m tests.systems.soak_hour` draws the faults from `--seed`. Recorded events are examined as
+they come and then dropped, so that any memory that grows is a leak.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ COMPUTING_S = (0.2, 2.0)  # of a shard: a step takes some seconds
 CALM_STEPS = 10  # before the end, in which absent workers come back
 FAULT_EVERY = (3, 6)  # steps
 LOOK_EVERY = 50  # steps
-# Between two looks who is there differs, and what is on its way; an unfreed connection or replica a
-# fault would be 200 of them by the end.
+# Between two examinations the workers present and the messages in flight differ. A connection or a
+# replica leaked with each fault would add up to 200 of them.
 GROWTH_BYTES_MAX = 2**18
 KIB = 2**10
 # Strangers that are never entitled, whichever workers are present.

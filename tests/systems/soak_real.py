@@ -1,8 +1,8 @@
 """Real processes over TCP under random real faults, run after run: `make soak-real`.
 
-`python -m tests.systems.soak_real 300` goes on for so many seconds; `--replay SEED` makes one run
-again. Each run has to end on the reference's bits, with no sample lost or drawn twice, and this
-process must hold no more at the end than at the beginning.
+`python -m tests.systems.soak_real 300` runs for 300 seconds, and `--replay SEED` makes one run
+again. Each run must end on the reference's bits, with no sample lost or drawn twice. This process
+must hold no more at the end than at the beginning.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tests.systems.holdings import Holdings, holdings, resident_bytes
 from tests.systems.stars import REAL, SOON
 
 SECONDS = 300
-# After so many runs everything is loaded that runs load, and all that is kept on purpose is there
-# (workloads, compiled expressions, the allocator's arenas).
+# After this many runs all code is loaded, and everything that is kept on purpose exists (workloads,
+# compiled expressions, the allocator's arenas).
 NUM_WARM = 20
-# What the allocator may keep of what came and went. A run's trace has some 100 KiB: in five minutes
-# those of 200 runs, if they were not let go, would be more.
+# The memory that the allocator may keep. A trace has some 100 KiB, and five minutes make 200 runs:
+# if traces were not freed, they would be more.
 RSS_GROWTH_MIB_MAX = 16
-# Who is away when a run ends is not waited for so long: it is ended, and another takes its place.
+# How long a worker that is absent at the end of a run is waited for before it is replaced.
 ANSWER_S = 0.5
 MIB = 2**20
 

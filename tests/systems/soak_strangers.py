@@ -1,8 +1,8 @@
 """Ten thousand strangers at `entrenar coordinator`, in the middle of a run: `make soak-real`.
 
-`python -m tests.systems.soak_strangers 10000` sends so many, plain, and as many to another run over
-TLS. Two real workers take part in each; it has to end on the reference's bits, and the coordinator
-to hold no more afterwards than before.
+`python -m tests.systems.soak_strangers 10000` sends 10000 over TCP, and as many to another run
+over TLS. Two real workers take part in each run, which must end on the reference's bits. The
+coordinator must hold no more afterwards than before.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRAINING: dict[str, Any] = {
 SETTLED_S = 12.0  # by then every stranger is disconnected
 LOOK_S = 0.1
 MIB = 2**20
-# What may be held of all that may be here at a time (docs/protocol.md), and by the allocator.
+# Memory for as many connections as may be open at a time (docs/protocol.md), and for the allocator.
 GROWTH_MIB_MAX = 48
 KEPT_MIB_MAX = 16
 
