@@ -131,7 +131,7 @@ def gradients_averaged(worker: Worker) -> None:
     _clip(worker)
 
 
-# --- who comes back ---------------------------------------------------------------------------
+# --- joining again ----------------------------------------------------------------------------
 
 
 def welcomed_without_momentum(worker: Worker, state: dict[str, Any]) -> None:

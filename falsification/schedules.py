@@ -32,7 +32,7 @@ NUM_FAULTS_MAX = 4
 AUDITED = 0.25  # how often a star's shards are audited
 SHARES = (1.0, 1.0, 0.3)
 SERVED = 0.25  # how often a star's server updates
-AGAIN = 0.4  # how often a fault befalls the worker, and in the step, that the one before did
+AGAIN = 0.4  # how often a fault strikes the same worker in the same step as the fault before
 # By workload: two blocks or one; eight, three or one; 21 elements in 21, seven or one. More blocks
 # cost messages and time.
 BLOCK_BYTES = {"linear": (4, 4, 2**20), "mlp": (200, 600, 2**20), "vectors": (4, 12, 2**20)}
