@@ -165,7 +165,7 @@ def _refused(case: str, data: bytes) -> trace.Refused:
     )
 
 
-# --- who is let in ----------------------------------------------------------------------------
+# --- admission --------------------------------------------------------------------------------
 
 
 def _applicants() -> Iterator[tuple[str, Hello, bool]]:

@@ -242,7 +242,7 @@ def halt(obs: entrenar_py.Observation, own: Bad | None) -> NoReturn:
     raise error
 
 
-# --- who begins, goes on, or comes ------------------------------------------------------------
+# --- start, resume and join -------------------------------------------------------------------
 
 
 def begin(worker: Worker) -> None:
