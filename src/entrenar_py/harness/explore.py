@@ -119,7 +119,7 @@ def _stops(num_steps: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def _moved(draw: st.DrawFn, fault: Fault, sizes: Mapping[str, Any]) -> tuple[Fault, ...]:
-    """Draw `fault` at another step, rank and shard within `sizes`, where it names one.
+    """Draw `fault` at another step, rank and shard within `sizes`, for each that it names.
 
     A fault that names a shard loses its rank, because another rank may own the new shard.
     """
