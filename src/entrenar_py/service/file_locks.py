@@ -119,7 +119,7 @@ def _is_at(file: int, lock: Path) -> bool:
 
 
 def _sign(file: int) -> None:
-    """Write this process's name to the lock `file`. A full disk is ignored."""
+    """Write this process's id, host and time to `file`. A full disk is ignored."""
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime(_TIME)}
     with suppress(OSError):
         os.ftruncate(file, 0)
