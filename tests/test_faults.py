@@ -103,12 +103,15 @@ def test_non_finite_values_are_text(value: str) -> None:
         ({"kind": "huge_gradient", "step": 0, "value": "inf"}, "value='inf': use a finite number"),
         ({**WRONG, "value": "nan"}, "value='nan': use a finite number"),
         ({**LIE, "at": "Staged", "value": "nan"}, "lie value='nan': use one of old_step, too_l"),
-        ({**LIE, "at": "Commit", "value": "twice"}, "at='Commit': twice is said at TreeNode or"),
-        ({**LIE, "at": "Staged", "value": "too_long"}, "too_long is said at TreeNode"),
+        ({**LIE, "at": "Commit", "value": "twice"}, "at='Commit': use one of TreeNode,"),
+        (
+            {**LIE, "at": "Staged", "value": "too_long"},
+            "use one of TreeNode, Partial with value=too_long",
+        ),
         ({**LIE, "step": 0, "at": "Staged", "value": "old_step"}, "step=0: there is no step bef"),
         ({**STRANGER, "value": "friend"}, "value='friend': use one of taken_rank, one_too_many"),
-        ({**STRANGER, "value": "taken_rank"}, "rank=None: taken_rank needs one"),
-        ({**STRANGER, "rank": 1, "value": "silent"}, "rank=1: taken_rank needs one, and the oth"),
+        ({**STRANGER, "value": "taken_rank"}, "rank=None: value=taken_rank needs a rank"),
+        ({**STRANGER, "rank": 1, "value": "silent"}, "rank=1: value=taken_rank needs a rank"),
     ],
 )
 def test_impossible_faults_are_refused(fields: dict[str, Any], message: str) -> None:

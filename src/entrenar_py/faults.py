@@ -27,7 +27,7 @@ KINDS: dict[str, str] = {
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
     "freeze": "worker `rank` is stopped (SIGSTOP) for `seconds` at message `at` of step `step`",
     "cut": "the connection of worker `rank` breaks in the middle of message `at` of step `step`",
-    "half_open": "from message `at` of step `step` on nothing passes, and nobody is told",
+    "half_open": "from message `at` of step `step` on nothing passes, and neither end is notified",
     "delay": "message `at` of step `step` takes `seconds` longer, and what follows it, too",
     "duplicate": "message `at` of step `step` is sent twice",
     "reorder": "message `at` of step `step` is sent after the one that follows it",
@@ -185,7 +185,8 @@ class Fault:
         if self.value not in LIES:
             self._refuse("value", f"use one of {', '.join(LIES)}")
         if self.at not in LIE_PLACES[self.value]:
-            self._refuse("at", f"{self.value} is said at {' or '.join(LIE_PLACES[self.value])}")
+            places = ", ".join(LIE_PLACES[self.value])
+            self._refuse("at", f"use one of {places} with value={self.value}")
         if self.value == "old_step" and self.step == 0:
             self._refuse("step", "there is no step before; use 1 or more")
 
@@ -193,7 +194,7 @@ class Fault:
         if self.value not in STRANGERS:
             self._refuse("value", f"use one of {', '.join(STRANGERS)}")
         if (self.rank is not None) != (self.value == "taken_rank"):
-            self._refuse("rank", "taken_rank needs one, and the others take none")
+            self._refuse("rank", "value=taken_rank needs a rank, and all others take none")
 
     def _check_number(self, value: str) -> None:
         finite = self.kind in ("huge_gradient", *SILENT)
