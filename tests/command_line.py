@@ -30,7 +30,7 @@ qa_gate: {id: G-1, name: gate, checks: [F-DP-001, F-DP-002]}
 
 
 def contract_file(folder: Path, *, extra: str = "", scenario: str = SCENARIO) -> str:
-    """The path of a contract with two clauses, each with one short scenario; `extra` clauses."""
+    """Write a contract with two short clauses, and `extra`; return its path."""
     text = CONTRACT.replace("falsification_tests:", f"{extra}falsification_tests:", 1)
     path = folder / "small-v1.yaml"
     path.write_text(text.replace("SCENARIO", scenario), encoding="utf-8")
@@ -38,23 +38,23 @@ def contract_file(folder: Path, *, extra: str = "", scenario: str = SCENARIO) ->
 
 
 def check(*arguments: object) -> int:
-    """The exit code of `entrenar-check ARGUMENTS`, called in this process."""
+    """Return the exit code of `entrenar-check ARGUMENTS`, called in this process."""
     return cli.main([str(argument) for argument in arguments])
 
 
 def report(path: Path) -> dict[str, Any]:
-    """A JSON report."""
+    """Return a parsed JSON report."""
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return record
 
 
 def verdicts(path: Path) -> dict[str, str]:
-    """Clause id -> verdict, from a JSON report."""
+    """Return clause id -> verdict, from a JSON report."""
     return {result["id"]: result["verdict"] for result in report(path)["results"]}
 
 
 def repeat_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on every epoch visits its first sample twice and its last never."""
+    """Make every epoch from now on visit its first sample twice and its last never."""
     right = sharding.order
 
     def wrong(num_samples: int, rng: np.random.Generator) -> sharding.Ids:
@@ -65,7 +65,7 @@ def repeat_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(arguments: Sequence[object], **options: Any) -> subprocess.Popen[str]:
-    """`entrenar-check ARGUMENTS` in a process of its own, its output in pipes."""
+    """Start `entrenar-check ARGUMENTS` in a process of its own, with its output in pipes."""
     command = [sys.executable, "-m", "entrenar_py.cli", *map(str, arguments)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options

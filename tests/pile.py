@@ -1,7 +1,7 @@
-"""Work that the processes of one run of tests share: each does what no other has begun.
+"""Work that the processes of one test run share: each does jobs that no other has begun.
 
-A job is done under a lock of its own, which the system releases if its process dies. So a result
-is waited for without a deadline, and a process that finds it missing makes it.
+A job is done under a lock of its own, which the system releases if the process dies. So results are
+waited for without a deadline, and a process that finds one missing computes it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 
 def shared_folder(factory: pytest.TempPathFactory) -> Path:
-    """Return the folder that all processes of this run have."""
+    """Return the folder that all processes of this run share."""
     own = factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 def share(folder: Path, jobs: Mapping[str, Callable[[], T]]) -> list[T]:
-    """Return the result of each job, in order; do those that no other process does.
+    """Return the result of each job, in order; do the jobs that no other process does.
 
-    Results are pickled to `folder`; a job whose process failed is done again here.
+    Results are pickled to `folder`. A job whose process failed is done again here.
     """
     for wait in (False, True):
         for name, job in jobs.items():
@@ -36,7 +36,7 @@ def share(folder: Path, jobs: Mapping[str, Callable[[], T]]) -> list[T]:
 
 
 def _do(path: Path, job: Callable[[], T], *, wait: bool) -> None:
-    """Write the result of `job` to `path`, unless it is there or, without `wait`, in work."""
+    """Write the result of `job` to `path`, unless it exists or, without `wait`, is in work."""
     with path.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

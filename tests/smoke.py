@@ -1,7 +1,7 @@
-"""The main commands, each once on something tiny, in one process: run with `python -O`.
+"""Run the main commands once each on something tiny, in one process: for `python -O`.
 
-Prints one line per command that worked; an exception or a wrong exit code ends it. Its arguments
-are a folder to write in, and the backend that the worker computes on.
+Prints a line for each command that worked; ends with an exception or a wrong exit code. The
+arguments are a folder to write to, and the worker's backend.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(folder: Path, backend: str) -> None:
 
 
 def require(what: str, code: int) -> None:
-    """Print that `what` worked; SystemExit, with its exit code, if it did not."""
+    """Print that `what` worked, or raise SystemExit with its exit code."""
     if code != 0:
         raise SystemExit(f"{what}: exit code {code}")
     print(f"{what}: ok", flush=True)

@@ -1,7 +1,7 @@
-"""Spreads tests over processes, longest first, and writes how long each took.
+"""Spread tests over processes, longest first, and write the seconds that each took.
 
-Loaded by `make test` with `-p tests.spread`. Tests that need the same expensive fixture stay in
-one process; all others go one by one to whichever process is free.
+Loaded by `make test` with `-p tests.spread`. Tests that need the same expensive fixture stay in one
+process. All others go one by one to the next free process.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Spread(LoadScopeScheduling):  # type: ignore[misc]
         return nodeid
 
     def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
-        """Note that `node` is done with a test, and forget its group once that is done.
+        """Note that `node` is done with a test, and forget a group when it is done.
 
-        The class above keeps all of them and counts through them after every test.
+        The base class keeps all groups and counts through them after every test.
         """
         super().mark_test_complete(node, item_index, duration)
         group = self._split_scope(self.registered_collections[node][item_index])
@@ -52,7 +52,7 @@ class Spread(LoadScopeScheduling):  # type: ignore[misc]
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # of pytest-xdist, whose own answer comes later
 def pytest_xdist_auto_num_workers() -> int:
-    """Return a process a core and one more, since tests of real deadlines wait."""
+    """Return the number of cores plus one, since tests of real deadlines wait."""
     return 1 + len(os.sched_getaffinity(0))
 
 
@@ -63,7 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Spread:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that take long first, so that no process ends with one while the others idle."""
+    """Put long tests first, so that no process ends with one while the others are idle."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

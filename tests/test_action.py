@@ -24,7 +24,7 @@ SHORT = "--only F-DP-002 --examples 0 --json 'my report.json'"
 
 
 class Runner:
-    """A GitHub runner, as far as a step can tell: its files, its variables."""
+    """A GitHub runner as a step sees it: files and variables."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +32,7 @@ class Runner:
         self.summary = folder / "summary.md"
 
     def run(self, **inputs: str) -> subprocess.CompletedProcess[str]:
-        """The step `check`, with these inputs and the defaults of the others."""
+        """Run the step `check` with these inputs and the defaults of the others."""
         values = {name: one.get("default", "") for name, one in ACTION["inputs"].items()}
         values |= inputs
         variables = {
@@ -64,7 +64,7 @@ def runner(tmp_path: Path) -> Runner:
 
 
 def test_every_input_is_used() -> None:
-    """None is accepted and ignored; each says what it is, and may be left out."""
+    """Every input is used, described and optional."""
     for name, one in ACTION["inputs"].items():
         assert re.search(rf"inputs\.{name}\b", TEXT), name
         assert one["description"]
@@ -76,7 +76,7 @@ def test_every_input_is_used() -> None:
 
 
 def test_held(runner: Runner, tmp_path: Path) -> None:
-    """Options with spaces arrive whole; the exit code, the summary and the log are there."""
+    """Options with spaces arrive unsplit; exit code, summary and log are written."""
     contract = contract_file(tmp_path)
     done = runner.run(contract=contract, system="textbook", args=SHORT, sarif="a b.sarif")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -88,7 +88,7 @@ def test_held(runner: Runner, tmp_path: Path) -> None:
 
 
 def test_a_command(runner: Runner, tmp_path: Path) -> None:
-    """It comes behind --, word by word; that it records nothing fails the step, at the clause."""
+    """The command comes after --, word by word; one that records nothing fails at the clause."""
     words = "--only F-DP-002 --trace-dir t"
     done = runner.run(
         contract=contract_file(tmp_path), command="""echo '{world_size} $HOME `x`'""", args=words
@@ -101,7 +101,7 @@ def test_a_command(runner: Runner, tmp_path: Path) -> None:
 
 
 def test_the_configuration(runner: Runner, tmp_path: Path) -> None:
-    """Without the input it names the contract."""
+    """Without the input `contract` the configuration names the contract."""
     contract_file(tmp_path)
     (tmp_path / "entrenar-check.toml").write_text('contract = "small-v1.yaml"\n', encoding="utf-8")
     done = runner.run(args="--only F-DP-009")
@@ -110,7 +110,7 @@ def test_the_configuration(runner: Runner, tmp_path: Path) -> None:
 
 
 def test_an_invalid_contract(runner: Runner, tmp_path: Path) -> None:
-    """Nothing ran: the log of an earlier step is not taken for this one's."""
+    """For an invalid contract nothing runs, and an earlier step's log is not used."""
     stale = tmp_path / "r.sarif"
     stale.write_text("{}", encoding="utf-8")
     done = runner.run(contract="no-such.yaml", sarif="r.sarif")
@@ -120,7 +120,7 @@ def test_an_invalid_contract(runner: Runner, tmp_path: Path) -> None:
 
 
 def test_a_quote_that_is_not_closed(runner: Runner) -> None:
-    """Nothing is run with half of the options."""
+    """An unclosed quote is refused, instead of running with half of the options."""
     done = runner.run(contract="distributed-training-v1.yaml", args="--only 'F-DP-002")
     assert done.returncode == 2
     assert done.stdout == "::error title=entrenar-check::args or command: No closing quotation\n"

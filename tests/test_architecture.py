@@ -1,4 +1,4 @@
-"""The house keeps its shape: floors, two wings that never meet, no cycles, files of one room."""
+"""The architecture: floors, two wings without imports between them, no cycles, short files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FLOORS = {
 
 @cache
 def modules() -> dict[str, Path]:
-    """Dotted name below the package -> file."""
+    """Return dotted name below the package -> file."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         parts = list(path.relative_to(SOURCE).with_suffix("").parts)
@@ -72,7 +72,7 @@ def modules() -> dict[str, Path]:
 
 @cache
 def imports(path: Path, *, everywhere: bool) -> set[str]:
-    """Modules of this package that a file imports; `everywhere`: inside functions too."""
+    """Return the package's modules that a file imports, with `everywhere` in functions, too."""
     tree, known = ast.parse(path.read_text(encoding="utf-8")), modules()
     found = set()
     for node in ast.walk(tree) if everywhere else _module_level(tree):
@@ -93,22 +93,22 @@ def imports(path: Path, *, everywhere: bool) -> set[str]:
 
 
 def _module_level(tree: ast.Module) -> list[ast.stmt]:
-    """Statements that run at import; what stands under TYPE_CHECKING does not."""
+    """Yield the statements that run at import, without those under TYPE_CHECKING."""
     return [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def room(module: str) -> str:
-    """The room of a module: its first part."""
+    """Return the room of a module: its first part."""
     return module.partition(".")[0]
 
 
 def test_every_module_has_a_floor() -> None:
-    """A new room is put on a floor on purpose."""
+    """Every module has a floor, so that a new room is placed deliberately."""
     assert {room(module) for module in modules()} == set(FLOORS)
 
 
 def test_a_floor_imports_only_floors_below_it() -> None:
-    """Nothing reaches up, not even inside a function."""
+    """No module imports from a higher floor, not even inside a function."""
     known = modules()
     for module, path in known.items():
         for imported in imports(path, everywhere=True):
@@ -118,7 +118,7 @@ def test_a_floor_imports_only_floors_below_it() -> None:
 
 
 def test_the_two_wings_never_meet() -> None:
-    """Systems know nothing of checks and contracts; checks nothing of systems, torch, sockets."""
+    """Systems import no checks and contracts; checks import no systems, torch or sockets."""
     known = modules()
     for module, path in known.items():
         rooms = {room(name) for name in imports(path, everywhere=True)}
@@ -133,7 +133,7 @@ def test_the_two_wings_never_meet() -> None:
 
 
 def test_rank_files_are_read_without_torch() -> None:
-    """Stored runs are judged where nothing trains, and at once."""
+    """Reading ranks' files imports no torch, so stored runs are judged quickly and anywhere."""
     known = modules()
     for module, path in known.items():
         if room(module) == "rank_files":
@@ -144,7 +144,7 @@ def test_rank_files_are_read_without_torch() -> None:
 
 
 def texts(path: Path, *, outside: str = "") -> Iterator[str]:
-    """Literal texts in a file but docstrings, and those in functions named `outside` or so."""
+    """Yield the texts in a file, except docstrings and texts in functions named `outside...`."""
     left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while left:
         node = left.pop()
@@ -162,8 +162,9 @@ def texts(path: Path, *, outside: str = "") -> Iterator[str]:
 
 
 def test_no_name_crosses_the_wings() -> None:
-    """Checks know runs by their traits, and name systems in plans alone; and commands know checks
-    by what they need.
+    """Checks know runs by their traits, and name systems in plans only.
+
+    Commands know checks by their needs.
     """
     # Words that are the name of a check too, or of a topology.
     words = {*CHECKS, *traits.CHOICES["topology"]}
@@ -175,8 +176,9 @@ def test_no_name_crosses_the_wings() -> None:
 
 
 def test_options_are_what_was_asked() -> None:
-    """No system has an option of a trait's name, but one that its runs' trait follows; and no check
-    reads a trait from options.
+    """No option of a system has a trait's name, except one that the trait of its runs follows.
+
+    No check reads a trait from options.
     """
     names = {field.name for field in dataclasses.fields(traits.Traits)}
     for name, system in SYSTEMS.items():
@@ -199,7 +201,7 @@ def test_no_import_cycles() -> None:
 
 
 def package(module: str) -> str:
-    """The package that holds a module; of a package itself, this package."""
+    """Return the package that contains a module; for a package, the package itself."""
     is_package = modules()[module].name == "__init__.py"
     return module if is_package else module.rpartition(".")[0] or module
 

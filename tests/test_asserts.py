@@ -1,4 +1,4 @@
-"""An assert only ever checks: without them (`python -O`) everything does the same."""
+"""Asserts only check: without them (`python -O`) everything behaves the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EFFECTS = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)
 
 
 def effects(source: str) -> list[tuple[int, str]]:
-    """Line and text of everything in `source` that behaves otherwise under -O."""
+    """Return line and text of everything in `source` that behaves differently under -O."""
     return sorted({(found.lineno, ast.unparse(found)) for found in _effects(ast.parse(source))})
 
 
@@ -50,7 +50,7 @@ def _is_impure_call(node: ast.AST) -> bool:
 
 
 def test_no_assert_has_an_effect() -> None:
-    """In nothing that users run: raise, or call first and assert what came of it."""
+    """No assert in code that users run has an effect: raise, or call first and assert after."""
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text}"
         for folder in CHECKED
@@ -74,7 +74,7 @@ def test_no_assert_has_an_effect() -> None:
     ],
 )
 def test_effects_are_seen(source: str) -> None:
-    """Whatever way they hide in."""
+    """Effects are found in all the forms that they can have."""
     assert effects(source)
 
 
@@ -87,14 +87,16 @@ def test_effects_are_seen(source: str) -> None:
     ],
 )
 def test_checks_are_none(source: str) -> None:
-    """A message is only made where it is told, and may call what it likes."""
+    """Plain checks are no effects; the message of an assert may call anything."""
     assert not effects(source)
 
 
 @pytest.mark.slow
 def test_the_main_commands_without_asserts(tmp_path: Path) -> None:
-    """`python -O`: a service with a worker, on a wgpu adapter if there is one, its ledger
-    verified, and a contract judged.
+    """The main commands work under `python -O`.
+
+    These are a service with a worker (on a wgpu adapter if there is one), the verification of its
+    ledger, and the judging of a contract.
     """
     backend = "wgpu" if has_adapter() else "cpu"
     told = [sys.executable, "-O", "-m", "tests.smoke", str(tmp_path), backend]

@@ -1,4 +1,4 @@
-"""Mistakes of a person or a file: exit 2, one clear message, no traceback, nothing run."""
+"""User errors and bad files: exit 2, one clear message, no traceback, nothing run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ CONTRACT_SECONDS_MAX, CONTRACT_KIB_MAX = 5.0, 500 * 1024
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counterexamples are saved below the working folder: each test has its own."""
+    """Run each test in a folder of its own, as counterexamples are saved below the current one."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
 def contract(tmp_path: Path) -> str:
-    """Two clauses that hold, with one scenario each."""
+    """Write a contract with two clauses that hold, with one scenario each."""
     return contract_file(tmp_path)
 
 
 def written(name: str, text: str) -> Callable[[Path], str]:
-    """Makes a file `name` that holds `text`; its path."""
+    """Make a file `name` with the content `text`; return its path."""
 
     def write(folder: Path) -> str:
         path = folder / name
@@ -114,7 +114,7 @@ def test_bad_arguments(
 def test_a_contract_asks_for_what_is_not_there(
     scenario: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Found before anything runs, with the clause's place."""
+    """A contract with unavailable parts is refused before anything runs, at the clause's place."""
     path = contract_file(tmp_path, scenario=scenario)
     assert check("--contract", path) == 2
     printed = capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_a_contract_asks_for_what_is_not_there(
 def test_an_edited_replay_file(
     contract: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A counterexample is what was found, or it is refused: on request and when tried first."""
+    """An edited counterexample is refused, both with --replay and when it is tried first."""
     with monkeypatch.context() as patch:
         repeat_a_sample(patch)
         assert check("--contract", contract, "--examples", 0) == 1
@@ -149,7 +149,7 @@ sys.exit(done.returncode)
 
 
 def bomb(folder: Path) -> Path:
-    """Nine levels of ten aliases: a billion values, and more by each key."""
+    """Return nine levels of ten aliases: a billion values, and more by each key."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
     path = folder / "bomb.yaml"
@@ -158,7 +158,7 @@ def bomb(folder: Path) -> Path:
 
 
 def huge(folder: Path) -> Path:
-    """100 MB of YAML."""
+    """Return 100 MB of YAML."""
     path = folder / "huge.yaml"
     with path.open("w") as file:
         for _ in range(100):
@@ -168,7 +168,7 @@ def huge(folder: Path) -> Path:
 
 @pytest.mark.parametrize("make", [bomb, huge])
 def test_contracts_that_would_eat_the_machine(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Refused with exit 2 within 5 s and 500 MB (processor time: the machine may be busy)."""
+    """Such contracts are refused with exit 2 within 5 s of processor time and 500 MB."""
     command = [sys.executable, "-m", "entrenar_py.cli", "--contract", str(make(tmp_path))]
     done = subprocess.run(
         [sys.executable, "-c", METER, *command], capture_output=True, text=True, check=False

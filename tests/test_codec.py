@@ -18,7 +18,7 @@ from entrenar_py.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A field of every form."""
+    """A record with a field of every form."""
 
     count: int
     share: float
@@ -46,7 +46,7 @@ SAMPLES = st.builds(
 
 @given(SAMPLES)
 def test_what_is_written_is_read_again(sample: Sample) -> None:
-    """Through strict JSON; a sparse record has the fields that are not as usual."""
+    """Records survive strict JSON; a sparse record has only the fields that aren't the default."""
     record = json.loads(json.dumps(SCHEMA.dump(sample), allow_nan=False))
     assert list(record) == [*Sample.__dataclass_fields__]
     assert SCHEMA.load(record) == sample
@@ -56,7 +56,7 @@ def test_what_is_written_is_read_again(sample: Sample) -> None:
 
 
 def test_no_number_is_lost() -> None:
-    """JSON has no NaN."""
+    """NaN survives, although JSON lacks it."""
     record = SCHEMA.dump(Sample(count=1, share=math.nan, by_name={"a": -math.inf}))
     assert (record["share"], record["by_name"]) == ("nan", {"a": "-inf"})
     assert math.isnan(SCHEMA.load(record).share)
@@ -81,14 +81,14 @@ def test_no_number_is_lost() -> None:
     ],
 )
 def test_a_wrong_field_is_named(changes: dict[Any, Any], field_name: str, message: str) -> None:
-    """With its value and what to use."""
+    """A wrong field is named with its value and what is allowed."""
     with pytest.raises(UsageError, match=f"{message}") as caught:
         SCHEMA.load({"count": 1, "share": 0.5} | changes)
     assert caught.value.field == field_name
 
 
 def test_records_that_are_none() -> None:
-    """Another type, and one without what has no default."""
+    """Another type, or a record without a required field, is refused."""
     with pytest.raises(UsageError, match=r"^sample \[\]: use a mapping of count, share, \.\.\.$"):
         SCHEMA.load([])
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_records_that_are_none() -> None:
 
 
 def test_forms_of_ones_own() -> None:
-    """They take the place of a name in an annotation, or of all of it."""
+    """A custom form replaces a name in an annotation, or all of it."""
     few = Schema(
         Sample,
         forms={

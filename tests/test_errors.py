@@ -1,4 +1,4 @@
-"""The exceptions of this package, and what is said about a name that is not allowed."""
+"""The exceptions of this package, and the hints for names that are not allowed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALLOWED = ("world_size", "num_shards")
     ],
 )
 def test_the_nearest_name_or_all(given: object, said: str) -> None:
-    """One near name is worth more than a list; what is far, or no name at all, gets the list."""
+    """The hint is the one near name, or else the list of all."""
     assert did_you_mean(given, ALLOWED) == said
 
 
@@ -38,7 +38,7 @@ def test_a_part_of_a_name_is_nearer_than_a_likeness() -> None:
 
 
 def test_an_error_names_its_field() -> None:
-    """Also after a process sent it to another; most errors are of no single field."""
+    """An error keeps its field when sent to another process; most errors have no single field."""
     error = UsageError.of("world_size", 3, "use 2")
     assert (str(error), error.field) == ("world_size=3: use 2", "world_size")
     assert pickle.loads(pickle.dumps(error)).field == "world_size"
@@ -46,6 +46,6 @@ def test_an_error_names_its_field() -> None:
 
 
 def test_advice_may_replace_the_list() -> None:
-    """Only where nothing is near."""
+    """Advice replaces the list only if no name is near."""
     assert did_you_mean("colour", ALLOWED, otherwise="") == ""
     assert did_you_mean("world_sizes", ALLOWED, otherwise="") == "did you mean 'world_size'?"

@@ -1,4 +1,4 @@
-"""Fault records: what they may hold, and what each kind can't do without."""
+"""Fault records: the fields that each kind allows and requires."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_kind_survives_json(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "names"), NEEDED.items())
 def test_what_a_kind_needs_can_not_be_left_out(kind: str, names: tuple[str, ...]) -> None:
-    """A fault that would silently never happen is refused."""
+    """A fault without a required field is refused, as it would silently never strike."""
     for missing in names:
         rest = _given(kind, tuple(name for name in names if name != missing))
         with pytest.raises(UsageError, match=f"fault {kind} {missing}=None: {kind} needs"):
@@ -61,7 +61,7 @@ def test_what_a_kind_needs_can_not_be_left_out(kind: str, names: tuple[str, ...]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_kind_does_not_look_at_is_refused(kind: str) -> None:
-    """A field that would be read and ignored: the message has the fields that the kind takes."""
+    """A field that the kind ignores is refused; the message lists the fields that it takes."""
     given = _given(kind, (*NEEDED[kind], *(("rank",) if kind == "stranger" else ())))
     taken = (*NEEDED[kind], *OPTIONAL.get(kind, ()))
     for name in GIVEN.keys() - set(taken):
@@ -72,7 +72,7 @@ def test_what_a_kind_does_not_look_at_is_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "NaN", "-Infinity"])
 def test_non_finite_values_are_text(value: str) -> None:
-    """Whatever float() reads as not finite."""
+    """Every text that float() reads as not finite is allowed."""
     assert Fault(kind="non_finite_loss", step=0, value=value).value == value
 
 
@@ -131,7 +131,7 @@ def test_impossible_faults_are_refused(fields: dict[str, Any], message: str) -> 
     ],
 )
 def test_what_is_no_fault_is_refused(record: Any, message: str) -> None:
-    """Garbage gives a UsageError, never a TypeError."""
+    """A record that is no fault gives a UsageError, never a TypeError."""
     with pytest.raises(UsageError, match=message):
         Fault.from_dict(record)
 
@@ -139,7 +139,7 @@ def test_what_is_no_fault_is_refused(record: Any, message: str) -> None:
 @pytest.mark.parametrize("at", PLACES)
 @pytest.mark.parametrize("kind", ON_THE_WAY)
 def test_what_befalls_messages(kind: str, at: str) -> None:
-    """Each kind at each place, which is a message that says its step; whole seconds will do."""
+    """Each kind is possible at each message that has a step; whole seconds are allowed."""
     given = {**_given(kind, NEEDED[kind]), "at": at}
     if "seconds" in given:
         given["seconds"] = 2

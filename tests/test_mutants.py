@@ -25,7 +25,7 @@ PLACES = {field.name for field in fields(Counterexample)} - {"message", "scenari
 
 @pytest.mark.parametrize("variant", CATALOGUE.values(), ids=CATALOGUE.keys())
 def test_a_variant_is_well_described(variant: Variant) -> None:
-    """One line each, a target that exists, and for a mutant its source, clauses and place."""
+    """Each variant has one line and an existing target; a mutant also source, clauses and place."""
     assert 10 <= len(variant.summary) <= 90
     assert not variant.summary.endswith(".")
     for path, replacement in variant.plants.items():
@@ -42,14 +42,14 @@ def test_a_variant_is_well_described(variant: Variant) -> None:
 
 
 def test_mutants_come_first() -> None:
-    """The catalogue's order is that of the matrix."""
+    """The catalogue is in the order of the matrix."""
     benign = [variant.benign for variant in CATALOGUE.values()]
     assert benign == sorted(benign)
     assert all(name == variant.name for name, variant in CATALOGUE.items())
 
 
 def test_subject() -> None:
-    """The scenario with the mutant's name is another scenario, and only in that."""
+    """A scenario with the mutant's name differs from the original in that name only."""
     variant = CATALOGUE["ddp-bypass"]
     assert variant.subject().mutant == "ddp-bypass"
     assert variant.subject().with_(mutant=None) == variant.scenario
@@ -57,7 +57,7 @@ def test_subject() -> None:
 
 
 def test_planted_and_gone() -> None:
-    """Inside, all of a variant's functions are replaced; outside, none is."""
+    """All functions of a variant are replaced inside the context, and restored outside."""
     before = reduction.fold, reduction.root
     with mutants.planted("arrival-order"):
         found = [inspect.unwrap(one) for one in (reduction.fold, reduction.root)]
@@ -66,7 +66,7 @@ def test_planted_and_gone() -> None:
 
 
 def test_a_planting_knows_whether_it_struck() -> None:
-    """Not before a function that it replaces is called; at once if it replaces none."""
+    """A planting has struck once a replaced function is called, or at once if it replaces none."""
     with mutants.planted("clip-scaled") as planting:
         before = planting.struck
         optimizer.clip(np.ones(2, dtype=np.float32), 2.0, 1.0)
@@ -77,7 +77,7 @@ def test_a_planting_knows_whether_it_struck() -> None:
 
 
 def test_a_trace_says_whether_its_mutant_took_part() -> None:
-    """One of another system is never called."""
+    """A mutant of another system is never called, and the trace says so."""
     scenario = Scenario(system="reference", workload="linear", world_size=2, seed=0)
     assert systems.run(scenario.with_(mutant="arrival-order")).of(Planted)
     assert not systems.run(scenario.with_(mutant="ddp-bypass")).of(Planted)
@@ -85,7 +85,7 @@ def test_a_trace_says_whether_its_mutant_took_part() -> None:
 
 
 def test_gone_after_an_exception() -> None:
-    """A run that crashes leaves nothing planted."""
+    """A run that crashes leaves no mutant planted."""
     before = optimizer.clip
 
     def crash() -> None:
@@ -126,7 +126,7 @@ def test_loaded_from_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_a_mutant_that_crashes_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The crash is in the trace, with its reason; it is no exception, and no kill."""
+    """A mutant that crashes is a failed run with its reason, and is not counted as detected."""
 
     def crash(*arguments: object) -> None:
         raise ZeroDivisionError("planted crash")

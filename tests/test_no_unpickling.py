@@ -1,7 +1,7 @@
-"""Nothing that is read runs code: no module that unpickles, and no call that does.
+"""No input runs code: no module of the package unpickles, and no call does.
 
-What crosses a socket or a pipe, or lies in a file, may be anyone's. (Starting a process pickles the
-function that it is to run, on this machine, in the fork server's own pipe: that is the only place.)
+Data from sockets, pipes and files may come from anyone. (The only exception is the start of a
+process, which pickles its function in the fork server's own pipe on this machine.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SOCKETS = "socket.socket"
 
 
 def unpickling(text: str) -> Iterator[str]:
-    """Each place in the source `text` that can run what it reads, as line and reason."""
+    """Return each place in the source `text` that can run what it reads, as line and reason."""
     for node in ast.walk(ast.parse(text)):
         for name in _imported(node):
             if name.partition(".")[0] in MODULES:
@@ -63,7 +63,7 @@ def _call(node: ast.Call) -> str | None:
 
 
 def test_nothing_is_unpickled() -> None:
-    """No file of the package can."""
+    """No file of the package unpickles."""
     paths = sorted(SOURCE.rglob("*.py"))
     assert len(paths) > 50
     found = [
@@ -91,7 +91,7 @@ def test_nothing_is_unpickled() -> None:
     ],
 )
 def test_what_would_be_found(text: str) -> None:
-    """Each of the ways, wherever it stands."""
+    """Each way to unpickle is found."""
     assert list(unpickling(text))
 
 
@@ -100,5 +100,5 @@ def test_what_would_be_found(text: str) -> None:
     ["torch.load(path, weights_only=True)", "pipe.recv_bytes()", "re.compile('x')", "import json"],
 )
 def test_what_would_not(text: str) -> None:
-    """The safe way to do the same."""
+    """The safe alternatives are not reported."""
     assert list(unpickling(text)) == []

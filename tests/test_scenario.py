@@ -27,7 +27,7 @@ json_values = st.recursive(
 
 @st.composite
 def scenarios(draw: st.DrawFn) -> Scenario:
-    """Scenarios with every field drawn."""
+    """Draw scenarios, with every field drawn."""
     samples = draw(st.integers(4, 60))
     shards = draw(st.integers(1, 12))
     steps = draw(st.integers(2, 9))
@@ -150,7 +150,7 @@ def test_faults_must_lie_inside_the_run(place: dict[str, Any], message: str) -> 
 
 @given(st.sampled_from(sorted(Scenario.__dataclass_fields__)), json_values)
 def test_any_json_in_any_field_is_a_scenario_or_a_usage_error(name: str, value: Any) -> None:
-    """Never a TypeError, and what is accepted can be written down again."""
+    """Any JSON gives a scenario that can be written again, or a UsageError, never a TypeError."""
     try:
         scenario = Scenario.from_dict({**USUAL, name: value})
     except UsageError:
@@ -175,7 +175,7 @@ def test_any_json_is_a_scenario_or_a_usage_error(record: Any) -> None:
     ],
 )
 def test_broken_records_are_named(record: Any, message: str) -> None:
-    """The key, and what to do."""
+    """A broken record is refused with the key, and what to do."""
     with pytest.raises(UsageError, match=message):
         Scenario.from_dict(record)
 
@@ -191,7 +191,7 @@ def _draw(scenario: Scenario, *stream: str | int) -> int:
 
 
 def test_a_stream_depends_on_seed_and_name_alone() -> None:
-    """Not on the world size, the rank, or what was drawn before."""
+    """A stream does not depend on world size, rank, or earlier draws."""
     other = USUAL_SCENARIO.with_(world_size=7, num_steps=9, repeat=3, mutant="m")
     assert _draw(USUAL_SCENARIO, "dropout", 1, 2) == _draw(other, "dropout", 1, 2)
     assert _draw(USUAL_SCENARIO, "dropout", 1, 2) == _draw(USUAL_SCENARIO, "dropout", 1, 2)
@@ -206,12 +206,12 @@ def test_different_names_are_different_streams() -> None:
 
 
 def test_a_stream_keeps_its_bits_between_releases() -> None:
-    """Saved counterexamples rest on it."""
+    """Streams never change, as saved counterexamples depend on them."""
     assert USUAL_SCENARIO.rng("order", 0).permutation(6).tolist() == [0, 4, 3, 2, 1, 5]
 
 
 def test_lists_expand_to_every_combination() -> None:
-    """Lists multiply; fields that hold lists stay whole; defaults fill the rest."""
+    """Lists expand to all combinations, list fields stay whole, and defaults fill the rest."""
     record = {"world_size": [1, 2], "seed": [3, 4], "stops": [1, 2], "backends": ["cpu", "wgpu"]}
     found = list(expand(record))
     assert {(s.system, s.workload) for s in found} == {("reference", "linear")}
@@ -220,18 +220,18 @@ def test_lists_expand_to_every_combination() -> None:
 
 
 def test_an_impossible_combination_is_refused() -> None:
-    """Every member of the product is validated."""
+    """Every combination is validated."""
     with pytest.raises(UsageError, match="world_size=0"):
         list(expand({"world_size": [1, 0]}))
 
 
 def test_the_docs_state_the_defaults() -> None:
-    """A contract's author reads there what an entry means that says nothing."""
+    """The docs state the default of every field that a contract may leave out."""
     page = Path(__file__).parent.parent / "docs" / "contract-format.md"
     stated = ", ".join(f"{name} `{value}`" for name, value in DEFAULTS.items())
     assert f"Left out: {stated}." in page.read_text(encoding="utf-8")
 
 
 def test_the_largest_float_is_a_learning_rate() -> None:
-    """The edge of what is finite."""
+    """The largest finite number is allowed as a learning rate."""
     assert USUAL_SCENARIO.with_(learning_rate=sys.float_info.max)

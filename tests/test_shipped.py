@@ -1,4 +1,4 @@
-"""Where shipped files are found, in a checkout and in an installed package."""
+"""The places of shipped files, in a checkout and in an installed package."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ NAMES = [
 
 
 def test_the_shipped_contracts_are_found_by_name_and_stem() -> None:
-    """Both contracts, from any folder."""
+    """Both contracts are found from any folder."""
     assert [path.name for path in shipped.shipped_contracts()] == NAMES
     for name in (*NAMES, "training-integrity-v1"):
         assert shipped.contract_path(name).is_file()
 
 
 def test_a_path_wins_over_a_shipped_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of that name in the working folder is the one that is meant."""
+    """A file in the current folder takes precedence over a shipped one of its name."""
     monkeypatch.chdir(tmp_path)
     Path(NAMES[0]).write_text("mine: 1")
     assert shipped.contract_path(NAMES[0]).resolve() == tmp_path / NAMES[0]
 
 
 def test_an_unknown_name_lists_what_is_shipped() -> None:
-    """The message says what is allowed."""
+    """The message for an unknown name lists the shipped contracts."""
     with pytest.raises(UsageError, match=r"contract='no-v1': no such file.*training-integrity-v1"):
         shipped.contract_path("no-v1")
 
@@ -46,7 +46,7 @@ def test_an_unknown_name_lists_what_is_shipped() -> None:
     [(".", "is a folder; give one YAML file"), ("x" * 5000, "give a file that can be read")],
 )
 def test_what_is_no_file_is_refused(name: str, message: str) -> None:
-    """A folder, and a name that no file can have."""
+    """A folder, or a name that no file can have, is refused."""
     with pytest.raises(UsageError, match=message):
         shipped.contract_path(name)
 
@@ -54,7 +54,7 @@ def test_what_is_no_file_is_refused(name: str, message: str) -> None:
 def test_a_file_that_may_not_be_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Permissions are looked at before anything runs (root may read all, so access is faked)."""
+    """Permissions are checked before anything runs (faked here, as root may read all)."""
     path = tmp_path / "c.yaml"
     path.write_text("a: 1")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
@@ -63,7 +63,7 @@ def test_a_file_that_may_not_be_read_is_refused(
 
 
 def test_the_falsification_folder_is_found() -> None:
-    """A checkout has it at the top of the tree."""
+    """A checkout has the folder at the top of the tree."""
     folder = shipped.falsification_folder()
     assert folder is not None
     assert folder.name == "falsification"
@@ -72,7 +72,7 @@ def test_the_falsification_folder_is_found() -> None:
 def test_an_installed_package_holds_its_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inside the package first; beside it only in a checkout, whose package lies in src."""
+    """Folders are looked up inside the package, and next to it only in a checkout."""
     installed, checkout = tmp_path / "site" / "entrenar_py", tmp_path / "src" / "entrenar_py"
     for folder in (installed, checkout, tmp_path / "contracts"):
         folder.mkdir(parents=True)

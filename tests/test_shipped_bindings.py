@@ -1,4 +1,4 @@
-"""The bindings that come with the package: sound, and each bug that they name is found."""
+"""The shipped bindings: each is valid, and each detects the bugs that it names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILES = shipped.all_bindings()
 
 
 def _statements(path: Path) -> str:
-    """A contract that has every statement which the bindings at `path` name, and says nothing."""
+    """Return a contract with every statement that the bindings at `path` name, without content."""
     named: dict[str, list[str]] = {"clause": [], "test": [], "obligation": [], "equation": []}
     for entry in yaml.safe_load(path.read_text(encoding="utf-8"))["bindings"]:
         (kind,) = named.keys() & entry.keys()
@@ -42,7 +42,7 @@ def _statements(path: Path) -> str:
 
 
 def bound(path: Path, folder: Path) -> Contract:
-    """That contract, under the bindings at `path` without their digests."""
+    """Return that contract under the bindings at `path`, without their digests."""
     stem = path.name.removesuffix(".bindings.yaml")
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     kept = "".join(line for line in lines if not line.startswith("    statement:"))
@@ -53,7 +53,7 @@ def bound(path: Path, folder: Path) -> Contract:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name.partition(".")[0])
 def test_every_binding_can_be_run(path: Path, tmp_path: Path) -> None:
-    """Known checks, kinds and mutants, possible scenarios; each names its wording."""
+    """Checks, kinds and mutants exist, scenarios are possible, and each names its wording."""
     loaded = bound(path, tmp_path)
     assert loaded.invariants
     assert all(one.binding is not None for one in loaded.invariants)
@@ -92,7 +92,7 @@ def test_what_is_bound_would_find_the_bugs_that_it_names(tmp_path: Path) -> None
 
 
 def test_shipped_contracts_are_not_bound_by_those_of_the_same_name() -> None:
-    """Our contract of that name says other sentences, and binds by itself."""
+    """A shipped contract of the same name has other sentences, and binds by itself."""
     for path in shipped.shipped_contracts():
         loaded = contract.load(path, vocabulary=OURS)
         assert not [one.id for one in loaded.invariants if one.binding is not None]

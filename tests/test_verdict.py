@@ -37,12 +37,12 @@ findings = st.builds(
 
 
 def test_falsified_is_worse_than_inconclusive_is_worse_than_held() -> None:
-    """The order of the three verdicts."""
+    """The three verdicts are ordered."""
     assert [v.badness for v in (Verdict.HELD, Verdict.INCONCLUSIVE, Verdict.FALSIFIED)] == [0, 1, 2]
 
 
 def test_no_verdict_at_all_is_inconclusive() -> None:
-    """Nothing that compared nothing passes."""
+    """Without any comparison the verdict is inconclusive."""
     assert worst([]) is Verdict.INCONCLUSIVE
 
 
@@ -94,7 +94,7 @@ def test_a_place_names_what_is_known() -> None:
 
 
 def test_a_tally_of_nothing_is_inconclusive() -> None:
-    """Its reason is the one the judge gives."""
+    """The reason is the one that the judge gives."""
     finding = Tally("F-DP-001").finding(nothing="no updates")
     assert (finding.verdict, finding.reason, finding.compared) == (
         Verdict.INCONCLUSIVE,
@@ -128,7 +128,7 @@ def test_what_is_missing_forbids_held() -> None:
 
 
 def test_a_break_outweighs_what_is_missing() -> None:
-    """A counterexample is a counterexample, whatever else is unknown."""
+    """A counterexample falsifies, even if other comparisons are missing."""
     tally = Tally("F-DP-001")
     tally.miss("a")
     assert not tally.equal("1", 2, "differs", step=4, rank=1)
@@ -141,7 +141,7 @@ def test_a_break_outweighs_what_is_missing() -> None:
 
 @pytest.mark.parametrize("steps", list(permutations([None, -1, 3])))
 def test_the_earliest_break_is_kept(steps: tuple[int | None, ...]) -> None:
-    """-1, the state before the first step, is earliest; no step at all is last."""
+    """Step -1, the state before the first step, is the earliest; no step at all is the last."""
     tally = Tally("F-DP-001")
     for step in steps:
         tally.check(False, "m", step=step)
@@ -158,7 +158,7 @@ def test_of_two_breaks_in_one_step_the_first_is_kept() -> None:
 
 
 def test_inconclusive_says_why() -> None:
-    """The short way to a finding without evidence."""
+    """`inconclusive` makes a finding with a reason and without evidence."""
     finding = inconclusive("F-DP-004", "no device", compared=2)
     assert (finding.verdict, finding.reason, finding.compared) == (
         Verdict.INCONCLUSIVE,
@@ -178,7 +178,7 @@ def test_inconclusive_says_why() -> None:
     ],
 )
 def test_close_numbers(expected: float, got: float, holds: bool) -> None:
-    """A difference up to what is allowed holds, and so does an infinity where one is expected."""
+    """A difference within the tolerance holds, and so does an infinity that is expected."""
     tally = Tally("F-X-001")
     assert tally.close(expected, got, 0.5, "far apart") is holds
     assert (tally.broken is None) is holds

@@ -6,7 +6,7 @@ from entrenar_py.wording import counted, named
 
 
 def test_what_is_counted() -> None:
-    """One is alone, none and many are not."""
+    """One is singular; none and many are plural."""
     assert [counted(n, "run") for n in (0, 1, 2, 1_000)] == [
         "0 runs",
         "1 run",
@@ -16,7 +16,7 @@ def test_what_is_counted() -> None:
 
 
 def test_what_is_named() -> None:
-    """In order; a long list is cut."""
+    """Names are in order, and a long list is cut."""
     assert named("rank", {3}) == "rank 3"
     assert named("rank", [2, 0, 1]) == "ranks 0, 1, 2"
     assert named("step", range(7), most=5) == "steps 0, 1, 2, 3, 4 and 2 more"

@@ -1,4 +1,4 @@
-"""Starts the ranks of a script as torchrun does, forked from one process that has torch loaded.
+"""Start the ranks of a script as torchrun does, forked from one process that has imported torch.
 
 `python forked.py WORLD_SIZE SCRIPT ARGUMENTS ...`; torchrun takes seconds a rank to import it.
 """
@@ -24,7 +24,7 @@ import entrenar_py.observing.observer  # noqa: F401
 
 
 def main() -> int:
-    """0 if every rank ended well; the others are killed when one does not."""
+    """Return 0 if every rank ended well; if one does not, the others are killed."""
     world_size, script, *arguments = sys.argv[1:]
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -55,10 +55,10 @@ def main() -> int:
 
 
 def _run(script: str) -> NoReturn:
-    """Runs it, and what is to be done at the end of a process, and ends this one at once.
+    """Run the script and its exit handlers, and end this process at once.
 
-    Where the interpreter takes down a DistributedDataParallel while gloo's threads wait for it, it
-    sometimes aborts, or hangs: so nothing of the script is taken down.
+    When the interpreter takes down a DistributedDataParallel while gloo's threads wait for it, it
+    sometimes aborts or hangs. So nothing of the script is taken down.
     """
     kept = None
     try:

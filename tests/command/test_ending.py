@@ -1,4 +1,4 @@
-"""How a run of a command ended: by its exit code, its output and what its ranks wrote."""
+"""The end of a run of a command, from its exit code, its output and the ranks' files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LEAVE = {"kind": "leave", "step": 1, "rank": 1}
 
 
 def rank(number: int, *, ended: bool = True, problem: str = "", world_size: int = 2) -> RankTrace:
-    """The record of a rank; its events are given apart."""
+    """Return the record of a rank; its events are given separately."""
     header = {"rank": number, "world_size": world_size}
     return RankTrace(life=0, header=header, events=(), ended=ended, problem=problem)
 
 
 def steps(*made: int) -> list[Event]:
-    """The updates of ranks 0, 1, ... that made so many steps."""
+    """Return the updates of ranks 0, 1, ... that made these numbers of steps."""
     return [
         Update(
             step=step,
@@ -40,7 +40,7 @@ def steps(*made: int) -> list[Event]:
 
 
 def injected(fault: dict[str, object]) -> list[Event]:
-    """A fault that struck."""
+    """Return the record of a fault that struck."""
     return [Injected(fault=fault, step=1, rank=1)]
 
 
@@ -78,7 +78,7 @@ def test_how_it_ended(
     reason: str,
     tmp_path: Path,
 ) -> None:
-    """The ranks' files count more than an exit code; a reason says what to do."""
+    """The ranks' files override the exit code, and a reason says what to do."""
     ended = Ended(
         code=code, seconds=1.0, tail=("last", "----"), output=tmp_path / "o.txt", num_left=0
     )
@@ -89,7 +89,7 @@ def test_how_it_ended(
 
 
 def test_a_folder_that_was_removed(tmp_path: Path) -> None:
-    """Nothing is known of the ranks then, whatever the exit code."""
+    """If the folder was removed, nothing is known of the ranks, whatever the exit code."""
     output = tmp_path / "gone" / "output.txt"
     ended = Ended(code=0, seconds=1.0, tail=(), output=output, num_left=0)
     status, reason = ending.of([], [], Asked(world_size=2, seed=0), ended, [])

@@ -1,6 +1,6 @@
-"""Trainers of others that own the loop: their examples are left alone, broken twins are found.
+"""Trainers that own the loop: correct examples cause no alarm, and planted bugs are found.
 
-Each test takes ten seconds and more, most of them to load what is tried: `make integrations`.
+Each test takes ten seconds and more, mostly for imports: `make integrations`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ DEADLINE_S = 300.0  # they are long in loading
 
 
 def require(script: str) -> None:
-    """Skips the test where what `script` needs is missing, by its name."""
+    """Skip the test if a package that the script named `script` needs is missing."""
     if importlib.util.find_spec(NEEDS[script]) is None:
         pytest.skip(f"{NEEDS[script]} is not installed: make integrations")
 
 
 @pytest.mark.parametrize("script", sorted(OPEN))
 def test_no_alarm_on_what_is_right(script: str, tmp_path: Path) -> None:
-    """On no clause; and all that the script reveals is held."""
+    """No clause is falsified, and every clause that the script shows enough of is held."""
     require(script)
     told = scripts.command(scripts.EXAMPLES / script)
     wanted = ("coverage", "finiteness", "determinism", "resume", "parity")
@@ -54,13 +54,13 @@ def test_no_alarm_on_what_is_right(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("twin", TWINS, ids=[one.name.replace(" ", "-") for one in TWINS])
 def test_every_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
-    """By its check, and where it is broken."""
+    """Each bug is found by its check, at its place."""
     require(twin.script)
     assert twins.problem(twin, twins.findings(twin, tmp_path, deadline_s=DEADLINE_S)) == ""
 
 
 def test_samples_that_one_rank_draws_for_all(tmp_path: Path) -> None:
-    """Are nobody's: accelerate's dispatcher says nothing wrong, and nothing is judged by it."""
+    """With accelerate's dispatcher no rank knows its samples: none are reported or judged."""
     require("accelerate_loop.py")
     dispatched = Twin(
         name="",

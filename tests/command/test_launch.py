@@ -1,4 +1,4 @@
-"""Commands of every kind: each gives its own clear end, and nothing is left behind."""
+"""Commands of every kind: each ends with a clear reason, and no process is left behind."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tests.command import scripts, zygote
 
 
 def launched(code: str, folder: Path, *, deadline_s: float = 30.0) -> Ended:
-    """How a script ended."""
+    """Return how a script ended."""
     return launch.launch(
         [sys.executable, "-c", code], folder=folder, variables={}, deadline_s=deadline_s
     )
 
 
 def left_of(folder: Path) -> list[int]:
-    """The processes that still record to `folder`."""
+    """Return the processes that still record to `folder`."""
     return [*launch._processes(folder, session=-1, pipe=-1, leash=-1)]
 
 
 def test_how_it_ended(tmp_path: Path) -> None:
-    """Its exit code and its last lines."""
+    """The end of a command has its exit code and its last lines."""
     ended = launched("print('a'); print('b', flush=True); raise SystemExit(3)", tmp_path)
     assert (ended.code, ended.how, ended.tail) == (3, "exit code 3", ("a", "b"))
     killed = launched("import os; os.kill(os.getpid(), 9)", tmp_path)
@@ -42,7 +42,7 @@ def test_how_it_ended(tmp_path: Path) -> None:
 
 
 def test_many_open_files(tmp_path: Path) -> None:
-    """A descriptor past those that select.select knows is waited for as any other."""
+    """A descriptor that is too large for select.select is waited for like any other."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
     with ExitStack() as opened:
@@ -53,13 +53,13 @@ def test_many_open_files(tmp_path: Path) -> None:
 
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
-    """Nothing ran."""
+    """A command that doesn't exist is refused, and nothing runs."""
     with pytest.raises(UsageError, match="no-such-thing --x: can't be started"):
         launch.launch(["no-such-thing", "--x"], folder=tmp_path, variables={}, deadline_s=1.0)
 
 
 def test_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is ended, with all that it started, also what ignores SIGTERM."""
+    """A command that hangs is ended with all its processes, even those that ignore SIGTERM."""
     monkeypatch.setattr(leash, "MERCY_S", 0.5)
     code = (
         "import signal, subprocess, sys, time\n"
@@ -74,7 +74,7 @@ def test_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_one_that_hangs_when_all_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is ended soon after its ranks said that training is over; that is no failure."""
+    """A command that hangs after its ranks closed is ended soon, and the run hasn't failed."""
     monkeypatch.setattr(launch, "LEAVING_S", 0.5)
     text = (scripts.EXAMPLES / "ddp.py").read_text()
     script = tmp_path / "ddp.py"
@@ -87,7 +87,7 @@ def test_one_that_hangs_when_all_is_done(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_stop_that_hangs_when_all_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Is resumed all the same: the run is the straight one."""
+    """A stopped run that hangs after training is resumed, and equals the uninterrupted run."""
     monkeypatch.setattr(zygote, "LEAVING_S", 0.5)
     text = (scripts.EXAMPLES / "resume.py").read_text()
     script = tmp_path / "resume.py"
@@ -103,7 +103,7 @@ def test_a_stop_that_hangs_when_all_is_done(
 
 
 def test_children_that_outlive_it(tmp_path: Path) -> None:
-    """Are ended; how many is known."""
+    """Processes that outlive the command are ended and counted."""
     code = (
         "import subprocess, sys\n"
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
@@ -118,7 +118,7 @@ def test_children_that_outlive_it(tmp_path: Path) -> None:
 def test_children_without_the_environment(
     known_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Are ended, too; and nobody waits for the end of what they could print."""
+    """Processes without the environment are ended, too, and their output isn't waited for."""
     monkeypatch.setattr(launch, "MERCY_S", 60.0)
     rest = {"its session": "stdout=-3, stderr=-3", "its output": "start_new_session=True"}
     pid = tmp_path / "pid"
@@ -135,8 +135,10 @@ def test_children_without_the_environment(
 
 
 def daemon(pid_file: Path, *, then: str = "") -> str:
-    """A command that leaves a daemon behind: another session, no environment, no open file, nobody
-    whose child it is; ends once that has written its number to `pid_file`, and has done `then`.
+    """Return a command that leaves a daemon behind, which has closed its files, and runs on.
+
+    The daemon has another session, no environment and no living parent. The command ends after the
+    daemon has written its process id to `pid_file`, and has done `then`.
     """
     told = (
         "import os, signal, time\n"
@@ -161,7 +163,7 @@ def daemon(pid_file: Path, *, then: str = "") -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 def test_a_daemon(tmp_path: Path) -> None:
-    """Whatever it has left behind and ignores: it is found, told to end, killed, and reaped."""
+    """A daemon that has left session and environment is found, told to end, killed and reaped."""
     ended = launched(daemon(tmp_path / "pid"), tmp_path / "run")
     assert (ended.code, ended.num_left) == (0, 1)
     with pytest.raises(ProcessLookupError):
@@ -170,7 +172,7 @@ def test_a_daemon(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 def test_a_command_that_stops_what_watches_it(tmp_path: Path) -> None:
-    """It is woken at the end, and ends the daemon as ever."""
+    """A subreaper that the command has stopped is continued at the end, and ends the daemon."""
     stop = "os.kill(os.getppid(), 19)"  # SIGSTOP
     ended = launched(daemon(tmp_path / "pid", then=stop), tmp_path / "run", deadline_s=0.5)
     assert ended.code is None
@@ -180,7 +182,7 @@ def test_a_command_that_stops_what_watches_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
 def test_the_harness_is_killed(tmp_path: Path) -> None:
-    """SIGKILL to whoever launched it: the command and the daemon that it left end all the same."""
+    """If the harness is killed by SIGKILL, the command and its daemon end all the same."""
     code = daemon(tmp_path / "pid", then="time.sleep(600)")
     harness = os.fork()
     if harness == 0:
@@ -198,7 +200,7 @@ def test_the_harness_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """A command that prints much does not die of it; its last lines are known."""
+    """On a full disk a command that prints much goes on, and its last lines are known."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / launch.OUTPUT).symlink_to("/dev/full")
@@ -207,7 +209,7 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 
 
 def test_an_interrupt(tmp_path: Path) -> None:
-    """Ends the command, and all that it started, before it goes on up."""
+    """An interrupt ends the command and all its processes before it is raised."""
     code = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGTERM); time.sleep(600)"
     with interrupts.deferred(numbers=(signal.SIGTERM,)), pytest.raises(KeyboardInterrupt):
         launched(code, tmp_path, deadline_s=60.0)
@@ -215,7 +217,7 @@ def test_an_interrupt(tmp_path: Path) -> None:
 
 
 def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head is kept, and the last lines."""
+    """Of endless output, the beginning and the last lines are kept."""
     monkeypatch.setattr(launch, "OUTPUT_BYTES_MAX", 1000)
     ended = launched("print('x' * 10**6); print('last')", tmp_path)
     assert ended.output.stat().st_size == 1000
@@ -245,7 +247,7 @@ def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_command_that_does_not_train(code: str, reason: str, tmp_path: Path) -> None:
-    """It is run once, and every clause is inconclusive with the reason."""
+    """A command that doesn't train runs once, and every clause is inconclusive with the reason."""
     traces = scripts.record(
         (sys.executable, "-c", code), {"parity"}, tmp_path / "runs", deadline_s=2.0
     )
@@ -260,7 +262,7 @@ def test_a_command_that_does_not_train(code: str, reason: str, tmp_path: Path) -
 def test_a_rank_that_never_enters_the_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Is named, with the call that it never made, and where each rank stood."""
+    """The absent rank is named, with the call that it never made and the place of every rank."""
     monkeypatch.setattr(launch, "LEAVING_S", 5.0)
     text = (scripts.EXAMPLES / "plain_loop.py").read_text()
     late = (
@@ -294,7 +296,7 @@ def test_a_rank_that_never_enters_the_collective(
 
 
 def test_another_number_of_workers_than_was_asked_for(tmp_path: Path) -> None:
-    """A command without {world_size} runs as ever with as many."""
+    """A command without {world_size} always runs with the same number of workers."""
     told = [*scripts.command(scripts.EXAMPLES / "ddp.py")]
     told[told.index("{world_size}")] = "1"
     recorded = scripts.record(told, {"replica_identity"}, tmp_path / "runs", launch=zygote.launch)
@@ -303,7 +305,7 @@ def test_another_number_of_workers_than_was_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_planted_value_that_never_strikes(tmp_path: Path) -> None:
-    """The first parameter takes no part: that nothing halted says nothing."""
+    """A parameter that takes no part gets no gradient, so a run that doesn't halt shows nothing."""
     text = (scripts.EXAMPLES / "plain_loop.py").read_text()
     unused = "class Unused(torch.nn.Sequential):\n    def __init__(self, *rest):\n"
     unused += "        super().__init__(*rest)\n"
@@ -325,7 +327,7 @@ def test_a_planted_value_that_never_strikes(tmp_path: Path) -> None:
 
 
 def test_placeholders() -> None:
-    """A misspelt one is told; other braces are left alone."""
+    """A misspelt placeholder is refused; other braces are left alone."""
     runs.require_placeholders(["a{world_size}b", "{}", "{'x': 1}", "{"])
     with pytest.raises(UsageError, match="did you mean 'world_size'"):
         runs.require_placeholders(["--n={worldsize}"])
@@ -336,14 +338,14 @@ def test_placeholders() -> None:
 
 @pytest.mark.parametrize("changes", [{"seed": 3}, {"num_steps": 4}])
 def test_an_option_that_the_command_can_t_hear_of(changes: dict[str, int]) -> None:
-    """Is refused, and not ignored."""
+    """An option is refused, not ignored, if the command has no placeholder for it."""
     with pytest.raises(UsageError, match="so it would never get the value"):
         runs.Plan(command=("train",), needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
     runs.Plan(command=("train", "{seed}", "{steps}"), needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:
-    """Is not cleared away."""
+    """A folder that no run has made is not removed."""
     (tmp_path / "2-workers").mkdir()
     (tmp_path / "2-workers" / "mine").write_text("x")
     with pytest.raises(UsageError, match="was not made by an earlier run; give another folder"):
@@ -355,7 +357,7 @@ def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:
     "program", ["/no/such/prog", "no-such-prog", "", str(Path(__file__).parent)]
 )
 def test_a_program_that_is_not_there(program: str) -> None:
-    """Is told before anything runs; one that a placeholder names is not known yet."""
+    """A missing program is reported before anything runs, unless a placeholder names it."""
     with pytest.raises(UsageError, match="can't be started: there is no such program"):
         runs.require_program(program)
     runs.require_program(sys.executable)

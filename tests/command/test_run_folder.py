@@ -1,4 +1,4 @@
-"""Where the runs of a command are kept, and when."""
+"""The folder in which the runs of a command are kept."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_folder_for_temporary_files(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Goes with its runs, unless a finding is about them: then it is named."""
+    """A temporary folder is removed with its runs, or named if a finding refers to them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with run_folder.folder(None) as kept:
         (kept.path / "2-workers.jsonl").write_text("")
@@ -47,7 +47,7 @@ def test_a_folder_for_temporary_files(
 
 
 def test_a_folder_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Stays, and needs no word."""
+    """A folder that the user named is kept without a message."""
     with run_folder.folder(tmp_path) as kept:
         kept.see(entry(Verdict.HELD, ""))
     assert tmp_path.exists()

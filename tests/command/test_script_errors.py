@@ -1,4 +1,4 @@
-"""The error that a failed command is reported by, in what its launcher printed around it."""
+"""The error that is reported for a failed command, out of its launcher's output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ subprocess.CalledProcessError: Command '['python', 'train.py']' returned exit st
     ],
 )
 def test_the_error_of_the_script(tmp_path: Path, text: str, error: str) -> None:
-    """The last one that no launcher raised; none where nothing else was raised."""
+    """The last error that is not a launcher's is reported, or none if there is no other."""
     path = tmp_path / "output.txt"
     path.write_text(text)
     found = ending.script_error(path)

@@ -1,4 +1,4 @@
-"""Scripts as users write them: what is right is left alone, and each broken twin is found."""
+"""Scripts as users write them: correct ones cause no alarm, and each planted bug is found."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WANTED = ("coverage", "finiteness", "determinism", "resume", "parity")
 @pytest.mark.slow
 @pytest.mark.parametrize("script", sorted(OPEN))
 def test_no_alarm_on_what_is_right(script: str, tmp_path: Path) -> None:
-    """On no clause; and all that the script reveals is held."""
+    """No clause is falsified, and every clause that the script shows enough of is held."""
     # What becomes of a worker that is killed is a matter of the launcher: tried with one script.
     wanted = (*WANTED, "recovery") if script == "ddp.py" else WANTED
     turned = scripts.KNOBS if script == "knobs.py" else ()
@@ -57,12 +57,12 @@ def test_no_alarm_on_what_is_right(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("twin", BROKEN, ids=[one.name.replace(" ", "-") for one in BROKEN])
 def test_every_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
-    """By its check, and where it is broken."""
+    """Each bug is found by its check, at its place."""
     assert twins.problem(twin, twins.findings(twin, tmp_path)) == ""
 
 
 def test_knobs_are_turned_one_by_one() -> None:
-    """And those beside which another does wrong what it does."""
+    """Each knob is turned alone, and with the knobs among which it may be applied wrongly."""
     command = ("train", "{clip}", "{loss_scale}")
     usual = runs.Plan(command=command, needs=CHECKS["parity"].needs, folder=Path())
     trace = traces.hand_written()
@@ -78,7 +78,7 @@ def test_knobs_are_turned_one_by_one() -> None:
 
 
 def test_what_nothing_tries_is_said_of_a_command_too() -> None:
-    """With the reason; a statement that is bound to systems of the harness says nothing of it."""
+    """A clause without a check has a reason; one bound to systems of the harness doesn't apply."""
     place = Position("b.yaml", 1, 1)
     why = Binding(kind="test", item="A", position=place, untried="no check measures time")
     ours = Binding(kind="test", item="B", position=place, systems=("ring", "mesh"))
@@ -95,7 +95,7 @@ def test_what_nothing_tries_is_said_of_a_command_too() -> None:
 
 
 def test_knobs_that_a_command_does_not_have() -> None:
-    """Are named where they would decide something, beside what was found."""
+    """A note next to the finding names the missing knobs that a check compares runs by."""
     trace = traces.hand_written(subject=scenario(system="command", workload="own"))
     (task,) = [one for one in judging.tasks([clause("parity")]) if one.check is not None]
     run = runs.Run(asked=Asked(world_size=2, seed=0), trace=trace)

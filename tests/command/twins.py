@@ -1,7 +1,7 @@
-"""`make twins`: every bug of `falsification.user_*` in a script, and what finds it; and what is
-right, and left alone. Real processes, for some minutes.
+"""`make twins`: try every bug of `falsification.user_*` in a script, and the correct scripts.
 
-`python -m tests.command.twins [WORD ...]`: those whose names have all words. 1 where one is missed.
+Real processes, for some minutes. `python -m tests.command.twins [WORD ...]` tries those whose names
+have all words. The exit code is 1 if a bug is missed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WANTED = (
 def findings(
     twin: Twin, folder: Path, *, deadline_s: float = scripts.DEADLINE_S
 ) -> dict[str, Finding]:
-    """Return the findings on the runs of the changed script: by its check, or by all."""
+    """Return the findings on the runs of the changed script, by its check or by all checks."""
     text = (scripts.EXAMPLES / twin.script).read_text()
     for before, after in twin.changes:
         assert text.count(before) == 1, before
@@ -46,7 +46,7 @@ def findings(
 
 
 def problem(twin: Twin, found: dict[str, Finding]) -> str:
-    """Return what is not as it should be; empty where all is."""
+    """Return the difference from the expected findings, or "" if there is none."""
     if not twin.check:
         broken = [f"{name}: {one.reason}" for name, one in found.items() if is_broken(one)]
         return "; ".join(broken)
@@ -67,7 +67,7 @@ def is_broken(finding: Finding) -> bool:
 
 
 def main() -> int:
-    """Prints one line for each, and how many are not as they should be."""
+    """Print a line for each script, and the number with a problem."""
     every = (
         *(*TWINS, *user_bugs.BUGS, *user_knobs.BUGS, *user_scalers.BUGS),
         *(*user_benign.VARIANTS, *user_scalers.VARIANTS, *user_scalers.ROUNDED),

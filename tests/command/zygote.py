@@ -1,7 +1,8 @@
-"""Launches the ranks of a script from one process that has torch loaded: it takes seconds to load.
+"""Launch ranks from one process that has imported torch, which takes seconds.
 
-`launch` is `entrenar_py.command.launch.launch` for commands that start `forked.py`. Run as a script
-it is that process: a request a line, answered with the process's id, and with how it ended.
+`launch` replaces `entrenar_py.command.launch.launch` for commands that start `forked.py`. Run as a
+script, this module is that process. It reads one request a line, and answers it with a process id
+and then with how that process ended.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def launch(
     deadline_s: float,
     is_over: Callable[[], bool],
 ) -> Ended:
-    """Runs the ranks of a script to their end or their deadline."""
+    """Run the ranks of a script to their end or their deadline."""
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
     zygote = _zygote()
@@ -64,7 +65,7 @@ def launch(
 
 
 def forked(script: Path, world_size: int, *arguments: str, folder: Path) -> Ended:
-    """Runs a script by `forked.py`; `folder` gets its output, and what is observed."""
+    """Run a script with `forked.py`; its output and records go to `folder`."""
     launcher = Path(__file__).with_name("forked.py")
     return launch(
         [sys.executable, str(launcher), str(world_size), str(script), *arguments],
@@ -89,7 +90,7 @@ def _zygote() -> subprocess.Popen[bytes]:
 
 
 def _end(zygote: subprocess.Popen[bytes]) -> None:
-    """Nothing more is asked for: it leaves."""
+    """Close the requests, upon which the process ends."""
     zygote.communicate()
 
 
@@ -109,7 +110,7 @@ def _read(pipe: Any) -> dict[str, Any]:
 
 
 def serve() -> None:
-    """Until nobody asks any more."""
+    """Answer requests until there are no more."""
     from tests.command import forked  # brings torch
 
     for line in sys.stdin.buffer:
@@ -125,7 +126,7 @@ def serve() -> None:
 
 
 def _become(main: Callable[[], int], request: Mapping[str, Any]) -> NoReturn:
-    """Is the command from here on; nothing of what this process was is undone."""
+    """Turn this process into the command; nothing of the process's state is undone."""
     code = 1
     try:
         os.setpgid(0, 0)

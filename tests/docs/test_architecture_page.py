@@ -1,4 +1,4 @@
-"""docs/ARCHITECTURE.md: each room has a row, and each path that is named is there."""
+"""docs/ARCHITECTURE.md: each room has a row, and each path that is named exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOMS = PAGE.partition("## Rooms")[2].partition("\n## ")[0]
 
 
 def test_every_room_has_a_row() -> None:
-    """Every module and package of the top, and every package below one."""
+    """Every module and package at the top has a row, and every package below one."""
     packages = {path.parent for path in SOURCE.rglob("__init__.py")} - {SOURCE}
     names = {f"{path.relative_to(SOURCE).as_posix()}/" for path in packages}
     names |= {path.name for path in SOURCE.glob("*.py") if path.name != "__init__.py"}
@@ -27,7 +27,7 @@ def test_every_room_has_a_row() -> None:
 
 
 def test_every_room_is_on_its_floor() -> None:
-    """The drawing has each room on the floor that tests/test_architecture.py holds it to."""
+    """The drawing has each room on the floor that tests/test_architecture.py requires."""
     drawing = PAGE.partition("## Floors")[2].partition("```\n")[2].partition("```")[0]
     drawn = {
         word: int(line.split()[0])
@@ -39,7 +39,7 @@ def test_every_room_is_on_its_floor() -> None:
 
 
 def test_every_path_is_there() -> None:
-    """Below src/entrenar_py, or below the root."""
+    """Every path exists below src/entrenar_py or below the root."""
     paths = re.findall(r"`([a-z_0-9]+(?:/[A-Za-z_0-9.-]+)*(?:/|\.py))`", PAGE)
     assert paths
     assert [

@@ -1,4 +1,4 @@
-"""The tables of what is bound among published contracts: today's bindings, their own results."""
+"""The tables on published contracts are those of today's bindings and their results."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def family() -> ModuleType:
 
 
 def test_the_tables_are_current(family: ModuleType) -> None:
-    """Say `python docs/bound_family.py` if they are not."""
+    """The tables are current; run `python docs/bound_family.py` if not."""
     page = family.PAGE.read_text("utf-8")
     assert family.page(page) == page
 
 
 def test_every_result_is_of_the_bindings_that_are_shipped(family: ModuleType) -> None:
-    """Say `python docs/bound_family.py FOLDER`, where the contracts are, if one is not."""
+    """Results are of the shipped bindings; if not, run `python docs/bound_family.py FOLDER`."""
     kept = json.loads(family.KEPT.read_text("utf-8"))
     now = {family.stem(path): family.digest(path) for path in shipped.all_bindings()}
     assert {name: one["digest"] for name, one in kept.items()} == now
 
 
 def test_no_statement_that_a_check_tries_is_without_a_result(family: ModuleType) -> None:
-    """As bound, each held; on other systems each held or does not apply."""
+    """Each statement is held as bound, and held or not applicable on other systems."""
     kept = json.loads(family.KEPT.read_text("utf-8"))
     told = [one for run in kept.values() for one in run["lines"].values()]
     tried = [one for one in told if one["as bound"][1]]

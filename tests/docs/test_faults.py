@@ -1,4 +1,4 @@
-"""docs/faults.md: every kind of fault at every message, and every run on the same weights."""
+"""docs/faults.md: every kind of fault at every message, and that all runs end on equal weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_SYSTEMS = len(TABLED)
 
 
 def rows_of(part: str) -> list[list[str]]:
-    """The cells of a part's table."""
+    """Return the cells of the table of one part."""
     lines = [line for line in part.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][1:]
 
@@ -35,7 +35,7 @@ def test_the_page_has_every_case() -> None:
 
 
 def test_everyone_halts_and_knows_why() -> None:
-    """In every system, for every value: one error that names the culprit, and no step made."""
+    """In every system each planted value ends the run with an error that names the culprit."""
     rows = [row for row in rows_of(PARTS[NUM_SYSTEMS]) if row[0] in ending_tables.REAL]
     assert len(rows) == len(ending_tables.REAL) * len(ending_tables.POISONS)
     for row in rows:
@@ -44,14 +44,14 @@ def test_everyone_halts_and_knows_why() -> None:
 
 
 def test_a_coordinator_s_death_changes_nothing() -> None:
-    """Every story, and each ended on the same weights."""
+    """After each death of a coordinator the run ends on the same weights."""
     rows = [row for row in rows_of(PARTS[NUM_SYSTEMS + 1]) if row[0] in ending_tables.STORIES]
     assert len(rows) == len(ending_tables.STORIES)
     assert {row[2] for row in rows} == {"the same"}
 
 
 def test_a_halt_is_really_run() -> None:
-    """Each process says how it ended itself."""
+    """In a real run each process reports how it ended."""
     star = ending_tables.run_with("parameter_server", "non_finite_loss", "nan")
     run = star.train()
     assert isinstance(star.transport, ProcessTransport)
@@ -62,7 +62,7 @@ def test_a_halt_is_really_run() -> None:
 
 
 def test_a_row_is_really_run() -> None:
-    """Real processes: what the row says of the weights is compared with the undisturbed run's."""
+    """With real processes the weights compare with the undisturbed run's as the row states."""
     for scenario in TABLED:
         cases = table.cases(scenario)
         cut = next(case for case in cases if (case.kind, case.at) == ("cut", "Computed"))

@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 def test_make_docs_changes_nothing(
     matrix: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pages that the script writes today stand in docs/ already: say `make docs` if not."""
+    """The pages in docs/ are those that the script writes; run `make docs` if not."""
     monkeypatch.setattr(kill_matrix, "run", lambda variants, invariants: matrix)
     monkeypatch.setattr(generate, "DOCS", tmp_path)
     generate.main()
@@ -40,7 +40,7 @@ def test_make_docs_changes_nothing(
 
 
 def test_the_kill_matrix_is_current(matrix: list[Row]) -> None:
-    """Every row tried here and all variants' names are in the page; if not, run `make docs`."""
+    """The page has every row tried here and the names of all variants; run `make docs` if not."""
     page = (DOCS / "kill-matrix.md").read_text("utf-8")
     lines = kill_matrix_page.page(matrix, checks=generate.checks()).splitlines()
     assert [one for one in lines if one not in page and "killed for the right" not in one] == []
@@ -50,7 +50,7 @@ def test_the_kill_matrix_is_current(matrix: list[Row]) -> None:
 
 
 def test_tables_stand_between_their_marks() -> None:
-    """Text around the tables stays; a table that was edited by hand is made anew."""
+    """Text around a table stays, and an edited table is generated anew."""
     page = generate.FORMAT.read_text("utf-8")
     edited = page.replace("| `seed` | whole", "| `seed` | hole")
     assert edited != page
@@ -58,7 +58,7 @@ def test_tables_stand_between_their_marks() -> None:
 
 
 def test_the_protocol_is_as_the_tables_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages, legal moves and diagrams follow the code, and are current."""
+    """Messages, legal moves and diagrams are generated from the code, and are current."""
     page = generate.PROTOCOL.read_text("utf-8")
     assert generate.protocol(page) == page, "say `make docs`"
     legal = dict.fromkeys(phases.WorkerPhase, (messages.Leave,))
@@ -72,7 +72,7 @@ def test_the_protocol_is_as_the_tables_have_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_message_has_a_row() -> None:
-    """In the order of the tags, each with who says it and what it means."""
+    """Messages are in the order of their tags, each with its sender and meaning."""
     rows = [row.strip("|\n ").split(" | ") for row in generate.message_table().splitlines()[2:]]
     kinds = messages.MESSAGES.items()
     assert [row[:2] for row in rows] == [[str(tag), f"`{kind.__name__}`"] for tag, kind in kinds]
@@ -83,7 +83,7 @@ def test_every_message_has_a_row() -> None:
 
 
 def test_a_page_without_the_marks_is_refused() -> None:
-    """A table that has no place would be lost in silence."""
+    """A page without the marks is refused, as its table would be lost silently."""
     page = generate.FORMAT.read_text("utf-8")
     for lost in ("<!-- generated: scenario -->\n", "<!-- end -->\n"):
         with pytest.raises(AssertionError):
@@ -91,7 +91,7 @@ def test_a_page_without_the_marks_is_refused() -> None:
 
 
 def test_every_check_and_field_has_a_row() -> None:
-    """No check, and no field of a scenario, is left out; each says what it is."""
+    """Every check and every field of a scenario has a row with its meaning."""
     fields = [row.strip("|\n ").split(" | ") for row in generate.fields().splitlines()[2:]]
     for rows, names in (
         (generate.checks(), tuple(CHECKS)),
@@ -103,7 +103,7 @@ def test_every_check_and_field_has_a_row() -> None:
 
 
 def test_every_key_of_a_configuration_has_a_row() -> None:
-    """In the table of the mapping that it stands in."""
+    """Each key has a row in the table of its mapping."""
     page = generate.SERVICE.read_text("utf-8")
     assert generate.service(page) == page, "say `make docs`"
     tables = (

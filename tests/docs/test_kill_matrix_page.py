@@ -1,4 +1,4 @@
-"""The matrix as a page; that the page in docs/ is current is for tests/docs/test_generate.py."""
+"""The matrix as a page (tests/docs/test_generate.py tests that the page in docs/ is current)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.kill_matrix.rows import BENIGN, HELD, MUTANT, UNKNOWN, falsified, row
 
 
 def test_what_went_wrong_is_marked() -> None:
-    """The page shows survivors, alarms and wrong places."""
+    """The page marks survivors, false alarms and wrong places."""
     rows = [
         row(MUTANT, falsified(step=1, rank=0)),
         row(MUTANT, HELD),
@@ -26,11 +26,11 @@ def test_what_went_wrong_is_marked() -> None:
 
 
 def test_where_nothing_is_wrong_the_page_says_none() -> None:
-    """An empty cell could be an oversight."""
+    """The page says "none" if nothing is wrong, as an empty cell could be an oversight."""
     assert "| F-DP-001 | none | none |" in kill_matrix_page.page([row(BENIGN, HELD)])
 
 
 def test_bugs_in_scripts_have_a_table() -> None:
-    """Each with its source, and the clause that finds it."""
+    """Bugs in scripts are listed with their source and the clause that finds them."""
     cells = ("none is divided", "`train.py`", "classic", "F-DP-005", "step 0")
     assert f"| {' | '.join(cells)} |" in kill_matrix_page.page([], [cells])

@@ -22,7 +22,7 @@ VARIES = re.compile(
 
 
 def _blocks() -> list[list[str]]:
-    """The lines of each block of commands, marked with `$`, and their output."""
+    """Yield the lines of each block of commands, marked with `$`, and their output."""
     blocks = re.findall(r"^```\n(\$ .*?\n)```$", README, flags=re.MULTILINE | re.DOTALL)
     return [block.splitlines() for block in blocks]
 
@@ -31,7 +31,7 @@ BUG, RUN, SCALING = _blocks()
 
 
 def _run(command: Sequence[str]) -> None:
-    """Does in this process what `command` does in a shell."""
+    """Run `command` in this process as a shell would."""
     if command[0] == "entrenar-check":
         check(*command[1:])
         return
@@ -44,7 +44,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _essence(lines: Sequence[str]) -> list[list[str]]:
-    """The words of each line, without what varies."""
+    """Return the words of each line, without those that vary."""
     return [VARIES.sub("", line).split() for line in lines]
 
 
@@ -55,7 +55,7 @@ def test_commands_print_what_is_shown(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The finding, its place and its scenario; the columns and the last word of the table."""
+    """The finding with its place and scenario, and the columns and last word of the table."""
     monkeypatch.chdir(tmp_path)
     commands = [line.removeprefix("$ ") for line in block if line.startswith("$ ")]
     shown = block[len(commands) :]
@@ -76,7 +76,7 @@ def test_the_main_report_has_every_clause(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_links_lead_somewhere() -> None:
-    """Every file that is linked to is there."""
+    """Every file that is linked to exists."""
     links = re.findall(r"\]\(([^)#:]+)\)", README)
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []

@@ -1,4 +1,4 @@
-"""Pages of docs/ are in the navigation of the site, their links lead somewhere, lines are short."""
+"""Pages of docs/ are in the site's navigation, their links are valid, and lines are short."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """Once each; decisions are added in the order of their numbers."""
+    """Each page is there once; decisions are added in the order of their numbers."""
     named = list(_leaves(CONFIGURATION["nav"]))
     pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
     top = [name for name in pages if not name.startswith("decisions/")]
@@ -32,7 +32,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
-    """To a file that is there, and to a heading that it has."""
+    """Every link leads to an existing file, and to a heading in it."""
     for link in LINK.findall(CODE.sub("", page.read_text("utf-8"))):
         if link.startswith("https://"):
             continue
@@ -48,7 +48,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     ids=lambda path: path.relative_to(ROOT).as_posix(),
 )
 def test_lines_of_prose_are_short(page: Path) -> None:
-    """Code and tables may be as long as they are."""
+    """Lines of prose are short; code and tables are exempt."""
     text = re.sub(r"<!-- generated: .*?<!-- end -->", "", page.read_text("utf-8"), flags=re.DOTALL)
     text = re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for line in text.splitlines() if not line.lstrip().startswith(("|", "<!--"))]

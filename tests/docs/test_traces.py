@@ -1,4 +1,4 @@
-"""docs/traces.md says what clauses need: with it each is held, without any of it each is open."""
+"""docs/traces.md lists what clauses need: with all of it each is held, without any it is open."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SUBJECTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def rows() -> Iterator[tuple[str, str, str]]:
-    """Clause, facts and runs of each line of the table."""
+    """Return clause, facts and runs of each line of the table."""
     for line in PAGE.read_text("utf-8").splitlines():
         if line.startswith("| F-"):
             clause, facts, runs, _ = (cell.strip() for cell in line.strip("|").split("|"))
@@ -47,7 +47,7 @@ def rows() -> Iterator[tuple[str, str, str]]:
 
 
 def needed(facts: str) -> list[str]:
-    """`Start`, `Update.weights` or `Update.weights with values`, of a cell that lists them."""
+    """Return the facts that a cell lists, such as `Start` or `Update.weights with values`."""
     found = re.findall(r"`([A-Z]\w+(?:\.\w+)?)`( with values)?", facts)
     return ["".join(parts) for parts in found]
 
@@ -61,7 +61,7 @@ SECOND_RUNS = [
 
 
 def recorded(clause: str) -> list[Trace]:
-    """The runs of a clause as somebody's own trainer would have recorded them, its own first."""
+    """Return the runs of a clause as a user's own trainer would record them, its base run first."""
     scenario = traces.scenario(system="mine", workload="own", **SUBJECTS.get(clause, {}))
     runs = dict.fromkeys((scenario, *companions.of(BY_ID[clause].needs, scenario)))
     wanted = [one for one in runs if one.system == "mine"]
@@ -79,7 +79,7 @@ def judged(clause: str, found: list[Trace]) -> Finding:
 
 
 def without(one: Trace, fact: str) -> Trace:
-    """`one` without a fact: events of a kind, a field of them, or the values in it."""
+    """Return the trace `one` without a fact: events of a kind, a field of them, or its values."""
     name, _, field = fact.removesuffix(" with values").partition(".")
     if name == "Trace":
         assert field == "promises"
@@ -96,12 +96,12 @@ def without(one: Trace, fact: str) -> Trace:
 
 
 def digests(tensors: Tensors) -> Tensors:
-    """`tensors` without their values."""
+    """Return `tensors` without their values."""
     return {name: TensorRecord(record.digest) for name, record in tensors.items()}
 
 
 def unknown(kind: type[Event], field: str) -> Callable[[Any], Any]:
-    """Gives what a field holds that nobody filled in: its default, or an empty one of its type."""
+    """Return the content of a field that was not filled in: its default, or an empty value."""
     found = kind.__dataclass_fields__[field]
     if found.default is not MISSING:
         return lambda _: found.default
@@ -109,14 +109,14 @@ def unknown(kind: type[Event], field: str) -> Callable[[Any], Any]:
 
 
 def test_every_clause_has_a_row_or_is_a_probe() -> None:
-    """The page forgets no check, and names each probe."""
+    """The page has a row for every check, and names each probe."""
     assert {clause for clause, _, _ in rows()} == set(BY_ID) - PROBES - ROUNDS - PARTS
     assert all(clause in PAGE.read_text("utf-8") for clause in PROBES | ROUNDS | PARTS)
 
 
 @pytest.mark.parametrize("clause", [clause for clause, _, _ in rows()])
 def test_with_everything_it_is_held(clause: str) -> None:
-    """The events that the page asks for are enough."""
+    """The events that the page lists are enough."""
     finding = judged(clause, recorded(clause))
     assert finding.verdict is Verdict.HELD, finding
     assert finding.compared > 0
@@ -124,7 +124,7 @@ def test_with_everything_it_is_held(clause: str) -> None:
 
 @pytest.mark.parametrize(("clause", "fact"), FACTS)
 def test_without_any_of_it_it_is_open(clause: str, fact: str) -> None:
-    """A fact that nobody recorded holds nothing and alarms no one, and the reason names it."""
+    """Without a fact the clause is inconclusive, and the reason names the fact."""
     finding = judged(clause, [without(one, fact) for one in recorded(clause)])
     assert finding.verdict is Verdict.INCONCLUSIVE, finding
     name, _, values = fact.partition(" with ")
@@ -134,7 +134,7 @@ def test_without_any_of_it_it_is_open(clause: str, fact: str) -> None:
 
 @pytest.mark.parametrize(("clause", "field"), SECOND_RUNS)
 def test_without_the_second_run_it_is_open(clause: str, field: str) -> None:
-    """Where two runs are compared one is not enough, and the reason says which is missing."""
+    """Without the run to compare with, the clause is inconclusive, and the reason names it."""
     finding = judged(clause, recorded(clause)[:1])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert field in finding.reason
@@ -150,14 +150,14 @@ def test_probes_say_so(clause: str) -> None:
 
 @pytest.mark.parametrize("clause", sorted(ROUNDS))
 def test_rounds_are_asked_for(clause: str) -> None:
-    """A trace of steps that all make together is no evidence for rounds."""
+    """A trace without outer synchronisations is no evidence for clauses about rounds."""
     finding = judged(clause, recorded("F-DP-001"))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "Synchronised" in finding.reason or "world_size=1" in finding.reason
 
 
 def test_the_example_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code on the page runs as it stands, and decides the clauses that it says it decides."""
+    """The code on the page runs, and decides the clauses that the page claims."""
     text = PAGE.read_text("utf-8")
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0]
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The tutorial, followed by its text alone: its files, changes, commands and what they print."""
+"""The tutorial, followed by its text: its files, changes, commands and their output."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXIT_CODES = re.compile(r"The exit code is (\d)")
 def test_the_tutorial_can_be_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In an empty folder each block does what the page says, and prints the lines that it shows.
+    """Started in an empty folder, each block does what the page says, and prints the shown lines.
 
     The first command starts torchrun; ranks that entrenar-check runs are forked, which is quicker.
     """
@@ -93,7 +93,7 @@ def _change(path: Path, diff: str) -> None:
 
 
 def _compare(shown: Sequence[str], printed: Sequence[str]) -> None:
-    """Each shown line stands in what was printed, in this order; `...` stands for any lines."""
+    """Check that the shown lines are in the output, in this order; `...` stands for any lines."""
     left = iter(map(_essence, printed))
     for line in shown:
         if line not in ("", "..."):

@@ -24,7 +24,7 @@ def test_versions_are_those_imported() -> None:
 
 
 def test_the_cpu_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Always; the others say why not."""
+    """The CPU always works; other backends work or have a reason."""
     monkeypatch.setitem(sys.modules, "wgpu", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     cpu, *others = machine.found()
@@ -35,7 +35,7 @@ def test_the_cpu_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gpu_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the driver's words; the rest of the machine is examined all the same."""
+    """A GPU that doesn't start is reported with the driver's message, and the rest is examined."""
 
     def busy(index: int) -> None:
         raise RuntimeError(f"device {index} is busy or unavailable")
@@ -49,7 +49,7 @@ def test_a_gpu_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_wrong_product_is_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that opens and miscomputes does not serve."""
+    """A device that opens but miscomputes counts as not working."""
 
     class Wrong(type(open_cpu())):  # type: ignore[misc]
         def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_a_wrong_product_is_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.wgpu
 def test_adapters_are_told_with_their_limits() -> None:
-    """Each by the name it can be asked for, with what decides whether a step fits."""
+    """Each adapter has the name for `--backend`, and the limits that bound a step."""
     found = [one for one in machine.found() if one.name.startswith("wgpu")]
     if not found[0].serves:
         pytest.skip(found[0].reason)

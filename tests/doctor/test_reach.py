@@ -20,7 +20,7 @@ def clauses(found: Sequence[Found]) -> dict[str, Reach]:
 
 
 def test_without_devices() -> None:
-    """Clauses that need an adapter can't be exercised, and say why; training on the CPU can."""
+    """Without devices, clauses that need an adapter have a reason; training on the CPU works."""
     known = clauses([CPU, NO_CUDA, NO_WGPU])
     product, manifest, chain = (known[one] for one in ("F-WGPU-001", "F-HET-001", "F-DP-004"))
     assert (product.state, product.can, product.lacking) == ("no", 0, ("wgpu (no adapter)",))
@@ -32,7 +32,7 @@ def test_without_devices() -> None:
 
 
 def test_with_an_adapter() -> None:
-    """Two backends make gradients comparable; the third is said to be missing."""
+    """Two backends are enough to compare gradients; the third is listed as missing."""
     known = clauses([CPU, NO_CUDA, LLVMPIPE])
     assert known["F-WGPU-001"].state == "yes"
     assert (known["F-HET-001"].state, known["F-HET-001"].lacking) == (
@@ -42,7 +42,7 @@ def test_with_an_adapter() -> None:
 
 
 def test_with_everything() -> None:
-    """Nothing lacks, and every clause of every contract is in the list."""
+    """With all devices nothing is lacking, and every clause of every contract is listed."""
     known = clauses([CPU, *GPUS, LLVMPIPE])
     assert {one.state for one in known.values()} == {"yes"}
     assert {"F-LS-001", "F-PAR-001", "F-RED-001", "F-TI-001", "F-WP-001"} <= set(known)
@@ -56,7 +56,7 @@ def test_with_everything() -> None:
     ],
 )
 def test_trainers(found: list[Found], reference: tuple[str, ...], ddp: tuple[str, ...]) -> None:
-    """Ours take each device by its name; torch's own give each rank a GPU, as many as there are."""
+    """Our trainers take each device by name; torch's own need a GPU for each rank."""
     known = {one.system: one for one in reach.trainers(found)}
     assert known["reference"].backends == reference
     assert known["ddp"].backends == ddp

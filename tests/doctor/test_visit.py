@@ -1,4 +1,4 @@
-"""The command: what it prints and writes."""
+"""`entrenar doctor`: the tables that it prints and the JSON that it writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXAMINED = Examination(
 def test_what_is_printed_is_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Backends with reasons, clauses with what they lack; the same as JSON."""
+    """The tables have backends with reasons and clauses with what they lack; so has the JSON."""
     monkeypatch.setattr(visit, "examine", lambda: EXAMINED)
     path = tmp_path / "doctor.json"
     assert cli.main(["doctor", "--json", str(path), "--no-color"]) == 0
@@ -45,7 +45,7 @@ def test_what_is_printed_is_what_is_written(
 def test_a_file_that_can_not_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Is refused before anything is examined."""
+    """A path that can't be written is refused before anything is examined."""
     monkeypatch.setattr(visit, "examine", pytest.fail)
     assert cli.main(["doctor", "--json", str(tmp_path)]) == 2
     assert "is a directory" in capsys.readouterr().err

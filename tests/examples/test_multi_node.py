@@ -1,7 +1,7 @@
-"""The launcher for several nodes: which agents it starts, where, and how they end.
+"""The launcher for several nodes: which agents it starts, on which nodes, and how they end.
 
-What it starts are stand-ins on the path, so that this says nothing of torchrun, ssh and SLURM
-themselves: docs/multi-node.md says what was really tried.
+The programs that it starts are replaced by stand-ins, so this tests no torchrun, ssh or SLURM.
+docs/multi-node.md says what was really tried.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Launch:
 
 
 def test_an_agent_a_node(launch: type[Launch]) -> None:
-    """Each with its share of the workers, at the first node's rendezvous, told where to record."""
+    """Each agent has its share of the workers, the first node's rendezvous and the trace folder."""
     done = launch("4", "t.py", "--x", "1 2", NODES="localhost localhost", PORT="1234")
     assert done.code == 0
     assert len(done.log) == 2
@@ -78,14 +78,14 @@ def test_an_agent_a_node(launch: type[Launch]) -> None:
 def test_nodes_divide_the_workers(
     launch: type[Launch], world_size: str, shape: tuple[int, int]
 ) -> None:
-    """As many nodes as divide the number of workers: one worker is one agent's."""
+    """The number of nodes divides the number of workers: one worker needs one agent."""
     done = launch(world_size, "t.py", NODES="localhost localhost localhost")
     assert len(done.log) == shape[0]
     assert all(f"--nnodes={shape[0]} --nproc-per-node={shape[1]} " in line for line in done.log)
 
 
 def test_other_machines(launch: type[Launch]) -> None:
-    """By ssh, which hands no variable on: what the harness tells the ranks is said again."""
+    """The harness's variables are passed in the ssh command, as ssh doesn't forward them."""
     done = launch("2", "t.py", "1 2", NODES="node-a localhost")
     agents = [line for line in done.log if not line.startswith("ssh")]
     assert [line for line in done.log if line.startswith("ssh")] == [
@@ -108,7 +108,7 @@ def test_slurm(launch: type[Launch]) -> None:
 
 
 def test_one_that_fails_ends_all(launch: type[Launch]) -> None:
-    """The others would wait for it; its exit code is the launcher's."""
+    """If one agent fails the others are ended, as they would wait; its exit code is returned."""
     done = launch("4", "fail", NODES="localhost localhost localhost localhost")
     assert done.code == 7
     _assert_gone(done.pids)
@@ -116,10 +116,10 @@ def test_one_that_fails_ends_all(launch: type[Launch]) -> None:
 
 
 def test_an_agent_being_started_is_ended_too(launch: type[Launch]) -> None:
-    """A launcher told to end while a child cannot be told yet starts no other, and leaves none.
+    """A launcher that is ended while it starts a child starts no other, and leaves none behind.
 
-    The stand-in for `sh` swallows signals as a child does that has yet to let go of the launcher's
-    traps, tells the launcher to end, and takes its time.
+    The stand-in for `sh` ignores signals, as a child does before it has reset the launcher's traps.
+    It tells the launcher to end, and takes its time.
     """
     shell = launch.folder / "bin" / "sh"
     shell.write_text(

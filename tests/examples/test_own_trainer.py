@@ -1,4 +1,4 @@
-"""A loop of one's own, on any number of ranks: right as it stands, found out with its bug."""
+"""A training loop of one's own, on any number of ranks: held as it is, falsified with its bug."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REVEALED = "F-DP-001,F-DP-002,F-DP-003"
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    """The example as a module, from its file."""
+    """Import the example from its file."""
     path = Path(__file__).parents[2] / "examples" / "own_trainer.py"
     spec = importlib.util.spec_from_file_location("own_trainer", path)
     assert spec is not None
@@ -29,7 +29,7 @@ def example() -> ModuleType:
 
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_what_it_reveals_is_held(example: ModuleType, ranks: int, tmp_path: Path) -> None:
-    """Every clause that its trace can decide holds, on shards of unequal size."""
+    """Every clause that its trace can decide holds, with shards of unequal size."""
     file, written = tmp_path / "trace.jsonl", tmp_path / "report.json"
     example.main([str(file), "--ranks", str(ranks)])
     recorded = trace.load(file)
@@ -43,7 +43,7 @@ def test_what_it_reveals_is_held(example: ModuleType, ranks: int, tmp_path: Path
 def test_a_forgotten_synchronisation_is_found(
     example: ModuleType, ranks: int, tmp_path: Path
 ) -> None:
-    """The loss falls from epoch to epoch, and yet F-DP-001 names the rank on its own."""
+    """The loss falls from epoch to epoch, and yet F-DP-001 names the rank that drifts."""
     file, written = tmp_path / "trace.jsonl", tmp_path / "report.json"
     example.main([str(file), "--ranks", str(ranks), "--forget-sync"])
     losses = [
@@ -58,7 +58,7 @@ def test_a_forgotten_synchronisation_is_found(
 
 
 def test_a_whole_contract_is_inconclusive(example: ModuleType, tmp_path: Path) -> None:
-    """A clause about facts that its trace does not reveal is not held."""
+    """A clause about facts that the trace doesn't have is not held."""
     file, written = tmp_path / "trace.jsonl", tmp_path / "report.json"
     example.main([str(file)])
     assert check(*CONTRACT, "--judge", file, "--json", written) == 4

@@ -1,4 +1,4 @@
-"""The scaling table prints one result, and notices when there is more than one."""
+"""The scaling table prints one result, and reports if there is more than one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from entrenar_py.trace import End, Trace
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    """The example as a module, from its file."""
+    """Import the example from its file."""
     path = Path(__file__).parents[2] / "examples" / "worker_count.py"
     spec = importlib.util.spec_from_file_location("worker_count", path)
     assert spec is not None
@@ -40,7 +40,7 @@ def test_one_result(example: ModuleType, workload: str, capsys: pytest.CaptureFi
 def test_more_than_one_result(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A trainer whose result depends on how many workers it has is shown as such."""
+    """A trainer whose result depends on the number of workers is reported."""
     right = systems.run
     monkeypatch.setattr(systems, "run", lambda s: right(s.with_(seed=min(s.world_size, 3))))
     assert example.main(["linear", "--steps", "2"]) == 1
@@ -48,7 +48,7 @@ def test_more_than_one_result(
 
 
 def test_a_run_without_an_end(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer that broke down is no row of the table."""
+    """A trainer that fails has no row in the table."""
 
     def broken(scenario: Scenario) -> Trace:
         end = End(status="failed", reason="out of memory")
@@ -60,7 +60,7 @@ def test_a_run_without_an_end(example: ModuleType, monkeypatch: pytest.MonkeyPat
 
 
 def test_steps_that_can_not_be(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """A number of steps that is no number of steps ends with one message."""
+    """An invalid number of steps gives one message."""
     with pytest.raises(SystemExit, match="2"):
         example.main(["--steps", "0"])
     assert "num_steps=0: use a whole number >= 1" in capsys.readouterr().err

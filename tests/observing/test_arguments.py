@@ -1,4 +1,4 @@
-"""Arguments that `observe` refuses: each by its name, with what to give."""
+"""Arguments that `observe` refuses, each by its name and with what to give."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under the harness, and by the watch."""
+    """Invalid arguments are refused by the harness's observer and by the watch."""
     if every is None:
         monkeypatch.setenv(FOLDER, str(tmp_path))
     elif changed == {"optimizer": []}:
@@ -59,20 +59,20 @@ def test_what_is_refused(
     ],
 )
 def test_what_the_watch_refuses(changed: dict[str, Any], message: str) -> None:
-    """Before the first step, and not when there is something to tell."""
+    """The watch refuses invalid arguments before the first step."""
     with pytest.raises(UsageError, match=message):
         entrenar_py.observe(_MODEL, _OPTIMIZER, **changed)
 
 
 def test_what_draws_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is no sampler."""
+    """An object that can't be iterated is refused as sampler."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     with pytest.raises(UsageError, match="sampler=7: give what draws the samples"):
         entrenar_py.observe(_MODEL, _OPTIMIZER, sampler=7)
 
 
 def test_what_is_told_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is no part of it, and stops nothing; a step may be a number of numpy's."""
+    """Reports after `close` are ignored without an error; `step` may be one of numpy's integers."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     observation = entrenar_py.observe(_MODEL, _OPTIMIZER, step=np.int64(3))  # type: ignore[arg-type]
     observation.close()
@@ -86,7 +86,7 @@ def test_what_is_told_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_optimizer_of_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Is no error, since a part of it may be the script's own business; a warning says so."""
+    """An optimizer of other parameters is only warned of, as the script may intend it."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     entrenar_py.observe(_MODEL, _OPTIMIZER).close()
     assert not caplog.records

@@ -1,4 +1,4 @@
-"""Buffers: what every rank is to hold alike is recorded; what follows its own samples is not."""
+"""Buffers that should be equal on all ranks are recorded; buffers that follow samples are not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from entrenar_py.trace import Start, Tensors, Update
 
 
 class Model(nn.Module):
-    """With buffers of every kind."""
+    """A model with buffers of every kind."""
 
     average: Tensor
     replaced: Tensor
@@ -36,7 +36,7 @@ class Model(nn.Module):
         self.register_buffer("nothing", torch.full((2,), torch.nan))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Changes two buffers in ways that leave no other trace, and BatchNorm's."""
+        """Change BatchNorm's buffers, and two others in ways that leave no other trace."""
         y: Tensor = self.norm(self.layer(x))
         self.unversioned.data.add_(1)
         self.reassigned = self.reassigned + x.mean()
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RankTrace:
-    """Two steps, behind each of which two buffers are moved, one by a new tensor."""
+    """Record two steps; after each, two buffers change, one of them by a new tensor."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -69,7 +69,7 @@ def buffers(ranks: Iterable[RankTrace]) -> list[Tensors]:
 
 
 def test_what_no_forward_pass_changes_is_recorded(record: RankTrace) -> None:
-    """By name, whichever tensor has it now; and of what one changes nothing at all."""
+    """Buffers that no forward pass changes are recorded by name, even if they are replaced."""
     found = buffers([record])
     assert [list(one) for one in found] == [["average", "replaced", "nothing"]] * 3
     values = [[one[name].values() for one in found] for name in ("average", "replaced")]
@@ -86,7 +86,7 @@ def test_what_is_local_on_one_rank_is_so_on_all(record: RankTrace) -> None:
 
 
 def test_synchronised_statistics_are_everyone_s() -> None:
-    """SyncBatchNorm's are recorded though a forward pass changes them."""
+    """SyncBatchNorm's buffers are recorded although a forward pass changes them."""
     model = nn.SyncBatchNorm(2)
     known = Buffers(model)
     known.before_forward()
@@ -97,8 +97,9 @@ def test_synchronised_statistics_are_everyone_s() -> None:
 
 
 def test_a_model_that_is_never_called_has_none(record: RankTrace) -> None:
-    """The forward passes of a model's parts don't show which buffers they change; one rank that
-    calls the whole model is enough.
+    """If only a model's parts are called, no buffer is recorded, as changes are not seen.
+
+    One rank that calls the whole model is enough.
     """
     silent = replace(record, local=None)
     assert not any(buffers([silent]))

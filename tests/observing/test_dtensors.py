@@ -1,4 +1,4 @@
-"""Ranks that hold pieces: whole tensors are made of theirs, and who holds another is named."""
+"""Ranks with sharded models: whole tensors are made of their pieces."""
 
 from __future__ import annotations
 
@@ -84,21 +84,22 @@ def recorded(code: str, world_size: int, folder: Path) -> list[RankTrace]:
 
 
 def values(record: TensorRecord) -> list[float]:
-    """The elements."""
+    """Return the elements of a tensor's record."""
     known = record.values()
     assert known is not None
     return [float(one) for one in known]
 
 
 def sizes(tensors: Tensors) -> dict[str, int]:
-    """Name -> how many elements are known."""
+    """Return name -> number of known elements."""
     known = {name: one.values() for name, one in tensors.items()}
     return {name: one.size for name, one in known.items() if one is not None}
 
 
 def test_fully_sharded(tmp_path: Path) -> None:
-    """Whole weights, gradients and moments on each rank, also where its piece is empty, and though
-    the model is wrapped after it is observed.
+    """Weights, gradients and moments are whole on each rank.
+
+    That holds for a rank whose piece is empty, too, and if the model is wrapped after `observe`.
     """
     ranks = recorded(FSDP, 2, tmp_path)
     assert ranks[1].pieces["2.bias"].shape == (0,)
@@ -128,8 +129,9 @@ def test_fully_sharded(tmp_path: Path) -> None:
 
 
 def test_a_pipeline(tmp_path: Path) -> None:
-    """Its stages make one model; a step is one micro-batch, whose loss the last stage knows; what
-    is tied is compared under its first name.
+    """The stages of a pipeline are recorded as one model.
+
+    A step is one micro-batch, whose loss the last stage knows. Tied tensors have their first name.
     """
     events = assembly.ordered(recorded(PIPELINE, 2, tmp_path))
     shards = [one for one in events if isinstance(one, Shard)]

@@ -1,4 +1,4 @@
-"""When a backward pass is over, of every kind that there is."""
+"""The end of a backward pass is reported, for every kind of pass."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from entrenar_py.observing.gradients_ready import GradientHooks
 
 
 def told(*, alone: bool) -> list[tuple[bool, ...]]:
-    """Return which of two tensors had a gradient in each pass, of a loss of both and of one of the
-    first; `alone`: by torch.autograd.grad.
+    """Return which of two tensors had a gradient in each of two passes.
+
+    The first pass is of a loss of both tensors, the second of one of the first tensor only. With
+    `alone` they are computed by torch.autograd.grad.
     """
     heard: list[tuple[bool, ...]] = []
     begun: list[int] = []
@@ -34,10 +36,10 @@ def told(*, alone: bool) -> list[tuple[bool, ...]]:
 
 
 def test_a_pass_is_told_once() -> None:
-    """With what has a gradient in it, and nothing when it is not asked any more."""
+    """Each pass is reported once with its gradients, and not after the hooks are removed."""
     assert told(alone=False) == [(True, True), (True, False)]
 
 
 def test_gradients_computed_apart_are_told_too() -> None:
-    """torch's own hook for several tensors raises there, and breaks a pipeline without bubbles."""
+    """Passes of torch.autograd.grad are reported; torch's own multi-tensor hook raises there."""
     assert told(alone=True) == [(True, True), (True, False)]

@@ -12,12 +12,12 @@ from entrenar_py.observing.samplers import Samples
 
 @pytest.fixture
 def micro_batches() -> MicroBatches:
-    """Those of a small model, whose samples a script tells."""
+    """Return the micro-batches of a small model, whose samples a script reports."""
     return MicroBatches(nn.Linear(1, 1), 1, Samples(None))
 
 
 def go_through(micro_batches: MicroBatches, *ids: int, draw: bool = False) -> None:
-    """Makes one of them, of these samples."""
+    """Make one micro-batch of these samples."""
     micro_batches.samples.tell(ids, None)
     micro_batches.before_forward()
     if draw:
@@ -27,7 +27,7 @@ def go_through(micro_batches: MicroBatches, *ids: int, draw: bool = False) -> No
 
 
 def test_each_is_numbered_and_has_its_loss(micro_batches: MicroBatches) -> None:
-    """Those written before count on; a loss that was not told is unknown."""
+    """Numbers continue after those written before; a loss that was not reported is unknown."""
     micro_batches.tell_loss(0.5, 2)
     go_through(micro_batches, 0, 1)
     (first,) = micro_batches.written()
@@ -41,7 +41,7 @@ def test_each_is_numbered_and_has_its_loss(micro_batches: MicroBatches) -> None:
 
 
 def test_the_same_samples_again(micro_batches: MicroBatches) -> None:
-    """A pass that no new samples were drawn for is made of those before, which count once."""
+    """A pass without new samples has those of the pass before, and they count once."""
     go_through(micro_batches, 0, 1)
     micro_batches.forget_repeated()
     assert (micro_batches.done, micro_batches.samples.ids) == ([], [0, 1])
@@ -52,7 +52,7 @@ def test_the_same_samples_again(micro_batches: MicroBatches) -> None:
 
 
 def test_losses_ahead(micro_batches: MicroBatches) -> None:
-    """A loss that is told before its backward pass begins is not the last one's."""
+    """A loss that is reported before its backward pass isn't taken for the last pass's."""
     go_through(micro_batches, 0)
     for mean in (1.0, 2.0):
         micro_batches.tell_loss(mean, 1)
@@ -64,7 +64,7 @@ def test_losses_ahead(micro_batches: MicroBatches) -> None:
 
 
 def test_a_loss_that_is_not_finite(micro_batches: MicroBatches) -> None:
-    """Is told of its micro-batch, also where its gradients are excused."""
+    """A loss that isn't finite is recorded, even if the gradients are excused."""
     go_through(micro_batches, 0)
     micro_batches.within_backward({}, finite=False)
     micro_batches.excuse()

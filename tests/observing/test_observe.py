@@ -1,4 +1,4 @@
-"""The line in a script: inert where nobody listens; and what it records where somebody does."""
+"""The `observe` line in a script: no effect unless a run is recorded, and the recorded events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from entrenar_py.trace import Shard, Start, Update
 
 
 def test_inert() -> None:
-    """No hook is set, and nothing is imported for it, not even torch."""
+    """Without the harness no hook is set and nothing is imported, not even torch."""
     code = (
         "import sys, entrenar_py\n"
         "obs = entrenar_py.observe(None, None)\n"
@@ -36,7 +36,7 @@ def test_inert() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a rank records."""
+    """Return the folder that a rank records to."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     return tmp_path
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, obs: Observation, num_steps: int = 2
 ) -> None:
-    """Steps of two micro-batches, of two samples each."""
+    """Train for some steps of two micro-batches, with two samples each."""
     for step in range(num_steps):
         for micro in range(2):
             ids = [4 * step + 2 * micro, 4 * step + 2 * micro + 1]
@@ -58,7 +58,7 @@ def train(
 
 
 def observed(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
-    """The record of a training of `model`."""
+    """Return the record of a training of `model`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     train(model, optimizer, entrenar_py.observe(model, optimizer), num_steps)
     (path,) = sorted(folder.glob("*.rank.jsonl"))[-1:]
@@ -66,12 +66,12 @@ def observed(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
 
 
 def of(kind: type, record: RankTrace) -> Sequence[object]:
-    """The events of one kind."""
+    """Return the events of one kind."""
     return [event for event in record.events if isinstance(event, kind)]
 
 
 def test_what_is_recorded(folder: Path) -> None:
-    """A start, each micro-batch with its gradient, each step with what it made."""
+    """The record has a start, each micro-batch's gradient, and the results of each step."""
     model = nn.Linear(1, 1)
     before = model.weight.item()
     record = observed(folder, model)
@@ -98,7 +98,7 @@ def test_what_is_recorded(folder: Path) -> None:
 
 
 class Compiled(nn.Module):
-    """A module as torch.compile wraps it, as far as names go."""
+    """A module with the parameter names that torch.compile gives it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -124,20 +124,20 @@ class Passing(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The other's."""
+        """Return the inner optimizer's groups."""
         return self.optimizer.param_groups
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """The other's."""
+        """Step the inner optimizer."""
         self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The other's."""
+        """Clear the inner optimizer's gradients."""
         self.optimizer.zero_grad(set_to_none)
 
 
 def test_an_optimizer_around_an_optimizer(folder: Path) -> None:
-    """Is looked through to the one that steps."""
+    """The hooks are set on the inner optimizer, which steps."""
     model = nn.Linear(1, 1)
     optimizer = Passing(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5))
     train(model, optimizer, entrenar_py.observe(model, optimizer))
@@ -149,8 +149,9 @@ def test_an_optimizer_around_an_optimizer(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
 def test_a_closure(kind: type[torch.optim.Optimizer], folder: Path) -> None:
-    """The gradient is made in the step itself, once or more often: the first one is recorded, with
-    the micro-batches before it.
+    """A closure computes the gradient in the step, once or several times.
+
+    The first gradient is recorded, together with the micro-batches before it.
     """
     model = nn.Linear(1, 1)
     optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
@@ -181,7 +182,7 @@ def test_a_closure(kind: type[torch.optim.Optimizer], folder: Path) -> None:
 
 
 def test_micro_batches_that_are_fetched_together(folder: Path) -> None:
-    """Each has its own samples, also if its forward pass is made twice."""
+    """Each micro-batch has its own samples, even if its forward pass runs twice."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loader = DataLoader(TensorDataset(torch.arange(6.0)[:, None]), batch_size=2)
@@ -197,7 +198,7 @@ def test_micro_batches_that_are_fetched_together(folder: Path) -> None:
 
 
 def test_random_numbers(folder: Path) -> None:
-    """Each forward pass that draws is told by where its stream was; others draw nothing."""
+    """A forward pass that draws random numbers records the generator's state; others don't."""
     model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5))
     drawn = [s.draws for s in observed(folder, model).events if isinstance(s, Shard)]
     assert len(set(drawn)) == 4
@@ -207,7 +208,7 @@ def test_random_numbers(folder: Path) -> None:
 
 
 def test_a_planted_value(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strikes once, in its step; the micro-batch says that it is not finite."""
+    """A planted value strikes once, in its step, and its micro-batch is recorded as not finite."""
     fault = '[{"kind": "non_finite_gradient", "step": 1, "value": "nan"}]'
     monkeypatch.setenv(FAULTS, fault)
     record = observed(folder, nn.Linear(1, 1))
@@ -222,7 +223,7 @@ def recorded(folder: Path) -> RankTrace:
 
 
 def test_a_step_that_a_scaler_skips(folder: Path) -> None:
-    """Is a step that moves nothing: its samples are not counted to the next one's gradient."""
+    """A skipped step is recorded without change, and its samples don't count for the next."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
@@ -247,7 +248,7 @@ def test_a_step_that_a_scaler_skips(folder: Path) -> None:
 
 
 def test_several_optimizers(folder: Path) -> None:
-    """A step is over when each has made one; its gradients are those that each was given."""
+    """A step is over when each optimizer has stepped, and has the gradients that each applied."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     both = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.5) for part in model]
     obs = entrenar_py.observe(model, both)
@@ -270,7 +271,7 @@ def test_several_optimizers(folder: Path) -> None:
 
 
 def test_what_is_no_training_draws_nothing(folder: Path) -> None:
-    """An evaluation in the middle, and a block that is computed again in the backward pass."""
+    """An evaluation, or a block that is computed again in the backward pass, records no draws."""
 
     class Saving(nn.Module):
         def __init__(self) -> None:
@@ -299,7 +300,7 @@ def test_what_is_no_training_draws_nothing(folder: Path) -> None:
 
 
 def test_rates_that_are_tensors(folder: Path) -> None:
-    """As optimizers that are captured have them."""
+    """Learning rates may be tensors, as captured optimizers have them."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
     entrenar_py.observe(model, optimizer).close()
@@ -309,14 +310,14 @@ def test_rates_that_are_tensors(folder: Path) -> None:
 
 
 def test_two_lives(folder: Path) -> None:
-    """A script that observes again, to go on, has another file."""
+    """A script that observes again to continue has a second file."""
     observed(folder, nn.Linear(1, 1))
     again = observed(folder, nn.Linear(1, 1))
     assert again.life == 1
 
 
 def test_a_file_that_was_cut_off(folder: Path) -> None:
-    """Is read to its last whole line; one without a header is none."""
+    """A truncated file is read up to its last whole line; a file without a header is refused."""
     whole = observed(folder, nn.Linear(1, 1))
     (path,) = folder.glob("*.rank.jsonl")
     data = path.read_bytes()

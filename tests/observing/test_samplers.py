@@ -1,4 +1,4 @@
-"""Sample ids that loaders and samplers report, which themselves work as before."""
+"""Loaders and samplers report the ids of samples, and otherwise work as before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = TensorDataset(torch.arange(7.0))
 
 
 def handed_out(loader: DataLoader[tuple[torch.Tensor, ...]], draws: Draws) -> list[tuple[int, ...]]:
-    """Return the reported ids of each batch, which are those that it holds."""
+    """Return the reported ids of each batch, after a comparison with the batch."""
     told = []
     for (batch,) in loader:
         told.append(draws.take()[1])
@@ -31,7 +31,7 @@ def handed_out(loader: DataLoader[tuple[torch.Tensor, ...]], draws: Draws) -> li
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_loader_tells_each_batch_when_it_is_handed_out(num_workers: int) -> None:
-    """However far its workers are ahead."""
+    """Batches are reported when they are yielded, however far the loader's workers are ahead."""
     loader = DataLoader(DATA, batch_size=3, shuffle=True, num_workers=num_workers)
     draws = Draws(loader)
     assert sorted(i for ids in handed_out(loader, draws) for i in ids) == list(range(7))
@@ -39,7 +39,7 @@ def test_a_loader_tells_each_batch_when_it_is_handed_out(num_workers: int) -> No
 
 
 def test_epochs_are_counted() -> None:
-    """By how often it is gone through; what was left of the one before is forgotten."""
+    """Each iteration is an epoch, and batches left from the one before are forgotten."""
     loader = DataLoader(DATA, batch_size=2)
     draws = Draws(loader)
     next(iter(loader))
@@ -58,7 +58,7 @@ def test_a_batch_that_was_skipped_is_not_told() -> None:
 
 
 def test_samplers() -> None:
-    """A batch sampler tells its batches, a sampler all samples since the last time."""
+    """A batch sampler reports its batches, a sampler all samples since the last report."""
     batches = BatchSampler(SequentialSampler(range(5)), 2, drop_last=True)
     draws = Draws(batches)
     assert [(list(batch), draws.take()[1]) for batch in batches] == [
@@ -74,7 +74,7 @@ def test_samplers() -> None:
 
 
 def test_it_stays_what_it_was() -> None:
-    """Its class, its length, its attributes."""
+    """Class, length and attributes of a watched object stay the same."""
     sampler = RandomSampler(DATA)
     Draws(sampler)
     assert isinstance(sampler, RandomSampler)
@@ -83,15 +83,16 @@ def test_it_stays_what_it_was() -> None:
 
 
 def test_what_can_t_be_watched_tells_nothing() -> None:
-    """And is gone through as ever."""
+    """An object whose class can't be changed reports nothing, and is iterated as before."""
     loader = DataLoader(DATA, batch_sampler=[[0, 1], [2]])
     draws = Draws(loader)
     assert [draws.take()[1] for _ in loader] == [(), ()]
 
 
 class Prepared:
-    """A loader around a loader, as accelerate makes them: it is one batch ahead, and it says that
-    it is of the other's class.
+    """A loader around a loader, as accelerate makes them.
+
+    It is one batch ahead, and its `__class__` is that of the inner loader.
     """
 
     def __init__(self, inner: DataLoader[tuple[torch.Tensor, ...]]) -> None:
@@ -116,7 +117,7 @@ class Prepared:
 
 
 def test_a_loader_around_a_loader() -> None:
-    """Each batch is told when it is handed out by the outer one."""
+    """Each batch is reported when the outer loader yields it."""
     loader = Prepared(DataLoader(DATA, batch_size=2, shuffle=True))
     draws = Draws(loader)
     told = handed_out(loader, draws)  # type: ignore[arg-type]
@@ -124,7 +125,7 @@ def test_a_loader_around_a_loader() -> None:
 
 
 def test_batches_that_are_used_in_order() -> None:
-    """However many are fetched before the first of them is used."""
+    """Batches are reported in order, however many are fetched before the first is used."""
     loader = DataLoader(DATA, batch_size=3)
     draws = Draws(InOrder(loader))
     for epoch in range(2):
@@ -136,11 +137,11 @@ def test_batches_that_are_used_in_order() -> None:
 
 
 class DataLoaderDispatcher(DataLoader[tuple[torch.Tensor, ...]]):
-    """accelerate's, by its name: the first rank draws for all, and sends each its part."""
+    """A loader with the name of accelerate's: the first rank draws for all, and sends out parts."""
 
 
 def test_what_one_rank_draws_for_all_is_nobodys() -> None:
-    """Nothing is told rather than something wrong; how many there are is known."""
+    """No samples are reported, rather than wrong ones; the size of the data set is known."""
     loader = DataLoaderDispatcher(DATA, batch_size=4)
     draws = Draws(loader)
     assert [draws.take()[1] for _ in loader] == [(), ()]
@@ -148,7 +149,7 @@ def test_what_one_rank_draws_for_all_is_nobodys() -> None:
 
 
 def test_keys_that_are_no_numbers_are_unknown() -> None:
-    """Nothing is made up of them."""
+    """Samples whose keys are not numbers are reported as unknown."""
     names = BatchSampler(["a", "b"], 2, drop_last=False)  # type: ignore[list-item]
     draws = Draws(names)
     assert len(list(names)) == 1

@@ -1,4 +1,4 @@
-"""The step in work: its gradient and norms, and that the next one begins with nothing."""
+"""The step in work: its gradient and norms, and that the next step begins without any."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entrenar_py.observing.subject import Subject
 
 @pytest.fixture
 def subject() -> Subject:
-    """One weight, whose gradient is 3."""
+    """Return a subject with one weight, whose gradient is 3."""
     model = nn.Linear(1, 1, bias=False)
     model.weight.grad = torch.full((1, 1), 3.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -20,7 +20,7 @@ def subject() -> Subject:
 
 
 def test_gradients_are_those_that_are_applied(subject: Subject) -> None:
-    """Where the script says nothing of when they are reduced; the norm is unknown then."""
+    """Without a call of `reduced`, applied gradients are recorded and norms are unknown."""
     step = StepInWork(subject, 7)
     step.apply(subject.optimizers[0], ["weight"])
     step.stepped.add(0)
@@ -31,7 +31,7 @@ def test_gradients_are_those_that_are_applied(subject: Subject) -> None:
 
 
 def test_norms_before_and_after_clipping(subject: Subject) -> None:
-    """Where the script says when they are reduced, the gradients are those of then."""
+    """If the script calls `reduced`, the gradients are those at that time."""
     step = StepInWork(subject, 0)
     step.reduced()
     before = step._gradient["weight"]

@@ -1,4 +1,4 @@
-"""Whole parameters where pieces are kept, in one process: with one rank a piece is all of it."""
+"""Whole parameters of a sharded model, in one process, where a piece is the whole tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from entrenar_py.observing import unsharded_parameters
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
-    """One rank, over gloo."""
+    """A process group of one rank, over gloo."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -26,7 +26,7 @@ def group(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 def test_each_is_found_once_and_gets_the_ranks_own_gradient() -> None:
-    """By its name in the model, whichever part is sharded for itself; not what is frozen."""
+    """Each trained parameter is found by its name in the model, in whichever module is sharded."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     model[1].bias.requires_grad_(False)
     mesh = init_device_mesh("cpu", (1,))

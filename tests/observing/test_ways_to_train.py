@@ -1,4 +1,4 @@
-"""Ways to train that are right, and not the tutorial's: what is recorded of them is so."""
+"""Correct ways to train that differ from the tutorial's are recorded correctly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOO_LARGE = 2.0**127
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a rank records."""
+    """Return the folder that a rank records to."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     return tmp_path
 
@@ -37,18 +37,18 @@ def read(folder: Path) -> tuple[RankTrace, list[Event]]:
 
 
 def updates(folder: Path) -> list[Update]:
-    """Those of the one life of the one rank."""
+    """Return the updates of the only life of the only rank."""
     return [event for event in read(folder)[1] if isinstance(event, Update)]
 
 
 def backward(model: nn.Module, *, scale: float = 1.0, sample: int = 9) -> None:
-    """One pass, of a loss that is not zero."""
+    """Run a backward pass of a loss that is not zero."""
     loss = (model(torch.tensor([[float(sample)]])) + 1).square().mean()
     (scale * loss).backward()
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) -> None:
-    """Plain ones."""
+    """Make ordinary steps."""
     for _ in range(num_steps):
         backward(model)
         optimizer.step()
@@ -56,7 +56,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int) ->
 
 
 def test_an_optimizer_that_unscales(folder: Path) -> None:
-    """A fused one is given scaled gradients, and infinite ones: recorded is what it applies."""
+    """For a fused optimizer with scaled or infinite gradients, the applied ones are recorded."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=TOO_LARGE)
@@ -80,8 +80,9 @@ def test_an_optimizer_that_unscales(folder: Path) -> None:
 
 
 def test_gradients_that_are_cleared_behind_the_forward_pass(folder: Path) -> None:
-    """A step that a scaler skipped is one, and the loss told ahead is the next one's; so of two
-    that are skipped one after the other.
+    """A step that a scaler skipped is one step, and a loss reported ahead belongs to the next step.
+
+    The same holds for two skipped steps in a row.
     """
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -104,8 +105,9 @@ def test_gradients_that_are_cleared_behind_the_forward_pass(folder: Path) -> Non
 
 @pytest.mark.parametrize("again", [True, False])
 def test_a_second_look_at_the_same_samples(folder: Path, again: bool) -> None:
-    """At other weights, as sharpness-aware minimisation has it: its gradient alone counts. What is
-    cleared between different samples is lost, and stays a finding.
+    """In sharpness-aware minimisation only the second gradient of the same samples counts.
+
+    Gradients cleared between different samples are lost, and stay a finding.
     """
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -124,7 +126,7 @@ def test_a_second_look_at_the_same_samples(folder: Path, again: bool) -> None:
 
 
 def test_what_is_unfrozen_later(folder: Path) -> None:
-    """Has gradients from there on, and was never declared frozen."""
+    """A parameter that is unfrozen later has gradients from then on, and isn't declared frozen."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
     for part in (model[0], model[1]):
         part.requires_grad_(False)
@@ -140,7 +142,7 @@ def test_what_is_unfrozen_later(folder: Path) -> None:
 
 
 def test_rates_of_groups(folder: Path) -> None:
-    """Each step has those of tensors that have another one than the first group."""
+    """Each step has the rates of tensors that differ from the first group's rate."""
     model = nn.Linear(1, 1)
     groups: list[dict[str, Any]] = [
         {"params": [model.weight]},
@@ -157,7 +159,7 @@ def test_rates_of_groups(folder: Path) -> None:
 
 
 class AdamW(torch.optim.SGD):
-    """Another's, of the same name."""
+    """An optimizer of another library, with the same name."""
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ class AdamW(torch.optim.SGD):
 def test_constants_that_change(
     folder: Path, change: Callable[[dict[str, object]], None], changed: bool
 ) -> None:
-    """As a cycle of momentum does: no rule is known for these; a rate is none of them."""
+    """If constants change, as in a cycle of momentum, the rule is unknown; a rate may change."""
     model = nn.Linear(1, 1)
     optimizer = AdamW(model.parameters(), lr=0.1, momentum=0.9)
     obs = entrenar_py.observe(model, optimizer)
@@ -184,7 +186,10 @@ def test_constants_that_change(
 
 
 def test_two_models_at_once(folder: Path) -> None:
-    """Each observed by itself are no two lives of one training; one after the other are."""
+    """Two models observed at the same time are not two lives of one training.
+
+    Two that are observed one after the other are.
+    """
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for begins in (0, 2, 1):
@@ -197,8 +202,9 @@ def test_two_models_at_once(folder: Path) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Parts that are computed again in the backward pass, by a pass within it; one of them twice,
-    and one in neither.
+    """A model with parts that are computed again by a nested pass in the backward pass.
+
+    One part is used twice, and one is not checkpointed.
     """
 
     def __init__(self, *, reentrant: bool) -> None:
@@ -215,7 +221,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_passes_within_a_backward_pass(folder: Path, reentrant: bool) -> None:
-    """As reentrant checkpoints have them: all of it is one micro-batch, whatever comes first."""
+    """With reentrant checkpoints a pass and its nested passes are one micro-batch, in any order."""
     model = Checkpointed(reentrant=reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     obs = entrenar_py.observe(model, optimizer)
@@ -241,8 +247,9 @@ def test_passes_within_a_backward_pass(folder: Path, reentrant: bool) -> None:
 
 
 def test_gradients_that_are_reduced_by_hand(folder: Path) -> None:
-    """After the backward pass another rank's NaN shows in the reduced gradients, and the step is
-    skipped: also at the end of the run, and where the script says so.
+    """After reduction by hand, another rank's NaN shows in the gradients, and the step is skipped.
+
+    That is recorded at the end of the run, too, and if the script reports it.
     """
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,4 +1,4 @@
-"""`entrenar-check` in a folder with a configuration: what runs, what wins, what is said."""
+"""`entrenar-check` in a folder with a configuration: what runs, what wins, what is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BASE = '[tool.entrenar-check]\ncontract = "small-v1.yaml"\n'
 
 @pytest.fixture(autouse=True)
 def _contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two clauses that hold, in the current folder."""
+    """Write a contract with two clauses that hold to the current folder."""
     contract_file(tmp_path)
     monkeypatch.chdir(tmp_path)
 
@@ -26,7 +26,7 @@ def configure(text: str, *, base: str = f"{BASE}examples = 0\n") -> None:
 
 
 def test_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    """All of it counts; the report says where it came from, and what repeats it."""
+    """All of the configuration applies; the report names it and a command to repeat the call."""
     configure('system = "textbook"\nseed = 3\njson = "r-{contract}.json"\n')
     assert check() == 0
     record = report(Path("r-small-v1.json"))
@@ -38,7 +38,7 @@ def test_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_repeated_is_what_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a folder below, with an option of the command line: its words run the same again."""
+    """The reported command runs the same again, also from a folder below and with an option."""
     configure('seed = 3\nsystem = "textbook"\n')
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
@@ -62,7 +62,7 @@ def test_what_is_repeated_is_what_ran(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_counterexample_is_kept_with_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever runs it in another folder of the project tries it first."""
+    """A counterexample found in one folder of the project is tried first in any other."""
     configure("")
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
@@ -83,7 +83,7 @@ def test_a_counterexample_is_kept_with_the_configuration(
 
 
 def test_exclusions(capsys: pytest.CaptureFixture[str]) -> None:
-    """Named in the report with reason and end; the gate is undecided, the exit code the others'."""
+    """Exclusions are reported with reason and end: gate undecided, exit code that of the others."""
     configure(
         'json = "r.json"\nexclude = [{clause = "F-DP-002", reason = "not yet", '
         "until = 9999-12-31}]\n"
@@ -103,7 +103,7 @@ def test_exclusions(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_exclusion_that_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    """The clause is tried again."""
+    """A clause whose exclusion has ended is tried again."""
     configure('exclude = [{clause = "F-DP-002", reason = "then", until = 2020-01-31}]\n')
     assert check() == 0
     printed = capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_an_exclusion_that_has_ended(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_not_applicable() -> None:
-    """As a clause that says nothing of the system."""
+    """An exclusion that never ends is reported like a clause that doesn't apply to the system."""
     configure(
         'json = "r.json"\n'
         'exclude = [{clause = "F-DP-002", reason = "streams", kind = "not-applicable"}]\n'
@@ -165,7 +165,7 @@ def test_refused(
 def test_a_command_runs_in_the_folder_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Wherever the call is made; --system tries a trainer of ours instead."""
+    """The command runs in the configuration's folder; --system tries a trainer of ours instead."""
     script = "import os; print(os.getcwd(), {steps}, {seed})"
     command = [sys.executable, "-c", script]
     configure(f"command = {command}\nsteps = 5\nseed = 1\ntrace-dir = 'runs'\n", base=BASE)
@@ -180,7 +180,7 @@ def test_a_command_runs_in_the_folder_of_the_file(
 
 
 def test_knobs_as_the_script_spells_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each value by its own words; what is spelled "" is no word at all."""
+    """Each value of a knob is replaced by the script's own words; one spelled "" is left out."""
     words = [sys.executable, "-c", "import sys; print(sys.argv[1:])"]
     words += ["--by={strategy}", "{permute}", "{loss_scale}"]
     base = f"{BASE}command = {words}\ntrace-dir = 'runs'\nonly = 'F-DP-001'\n"
@@ -205,7 +205,7 @@ def test_knobs_as_the_script_spells_them(capsys: pytest.CaptureFixture[str]) -> 
 def test_github_in_a_workflow_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same configuration serves people at their desks: there it has nobody to tell."""
+    """The key `github` has no effect outside a workflow, so that one configuration serves both."""
     configure("github = true\n")
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     assert check() == 0
@@ -216,7 +216,7 @@ def test_github_in_a_workflow_alone(
 
 
 def test_several_contracts(capsys: pytest.CaptureFixture[str]) -> None:
-    """A report each, under a name each; ids are looked for in all of them."""
+    """Each contract has a report with its own name; ids are looked up in all contracts."""
     other = Path("small-v1.yaml").read_text().replace("F-DP-002, name", "F-DP-005, name")
     Path("other-v1.yaml").write_text(other.replace("checks: [F-DP-001, F-DP-002]", "checks: []"))
     both = ("--contract", "small-v1.yaml", "--contract", "other-v1.yaml", "--examples", 0)
@@ -234,7 +234,7 @@ def test_several_contracts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_contracts_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One report would be written over the other."""
+    """Two contracts of one name are refused, as one report would overwrite the other."""
     (tmp_path / "a").mkdir()
     contract_file(tmp_path / "a")
     both = ("--contract", "small-v1.yaml", "--contract", "a/small-v1.yaml")
@@ -243,7 +243,7 @@ def test_two_contracts_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_place_of_an_output(capsys: pytest.CaptureFixture[str]) -> None:
-    """An output of the configuration that can't be written so is told with its place."""
+    """An output path that can't be written is refused with its place in the configuration."""
     other = Path("small-v1.yaml").read_text()
     Path("other-v1.yaml").write_text(other)
     table = "[tool.entrenar-check]\n"
@@ -256,12 +256,12 @@ def test_place_of_an_output(capsys: pytest.CaptureFixture[str]) -> None:
     ("codes", "worst"), [((0, 4, 1), 1), ((0, 5), 5), ((5, 4, 0), 4), ((0, 0), 0)]
 )
 def test_the_worst_exit_code(codes: tuple[int, ...], worst: int) -> None:
-    """Falsified, inconclusive, nothing selected, held."""
+    """The worst of all contracts counts: falsified, inconclusive, nothing selected, held."""
     assert reporting.run_all([lambda code=code: code for code in codes]) == worst  # type: ignore[misc]
 
 
 def test_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Contracts after the interrupted one are not begun, and are named."""
+    """Contracts after an interrupted one are not started, and are counted."""
 
     def stopped() -> int:
         raise reporting.Interrupted(4)

@@ -1,4 +1,4 @@
-"""Clauses that a configuration leaves out: excluded, void, asked for anyway, not applicable."""
+"""Clauses that a configuration leaves out: excluded, ended, requested anyway, not applicable."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def standing(
 
 
 def test_until_its_last_day() -> None:
-    """It is left out on that day, and named with the reason and the place."""
+    """On its last day a clause is still left out, and reported with reason and place."""
     found = standing(EXCLUDED, LAST)
     assert (found.selected, found.notes, found.not_applying) == ((OTHER,), {}, ())
     (one,) = found.excluded
@@ -37,7 +37,7 @@ def test_until_its_last_day() -> None:
 
 
 def test_void_on_the_next_day() -> None:
-    """It is tried again, and that is said."""
+    """On the day after, the clause is tried again with a note."""
     found = standing(EXCLUDED, LAST + datetime.timedelta(days=1))
     assert (found.selected, found.excluded) == ((OTHER, CLAUSE), ())
     assert found.notes == {
@@ -47,14 +47,14 @@ def test_void_on_the_next_day() -> None:
 
 
 def test_asked_for_by_its_id() -> None:
-    """The command line wins."""
+    """A clause that the command line names is tried although it is excluded."""
     found = standing(EXCLUDED, LAST, asked=(CLAUSE.id,))
     assert found.selected == (OTHER, CLAUSE)
     assert found.notes == {CLAUSE.id: "tried as --only asks, though pyproject.toml:9:3 excludes it"}
 
 
 def test_not_applicable() -> None:
-    """It has no end, and counts as what does not apply to the system."""
+    """Such an exclusion has no end, and counts as a clause that doesn't apply to the system."""
     found = standing(NEVER, datetime.date.max)
     assert (found.selected, found.excluded) == ((OTHER,), ())
     (one,) = found.not_applying
@@ -62,7 +62,7 @@ def test_not_applicable() -> None:
 
 
 def test_each_names_a_clause_once() -> None:
-    """A name that was misspelt would exclude nothing, and nobody would know."""
+    """A misspelt or repeated clause is refused, as it would exclude nothing unnoticed."""
     exclusions.require_known([EXCLUDED], [CLAUSE.id])
     with pytest.raises(ContractError) as refusal:
         exclusions.require_known([EXCLUDED, NEVER], ["F-DP-033"])

@@ -1,4 +1,4 @@
-"""Placeholders are put into a command where names leave no doubt; doubtful ones are listed."""
+"""Placeholders are put into a command if names leave no doubt; doubtful options are listed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def guess(line: str) -> guessing.Guess:
     ],
 )
 def test_workers(line: str, made: str, world_size: int | None) -> None:
-    """Where launchers are told how many to start; what follows the script is the script's own."""
+    """The launcher's number of workers is replaced; the script's own options are left alone."""
     found = guess(line)
     assert " ".join(found.command).startswith(made)
     assert found.world_size == world_size
@@ -109,7 +109,7 @@ def test_workers(line: str, made: str, world_size: int | None) -> None:
 
 
 def test_options_of_the_script() -> None:
-    """Options of the command are replaced, missing ones added, both are listed; so are knobs."""
+    """Options of the command are replaced, missing ones added, and both are listed, with knobs."""
     found = guess("torchrun --nproc_per_node=2 train.py --output-dir=out --lr 1")
     assert " ".join(found.command[2:]) == (
         "train.py --output-dir={workdir} --lr 1 --max-steps {steps} --seed {seed}"
@@ -122,7 +122,7 @@ def test_options_of_the_script() -> None:
 
 
 def test_what_is_in_doubt_is_left_alone() -> None:
-    """Two options that could be it, and a folder that may be where the data lies."""
+    """Two options that fit, and a folder that may hold the data, are left alone."""
     text = SCRIPT.replace('"-o", "--output-dir"', '"--dir"').replace('"--seed"', '"--num_steps"')
     Path("train.py").write_text(text.replace("entrenar_py.observe", "print"))
     found = guess("torchrun train.py --dir data")
@@ -135,7 +135,7 @@ def test_what_is_in_doubt_is_left_alone() -> None:
 
 
 def test_what_keeps_runs_from_being_compared() -> None:
-    """A checkpoint that every run finds, and a batch that is one worker's."""
+    """A checkpoint that every run finds, and a batch size per worker, are listed."""
     text = SCRIPT.replace("--output-dir", "--per-device-batch-size") + "torch.save(1, 'last.pt')\n"
     Path("train.py").write_text(text)
     told = "\n".join(guess("torchrun train.py").look)
@@ -154,12 +154,12 @@ def test_what_keeps_runs_from_being_compared() -> None:
     ],
 )
 def test_restarts(options: str, restarts: bool) -> None:
-    """The launcher's options decide whether a killed worker comes back."""
+    """The launcher's options decide whether a killed worker is restarted."""
     assert guess(f"torchrun {options}--nproc_per_node=2 train.py").restarts == restarts
 
 
 def test_no_script() -> None:
-    """A module that lies elsewhere, something that is no Python: nothing is made up."""
+    """For a module elsewhere, or a file that isn't Python, nothing is guessed."""
     Path("broken.py").write_text("print 1")
     for line, told in (
         ("torchrun -m trl.sft", "no script (*.py)"),
@@ -172,7 +172,7 @@ def test_no_script() -> None:
 
 @pytest.mark.parametrize("module", ["pkg.train", "pkg"])
 def test_a_module(module: str) -> None:
-    """Found as Python finds it from the folder of the command."""
+    """A module is found as Python finds it from the command's folder."""
     place = Path("pkg", "train.py" if module == "pkg.train" else "__main__.py")
     place.parent.mkdir()
     place.write_text(SCRIPT)
@@ -181,7 +181,7 @@ def test_a_module(module: str) -> None:
 
 
 def test_options_that_argparse_does_not_know() -> None:
-    """Options that a script parses by itself are recognised where the command gives them."""
+    """Options that a script parses by itself are recognised if the command gives them."""
     Path("train.py").write_text("import sys, entrenar_py\nentrenar_py.observe(1, 2)\n")
     found = guess("torchrun train.py config.py --max_iters=20 --out_dir out --compile=False")
     assert found.command[-5:] == [
@@ -191,7 +191,7 @@ def test_options_that_argparse_does_not_know() -> None:
 
 
 def test_as_typed_in_a_shell() -> None:
-    """Variables in front, one text in quotes; what a shell is given to read is not touched."""
+    """A variable in front or one quoted text is accepted; the text of `sh -c` is not changed."""
     assert guess("OMP_NUM_THREADS=1 torchrun train.py").command[:3] == [
         *("env", "OMP_NUM_THREADS=1", "torchrun")
     ]
@@ -210,7 +210,7 @@ def test_as_typed_in_a_shell() -> None:
 
 
 def test_several_machines() -> None:
-    """A first look is taken on one."""
+    """For several machines, the advice is to start on one."""
     told = guess("torchrun --nnodes=2 --nproc_per_node=4 train.py").look
     assert any(one.startswith("2 machines: ") for one in told)
     told = guess("torchrun --nnodes=1 --nproc_per_node=4 train.py").look
@@ -219,14 +219,14 @@ def test_several_machines() -> None:
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_the_examples_are_observed(path: Path) -> None:
-    """By the line, or by a callback."""
+    """Every example is recognised as observed, by `observe` or by a callback."""
     found = script.read(path)
     assert found is not None
     assert found.is_observed
 
 
 def test_a_script_that_only_looks_like_it() -> None:
-    """Somebody else's `observe`, and a comment."""
+    """Another library's `observe`, or a comment, doesn't count."""
     Path("other.py").write_text("import rx\n# entrenar_py.observe(model)\nrx.observe(1)\n")
     found = script.read(Path("other.py"))
     assert found is not None

@@ -1,4 +1,4 @@
-"""`entrenar-check init`: what it writes, where, and that this then works."""
+"""`entrenar-check init`: the configuration it writes, its place, and that it then works."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMAND = ("torchrun", "--nproc_per_node=2", "train.py")
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the examples, and nothing else."""
+    """Make a folder with one of the examples only."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(EXAMPLES / "resume.py", "train.py")
 
@@ -42,7 +42,7 @@ def test_a_new_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_command() -> None:
-    """The reference trainers."""
+    """Without a command the reference trainers are configured."""
     assert check("init") == 0
     project = reading.load(Path("entrenar-check.toml"))
     assert (project.command, project.exclusions) == ((), ())
@@ -53,7 +53,7 @@ def test_without_a_command() -> None:
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("last", ["", "END"])
 def test_pyproject(end: str, last: str) -> None:
-    """Not a byte of what is there is changed, comments and line ends included."""
+    """The content of pyproject.toml is kept byte for byte, with comments and line ends."""
     before = f'# mine{end}[project]{end}name = "x"  # é{last.replace("END", end)}'.encode()
     Path("pyproject.toml").write_bytes(before)
     assert check("init", "--contract", "reduction-v1", "--", *COMMAND, "--name", 'a "b" é') == 0
@@ -98,14 +98,14 @@ def test_nothing_is_overwritten(
 def test_refused(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is written."""
+    """On an error nothing is written."""
     assert check("init", *arguments) == 2
     assert message in capsys.readouterr().err
     assert not Path("entrenar-check.toml").exists()
 
 
 def test_the_command_is_shown_as_typed(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the quotes that a shell wants, and placeholders without."""
+    """The command is shown with shell quotes, but placeholders are not quoted."""
     words = ("torchrun", "--nproc_per_node=2", "other.py", "--name", "Ann's two", "")
     assert check("init", "--", *words) == 0
     typed = "torchrun --nproc_per_node={world_size} other.py --name 'Ann'\"'\"'s two' ''"
@@ -116,7 +116,7 @@ def test_the_command_is_shown_as_typed(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.slow
 def test_init_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two commands and nothing else, with torchrun's real processes: a right script exits 0."""
+    """`init` and then `entrenar-check`, with torchrun's own processes: a correct script exits 0."""
     shutil.copy(EXAMPLES / "ddp.py", "train.py")
     own = Path(contract_file(tmp_path)).read_text()
     alone = own.replace("  - {id: F-DP-002", "  # {id: F-DP-002")

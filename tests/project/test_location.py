@@ -1,4 +1,4 @@
-"""Where a configuration is found, and what is none."""
+"""The place where a configuration is found, and files that don't count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLE = "[tool.entrenar-check]\n"
 
 
 def test_the_nearest_counts(tmp_path: Path) -> None:
-    """In this folder or above it; a pyproject.toml without the table is passed over."""
+    """The nearest file in this folder or above counts, but no pyproject.toml without the table."""
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     assert location.find(inner) is None
@@ -48,7 +48,7 @@ def test_two_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above this folder it is not taken: who may write to /tmp would choose what others run."""
+    """A file above this folder is refused if another user owns it, who could choose what is run."""
     inner = tmp_path / "inner"
     inner.mkdir()
     (tmp_path / location.OWN).write_text("")
@@ -60,7 +60,7 @@ def test_a_file_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_can_not_be_read(tmp_path: Path) -> None:
-    """A pipe would be waited for, a page of megabytes be read; of other text nothing is known."""
+    """A pipe, a very large file and a file that isn't text are refused."""
     pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)
     large, bytes_ = tmp_path / "large.toml", tmp_path / "bytes.toml"
@@ -75,14 +75,14 @@ def test_what_can_not_be_read(tmp_path: Path) -> None:
 
 
 def test_a_foreign_file_that_is_broken_is_of_no_concern(tmp_path: Path) -> None:
-    """A pyproject.toml that does not name this command may be whatever it likes."""
+    """An invalid pyproject.toml that doesn't name this command is ignored."""
     (tmp_path / location.SHARED).write_bytes(b"[broken \xff")
     assert location.find(tmp_path) is None
 
 
 @pytest.mark.parametrize("value", ["9" * 5000, "[" * 2000 + "]" * 2000])
 def test_what_tomllib_itself_can_not_read(tmp_path: Path, value: str) -> None:
-    """A number, or a nesting, beyond what Python takes is no TOML, wherever it is read."""
+    """A number or a nesting beyond Python's limits is reported as invalid TOML."""
     for name in (location.OWN, location.SHARED):
         path = tmp_path / name
         path.write_text(f"{TABLE}steps = {value}\n")
@@ -95,6 +95,6 @@ def test_what_tomllib_itself_can_not_read(tmp_path: Path, value: str) -> None:
 
 
 def test_a_configuration_that_links_to_itself_is_told(tmp_path: Path) -> None:
-    """It stands there, so that nobody may think that none does."""
+    """A configuration that links to itself is reported, not ignored."""
     (tmp_path / location.OWN).symlink_to(location.OWN)
     assert location._counts(tmp_path / location.OWN)

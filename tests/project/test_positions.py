@@ -1,4 +1,4 @@
-"""Where keys and elements of a TOML text stand: beside what the library reads in it."""
+"""The places of keys and elements of a TOML text, compared with what `tomllib` reads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ last = {}
 
 
 def test_places() -> None:
-    """Line and column of what a person would point at; strings and comments hold no keys."""
+    """Each place is the line and column of a key or element; strings and comments hold no keys."""
     found = positions.scan(TEXT)
     first = ("tool", "first")
     assert found[first] == (2, 7)
@@ -48,7 +48,7 @@ def test_places() -> None:
 
 
 def _paths(value: Any, path: positions.Path = ()) -> Iterator[positions.Path]:
-    """Every path in what was read."""
+    """Yield every path in the parsed text."""
     if path:
         yield path
     members = value if isinstance(value, dict) else {}
@@ -68,12 +68,12 @@ VALUES = st.recursive(
 
 
 def _quoted(value: Any) -> str:
-    """A number, or a string, of which JSON and TOML have the same escapes."""
+    """Return a number or a string in a notation that JSON and TOML share."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def _written(value: Any) -> str:
-    """`value` as TOML, inline; JSON's strings are TOML's."""
+    """Return `value` as inline TOML; JSON's strings are TOML's."""
     if isinstance(value, dict):
         pairs = ", ".join(f"{_quoted(key)} = {_written(one)}" for key, one in value.items())
         return f"{{ {pairs} }}"
@@ -85,7 +85,7 @@ def _written(value: Any) -> str:
 @settings(max_examples=40)
 @given(st.dictionaries(KEYS, st.dictionaries(KEYS, VALUES, max_size=3), max_size=3))
 def test_every_key_and_element_has_a_place(tables: dict[str, dict[str, Any]]) -> None:
-    """Whatever the text; and at its place stands the key."""
+    """For any text, every key and element has a place, and the key is found at it."""
     lines = []
     for name, table in tables.items():
         lines += [

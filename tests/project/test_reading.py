@@ -1,4 +1,4 @@
-"""A configuration read: what it gives, and every problem at its place."""
+"""Reading a configuration: its values, and every problem at its place."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_option_has_a_key_or_none_on_purpose() -> None:
-    """And every key an option, but for the two that have no such thing."""
+    """Every option has a key or is exempt, and every key but the known ones has an option."""
     names = {action.dest for action in parser.build()._actions} - NOT_CONFIGURED
     keys = {name.replace("-", "_") for name in KEYS}
     assert names - keys == set()
@@ -72,7 +72,7 @@ def test_every_option_has_a_key_or_none_on_purpose() -> None:
 
 
 def test_all_keys(tmp_path: Path) -> None:
-    """As the command line would have them; paths seen from the current folder."""
+    """Values are those of the command line's options; paths are relative to the current folder."""
     project = reading.load(write(tmp_path, FULL))
     assert (str(project.place), project.folder) == ("pyproject.toml:4:7", tmp_path)
     assert project.command == ("torchrun", "--nproc_per_node={world_size}", "my train.py")
@@ -91,7 +91,7 @@ def test_all_keys(tmp_path: Path) -> None:
 
 
 def test_seen_from_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path is the file's; the name of a shipped contract stays a name."""
+    """A path is relative to the file; the name of a shipped contract stays a name."""
     path = write(tmp_path, FULL)
     (tmp_path / "src").mkdir()
     monkeypatch.chdir(tmp_path / "src")
@@ -102,7 +102,7 @@ def test_seen_from_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_file_of_its_own(tmp_path: Path) -> None:
-    """The same keys, at its top."""
+    """In entrenar-check.toml the same keys are at the top."""
     path = write(tmp_path, 'contract = "c.yaml"\nsystem = "ddp"\n', "entrenar-check.toml")
     project = reading.load(path)
     assert project.values == {"contract": ("c.yaml",), "system": "ddp"}
@@ -112,7 +112,7 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
-    """Unknown keys with the nearest name, wrong types, wrong values, wrong exclusions."""
+    """Unknown keys, wrong types, wrong values and wrong exclusions are all reported together."""
     found = problems(
         tmp_path,
         """\
@@ -178,7 +178,7 @@ steps = 4
     ],
 )
 def test_problems(tmp_path: Path, text: str, problem: str) -> None:
-    """Each has a message of its own."""
+    """Each problem has its own message."""
     (found,) = problems(tmp_path, text)
     assert found.startswith(problem)
 
@@ -192,13 +192,13 @@ def test_problems(tmp_path: Path, text: str, problem: str) -> None:
     ],
 )
 def test_a_nul_is_in_no_path_and_no_word(tmp_path: Path, line: str) -> None:
-    """It is refused where it stands, not where a file or a process can't be made."""
+    """A NUL is refused at its place in the file, before a path or process would fail on it."""
     (found,) = problems(tmp_path, f'contract = "c"\n{line}')
     assert found.startswith(f"3:1: error: {line.split()[0]} holds a NUL")
 
 
 def test_a_table_that_is_none(tmp_path: Path) -> None:
-    """Its name given to something else."""
+    """A value that isn't a table, under the table's name, is refused."""
     path = write(tmp_path, "[tool]\nentrenar-check = 1\n")
     with pytest.raises(ContractError, match="give a table with keys among contract, command"):
         reading.load(path)

@@ -1,4 +1,4 @@
-"""A project's levels and suppressions: read, refused at their places, followed by --validate."""
+"""A project's levels and suppressions: read, refused at their places, applied by --validate."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configured(folder: Path, text: str = TABLE) -> Path:
-    """The path of a configuration with this text."""
+    """Return the path of a configuration with this text."""
     return written(folder, text, "pyproject.toml")
 
 
 def test_read(tmp_path: Path) -> None:
-    """Levels by rule, suppressions with their place."""
+    """Levels are read by rule, and suppressions with their places."""
     project = reading.load(configured(tmp_path))
     assert project.levels["SCHEMA-009"] == "info"
     (one,) = project.suppressions
@@ -83,7 +83,7 @@ def test_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
 
 
 def test_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """--validate counts both, what is typed before them; a run's reports are not overwritten."""
+    """--validate applies both, but typed levels first; a run's reports are not overwritten."""
     written(tmp_path, KERNEL.replace("[a paper]", "[]").replace(", if_fails: no division", ""))
     configured(tmp_path)
     assert check("--validate") == 0
@@ -96,7 +96,7 @@ def test_followed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_stale_one_is_named_at_its_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It suppresses nothing: the configuration is where to remove it."""
+    """A suppression that suppresses nothing is reported at its place in the configuration."""
     written(tmp_path, KERNEL)
     configured(tmp_path)
     assert check("--validate") == 0

@@ -1,4 +1,4 @@
-"""The pytest plugin, in small test runs of its own; each is a run inside this process."""
+"""The pytest plugin, in small runs of pytest inside this process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ MARK = '@pytest.mark.contract("{}", contract="small-v1.yaml", examples=0{})'
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
-    """All that is imported late is here before the first small run: what one imported is forgotten
-    after it, and neither numpy nor torch can be imported twice.
+    """Import all late imports before the first small run.
+
+    pytest forgets modules that a small run imported, but numpy and torch can't be imported twice.
     """
     for system in ("reference", "textbook"):
         systems.run(Scenario(system=system, workload="linear", world_size=2, seed=0))
@@ -49,18 +50,18 @@ class Run:
 
 
 def marked(clause: str, more: str = "", *, test: str = "def test_it(): assert True") -> str:
-    """A test with the mark."""
+    """Return the source of a test with the mark."""
     return f"{MARK.format(clause, more)}\n{test}"
 
 
 def test_held(run: type[Run]) -> None:
-    """The test goes on, and has the finding if it asks for it."""
+    """If the clause holds, the test's body runs, with the finding if it has the fixture."""
     body = "def test_it(finding): assert (finding.verdict, finding.compared > 9) == ('held', True)"
     run(marked("F-DP-001", ", system='textbook'", test=body)).result.assert_outcomes(passed=1)
 
 
 def test_falsified(run: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test fails with the finding and how to see it again, and its body does not run."""
+    """The test fails with the finding and a command to repeat it, and its body doesn't run."""
     repeat_a_sample(monkeypatch)
     found = run(marked("F-DP-002", test="def test_it(): print('the body ran')"))
     found.result.assert_outcomes(failed=1)
@@ -71,7 +72,7 @@ def test_falsified(run: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inconclusive_never_passes(run: type[Run]) -> None:
-    """It fails, or is skipped with its reason where that is allowed."""
+    """An inconclusive test fails, or is skipped with its reason if that is allowed."""
     found = run(marked("F-NEW-9"))
     found.result.assert_outcomes(failed=1)
     assert "F-NEW-9 INCONCLUSIVE: " in found.text
@@ -81,7 +82,7 @@ def test_inconclusive_never_passes(run: type[Run]) -> None:
 
 
 def test_what_does_not_apply_is_skipped_with_its_reason(run: type[Run]) -> None:
-    """And where some scenarios are left out, the test's report says so, though it passed."""
+    """A clause that doesn't apply is skipped; scenarios that were left out are reported."""
     killed = "{system: mesh_simulated, faults: [{kind: kill, rank: 1, step: 1, at: Assign}]}"
     contract_file(run.pytester.path, scenario=killed)
     found = run(marked("F-DP-001", ", system='textbook'"), "-rs")
@@ -94,7 +95,7 @@ def test_what_does_not_apply_is_skipped_with_its_reason(run: type[Run]) -> None:
 
 
 def test_a_class_is_judged_once(run: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tests of a marked class stand for one search."""
+    """All tests of a marked class share one search."""
     calls: list[judging.Wish] = []
     judge = judging.judge
 
@@ -121,14 +122,14 @@ def test_a_class_is_judged_once(run: type[Run], monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_wrong_mark_fails(run: type[Run], mark: str, message: str) -> None:
-    """With what is wrong; none is passed over."""
+    """An invalid mark fails the test with what is wrong."""
     found = run(f"@pytest.mark.contract{mark}\ndef test_it(): pass")
     found.result.assert_outcomes(failed=1)
     assert message in found.text
 
 
 def test_a_contract_is_a_test_per_clause(run: type[Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each clause is one, beside the tests that are there; -k and -m choose among them."""
+    """Each clause is a test in addition to those collected; -k and -m select among all."""
     repeat_a_sample(monkeypatch)
     given = ("--contract", "small-v1.yaml", "--contract-examples", "0")
     found = run("def test_it(): pass", "-v", *given)
@@ -145,14 +146,14 @@ def test_a_contract_is_a_test_per_clause(run: type[Run], monkeypatch: pytest.Mon
 
 
 def test_a_mark_may_leave_the_contract_to_the_option(run: type[Run]) -> None:
-    """The clause is looked for in `--contract`."""
+    """A mark without a contract uses `--contract`."""
     test = '@pytest.mark.contract("F-DP-001", examples=0)\ndef test_it(): pass'
     given = ("--contract", "small-v1.yaml", "--contract-examples", "0", "-k", "test_it")
     run(test, *given).result.assert_outcomes(passed=1, deselected=3)
 
 
 def test_a_mark_may_leave_all_to_the_configuration(run: type[Run]) -> None:
-    """Contract, system and seed come from it; what it excludes is skipped with its reason."""
+    """A mark may take contract, system and seed from the configuration, and its exclusions."""
     run.pytester.makepyprojecttoml(
         """
         [tool.entrenar-check]
@@ -208,14 +209,14 @@ def test_a_mark_may_leave_all_to_the_configuration(run: type[Run]) -> None:
 def test_wrong_options_are_refused(
     run: type[Run], arguments: tuple[str, ...], message: str
 ) -> None:
-    """Before any test runs."""
+    """Invalid options are refused before any test runs."""
     found = run("def test_it(): pass", *arguments)
     assert found.result.ret == pytest.ExitCode.USAGE_ERROR
     assert message in found.result.stderr.str()
 
 
 def test_runs_that_do_not_use_it_pay_nothing(pytester: pytest.Pytester) -> None:
-    """Somebody else's mark of that name stays theirs, and nothing of the harness is imported."""
+    """Another plugin's mark of this name is ignored, and nothing of the harness is imported."""
     pytester.makepyfile(
         """
         import sys, pytest

@@ -16,7 +16,7 @@ RECORD = record_tensor(np.ones(1, np.float32), values=True)
 
 
 def values(record: TensorRecord) -> list[float]:
-    """The elements."""
+    """Return the elements of a tensor's record."""
     found = record.values()
     assert found is not None
     return [float(value) for value in found]
@@ -52,7 +52,7 @@ def four_ranks() -> list[RankTrace]:
 
 
 def test_each_rank_sees_its_own_copy() -> None:
-    """A shared copy is assembled from its pieces; a copy of its own is taken as it is."""
+    """A copy that ranks share is assembled from its pieces; a rank's own copy is taken as it is."""
     starts = [one for one in assembly.ordered(four_ranks()) if isinstance(one, Start)]
     assert [values(one.weights["up.weight"]) for one in starts] == [
         *([1, 2, 3, 4], [1, 2, 3, 4]),
@@ -63,7 +63,7 @@ def test_each_rank_sees_its_own_copy() -> None:
 
 
 def test_a_piece_that_is_lacking_is_not_made_up() -> None:
-    """Its tensor is left out; others' copies are no substitute."""
+    """A tensor with a missing piece is left out; other ranks' copies don't replace it."""
     starts = [one for one in assembly.ordered(four_ranks()[:3]) if isinstance(one, Start)]
     assert [sorted(one.weights) for one in starts] == [
         *(["norm.weight", "up.weight"], ["norm.weight", "up.weight"]),
@@ -72,7 +72,7 @@ def test_a_piece_that_is_lacking_is_not_made_up() -> None:
 
 
 def test_who_drew_other_samples_than_its_group() -> None:
-    """Has a Shard of its own, of the same number."""
+    """A rank that drew other samples than its group has a Shard of its own, of the same number."""
     drawn = [(1, 2), (1, 2), (3,), (4,)]
     ranks = [
         recorded_by(rank, {}, replace(SHARD, rank=rank, ids=ids)) for rank, ids in enumerate(drawn)
@@ -84,13 +84,13 @@ def test_who_drew_other_samples_than_its_group() -> None:
 
 
 def alone(*events: Event, life: int = 0) -> RankTrace:
-    """The record of a rank that trains by itself."""
+    """Return the record of a rank that trains by itself."""
     header = {"rank": 0, "world_size": 1}
     return RankTrace(life=life, header=header, events=events, ended=True, problem="")
 
 
 def test_a_rank_that_is_started_again_counts_epochs_on() -> None:
-    """Its own count begins with 0; steps made again have the weight of their new shards."""
+    """A restarted rank counts epochs from 0; repeated steps have the weight of their new shards."""
     update = Update(
         step=0, rank=0, loss=None, weight=0.0, learning_rate=0.1, finite=True, weights={}
     )
@@ -114,7 +114,7 @@ def test_shards_are_numbered_through_the_places_of_their_ranks() -> None:
 
 
 def test_what_is_given_a_gradient_is_not_frozen() -> None:
-    """A script that thaws a parameter says so by its gradient."""
+    """A frozen parameter that has a gradient later was unfrozen by the script."""
     start = Start(step=0, rank=0, weights={}, frozen=("head", "body"))
     rank = alone(start, replace(SHARD, gradient={"head": RECORD}))
     (found,) = [event for event in assembly.ordered([rank]) if isinstance(event, Start)]

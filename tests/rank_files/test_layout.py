@@ -1,4 +1,4 @@
-"""How ranks are arranged, and where pieces lie: what may be declared, and what comes of it."""
+"""The layout of ranks and pieces: what may be declared, and how it is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.rank_files.layout import Layout, Piece
 
 
 def test_ranks_are_row_major() -> None:
-    """As in torch's meshes; ranks along an axis of data draw samples of their own."""
+    """Ranks are row-major as in torch's meshes; along a DATA axis each draws its own samples."""
     arranged = Layout(axes={"pp": 2, "dp": 2, "tp": 2})
     assert arranged.coordinates(6) == {"pp": 1, "dp": 1, "tp": 0}
     assert [arranged.data(rank) for rank in range(8)] == [(0,), (0,), (1,), (1,)] * 2
@@ -31,13 +31,13 @@ def test_ranks_are_row_major() -> None:
     ],
 )
 def test_what_can_t_be(given: Any, words: str) -> None:
-    """Is refused, with what is allowed."""
+    """An impossible layout is refused, with what is allowed."""
     with pytest.raises(UsageError, match=words):
         dtensors.declared(given, (), 4)
 
 
 def test_ties() -> None:
-    """A tie has two names or more, none of them twice; the first one stands for all."""
+    """A tie has two names or more, none of them twice; tensors are compared under the first."""
     declared = dtensors.declared(None, (("in.weight", "out.weight"),), 2)
     assert declared is not None
     assert declared.first_name("out.weight/exp_avg") == "in.weight/exp_avg"
@@ -48,7 +48,7 @@ def test_ties() -> None:
 
 
 def test_a_piece_of_nothing_is_none() -> None:
-    """A piece that reaches out of its whole was not written by a rank."""
+    """A piece that reaches beyond its whole tensor was not written by a rank, and is refused."""
     piece = Piece(offset=(2, 0), shape=(1, 4), whole=(3, 4), ranks=(0, 1))
     assert layout.piece_from(piece.to_list()) == piece
     for wrong in ([[2], [2], [3], [0]], [[0], [1], [1], []], [[0], [1, 1], [1], [0]], 7):

@@ -1,4 +1,4 @@
-"""One rank's file, read back: each line once, and nothing that no rank wrote."""
+"""One rank's file, read back: each line is parsed once, and invalid lines are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_each_line_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_that_has_closed(tmp_path: Path) -> None:
-    """Only one that came to the end of training, and by no error."""
+    """A rank has closed if it came to the end of training without an error."""
     for rank, problem in enumerate(("", "ValueError: no")):
         RankFile(tmp_path, {"rank": rank, "world_size": 3}).close(problem)
     training = RankFile(tmp_path, {"rank": 2, "world_size": 3})
@@ -40,7 +40,7 @@ def test_a_rank_that_has_closed(tmp_path: Path) -> None:
 
 
 def test_a_file_that_says_nonsense_of_pieces(tmp_path: Path) -> None:
-    """Is refused, with the line."""
+    """Invalid pieces are refused, with the line."""
     file = RankFile(tmp_path, {"rank": 0, "world_size": 2})
     pieces = {"weight": [[3], [1], [2], [0, 1]]}
     file.note("layout", axes=[["dp", 2]], tied=[], pieces=pieces)

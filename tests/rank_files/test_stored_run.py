@@ -1,4 +1,4 @@
-"""A run known by its ranks' files alone: put together, judged, never taken for more than it is."""
+"""A run known only by its ranks' files: put together, and judged by what they show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RATE = 0.1
 
 
 def own_run(world_size: int = 2) -> trace.Trace:
-    """A run whose ranks compute one shard each, as most people's do."""
+    """Return a run whose ranks compute one shard each."""
     return run(
         Scenario(
             system="textbook",
@@ -50,7 +50,7 @@ def write(
     problem: str = "",
     extra: tuple[trace.Event, ...] = (),
 ) -> Path:
-    """The files of these ranks of a run, as `observe` writes them."""
+    """Write the files of these ranks of a run, as `observe` does."""
     for rank in ranks:
         file = RankFile(folder, header(rank, of.scenario.world_size))
         for event in of.events:
@@ -89,7 +89,7 @@ def found(check: str, *paths: Path) -> Finding:
 
 @pytest.mark.parametrize("check", ["replica_identity", "coverage", "parity"])
 def test_whole_runs_are_held(tmp_path: Path, check: str) -> None:
-    """Runs of two workers and of one are compared, given as folders and launched by nobody."""
+    """Runs of two workers and of one, given as folders, are compared and held."""
     two = write(tmp_path / "two", 0, 1, of=own_run())
     one = write(tmp_path / "one", 0, of=own_run(1))
     finding = found(check, two, one)
@@ -97,7 +97,7 @@ def test_whole_runs_are_held(tmp_path: Path, check: str) -> None:
 
 
 def test_what_it_was(tmp_path: Path) -> None:
-    """The scenario is what the files show, the environment what they recorded."""
+    """The scenario is what the files show, and the environment is what they recorded."""
     ((folder, read),) = stored.load([write(tmp_path / "run", 0, 1, of=own_run())]).items()
     assert folder == tmp_path / "run"
     own = read.scenario
@@ -108,7 +108,7 @@ def test_what_it_was(tmp_path: Path) -> None:
 
 
 def test_files_by_a_pattern(tmp_path: Path) -> None:
-    """The files of a folder are a run; a pattern may mean the runs of many."""
+    """The files of a folder are one run; a pattern may match the files of several."""
     write(tmp_path / "two", 0, 1, of=own_run())
     write(tmp_path / "one", 0, of=own_run(1))
     found = stored.load([tmp_path / "*" / "*.rank.jsonl"])
@@ -119,7 +119,7 @@ def test_files_by_a_pattern(tmp_path: Path) -> None:
 
 
 def test_a_drifting_rank_is_caught(tmp_path: Path) -> None:
-    """By step and rank, as in any run."""
+    """A rank that drifts is found by step and rank, as in any run."""
     right = own_run()
     events = tuple(
         replace(one, weights=right.of(trace.Update)[0].weights)
@@ -135,7 +135,7 @@ def test_a_drifting_rank_is_caught(tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_brought_together_now_and_then(tmp_path: Path) -> None:
-    """Their run promises to agree after each round, and not after each step."""
+    """A run with outer synchronisations promises agreement after each round, not each step."""
     met = tuple(trace.Synchronised(step=STEPS - 1, rank=rank, weights={}) for rank in (0, 1))
     (alone,) = stored.load([write(tmp_path / "alone", 0, 1, of=own_run())]).values()
     (outer,) = stored.load([write(tmp_path / "outer", 0, 1, of=own_run(), extra=met)]).values()
@@ -143,7 +143,7 @@ def test_ranks_that_are_brought_together_now_and_then(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_missing(tmp_path: Path) -> None:
-    """One rank of two makes no run: inconclusive, whoever it agrees with."""
+    """A run with one rank missing is inconclusive, even if the others agree."""
     finding = found("replica_identity", write(tmp_path / "run", 0, of=own_run()))
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "no file of rank 1: give the files of all ranks" in finding.reason
@@ -158,7 +158,7 @@ def test_runs_mixed_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_how_it_ended(tmp_path: Path) -> None:
-    """A rank that fell behind and never closed, one that failed, one that was made to halt."""
+    """A rank that never closed, one that failed, and one that halted give different endings."""
     right = own_run()
     behind = tuple(
         one
@@ -185,7 +185,7 @@ def test_how_it_ended(tmp_path: Path) -> None:
 
 
 def test_a_file_that_no_rank_wrote(tmp_path: Path) -> None:
-    """It is refused by name and line, and nothing is judged."""
+    """An invalid file is refused by name and line, and nothing is judged."""
     (tmp_path / "00000-000.rank.jsonl").write_text("{}\n", encoding="utf-8")
     with pytest.raises(TraceError, match=r"00000-000.rank.jsonl:1: no header of a rank's file"):
         stored.load([tmp_path])

@@ -1,4 +1,4 @@
-"""The digest of a tensor: what it depends on, and that it stays what the page says."""
+"""The digest of a tensor: the facts it depends on, and its agreement with docs/watch.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RAMP = torch.arange(5000, dtype=torch.float32)
 
 
 def as_the_page_says(tensor: torch.Tensor) -> str:
-    """docs/watch.md, word by word, with nothing of the module."""
+    """Compute a digest as docs/watch.md specifies it, without the module."""
 
     def number(data: bytes) -> bytes:
         return xxhash.xxh3_128_intdigest(data).to_bytes(16, "little")
@@ -44,13 +44,13 @@ def as_the_page_says(tensor: torch.Tensor) -> str:
     ],
 )
 def test_known_digests(tensor: torch.Tensor, known: str) -> None:
-    """A digest that is kept anywhere means the same in every release."""
+    """A stored digest has the same meaning in every release."""
     assert digest.digest(tensor) == as_the_page_says(tensor)
     assert digest.digest(tensor).startswith(known)
 
 
 def test_it_sees_everything() -> None:
-    """Bits, where they stand, chunks, size, shape and dtype: each change gives another digest."""
+    """Each change of bits, their places, chunks, size, shape and dtype gives another digest."""
     flipped = RAMP.clone()
     flipped.view(torch.int32)[4999] ^= 1
     swapped, moved = RAMP.clone(), RAMP.clone()
@@ -67,7 +67,7 @@ def test_it_sees_everything() -> None:
 
 
 def test_it_does_not_see_strides() -> None:
-    """A tensor that lies otherwise in memory is the same tensor."""
+    """The digest doesn't depend on a tensor's place in memory."""
     plain = torch.randn(4, 6, 5, 3)
     assert digest.digest(plain.to(memory_format=torch.channels_last)) == digest.digest(plain)
     turned = plain.transpose(0, 1)
@@ -78,7 +78,7 @@ def test_it_does_not_see_strides() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64])
 def test_finite(dtype: torch.dtype, value: float) -> None:
-    """One element is enough; the largest finite one is not."""
+    """One NaN or Inf is enough; the largest finite number is none."""
     calm = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
     assert digest.is_finite(calm)
     calm[77] = value

@@ -1,4 +1,4 @@
-"""The digests of a GPU: the tables, the algorithm in numpy, and the kernel where Triton is."""
+"""The digests on a GPU: the tables, the algorithm in numpy, and the kernel if Triton is there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.watch.xxh3 import Model, hash_chunks
 
 
 def assorted(device: str = "cpu") -> list[Tensor]:
-    """Every format, sizes around those of a chunk, and what does not lie as a load wants it."""
+    """Return tensors of every format, of sizes near a chunk's, and some that are not aligned."""
     torch.manual_seed(0)
     base = torch.randn(5000, device=device)
     kinds = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool]
@@ -37,7 +37,7 @@ def assorted(device: str = "cpu") -> list[Tensor]:
 
 
 def wrong(tensors: list[Tensor], rows: Tensor) -> list[int]:
-    """Those whose row is not what the CPU makes of them."""
+    """Return the tensors whose row differs from the digest on the CPU."""
     flags, words = rows[:, 2].tolist(), rows[:, :2].cpu().contiguous().numpy()
     return [
         index
@@ -48,7 +48,7 @@ def wrong(tensors: list[Tensor], rows: Tensor) -> list[int]:
 
 
 def test_the_algorithm_is_xxh3() -> None:
-    """Secrets, starts, keys and order, against the library."""
+    """Secrets, start values, keys and order agree with the library."""
     words = np.random.default_rng(0).integers(0, 2**64, (8, 1024), dtype=np.uint64)
     found = hash_chunks(words, digest_table.secrets().view(np.uint64))
     known = [xxhash.xxh3_128_intdigest(one.tobytes()) for one in words]
@@ -56,7 +56,7 @@ def test_the_algorithm_is_xxh3() -> None:
 
 
 def test_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every chunk of every level is found and goes where it belongs; again when values change."""
+    """Every chunk of every level is found and stored at its place, also after values change."""
     monkeypatch.setattr(digest_table, "_kernel", Model)
     tensors = [*assorted(), torch.randn(520 * 2048)]  # the last has three levels
     table = DigestTable(tensors)
@@ -68,7 +68,7 @@ def test_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton here")
 def test_the_kernel() -> None:
-    """In Triton's interpreter, which has to be asked for before Triton is loaded."""
+    """The kernel agrees in Triton's interpreter, which must be chosen before Triton is imported."""
     code = (
         "from tests.watch.test_digest_table import *\n"
         "tensors = assorted()\n"
@@ -81,7 +81,7 @@ def test_the_kernel() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_kernel_on_a_gpu() -> None:
-    """The same digests as on the CPU, where they lie and after they were changed."""
+    """The digests equal the CPU's, also after the tensors were changed in place."""
     tensors = [*assorted("cuda"), torch.randn(40_000_001, device="cuda").bfloat16()]
     table = DigestTable(tensors)
     for _ in range(2):
@@ -90,7 +90,7 @@ def test_the_kernel_on_a_gpu() -> None:
 
 
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Says what to install."""
+    """Without Triton the error says what to install."""
     monkeypatch.setitem(cast(dict[str, Any], sys.modules), "triton", None)
     monkeypatch.delitem(sys.modules, "entrenar_py.watch.digest_kernel", raising=False)
     monkeypatch.delattr("entrenar_py.watch.digest_kernel", raising=False)

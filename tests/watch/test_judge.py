@@ -1,4 +1,4 @@
-"""Judging rows of numbers: ranks that differ, values that are not finite, tensors at rest."""
+"""Judge rows of numbers: ranks that differ, values that are not finite, tensors that don't move."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def judge(*ranks: list[Piece], check: str = IDENTITY, patience: int = 2) -> Judg
 
 
 def rows(*ranks: list[int], flags: int = 0, live: int = 0) -> Rows:
-    """The low halves of digests, by rank; all else alike."""
+    """Return rows with these low halves of digests, by rank; all else is equal."""
     found = np.zeros((len(ranks), len(ranks[0]), 4), np.int64)
     found[:, :, 0], found[:, :, 2], found[:, :, 3] = ranks, flags, live
     return found
 
 
 def only(found: list[WatchFinding]) -> WatchFinding:
-    """The finding, of which there is one."""
+    """Return the only finding."""
     (one,) = found
     return one
 
 
 def test_the_odd_one_is_named() -> None:
-    """The rank that no other agrees with, and the first tensor in which it differs."""
+    """The rank that differs from all others is named, with the first tensor in which it does."""
     found = only(judge([A, B], [A, B], [A, B]).look(7, rows([1, 2], [1, 3], [1, 2])))
     assert (found.clause, found.step, found.ranks, found.tensor) == ("F-DP-001", 7, (1,), "b")
     assert str(found).startswith(
@@ -48,7 +48,7 @@ def test_the_odd_one_is_named() -> None:
 
 
 def test_two_that_differ() -> None:
-    """Nobody knows which is right: both are named; and in how many tensors."""
+    """If there is no majority both ranks are named, and the number of tensors."""
     found = only(judge([A, B], [A, B]).look(0, rows([1, 2], [3, 4])))
     assert (found.ranks, found.tensor) == ((0, 1), "a")
     assert "ranks 0, 1 hold different weights" in str(found)
@@ -80,7 +80,7 @@ def test_shards_are_compared_with_copies_alone() -> None:
     ],
 )
 def test_what_nobody_else_holds(ranks: list[list[Piece]], note: str) -> None:
-    """Is said not to be compared; a check that compared nothing was never made."""
+    """A tensor on one rank is noted as not compared; with no comparison, no step is counted."""
     alone = judge(*ranks)
     assert not alone.look(0, rows(*([1] * len(one) for one in ranks)))
     (watched,) = alone.watched()
@@ -89,7 +89,7 @@ def test_what_nobody_else_holds(ranks: list[list[Piece]], note: str) -> None:
 
 
 def test_what_is_not_finite() -> None:
-    """On the ranks that have it, in the tensors whose format has such values."""
+    """NaN or Inf is reported for the ranks that have it, in formats that have such values."""
     numbers = [A, piece("n", dtype="int8")]
     watching = judge(numbers, numbers, check=FINITENESS)
     assert not watching.look(0, rows([1, 2], [1, 2]))
@@ -102,7 +102,7 @@ def test_what_is_not_finite() -> None:
 
 
 def test_what_does_not_move() -> None:
-    """Though it should, for as many steps as it is given; told again when as many have passed."""
+    """A tensor that should move is reported after `patience` steps, and again after as many."""
     watching = judge([A, B], check=LIVENESS, patience=3)
     found = [watching.look(step, rows([1, step], live=1)) for step in range(8)]
     assert [bool(one) for one in found] == [False] * 3 + [True] + [False] * 2 + [True, False]
@@ -112,7 +112,7 @@ def test_what_does_not_move() -> None:
 
 
 def test_what_need_not_move() -> None:
-    """No gradient, or a step in between in which it moved or had none."""
+    """A tensor without a gradient, or that moved or had none in between, isn't reported."""
     watching = judge([A], check=LIVENESS, patience=2)
     assert not any(watching.look(step, rows([1])) for step in range(9))
     moving = judge([A], check=LIVENESS, patience=2)
@@ -122,7 +122,7 @@ def test_what_need_not_move() -> None:
 
 
 def test_sparse_looks() -> None:
-    """Patience is one of steps, not of looks."""
+    """Patience counts steps, not looks."""
     watching = judge([A], check=LIVENESS, patience=30)
     found = [step for step in range(9, 90, 10) if watching.look(step, rows([1], live=1))]
     assert found == [39, 69]

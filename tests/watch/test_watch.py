@@ -1,4 +1,4 @@
-"""The watch on one process: what stops a training, what does not, and what it says of itself."""
+"""The watch in one process: findings that stop a training, and the report on what is watched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(
     rate: float = 0.1,
     **options: Any,
 ) -> entrenar_py.Observation:
-    """Watched steps; before step `spoil` a NaN comes into the first parameter."""
+    """Make watched steps; before step `spoil` the first parameter gets a NaN."""
     optimizer = torch.optim.SGD(list(trained) or model.parameters(), lr=rate)
     observation = entrenar_py.observe(model, optimizer, **{"every": 1, "patience": 3, **options})
     for step in range(num_steps):
@@ -43,21 +43,21 @@ def train(
 
 
 def test_a_nan_stops_it() -> None:
-    """In the step that left it, out of `optimizer.step()`."""
+    """A NaN raises out of `optimizer.step()`, in the step after which it is there."""
     with pytest.raises(WatchFinding, match="F-DP-003: step 2, tensor weight: rank 0: NaN") as found:
         train(nn.Linear(2, 1), 5, spoil=2)
     assert (found.value.step, found.value.ranks, found.value.tensor) == (2, (0,), "weight")
 
 
 def test_a_callback_goes_on() -> None:
-    """It is told of every watched step that is broken."""
+    """The callback is called for every watched step that breaks a clause."""
     found: list[WatchFinding] = []
     train(nn.Linear(2, 1), 7, spoil=2, every=2, on_finding=found.append)
     assert [(one.clause, one.step) for one in found] == [("F-DP-003", 3), ("F-DP-003", 5)]
 
 
 def test_a_parameter_that_the_optimizer_does_not_know() -> None:
-    """It has a gradient, and stays as it is."""
+    """A parameter with a gradient that is in no optimizer is found not to move."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     with pytest.raises(WatchFinding, match=r"F-TI-004: step 4, tensor 0\.weight: .*so in 2") as one:
         train(model, 9, trained=list(model[1].parameters()))
@@ -75,7 +75,7 @@ def test_updates_that_round_to_nothing() -> None:
 
 
 class LowRank(nn.Module):
-    """A frozen layer, and a LoRA beside it whose B is zero; and one tensor without a part in it."""
+    """A frozen layer with a LoRA next to it, whose B is zero, and an unused tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,14 +86,17 @@ class LowRank(nn.Module):
         self.empty = nn.Parameter(torch.ones(0, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """An unused parameter has a zero gradient, a frozen one that from before."""
+        """Return the output, and give the frozen B a gradient that isn't zero."""
         self.b.grad = torch.ones(1, 1)
         low = x @ self.a.t() @ self.b.t() + self.empty.sum() + 0 * self.unused.sum()
         return self.frozen(x) + low  # type: ignore[no-any-return]
 
 
 def test_what_rightly_stays() -> None:
-    """A while B is zero, frozen ones, gradients of zero, and everything at a rate of zero."""
+    """Tensors that rightly stay are not reported.
+
+    These are A while B is zero, frozen tensors, and all tensors at zero gradients or a zero rate.
+    """
     model = LowRank()
     trained = [model.a, model.unused, model.empty]
     (_, finiteness, liveness) = train(model, 9, trained=trained).watched()
@@ -104,7 +107,7 @@ def test_what_rightly_stays() -> None:
 
 
 def test_another_object_in_its_place() -> None:
-    """A script may swap parameters: those that stand there are watched; other shapes are not."""
+    """Parameters that a script replaces are watched; other shapes are refused."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     entrenar_py.observe(model, optimizer, every=1)
@@ -118,7 +121,7 @@ def test_another_object_in_its_place() -> None:
 
 
 def test_what_it_says_of_itself(caplog: pytest.LogCaptureFixture) -> None:
-    """How often each clause was looked at; and, at once, what can't be."""
+    """The watch reports how often each clause was looked at, and at once what can't be."""
     with caplog.at_level(logging.WARNING):
         identity, finiteness, liveness = train(nn.Linear(2, 1), 7, every=3).watched()
     assert (identity.clause, identity.steps) == ("F-DP-001", 0)
@@ -142,7 +145,7 @@ clauses:
 
 
 def test_a_contract_selects(tmp_path: Path) -> None:
-    """Its clauses, by its own ids; one that has none of them can't be watched."""
+    """A contract selects clauses by its own ids; one with no clause to watch is refused."""
     mine = tmp_path / "mine.yaml"
     mine.write_text(CONTRACT)
     with pytest.raises(WatchFinding, match="MY-1: step 0") as found:
@@ -171,7 +174,7 @@ def test_a_contract_selects(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
-    """Before anything is hooked."""
+    """Invalid arguments are refused before any hook is set."""
     with pytest.raises(UsageError, match=message):
         train(nn.Linear(2, 1), 1, **options)
     with pytest.raises(UsageError, match="nothing to watch"):

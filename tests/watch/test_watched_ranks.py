@@ -1,4 +1,4 @@
-"""The watch on four real ranks over gloo: who drifts is named on all of them, nobody else is."""
+"""The watch on four real ranks over gloo: a rank that drifts is named on all ranks."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_what_is_right(ranks: list[dict[str, Any]]) -> None:
 def test_every_rank_finds_the_same(
     ranks: list[dict[str, Any]], run: str, found: list[Any] | None
 ) -> None:
-    """The step, who, and where; all of them stop."""
+    """All ranks stop with the same step, rank and tensor."""
     assert [rank[run]["problem"] for rank in ranks] == [None] * 4
     assert [rank[run]["found"] for rank in ranks] == [found] * 4
 
 
 def test_shards_that_nobody_else_holds(ranks: list[dict[str, Any]]) -> None:
-    """Are finite and move, and can be compared with nobody: that is said. Copies can."""
+    """Shards on one rank are checked to be finite and to move, and noted as not compared."""
     for rank in ranks:
         steps, comparisons, note = rank["shards"]["watched"]["F-DP-001"]
         assert (steps, comparisons) == (0, 0)
@@ -69,5 +69,5 @@ def test_shards_that_nobody_else_holds(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_ranks_that_watch_different_things(ranks: list[dict[str, Any]]) -> None:
-    """Are told so, all of them, before they wait for each other."""
+    """Ranks with different arguments are all refused before they wait for each other."""
     assert "the ranks watch different things" in ranks[0]["unlike"]["problem"]

@@ -1,4 +1,4 @@
-"""Trainings of four ranks that are watched, one after the other; what came of each, as JSON.
+"""Watched trainings of four ranks, one after the other, and their outcomes as JSON.
 
 `forked.py 4 watched_ranks.py FOLDER`: a rank leaves its record in `FOLDER/RANK.json`.
 """
@@ -34,7 +34,7 @@ def train(
     value: float = 1.0,
     **options: Any,
 ) -> dict[str, Any]:
-    """Every rank on samples of its own; rank `drift` puts `value` into its last tensor."""
+    """Train every rank on samples of its own; rank `drift` puts `value` into its last tensor."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     observation = entrenar_py.observe(model, optimizer, **{"every": 1, **options})
     generator = torch.Generator().manual_seed(RANK)
@@ -56,18 +56,18 @@ def train(
 
 
 def network() -> nn.Module:
-    """Alike on all ranks."""
+    """Return a network that is equal on all ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 2))
 
 
 def parallel() -> nn.Module:
-    """Its buffers are each rank's own: they differ after a step, and nobody minds."""
+    """Return a model in DistributedDataParallel whose buffers rightly differ between ranks."""
     return DistributedDataParallel(network())
 
 
 def sharded(shape: tuple[int, ...]) -> nn.Module:
-    """Over the last dimension of a mesh; the first, if there are two, holds copies."""
+    """Return a model sharded over a mesh's last dimension; a first of two holds copies."""
     names = ("copy", "shard")[-len(shape) :]
     model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     for index, one in enumerate(model.parameters()):
@@ -78,7 +78,7 @@ def sharded(shape: tuple[int, ...]) -> nn.Module:
 
 
 def main() -> None:
-    """All of them, in the order that every rank makes them in."""
+    """Run all trainings, in the same order on every rank."""
     dist.init_process_group("gloo")
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "right": lambda: train(parallel(), 7, every=3),

@@ -1,6 +1,7 @@
-"""XXH3-128 of chunks in numpy, written from its specification: what the GPU's kernel has to do.
+"""XXH3-128 of chunks in numpy, written from its specification, which the GPU's kernel follows.
 
-It stands in for the kernel where there is no Triton: called as it is, on the same tables.
+It replaces the kernel where there is no Triton, is called in the same way, and uses the same
+tables.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ Words = NDArray[np.uint64]
 
 
 def hash_chunks(words: Words, secret: Words) -> list[tuple[int, int]]:
-    """The low and the high half of XXH3-128 of each of `words` [chunks, 1024]; `secret` as
-    `digest_table.secrets`.
+    """Return the low and the high half of XXH3-128 of each of `words` [chunks, 1024].
+
+    `secret` is as `digest_table.secrets` returns it.
     """
     lanes: Words = np.tile(secret[48:56], (len(words), 1))
     blocks = words.reshape(len(words), 8, 16, 8)
@@ -78,5 +80,5 @@ class Model:
 
 
 def _unsigned(tensor: Tensor) -> Words:
-    """The same memory."""
+    """Return the same memory as unsigned words."""
     return tensor.numpy().reshape(-1).view(np.uint64)
