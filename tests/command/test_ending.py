@@ -61,12 +61,12 @@ CUT = [rank(0), rank(1, ended=False)]
         (1, FAILED, steps(2, 2), [], "failed", "exit code 1: ValueError: no"),
         (1, FAILED, [*steps(1, 1), *injected(NAN)], [], "halted", "exit code 1: ValueError: no"),
         (0, BOTH, [*steps(2, 2), *injected(NAN)], [], "completed", ""),
-        (1, CUT, [*steps(2, 1), *injected(LEAVE)], [], "failed", "started again (torchrun --max-"),
+        (1, CUT, [*steps(2, 1), *injected(LEAVE)], [], "failed", "workers (torchrun --max-"),
         (0, [], [], [], "failed", "nothing was recorded: add `obs = entrenar_py.observe("),
         (1, [], [], [], "failed", "the script that trains calls `obs = entrenar_py.observe("),
         (0, [], [], ["a: no JSON"], "failed", "what its ranks recorded is damaged: a: no JSON"),
         (0, BOTH, steps(2, 2), ["a: no JSON"], "failed", "a: no JSON"),
-        (0, [rank(0, world_size=1)], steps(2), [], "failed", "with 2 workers and ran with 1"),
+        (0, [rank(0, world_size=1)], steps(2), [], "failed", "for 2 workers and ran with 1"),
     ],
 )
 def test_how_it_ended(

@@ -232,7 +232,7 @@ def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("", "nothing was recorded: add `obs = entrenar_py.observe"),
         (
             "raise SystemExit(7)",
-            "nothing was recorded: exit code 7: .*; the script that trains calls",
+            "nothing was recorded: exit code 7: .*; check that the script that trains calls",
         ),
         ("import time; time.sleep(600)", "not finished after .* s: no rank had begun"),
         (
@@ -301,7 +301,8 @@ def test_another_number_of_workers_than_was_asked_for(tmp_path: Path) -> None:
     told[told.index("{world_size}")] = "1"
     recorded = scripts.record(told, {"replica_identity"}, tmp_path / "runs", launch=zygote.launch)
     (run,) = recorded.values()
-    assert "it was to run with 2 workers and ran with 1: say {world_size}" in run.trace.end.reason
+    reason = "it was launched for 2 workers and ran with 1: put {world_size} into the command"
+    assert reason in run.trace.end.reason
 
 
 def test_a_planted_value_that_never_strikes(tmp_path: Path) -> None:

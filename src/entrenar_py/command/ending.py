@@ -46,7 +46,7 @@ def of(
     how = f"{ended_by} (its output is in {ended.output})"
     folder = ended.output.parent
     if not folder.is_dir():
-        why = f"the folder that it records to, {folder}, was removed while it ran"
+        why = f"the folder of its records, {folder}, was removed while it ran"
         return "failed", f"{why}; {ended_by}"
     if not ranks and problems:
         return "failed", f"{ended.how}, and what its ranks recorded is damaged: {problems[0]}"
@@ -58,8 +58,8 @@ def of(
     if world_sizes != {asked.world_size}:
         sizes = ", ".join(map(str, sorted(world_sizes)))
         return "failed", (
-            f"it was to run with {asked.world_size} workers and ran with {sizes}: say "
-            "{world_size} where the command says how many"
+            f"it was launched for {asked.world_size} workers and ran with {sizes}: put "
+            "{world_size} into the command as the number of workers"
         )
     status, reason = _of_ranks(last, asked, ended, ended_by, how)
     return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
@@ -75,8 +75,8 @@ def _of_ranks(
         return "halted", ended_by
     if "leave" in last.struck:
         return "failed", (
-            f"a worker was killed, and the run ended with it: {how}; it would have to be started "
-            "again (torchrun --max-restarts=1) and to go on from a checkpoint in {workdir}"
+            f"a worker was killed, and the run ended with it: {how}; let the launcher restart "
+            "workers (torchrun --max-restarts=1), and resume from a checkpoint in {workdir}"
         )
     if last.all_made_the_same(asked.world_size) and not last.problem:
         return "completed", ""
@@ -95,7 +95,7 @@ def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
     if error:
         return f"nothing was recorded before it failed: {how}"
     if ended.code:  # why it failed comes first: most such scripts have the line
-        return f"nothing was recorded: {how}; the script that trains calls `{LINE}`"
+        return f"nothing was recorded: {how}; check that the script that trains calls `{LINE}`"
     return f"nothing was recorded: add `{LINE}` to the script; {how}"
 
 

@@ -21,10 +21,10 @@ from entrenar_py.verdict import inconclusive
 # The reason why a run that a check requires was not made.
 _WHY_NOT: Mapping[Need, str] = {
     RESUMED: (
-        "it was not stopped and resumed: the command has no {steps} (how many optimizer steps "
-        "to make) or no {workdir} (where checkpoints go, and from where it goes on)"
+        "the run was not stopped and resumed: the command has no {steps} (number of optimizer "
+        "steps) or no {workdir} (folder of its checkpoints); put both into it"
     ),
-    KILLED: "no worker was killed: that takes two",
+    KILLED: "no worker was killed: that takes two workers or more; raise --world-size",
 }
 
 
@@ -101,7 +101,7 @@ def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
     needed = [need.knob for need in check.needs if need.knob]
     names = ", ".join(f"{{{knob}}}" for knob in needed if knob not in tried)
     return (
-        [f"no runs were compared that differ in {names}: put it into the command"] if names else []
+        [f"no runs that differ in {names} were compared: put it into the command"] if names else []
     )
 
 

@@ -142,4 +142,5 @@ class Leash:
 
 
 def _refused(command: Sequence[str], problem: str | None) -> UsageError:
-    return UsageError(f"{escaping.shortened(shlex.join(command))}: can't be started ({problem})")
+    shown = escaping.shortened(shlex.join(command))
+    return UsageError(f"{shown}: can't be started ({problem}); check its program and arguments")

@@ -44,8 +44,8 @@ def folder(path: Path | None) -> Iterator[RunFolder]:
     finally:
         if temporary.is_needed:
             printing.warn(
-                f"the runs are kept in {temporary.path} (--trace-dir says where; --judge judges "
-                "again)"
+                f"the runs are kept in {temporary.path}: --judge judges them again, --trace-dir "
+                "sets another folder"
             )
         else:
             shutil.rmtree(temporary.path, ignore_errors=True)

@@ -56,7 +56,7 @@ def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
     fault = systems.missed(recorded) if recorded.end.status == "completed" else None
     if fault is None:
         return recorded
-    reason = f"fault {fault.to_dict()} never struck: no gradient came by there, or no such step"
+    reason = f"fault {fault.to_dict()} never struck: the run has no gradient or no step there"
     end = trace.End(status="failed", reason=reason)
     return replace(recorded, events=(*recorded.events[:-1], end))
 
