@@ -67,7 +67,7 @@ def test_what_the_watch_refuses(changed: dict[str, Any], message: str) -> None:
 def test_what_draws_no_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An object that can't be iterated is refused as sampler."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    with pytest.raises(UsageError, match="sampler=7: give what draws the samples"):
+    with pytest.raises(UsageError, match="sampler=7: give the DataLoader"):
         entrenar_py.observe(_MODEL, _OPTIMIZER, sampler=7)
 
 
@@ -93,4 +93,4 @@ def test_an_optimizer_of_another_model(
     stranger = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     entrenar_py.observe(_MODEL, [_OPTIMIZER, stranger]).close()
     (told,) = caplog.messages
-    assert "none of the parameters of SGD is one of the model's" in told
+    assert "SGD steps no parameter of the model" in told

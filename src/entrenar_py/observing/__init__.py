@@ -145,7 +145,7 @@ def observe(
     """
     if every is None and (contract, on_finding, patience) != (None, None, PATIENCE):
         raise UsageError(
-            "contract=, on_finding= and patience= belong to the watch, which every= asks for: give "
+            "contract=, on_finding= and patience= belong to the watch, which every= starts: give "
             "every=, or leave them out"
         )
     observation = Observation()
@@ -163,11 +163,11 @@ def observe(
         )
     if every is not None:
         if isinstance(optimizer, Iterable):
-            raise UsageError("every=: the watch follows one optimizer; give it, and not several")
+            raise UsageError("every=: the watch follows one optimizer; give one, not several")
         if layout is not None or tied:
             raise UsageError(
-                "every= with layout= or tied=: the watch knows pieces by their DTensors alone, and "
-                "would take others for copies; leave one of them out"
+                "every= with layout= or tied=: the watch recognises only DTensors as pieces, and "
+                "would take other pieces for copies; leave every= out, or the others"
             )
         from entrenar_py.observing import arguments, tensors
         from entrenar_py.watch.watch import Watch

@@ -38,8 +38,8 @@ def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if parameters.isdisjoint(stepped):
             _log.warning(
-                "observe: none of the parameters of %s is one of the model's: it was made before "
-                "they were replaced (by a copy, or on their way to a device), or for another model",
+                "observe: %s steps no parameter of the model: it was made for another model, or "
+                "before the parameters were replaced (by a copy, or a move to a device)",
                 type(optimizer).__name__,
             )
     return stepping
@@ -62,7 +62,7 @@ def steps(name: str, count: Any, *, least: int) -> int:
 def require_callable(name: str, value: Callable[..., object] | None) -> None:
     """Raise UsageError unless `value` can be called or is None."""
     if value is not None and not callable(value):
-        raise UsageError(f"{name}={_shown(value)}: give a function of one finding")
+        raise UsageError(f"{name}={_shown(value)}: give a function that takes one finding")
 
 
 def _shown(value: object) -> str:

@@ -38,8 +38,8 @@ class Draws:
         source = source.source if isinstance(source, InOrder) else source
         if not hasattr(source, "__iter__"):
             raise UsageError(
-                f"sampler={source!r}: give what draws the samples, the DataLoader, a batch sampler "
-                "or a sampler; or leave it out, and tell of them by samples(ids)"
+                f"sampler={source!r}: give the DataLoader, batch sampler or sampler that draws the "
+                "samples, or leave it out and report them by samples(ids)"
             )
         self._epoch = -1
         self._ahead: deque[Ids] = deque()  # batches that are drawn and not yet handed out
