@@ -52,7 +52,7 @@ def test_two_that_differ() -> None:
     found = only(judge([A, B], [A, B]).look(0, rows([1, 2], [3, 4])))
     assert (found.ranks, found.tensor) == ((0, 1), "a")
     assert "ranks 0, 1 hold different weights" in str(found)
-    assert "so in 2 tensors" in str(found)
+    assert "2 tensors in all" in str(found)
 
 
 def test_shards_are_compared_with_copies_alone() -> None:
@@ -98,7 +98,7 @@ def test_what_is_not_finite() -> None:
     found = only(watching.look(1, broken))
     assert (found.clause, found.ranks, found.tensor) == ("F-DP-003", (1,), "a")
     (watched,) = watching.watched()
-    assert (watched.comparisons, watched.note) == (4, "not of dtype int8")
+    assert (watched.comparisons, watched.note) == (4, "tensors of dtype int8 are not checked")
 
 
 def test_what_does_not_move() -> None:

@@ -146,7 +146,7 @@ class Judge:
 
     def _unseen(self) -> str:
         unseen = sorted({p.dtype for held in self._ranks for p in held if p.dtype not in _SEEN})
-        return f"not of dtype {', '.join(unseen)}" if unseen else ""
+        return f"tensors of dtype {', '.join(unseen)} are not checked" if unseen else ""
 
     # --- liveness ---------------------------------------------------------------------------------
 
@@ -200,4 +200,4 @@ def _places(places: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
 
 
 def _more(num_tensors: int) -> str:
-    return f"; so in {num_tensors} tensors" if num_tensors > 1 else ""
+    return f"; {num_tensors} tensors in all" if num_tensors > 1 else ""

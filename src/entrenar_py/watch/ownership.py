@@ -37,8 +37,8 @@ class Parameters:
         for name, module in model.named_modules():
             if isinstance(module, FullyShardedDataParallel):
                 raise UsageError(
-                    f"module {name or 'model'} is a FullyShardedDataParallel: its parameters are "
-                    "pieces of no name, so that they can't be watched; shard it with fully_shard"
+                    f"module {name or 'model'} is a FullyShardedDataParallel: its flat parameters "
+                    "have no names, and can't be watched; shard it with fully_shard"
                 )
         self._slots: list[tuple[dict[str, torch.nn.Parameter | None], str]] = []
         self.names: list[str] = []
@@ -53,7 +53,7 @@ class Parameters:
         current = [slot[key] for slot, key in self._slots]
         for name, parameter in zip(self.names, current, strict=True):
             if parameter is None:
-                raise UsageError(f"parameter {name} is gone: observe() the model as it is trained")
+                raise UsageError(f"parameter {name} was removed: observe() the model that trains")
         return [parameter for parameter in current if parameter is not None]
 
     def pieces(self) -> list[Piece]:

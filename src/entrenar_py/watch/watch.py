@@ -49,7 +49,7 @@ class Watch:
         self._tell = _stop if on_finding is None else on_finding
         self._parameters = Parameters(model)
         if not self._parameters.names:
-            raise UsageError("a model without parameters: there is nothing to watch")
+            raise UsageError("the model has no parameters to watch; leave every= out")
         self._judge: Judge | None = None
         self._pending: int | None = None  # the step whose rows were sent and not yet looked at
         self._table: DigestTable | None = None
@@ -123,7 +123,7 @@ class Watch:
             if other[1:] != own[1:]:
                 raise UsageError(
                     "the ranks watch different things (every, step, patience, clauses): "
-                    f"rank {rank} {other[1:]}, this rank {own[1:]}; give all of them the same"
+                    f"rank {rank} {other[1:]}, this rank {own[1:]}; give all ranks the same"
                 )
         ranks = [pieces for pieces, *_ in by_rank]
         self._rank = torch.distributed.get_rank() if len(ranks) > 1 else 0
