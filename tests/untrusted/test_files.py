@@ -155,7 +155,7 @@ def test_more_than_a_judge_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TraceError, match="jsonl:4: more than 2 events; record fewer steps"):
         rank_trace.load(path)
     monkeypatch.setattr(rank_trace, "FILE_BYTES_MAX", 100)
-    with pytest.raises(TraceError, match=r"\d+ bytes or more; at most 100 are read; record fewer"):
+    with pytest.raises(TraceError, match=r"\d+ bytes or more; at most 100 are read\); record few"):
         rank_trace.load(path)
     bad_contents.TRACES["environment"](Path("trace.jsonl"))
     monkeypatch.setattr(ledger, "EVENTS_MAX", 0)

@@ -115,12 +115,12 @@ def require_ties(tied: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
     for tie in ties:
         if len(set(tie)) < 2:
             raise UsageError(
-                f"tied={tie}: use tuples of two names or more of one tensor, as "
+                f"tied={tie}: use tuples of two or more names of one tensor, such as "
                 'tied=(("embedding.weight", "head.weight"),)'
             )
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"tied: {name} stands twice: name each tensor in one tie, once")
+            raise UsageError(f"tied: {name} is named twice: name each tensor once, in one tie")
     return ties
 
 

@@ -72,8 +72,9 @@ def load(path: Path) -> RankTrace:
         with files.open_file(path, bytes_max=FILE_BYTES_MAX) as file:
             return _read(path, file, life)
     except OSError as error:
-        advice = "; record fewer steps (--steps)" if error.errno == errno.EFBIG else ""
-        raise TraceError(f"rank file {path}: can't be read ({error.strerror}{advice})") from error
+        too_large = error.errno == errno.EFBIG
+        advice = "record fewer steps (--steps)" if too_large else "check that you may read it"
+        raise TraceError(f"rank file {path}: can't be read ({error.strerror}); {advice}") from error
 
 
 def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
@@ -129,7 +130,7 @@ def _layout(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
         arranged = Layout(axes=axes, tied=layout.require_ties(record["tied"]))
         pieces = {name: layout.piece_from(parts) for name, parts in record["pieces"].items()}
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise TraceError(f"layout can't be read ({error!r})") from error
+        raise TraceError(f"layout can't be read ({error!r}); record the run again") from error
     rank.pieces.update(pieces)  # in place: a file may have a line for each of many pieces
     return replace(rank, layout=arranged)
 
@@ -179,5 +180,5 @@ def _record(where: str, line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{where}: no JSON ({error})") from error
     if not isinstance(record, dict):
-        raise TraceError(f"{where}: no mapping")
+        raise TraceError(f"{where}: not a JSON object; give a file that a rank wrote")
     return record

@@ -53,7 +53,7 @@ def _ending(last: LastLives, world_sizes: Sequence[int]) -> tuple[str, str]:
         numbers = ", ".join(map(str, absent))
         return (
             "failed",
-            f"no file of rank {numbers}: give the files of all ranks, each has to observe",
+            f"no file of rank {numbers}: give the files of all ranks; each must call observe()",
         )
     if problem := escaping.shortened(last.problem):
         return ("halted" if last.met_a_planted_value else "failed"), f"it ended by {problem}"
