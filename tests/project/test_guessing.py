@@ -115,7 +115,7 @@ def test_options_of_the_script() -> None:
         "train.py --output-dir={workdir} --lr 1 --max-steps {steps} --seed {seed}"
     )
     told = "\n".join(found.taken)
-    assert "{workdir} is what train.py is told instead of out" in told
+    assert "{workdir} replaces out in the options of train.py" in told
     assert "--max-steps {steps} was added: train.py has such an option" in told
     (look,) = [one for one in found.look if "train.py" not in one and "program" not in one]
     assert look.startswith("--max-grad-norm {clip} could be tried")
@@ -129,8 +129,8 @@ def test_what_is_in_doubt_is_left_alone() -> None:
     assert found.command[-3:] == ["train.py", "--dir", "data"]
     told = "\n".join(found.look)
     assert "{steps} could be any of --max-steps, --num_steps of train.py" in told
-    assert "is --dir where checkpoints go? then let it be {workdir}" in told
-    assert "--epochs counts epochs: make these few" in told
+    assert "is --dir the folder for checkpoints? then give it {workdir}" in told
+    assert "--epochs counts epochs: give it a small number" in told
     assert "train.py does not call entrenar_py.observe(model, optimizer" in told
 
 
@@ -139,8 +139,8 @@ def test_what_keeps_runs_from_being_compared() -> None:
     text = SCRIPT.replace("--output-dir", "--per-device-batch-size") + "torch.save(1, 'last.pt')\n"
     Path("train.py").write_text(text)
     told = "\n".join(guess("torchrun train.py").look)
-    assert "train.py saves something, and no option was seen that says where" in told
-    assert "--per-device-batch-size: if it is one worker's" in told
+    assert "train.py saves files, and no option was found for the folder" in told
+    assert "--per-device-batch-size: if it is the size for one worker" in told
     assert "saves" not in "\n".join(guess("torchrun train.py --out {workdir}").look)
 
 
@@ -204,7 +204,7 @@ def test_as_typed_in_a_shell() -> None:
     found = guessing.guess(shell, Path.cwd())
     assert found.command == shell
     assert found.look == [
-        "what bash is given is not read: put {world_size}, {steps}, {workdir} and {seed} into it, "
+        "the text for bash is not read: put {world_size}, {steps}, {workdir} and {seed} into it, "
         "or give init the command alone, without bash"
     ]
 

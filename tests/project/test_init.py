@@ -73,7 +73,7 @@ def test_pyproject(end: str, last: str) -> None:
         ("pyproject.toml", "[tool.entrenar-check]", "pyproject.toml configures entrenar-check alr"),
         ("pyproject.toml", "[tool.entrenar-check.x]", "pyproject.toml configures entrenar-check"),
         ("pyproject.toml", "tool = {}", "pyproject.toml: a table can't be added at its end"),
-        ("pyproject.toml", "[", "pyproject.toml is no TOML"),
+        ("pyproject.toml", "[", "pyproject.toml is not valid TOML"),
     ],
 )
 def test_nothing_is_overwritten(

@@ -66,7 +66,7 @@ def test_what_can_not_be_read(tmp_path: Path) -> None:
     large, bytes_ = tmp_path / "large.toml", tmp_path / "bytes.toml"
     large.write_bytes(b"#" * (location.BYTES_MAX + 1))
     bytes_.write_bytes(b"# \xff")
-    told = {pipe: "it is a pipe; give a file", large: "at most 1048576", bytes_: "no UTF-8 text"}
+    told = {pipe: "it is a pipe; give a file", large: "at most 1048576", bytes_: "not UTF-8 text"}
     for path, message in told.items():
         with pytest.raises(UsageError, match=message):
             location.read(path)

@@ -68,7 +68,7 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
         found.look.append(f"there is no program {program!r} here: nothing can be run yet")
     if launchers.is_for_shell(found.command):
         found.look.append(
-            f"what {program} is given is not read: put {{world_size}}, {{steps}}, {{workdir}} and "
+            f"the text for {program} is not read: put {{world_size}}, {{steps}}, {{workdir}} and "
             f"{{seed}} into it, or give init the command alone, without {program}"
         )
         return found
@@ -82,8 +82,8 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
             else (f"{path.name} can't be read as Python")
         )
         found.look.append(
-            f"{named}: put {{steps}}, {{workdir}} and {{seed}} where it is told these, and see "
-            "that it calls entrenar_py.observe"
+            f"{named}: put {{steps}}, {{workdir}} and {{seed}} into the command as its options "
+            "need them, and check that the script calls entrenar_py.observe"
         )
         return found
     assert path is not None, "it was read"
@@ -111,8 +111,8 @@ def _guess_workers(found: Guess, end: int) -> None:
     launcher = launchers.launcher(command, end)
     if launcher is None:
         found.look.append(
-            f"no launcher was recognised ({launchers.NAMES}): put {{world_size}} where the command "
-            "is told how many workers to start"
+            f"no launcher was recognised ({launchers.NAMES}): put {{world_size}} into the command "
+            "as the number of workers to start"
         )
         return
     at, options = launcher
@@ -153,11 +153,11 @@ def _put_placeholders(found: Guess, script: Script, name: str) -> None:
             continue
         options = [one for one in known if _plain(one) in names]
         if any(_plain(one) in _WEAK and _has(found.command, one) for one in options):
-            found.look.append(f"is {options[0]} where checkpoints go? then let it be {told}")
+            found.look.append(f"is {options[0]} the folder for checkpoints? then give it {told}")
             continue
         before = launchers.replace(found.command, options, told)
         if before is not None:
-            found.taken.append(f"{told} is what {name} is told instead of {before}")
+            found.taken.append(f"{told} replaces {before} in the options of {name}")
         elif len(options) == 1:
             found.command += [options[0], told]
             found.taken.append(f"{options[0]} {told} was added: {name} has such an option")
@@ -169,15 +169,15 @@ def _tell_of_steps_and_folders(found: Guess, script: Script, name: str) -> None:
     """Report if no option was found for the number of steps, or for the folder to save to."""
     if not any("{steps}" in word for word in found.command):
         epochs = [one for one in script.options if _plain(one) in _EPOCHS]
-        told = f"; {epochs[0]} counts epochs: make these few" if epochs else ""
+        told = f"; {epochs[0]} counts epochs: give it a small number" if epochs else ""
         found.look.append(
-            f"no option of {name} was seen that says how many steps to make: runs are as long as "
-            f"the script has them{told}"
+            f"no option of {name} was found for the number of steps: each run makes as many as "
+            f"the script does{told}"
         )
     if script.saves and not any("{workdir}" in word for word in found.command):
         found.look.append(
-            f"{name} saves something, and no option was seen that says where: a run that finds "
-            "what an earlier one saved may go on from it; let it be told a folder, {workdir}"
+            f"{name} saves files, and no option was found for the folder: a run may resume from "
+            "what an earlier one saved; give the script an option for it, with the value {workdir}"
         )
 
 
@@ -186,15 +186,15 @@ def _tell_of_knobs(found: Guess, script: Script) -> None:
     batches = [one for one in script.options if "batch_size" in _plain(one)]
     if batches:
         found.look.append(
-            f"{batches[0]}: if it is one worker's, two of them train on other batches than one, "
-            "and F-DP-005 can't compare them; divide a global batch by the number of workers"
+            f"{batches[0]}: if it is the size for one worker, two workers train on other batches "
+            "than one, and F-DP-005 can't compare them; divide a global batch among the workers"
         )
     for knob, names in _KNOBS.items():
         for option in script.options:
             if _plain(option) in names and "{" + knob + "}" not in " ".join(found.command):
                 found.look.append(
-                    f"{option} {{{knob}}} could be tried, if the training stays the same whatever "
-                    "it is (knobs, in docs/your-trainer.md)"
+                    f"{option} {{{knob}}} could be tried, if the training is the same with any of "
+                    "its values (knobs, in docs/your-trainer.md)"
                 )
 
 

@@ -77,7 +77,7 @@ def _file(folder: Path) -> tuple[Path, str | None]:
         try:
             tools = location.parse(text).get("tool", {})
         except ValueError as error:
-            raise UsageError(f"{name} is no TOML ({error}); mend it first") from error
+            raise UsageError(f"{name} is not valid TOML ({error}); correct it first") from error
         if name == location.OWN or (isinstance(tools, dict) and location.TABLE in tools):
             raise UsageError(
                 f"{name} configures entrenar-check already; edit it, or remove what is there first "
@@ -151,7 +151,8 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
         with path.open("ab") as file:
             file.write(encoded)
     except OSError as error:
-        raise UsageError(f"{path.name} can't be written ({error.strerror})") from error
+        problem = f"can't be written ({error.strerror}); make it writable and run this again"
+        raise UsageError(f"{path.name} {problem}") from error
 
 
 def _tell(path: Path, found: Guess | None) -> None:
@@ -159,8 +160,7 @@ def _tell(path: Path, found: Guess | None) -> None:
     shared = path.name == location.SHARED
     printing.say(f"wrote {f'[tool.{location.TABLE}] of ' * shared}{path.name}")
     if found is None:
-        told = f"it checks the reference trainers ({PROG} {NAME} -- ...)"
-        printing.say(f"no command was given: {told}")
+        printing.say("no command was given: the reference trainers will be checked")
     else:
         printing.say(f"command: {_typed(found.command)}", indent=2)
         for line in found.taken:

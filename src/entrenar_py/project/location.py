@@ -47,9 +47,10 @@ def read(path: Path) -> str:
         with files.open_file(path, bytes_max=BYTES_MAX) as file:
             return file.read(BYTES_MAX).decode("utf-8")
     except OSError as error:
-        raise UsageError(f"configuration {path}: can't be read ({error.strerror})") from error
+        why = f"can't be read ({error.strerror}); check that you may read it"
+        raise UsageError(f"configuration {path}: {why}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"configuration {path}: is no UTF-8 text ({error.reason})") from error
+        raise UsageError(f"configuration {path}: not UTF-8 text; save it as UTF-8") from error
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -94,5 +95,5 @@ def _require_own(path: Path, start: Path) -> None:
     if owner not in (0, os.getuid()):
         raise UsageError(
             f"configuration {path} belongs to another user (uid {owner}), and can name a command "
-            "to run; if you trust it, say so: --config FILE. --no-config goes without"
+            "to run; give --config FILE if you trust it, or --no-config to ignore it"
         )
