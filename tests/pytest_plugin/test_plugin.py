@@ -114,9 +114,9 @@ def test_a_class_is_judged_once(run: type[Run], monkeypatch: pytest.MonkeyPatch)
     [
         ('("F-DP-9", contract="small-v1.yaml")', "id 'F-DP-9' is not in small-v1.yaml"),
         ('("F-DP-001", contract="absent.yaml")', "contract='absent.yaml': no such file"),
-        ('("F-DP-001")', "of which contract? say contract=FILE, or pytest --contract FILE"),
+        ('("F-DP-001")', "no contract is named; give contract=FILE, or pytest --contract"),
         ('("F-DP-001", contract="small-v1.yaml", system="x")', "system='x': allowed are"),
-        ('("F-DP-001", contract="small-v1.yaml", sytem="ring")', "give one clause's id, and of"),
+        ('("F-DP-001", contract="small-v1.yaml", sytem="ring")', "give the id of one clause, and"),
         ('("F-DP-001", contract="small-v1.yaml", world_size="2")', "are integers"),
         ('("F-DP-001", contract="small-v1.yaml", examples=-1)', "examples 0 or more"),
     ],

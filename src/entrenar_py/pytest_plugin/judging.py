@@ -102,7 +102,7 @@ def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
     names = ("contract", *_CONFIGURABLE)
     strange = [name for name in mark.kwargs if name not in names]
     if len(mark.args) != 1 or not isinstance(mark.args[0], str) or strange:
-        _refuse(f"{mark}: give one clause's id, and of {', '.join(names)} what you need")
+        _refuse(f"{mark}: give the id of one clause, and no keywords but {', '.join(names)}")
     given: dict[str, Any] = {"contract": usual, **mark.kwargs}
     if given["contract"] is None:
         given = {**_configured(mark, root), **mark.kwargs}
@@ -121,14 +121,14 @@ def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:
         path = location.find(root)
         if path is None:
             _refuse(
-                f"{mark}: of which contract? say contract=FILE, or pytest --contract FILE, or "
+                f"{mark}: no contract is named; give contract=FILE, or pytest --contract FILE, or "
                 "configure the project (docs/configuration.md)"
             )
         project = reading.load(path)
         if project.command and "system" not in mark.kwargs:
             _refuse(
                 f"{mark}: {project.place} names a command, which entrenar-check runs and pytest "
-                "does not; say system=NAME for a trainer of entrenar-py"
+                "does not; give system=NAME to try a trainer of entrenar-py"
             )
         contracts, files = project.values["contract"], project.values.get("bind", ())
         bind = {name: binding_file.for_contract(files, name, contracts) for name in contracts}
