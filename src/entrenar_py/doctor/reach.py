@@ -53,7 +53,7 @@ def _reach(name: str, clause: Invariant, found: Sequence[Found]) -> Reach:
         lacking |= dict.fromkeys((*fatal, *partial))
         can += not fatal
     if not scenarios:
-        lacking["no check covers it here: its runs are somebody else's"] = None
+        lacking["no check covers it here: it needs runs of another trainer"] = None
     return Reach(
         contract=name,
         id=clause.id,
@@ -79,7 +79,7 @@ def _lacks(scenario: Scenario, found: Sequence[Found]) -> tuple[list[str], list[
         enough = len(scenario.backends) - len(missing) > 1
         return ([], missing) if enough else (missing, [])
     if scenario.system == "memory" and not PROC.exists():
-        return [f"{PROC}, from which peaks of memory are read: it is Linux's"], []
+        return [f"{PROC}, from which peak memory is read: only Linux has it"], []
     return missing, list(_too_few(scenario, found))
 
 
