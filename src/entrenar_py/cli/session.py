@@ -215,7 +215,7 @@ def _make_trace_folder(folder: Path | None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"--trace-dir {folder}: {error.strerror}; give a folder"
+        message = f"--trace-dir {folder}: {error.strerror}; give a folder that can be created"
         raise UsageError(message, field="trace_dir") from error
     output_file.require_writable(folder / "trace.jsonl", "trace_dir")
 
