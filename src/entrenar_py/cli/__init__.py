@@ -59,17 +59,17 @@ def _run(arguments: Sequence[str]) -> int:
             from entrenar_py.project import init
 
             return init.run(arguments[1:])
-        given = merging.configured(typed.read(arguments))
+        options = merging.configured(typed.read(arguments))
         try:
-            if given.mode != "mutants":
+            if options.mode != "mutants":
                 from entrenar_py.cli import early  # brings the reader of contracts
 
-                early.require_possible(given)
+                early.require_possible(options)
             from entrenar_py.cli import session  # brings checks, reports and the search
 
-            job = session.prepare(given, arguments)
+            job = session.prepare(options, arguments)
         except UsageError as error:
-            raise merging.located(error, given) from error
+            raise merging.located(error, options) from error
     except ContractError as error:  # its lines start with file:line:column
         printing.warn_lines(str(error))
         return EXIT_INVALID

@@ -54,14 +54,14 @@ def each_contract(options: argparse.Namespace) -> list[argparse.Namespace]:
             f"--contract FILE is missing; shipped are {names}. No configuration was found either: "
             f"{PROG} init writes one"
         )
-    found = per_contract(options)
-    for path in options.bind if len(found) > 1 else ():
+    calls = per_contract(options)
+    for path in options.bind if len(calls) > 1 else ():
         if path.is_fifo():
             raise UsageError(
-                f"--bind {path}: is a pipe, which can be read once, and {len(found)} contracts "
+                f"--bind {path}: is a pipe, which can be read once, and {len(calls)} contracts "
                 "need it; give a file",
                 field="bind",
             )
-    for own in found:
+    for own in calls:
         own.bind = binding_file.for_contract(options.bind, own.contract, options.contract)
-    return found
+    return calls

@@ -101,7 +101,7 @@ def report(
                 entries.append(_noted(entry, standing.notes))
         except KeyboardInterrupt:
             interrupted = True
-    made = Report(
+    finished = Report(
         contract=loaded,
         contract_given=options.contract,
         system=work.system,
@@ -118,10 +118,10 @@ def report(
         configuration=_configuration(options),
         bindings_given=tuple(map(str, options.bind)),
     )
-    terminal.render(made, output, quiet=options.quiet)
-    _write(made, options, output)
-    code = made.exit_code(allow_inconclusive=options.allow_inconclusive)
-    if made.interrupted:
+    terminal.render(finished, output, quiet=options.quiet)
+    _write(finished, options, output)
+    code = finished.exit_code(allow_inconclusive=options.allow_inconclusive)
+    if finished.interrupted:
         raise Interrupted(code)
     return code
 

@@ -108,15 +108,15 @@ def _prepared(
 
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
     """Return each contract with its own options; raises the problems of all contracts at once."""
-    found, problems = [], []
+    contracts, problems = [], []
     for own in early.each_contract(options):
         try:
-            found.append((own, _load(own)))
+            contracts.append((own, _load(own)))
         except ContractError as error:
             problems += error.problems
     if problems:
         raise ContractError(problems)
-    return found
+    return contracts
 
 
 def _chosen(
@@ -241,17 +241,17 @@ def _saved_folder(options: argparse.Namespace) -> Path:
 
 
 def _falsifying(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
-    wish = _plan(options)
-    tasks, not_applying = plan.divide(selected, wish)
+    search_plan = _plan(options)
+    tasks, not_applying = plan.divide(selected, search_plan)
     return Work(
         entries=lambda show, judged: falsify.falsify(
-            tasks, wish, on_progress=show, on_judged=judged, stop_early=options.stop_early
+            tasks, search_plan, on_progress=show, on_judged=judged, stop_early=options.stop_early
         ),
         environment=_environment,
         system=plan.systems_of(one for task in tasks for one in task.scenarios)
-        or wish.system
+        or search_plan.system
         or "none",
-        seed=wish.seed,
+        seed=search_plan.seed,
         not_applying=not_applying,
     )
 
@@ -291,7 +291,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
     """
     tasks = judging.tasks(selected)
     runs.require_program(options.command[0], options.command_folder)
-    wish = partial(
+    make_plan = partial(
         runs.Plan,
         command=options.command,
         needs={need for one in tasks if one.check is not None for need in one.check.needs},
@@ -302,25 +302,25 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         launch=partial(launch.launch, cwd=options.command_folder),
         spelled=options.knobs,
     )
-    wish(folder=Path())  # says what can't be
-    made: dict[Path, runs.Run] = {}
+    make_plan(folder=Path())  # says what can't be
+    runs_by_file: dict[Path, runs.Run] = {}
 
     def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
         with run_folder.folder(options.trace_dir) as kept:
             if any(one.check is not None for one in tasks):  # else no run would say anything
                 try:
                     told = partial(show, "runs", 0, 0)
-                    made.update(runs.record(wish(folder=kept.path), told))
+                    runs_by_file.update(runs.record(make_plan(folder=kept.path), told))
                 except KeyboardInterrupt:  # what was found stays; nothing held for want of runs
-                    known = judging.judge(tasks, made, on_judged=judged)
+                    known = judging.judge(tasks, runs_by_file, on_judged=judged)
                     broken = (one for one in known if one.finding.verdict is Verdict.FALSIFIED)
                     yield from map(kept.see, broken)
                     raise
-            yield from map(kept.see, judging.judge(tasks, made, on_judged=judged))
+            yield from map(kept.see, judging.judge(tasks, runs_by_file, on_judged=judged))
 
     return Work(
         entries=entries,
-        environment=lambda: stored.environment(run.trace for run in made.values()),
+        environment=lambda: stored.environment(run.trace for run in runs_by_file.values()),
         system=shown_scenario.SYSTEM,
         seed=options.seed,
         not_applying=judging.elsewhere(selected),

@@ -30,14 +30,14 @@ LIMITS = (
 
 def versions() -> dict[str, str]:
     """Return the version of each part, as the part itself reports it."""
-    found = dict(environment.describe())
-    found.pop("wgpu_adapter", None)
-    found |= {name: _version(name) for name in PACKAGES}
-    found["wgpu_native"] = _wgpu_native()
-    found["cuda runtime"] = str(torch.version.cuda or "none: torch is built without CUDA")
-    found["nccl"] = _nccl()
-    found["gloo"] = "in torch" if dist.is_available() and dist.is_gloo_available() else NONE
-    return found
+    by_part = dict(environment.describe())
+    by_part.pop("wgpu_adapter", None)
+    by_part |= {name: _version(name) for name in PACKAGES}
+    by_part["wgpu_native"] = _wgpu_native()
+    by_part["cuda runtime"] = str(torch.version.cuda or "none: torch is built without CUDA")
+    by_part["nccl"] = _nccl()
+    by_part["gloo"] = "in torch" if dist.is_available() and dist.is_gloo_available() else NONE
+    return by_part
 
 
 def found() -> list[Found]:

@@ -19,7 +19,7 @@ PROC = Path("/proc/self/clear_refs")
 
 def trainers(found: Sequence[Found]) -> list[Trainer]:
     """Return every trainer, with the backends that it supports and that work here."""
-    made = []
+    records = []
     for name, system in SYSTEMS.items():
         if not system.trains:
             continue
@@ -29,18 +29,18 @@ def trainers(found: Sequence[Found]) -> list[Trainer]:
         if system.only and num_gpus:
             limits = (f"cuda: up to {num_gpus} ranks, one a GPU, with NCCL",)
         names = (one.name for one in kinds) if not system.only else map(_kind, _names(kinds))
-        made.append(Trainer(system=name, backends=tuple(dict.fromkeys(names)), limits=limits))
-    return made
+        records.append(Trainer(system=name, backends=tuple(dict.fromkeys(names)), limits=limits))
+    return records
 
 
 def clauses(found: Sequence[Found]) -> list[Reach]:
     """Return the reach of every clause of every shipped contract, with its own scenarios."""
     known = session.vocabulary()
-    made = []
+    records = []
     for path in shipped.shipped_contracts():
         loaded = contract.load(path, vocabulary=known)
-        made += [_reach(path.name, clause, found) for clause in loaded.invariants]
-    return made
+        records += [_reach(path.name, clause, found) for clause in loaded.invariants]
+    return records
 
 
 def _reach(name: str, clause: Invariant, found: Sequence[Found]) -> Reach:

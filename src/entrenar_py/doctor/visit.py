@@ -33,12 +33,12 @@ def run(path: Path | None, *, color: bool) -> None:
 
 def examine() -> Examination:
     """Return the examination of this machine; opens every device that it finds."""
-    found = machine.found()
+    backends = machine.found()
     return Examination(
         versions=machine.versions(),
-        backends=found,
-        trainers=reach.trainers(found),
-        clauses=reach.clauses(found),
+        backends=backends,
+        trainers=reach.trainers(backends),
+        clauses=reach.clauses(backends),
     )
 
 
@@ -80,23 +80,23 @@ def _backends(examined: Examination) -> Table:
     return table
 
 
-def _facts(one: Found) -> Iterator[str]:
-    if one.reason:
-        yield one.reason
-    if one.facts.get("memory bytes"):
-        free = one.facts["free bytes"] / _GIB
-        yield f"{one.facts['memory bytes'] / _GIB:.1f} GiB, {free:.1f} free"
-    if "compute capability" in one.facts:
-        yield f"compute capability {one.facts['compute capability']}"
-    if "limits" in one.facts:
-        limits = one.facts["limits"]
-        yield one.facts["driver"]
+def _facts(backend: Found) -> Iterator[str]:
+    if backend.reason:
+        yield backend.reason
+    if backend.facts.get("memory bytes"):
+        free = backend.facts["free bytes"] / _GIB
+        yield f"{backend.facts['memory bytes'] / _GIB:.1f} GiB, {free:.1f} free"
+    if "compute capability" in backend.facts:
+        yield f"compute capability {backend.facts['compute capability']}"
+    if "limits" in backend.facts:
+        limits = backend.facts["limits"]
+        yield backend.facts["driver"]
         yield f"a binding holds {_bytes(limits['max-storage-buffer-binding-size'])}"
         yield f"a buffer {_bytes(limits['max-buffer-size'])}"
         yield f"{limits['max-storage-buffers-per-shader-stage']} storage buffers a stage"
         yield f"workgroups of {limits['max-compute-invocations-per-workgroup']}"
         yield f"with {_bytes(limits['max-compute-workgroup-storage-size'])}"
-        has = [name for name in _FEATURES if name in one.facts["features"]]
+        has = [name for name in _FEATURES if name in backend.facts["features"]]
         yield f"of {', '.join(_FEATURES)} it has {', '.join(has) or 'none'}"
         yield "reports no size of its memory"
 
@@ -117,13 +117,13 @@ def _trainers(examined: Examination) -> Table:
 
 def _clauses(examined: Examination) -> Table:
     table = _table("clauses", "contract", "clause", "exercised", "runs", "lacking")
-    for one in examined.clauses:
+    for clause in examined.clauses:
         _add(
             table,
-            one.contract.removesuffix(".yaml"),
-            f"{one.id} {one.name}",
-            one.state,
-            f"{one.can} of {one.planned}",
-            "; ".join(one.lacking),
+            clause.contract.removesuffix(".yaml"),
+            f"{clause.id} {clause.name}",
+            clause.state,
+            f"{clause.can} of {clause.planned}",
+            "; ".join(clause.lacking),
         )
     return table

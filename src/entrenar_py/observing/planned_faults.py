@@ -114,15 +114,15 @@ def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tup
 
     Without `fault.element` that is the first element. The index is empty if this rank lacks it.
     """
-    held = dtensors.local(gradient)
+    local = dtensors.local(gradient)
     if fault.element is None:
-        return (0,) * held.dim() if held.numel() else ()
+        return (0,) * local.dim() if local.numel() else ()
     piece = subject.pieces.get(name) if isinstance(gradient, DTensor) else None
-    whole = held.shape if piece is None else piece.whole
+    whole = local.shape if piece is None else piece.whole
     if fault.element >= math.prod(whole):
         return ()
     place = [int(index) for index in torch.unravel_index(torch.tensor(fault.element), whole)]
     if piece is not None:
         place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
-    inside = all(0 <= at < size for at, size in zip(place, held.shape, strict=True))
+    inside = all(0 <= at < size for at, size in zip(place, local.shape, strict=True))
     return tuple(place) if inside else ()

@@ -44,25 +44,25 @@ def apply(
     not_applying: list[NotApplying] = []
     notes: dict[str, str] = {}
     for clause in selected:
-        found = by_clause.get(clause.id) or by_clause.get(clause.item)
-        if found is None:
+        entry = by_clause.get(clause.id) or by_clause.get(clause.item)
+        if entry is None:
             left.append(clause)
         elif {clause.id, clause.item} & set(asked):
             left.append(clause)
-            notes[clause.id] = f"tried as --only asks, though {found.place} excludes it"
-        elif found.is_void(day):
+            notes[clause.id] = f"tried as --only asks, though {entry.place} excludes it"
+        elif entry.is_void(day):
             left.append(clause)
             notes[clause.id] = (
-                f"its exclusion ended with {found.until}, so it is tried again: {found.reason} "
-                f"({found.place})"
+                f"its exclusion ended with {entry.until}, so it is tried again: {entry.reason} "
+                f"({entry.place})"
             )
-        elif found.until is None:
-            why = f"{found.reason} ({found.place})"
+        elif entry.until is None:
+            why = f"{entry.reason} ({entry.place})"
             not_applying.append(NotApplying(invariant=clause, reason=why))
         else:
-            place = str(found.place)
+            place = str(entry.place)
             excluded.append(
-                Excluded(invariant=clause, reason=found.reason, until=found.until, place=place)
+                Excluded(invariant=clause, reason=entry.reason, until=entry.until, place=place)
             )
     return Standing(
         selected=tuple(left),

@@ -59,21 +59,21 @@ class Guess:
 
 def guess(command: Sequence[str], folder: Path) -> Guess:
     """Return `command`, which will run in `folder`, with the placeholders that can be guessed."""
-    found = Guess(command=launchers.split(command), folder=folder)
-    if launchers.sets_variable(found.command):
-        found.command.insert(0, "env")
-        found.taken.append("env was put in front, since no shell reads the command")
-    program = found.command[0]
+    draft = Guess(command=launchers.split(command), folder=folder)
+    if launchers.sets_variable(draft.command):
+        draft.command.insert(0, "env")
+        draft.taken.append("env was put in front, since no shell reads the command")
+    program = draft.command[0]
     if "{" not in program and shutil.which(program, path=None) is None:
-        found.look.append(f"there is no program {program!r} here: nothing can be run yet")
-    if launchers.is_for_shell(found.command):
-        found.look.append(
+        draft.look.append(f"there is no program {program!r} here: nothing can be run yet")
+    if launchers.is_for_shell(draft.command):
+        draft.look.append(
             f"the text for {program} is not read: put {{world_size}}, {{steps}}, {{workdir}} and "
             f"{{seed}} into it, or give init the command alone, without {program}"
         )
-        return found
-    place, path = launchers.script(found.command, folder)
-    _guess_workers(found, place)
+        return draft
+    place, path = launchers.script(draft.command, folder)
+    _guess_workers(draft, place)
     script = scripts.read(path) if path is not None else None
     if script is None:
         named = (
@@ -81,28 +81,28 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
             if path is None
             else (f"{path.name} can't be read as Python")
         )
-        found.look.append(
+        draft.look.append(
             f"{named}: put {{steps}}, {{workdir}} and {{seed}} into the command as its options "
             "need them, and check that the script calls entrenar_py.observe"
         )
-        return found
+        return draft
     assert path is not None, "it was read"
-    _guess_options(found, script, path.name)
+    _guess_options(draft, script, path.name)
     if not script.is_observed:
-        found.look.append(
+        draft.look.append(
             f"{path.name} does not call entrenar_py.observe(model, optimizer, sampler=loader), as "
             "far as can be seen: without it every clause is inconclusive (docs/your-trainer.md)"
         )
-    return found
+    return draft
 
 
-def _guess_workers(found: Guess, end: int) -> None:
+def _guess_workers(draft: Guess, end: int) -> None:
     """Put {world_size} where the launcher, among the words before `end`, takes that number."""
-    command = found.command
-    found.restarts = _restarts(command, end)
+    command = draft.command
+    draft.restarts = _restarts(command, end)
     nodes = launchers.num_nodes(command, end)
     if nodes is not None:
-        found.look.append(
+        draft.look.append(
             f"{nodes} machines: {{world_size}} counts the workers of all; start it on one for a "
             "first look (docs/multi-node.md)"
         )
@@ -110,7 +110,7 @@ def _guess_workers(found: Guess, end: int) -> None:
         return
     launcher = launchers.launcher(command, end)
     if launcher is None:
-        found.look.append(
+        draft.look.append(
             f"no launcher was recognised ({launchers.NAMES}): put {{world_size}} into the command "
             "as the number of workers to start"
         )
@@ -120,12 +120,12 @@ def _guess_workers(found: Guess, end: int) -> None:
     if number is None:
         separate = options[0].startswith("--")
         added = [f"{options[0]}={{world_size}}"] if separate else [options[0], "{world_size}"]
-        found.taken.append(f"{' '.join(added)} was added to {command[at]}")
+        draft.taken.append(f"{' '.join(added)} was added to {command[at]}")
         command[at + 1 : at + 1] = added
         return
-    found.taken.append(f"{{world_size}} stands for the number of workers, instead of {number}")
+    draft.taken.append(f"{{world_size}} stands for the number of workers, instead of {number}")
     if number.isdecimal() and 2 < int(number) <= _WORKERS_MAX:
-        found.world_size = int(number)
+        draft.world_size = int(number)
 
 
 def _restarts(command: Sequence[str], end: int) -> bool:
@@ -137,62 +137,62 @@ def _restarts(command: Sequence[str], end: int) -> bool:
     return False
 
 
-def _guess_options(found: Guess, script: Script, name: str) -> None:
+def _guess_options(draft: Guess, script: Script, name: str) -> None:
     """Put in placeholders for the script's own options; list what a person has to look at."""
-    _put_placeholders(found, script, name)
-    _tell_of_steps_and_folders(found, script, name)
-    _tell_of_knobs(found, script)
+    _put_placeholders(draft, script, name)
+    _tell_of_steps_and_folders(draft, script, name)
+    _tell_of_knobs(draft, script)
 
 
-def _put_placeholders(found: Guess, script: Script, name: str) -> None:
+def _put_placeholders(draft: Guess, script: Script, name: str) -> None:
     """Put in each placeholder for which exactly one of the script's options fits by name."""
-    known = (*script.options, *(one for one in _given(found.command) if one not in script.options))
+    known = (*script.options, *(one for one in _given(draft.command) if one not in script.options))
     for placeholder, names in _PLACES.items():
-        told = "{" + placeholder + "}"
-        if any(told in word for word in found.command):
+        slot = "{" + placeholder + "}"
+        if any(slot in word for word in draft.command):
             continue
         options = [one for one in known if _plain(one) in names]
-        if any(_plain(one) in _WEAK and _has(found.command, one) for one in options):
-            found.look.append(f"is {options[0]} the folder for checkpoints? then give it {told}")
+        if any(_plain(one) in _WEAK and _has(draft.command, one) for one in options):
+            draft.look.append(f"is {options[0]} the folder for checkpoints? then give it {slot}")
             continue
-        before = launchers.replace(found.command, options, told)
+        before = launchers.replace(draft.command, options, slot)
         if before is not None:
-            found.taken.append(f"{told} replaces {before} in the options of {name}")
+            draft.taken.append(f"{slot} replaces {before} in the options of {name}")
         elif len(options) == 1:
-            found.command += [options[0], told]
-            found.taken.append(f"{options[0]} {told} was added: {name} has such an option")
+            draft.command += [options[0], slot]
+            draft.taken.append(f"{options[0]} {slot} was added: {name} has such an option")
         elif options:
-            found.look.append(f"{told} could be any of {', '.join(options)} of {name}")
+            draft.look.append(f"{slot} could be any of {', '.join(options)} of {name}")
 
 
-def _tell_of_steps_and_folders(found: Guess, script: Script, name: str) -> None:
+def _tell_of_steps_and_folders(draft: Guess, script: Script, name: str) -> None:
     """Report if no option was found for the number of steps, or for the folder to save to."""
-    if not any("{steps}" in word for word in found.command):
+    if not any("{steps}" in word for word in draft.command):
         epochs = [one for one in script.options if _plain(one) in _EPOCHS]
         told = f"; {epochs[0]} counts epochs: give it a small number" if epochs else ""
-        found.look.append(
+        draft.look.append(
             f"no option of {name} was found for the number of steps: each run makes as many as "
             f"the script does{told}"
         )
-    if script.saves and not any("{workdir}" in word for word in found.command):
-        found.look.append(
+    if script.saves and not any("{workdir}" in word for word in draft.command):
+        draft.look.append(
             f"{name} saves files, and no option was found for the folder: a run may resume from "
             "what an earlier one saved; give the script an option for it, with the value {workdir}"
         )
 
 
-def _tell_of_knobs(found: Guess, script: Script) -> None:
+def _tell_of_knobs(draft: Guess, script: Script) -> None:
     """Report the options that matter when the number of workers, or a knob, changes."""
     batches = [one for one in script.options if "batch_size" in _plain(one)]
     if batches:
-        found.look.append(
+        draft.look.append(
             f"{batches[0]}: if it is the size for one worker, two workers train on other batches "
             "than one, and F-DP-005 can't compare them; divide a global batch among the workers"
         )
     for knob, names in _KNOBS.items():
         for option in script.options:
-            if _plain(option) in names and "{" + knob + "}" not in " ".join(found.command):
-                found.look.append(
+            if _plain(option) in names and "{" + knob + "}" not in " ".join(draft.command):
+                draft.look.append(
                     f"{option} {{{knob}}} could be tried, if the training is the same with any of "
                     "its values (knobs, in docs/your-trainer.md)"
                 )

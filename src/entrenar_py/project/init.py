@@ -33,19 +33,19 @@ def run(arguments: Sequence[str]) -> int:
     given = _parser().parse_args(own)
     folder = Path.cwd()
     path, before = _file(folder)
-    found = guessing.guess(command, folder) if command else None
-    chosen = tuple(given.contract or ((CONTRACT,) if found else REFERENCE))
+    guess = guessing.guess(command, folder) if command else None
+    chosen = tuple(given.contract or ((CONTRACT,) if guess else REFERENCE))
     for contract in chosen:
         shipped.contract_path(contract)
-    if found and not found.restarts and CONTRACT in chosen:
-        found.taken.append(
+    if guess and not guess.restarts and CONTRACT in chosen:
+        guess.taken.append(
             f"{KILLED} (recovery of a killed worker) does not apply, since the launcher starts no "
             "worker again; if it does, take the exclusion out"
         )
-    lines = _lines(found, chosen)
+    lines = _lines(guess, chosen)
     header = [f"[tool.{location.TABLE}]"] if path.name == location.SHARED else []
     _append(path, before, [*header, *lines])
-    _tell(path, found)
+    _tell(path, guess)
     return 0
 
 
@@ -87,21 +87,21 @@ def _file(folder: Path) -> tuple[Path, str | None]:
     return folder / location.OWN, None
 
 
-def _lines(found: Guess | None, chosen: Sequence[str]) -> list[str]:
+def _lines(guess: Guess | None, chosen: Sequence[str]) -> list[str]:
     """Return the lines of the keys, with a comment where a reader needs one."""
     lines = [
         f"# Written by `{PROG} {NAME}`; all keys: docs/configuration.md of entrenar-py.",
         f"contract = {_toml(list(chosen) if len(chosen) > 1 else chosen[0])}",
     ]
-    if found is None:
+    if guess is None:
         return lines
-    lines.append(f"command = {_command(found.command)}")
-    if any("{steps}" in word for word in found.command):
+    lines.append(f"command = {_command(guess.command)}")
+    if any("{steps}" in word for word in guess.command):
         lines.append(f"steps = {STEPS}")
-    if found.world_size is not None:
-        lines.append(f"world-size = {found.world_size}")
+    if guess.world_size is not None:
+        lines.append(f"world-size = {guess.world_size}")
     lines.append(f"deadline = {DEADLINE_S}  # seconds; a run that takes longer is ended")
-    if not found.restarts and CONTRACT in chosen:
+    if not guess.restarts and CONTRACT in chosen:
         lines += [
             "exclude = [",
             f'  {{clause = "{KILLED}", kind = "not-applicable", reason = "the launcher starts no '
@@ -155,16 +155,16 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
         raise UsageError(f"{path.name} {problem}") from error
 
 
-def _tell(path: Path, found: Guess | None) -> None:
+def _tell(path: Path, guess: Guess | None) -> None:
     """Print what was written, what was guessed, and what the author has to look at."""
     shared = path.name == location.SHARED
     printing.say(f"wrote {f'[tool.{location.TABLE}] of ' * shared}{path.name}")
-    if found is None:
+    if guess is None:
         printing.say("no command was given: the reference trainers will be checked")
     else:
-        printing.say(f"command: {_typed(found.command)}", indent=2)
-        for line in found.taken:
+        printing.say(f"command: {_typed(guess.command)}", indent=2)
+        for line in guess.taken:
             printing.say(f"guessed: {line}", indent=2)
-        for line in found.look:
+        for line in guess.look:
             printing.say(f"look at: {line}", indent=2)
     printing.say(f"now run: {PROG}")

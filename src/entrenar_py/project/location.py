@@ -27,15 +27,15 @@ def find(start: Path) -> Path | None:
     both, and if another user owns a file above `start`: it can name a command to run.
     """
     for folder in (start, *start.parents):
-        found = [path for path in (folder / OWN, folder / SHARED) if _counts(path)]
-        if len(found) == 2:
+        paths = [path for path in (folder / OWN, folder / SHARED) if _counts(path)]
+        if len(paths) == 2:
             raise UsageError(
-                f"{found[0]} and {found[1]} both configure entrenar-check; keep one of them, or "
+                f"{paths[0]} and {paths[1]} both configure entrenar-check; keep one of them, or "
                 "say which: --config FILE"
             )
-        if found:
-            _require_own(found[0], start)
-            return found[0]
+        if paths:
+            _require_own(paths[0], start)
+            return paths[0]
         if any((folder / mark).exists() for mark in ROOT_MARKS):
             return None
     return None

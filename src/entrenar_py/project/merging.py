@@ -62,13 +62,13 @@ def located(error: UsageError, given: argparse.Namespace) -> EntrenarError:
 def _path(typed: argparse.Namespace) -> Path | None:
     if typed.no_config or typed.mode == "mutants":
         return None
-    given: Path | None = typed.config
-    if given is None:
+    config: Path | None = typed.config
+    if config is None:
         return location.find(Path.cwd())
-    if not given.is_file():
-        problem = "it is no regular file" if given.exists() else "no such file"
-        raise UsageError(f"--config {given}: {problem}; give a TOML file")
-    return given.absolute()
+    if not config.is_file():
+        problem = "it is no regular file" if config.exists() else "no such file"
+        raise UsageError(f"--config {config}: {problem}; give a TOML file")
+    return config.absolute()
 
 
 def _lay_below(typed: argparse.Namespace) -> None:

@@ -130,17 +130,17 @@ def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -
 
 
 def _value(
-    table: Table, name: str, given: Any, folder: Path, options: Mapping[str, argparse.Action]
+    table: Table, name: str, raw: Any, folder: Path, options: Mapping[str, argparse.Action]
 ) -> Any:
     """Return `given` as its option would parse it; if it is wrong, note a problem, return None."""
     form = KEYS[name].form
-    words = _words(given, form)
+    words = _words(raw, form)
     if words is None:
         holds = HOLDS[form].replace("`", "")
-        table.error(f"{name} = {tables.shown(given)}: give {holds}", name)
+        table.error(f"{name} = {tables.shown(raw)}: give {holds}", name)
         return None
     if form == "flag":
-        return given
+        return raw
     if form == "path":
         return _seen(folder, words[0])
     if form == "paths":
@@ -151,7 +151,7 @@ def _value(
     try:
         return read(",".join(words)) if callable(read) else words[0]
     except argparse.ArgumentTypeError as error:
-        table.error(f"{name} = {tables.shown(given)}: {error}", name)
+        table.error(f"{name} = {tables.shown(raw)}: {error}", name)
         return None
 
 

@@ -97,7 +97,7 @@ def knobs(table: Table, key: str, value: Any) -> dict[str, dict[str, str]]:
         form = f'{key}.strategy = {{on = "ddp", off = "none"}}'
         table.error(f"{key} = {shown(value)}: give a table of tables, such as {form}", key)
         return {}
-    found: dict[str, dict[str, str]] = {}
+    texts: dict[str, dict[str, str]] = {}
     for knob, spelled in value.items():
         if not isinstance(spelled, dict):
             form = '{on = "what stands for it", ...}'
@@ -105,11 +105,11 @@ def knobs(table: Table, key: str, value: Any) -> dict[str, dict[str, str]]:
             continue
         for name, text in spelled.items():
             if type(text) in (str, int, float):
-                found.setdefault(knob, {})[name] = str(text)
+                texts.setdefault(knob, {})[name] = str(text)
             else:
                 message = f"{key}.{knob}.{name} = {shown(text)}: give text or a number"
                 table.error(message, key, knob, name)
-    return found
+    return texts
 
 
 def rule_levels(table: Table, key: str, value: Any) -> dict[str, str]:
@@ -118,34 +118,34 @@ def rule_levels(table: Table, key: str, value: Any) -> dict[str, str]:
         form = f'{key}.SCHEMA-009 = "off"'
         table.error(f"{key} = {shown(value)}: give a table of levels by rule, such as {form}", key)
         return {}
-    found = {}
+    level_by_rule = {}
     for rule, level in value.items():
         try:
             if not isinstance(level, str):
                 raise UsageError(f"level {level!r}: give one of {', '.join(LEVELS)}")
             levels.resolve(DEFAULTS, {rule: level}, fixed=FIXED)
-            found[rule] = level
+            level_by_rule[rule] = level
         except UsageError as error:
             table.error(f"{key}: {error}", key, rule)
-    return found
+    return level_by_rule
 
 
 def suppressed(table: Table, key: str, value: Any) -> tuple[Suppression, ...]:
     """Return the suppressions of a list of tables."""
-    found = []
+    parsed = []
     for number, entry in enumerate(_tables(table, key, value, 'rule = "ID"')):
         try:
             if entry is not None:
                 at = table.at(key, number)
-                found.append(suppressions.read(entry, source="a suppression", at=at))
+                parsed.append(suppressions.read(entry, source="a suppression", at=at))
         except UsageError as error:
             table.error(f"{key}: {error}", key, number)
-    return tuple(found)
+    return tuple(parsed)
 
 
 def exclusions(table: Table, key: str, value: Any) -> tuple[Exclusion, ...]:
     """Return the exclusions of a list of tables, one for each clause that an entry names."""
-    found = []
+    parsed = []
     for number, entry in enumerate(_tables(table, key, value, 'clause = "ID"')):
         if entry is None:
             continue
@@ -160,11 +160,11 @@ def exclusions(table: Table, key: str, value: Any) -> tuple[Exclusion, ...]:
             table.error('an exclusion has no reason; give reason = "why"', key, number)
         _require_end(table, entry, key, number)
         until, place = entry.get("until"), table.at(key, number)
-        found += [
+        parsed += [
             Exclusion(clause=clause, reason=str(reason), until=until, place=place)
             for clause in clauses
         ]
-    return tuple(found)
+    return tuple(parsed)
 
 
 def _require_end(table: Table, entry: Mapping[str, Any], *path: str | int) -> None:

@@ -103,16 +103,16 @@ def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
     strange = [name for name in mark.kwargs if name not in names]
     if len(mark.args) != 1 or not isinstance(mark.args[0], str) or strange:
         _refuse(f"{mark}: give the id of one clause, and no keywords but {', '.join(names)}")
-    given: dict[str, Any] = {"contract": usual, **mark.kwargs}
-    if given["contract"] is None:
-        given = {**_configured(mark, root), **mark.kwargs}
-    sizes = given.pop("world_size", ())
+    options: dict[str, Any] = {"contract": usual, **mark.kwargs}
+    if options["contract"] is None:
+        options = {**_configured(mark, root), **mark.kwargs}
+    sizes = options.pop("world_size", ())
     world_size = (sizes,) if isinstance(sizes, int | str) else tuple(sizes)
-    counts = (*world_size, given.get("seed", 0), given.get("examples", 0))
-    if not all(isinstance(count, int) for count in counts) or given.get("examples", 0) < 0:
+    counts = (*world_size, options.get("seed", 0), options.get("examples", 0))
+    if not all(isinstance(count, int) for count in counts) or options.get("examples", 0) < 0:
         _refuse(f"{mark}: world_size, seed and examples are integers, examples 0 or more")
-    given["contract"] = str(given["contract"])
-    return Wish(**given, clause=mark.args[0], world_size=world_size)
+    options["contract"] = str(options["contract"])
+    return Wish(**options, clause=mark.args[0], world_size=world_size)
 
 
 def _configured(mark: pytest.Mark, root: Path) -> dict[str, Any]:

@@ -48,18 +48,18 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
 
 def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
     """Yield a problem for each process that observed again from a step it had already recorded."""
-    made: dict[tuple[int, int], int] = {}  # (rank, process) -> steps
+    ends: dict[tuple[int, int], int] = {}  # (rank, process) -> steps
     for life in sorted(ranks, key=lambda life: life.life):
         place = life.rank, int(life.header.get("pid", 0))
         begun = min((event.step for event in life.events if isinstance(event, Start)), default=0)
-        if place in made and begun < made[place]:
+        if place in ends and begun < ends[place]:
             yield (
                 f"rank {life.rank} called observe() again, from step {begun} on, after "
-                f"{made[place]} steps that another call had recorded: observe two models as one, "
+                f"{ends[place]} steps that another call had recorded: observe two models as one, "
                 "observe(torch.nn.ModuleList([a, b]), [optimizer_a, optimizer_b]); or say step="
             )
         steps = [event.step + 1 for event in life.events if isinstance(event, Update)]
-        made[place] = max([made.get(place, 0), *steps])
+        ends[place] = max([ends.get(place, 0), *steps])
 
 
 def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
@@ -93,7 +93,7 @@ def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
     The `local` buffers are left out, or all buffers if it is None. A parameter that is frozen at
     first but has a gradient later isn't recorded as frozen: the script unfreezes it.
     """
-    given = {
+    trained = {
         name
         for event in rank.events
         if isinstance(event, Shard | Update)
@@ -107,7 +107,7 @@ def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
                 if local is not None and name not in local
             }
             if isinstance(event, Start):
-                frozen = tuple(name for name in event.frozen if name not in given)
+                frozen = tuple(name for name in event.frozen if name not in trained)
                 yield replace(event, buffers=shared, frozen=frozen)
                 continue
             if len(shared) < len(event.buffers):
@@ -143,7 +143,7 @@ def numbered(
     """
     weights: dict[int, float] = defaultdict(float)
     epochs_before: dict[int, int] = {}  # rank -> epochs before its life
-    found: list[Event] = []
+    renumbered: list[Event] = []
     for event in events:
         if isinstance(event, Start):
             if steps_per_epoch is not None:
@@ -160,8 +160,8 @@ def numbered(
             event = replace(event, shard=places.get(rank, rank) * accumulation + event.shard)
         elif isinstance(event, Update):
             event = replace(event, weight=weights[event.step])
-        found.append(event)
-    return found
+        renumbered.append(event)
+    return renumbered
 
 
 def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
@@ -169,25 +169,25 @@ def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
 
     Ranks are left out if their layout doesn't spread parameters, or if they recorded no values.
     """
-    found = []
+    records = []
     for rank in ranks:
         start = next((event for event in rank.events if isinstance(event, Start)), None)
         if rank.layout is None or rank.layout.num_parts < 2 or start is None:
             continue
         recorded = {name: record.values() for name, record in start.weights.items()}
-        held = {name: values for name, values in recorded.items() if values is not None}
-        if len(held) < len(recorded):
+        known = {name: values for name, values in recorded.items() if values is not None}
+        if len(known) < len(recorded):
             continue
         whole = {name: math.prod(piece.whole) for name, piece in rank.pieces.items()}
-        found.append(
+        records.append(
             Held(
                 rank=rank.rank,
                 num_parts=rank.layout.num_parts,
-                held_bytes=sum(values.nbytes for values in held.values()),
-                whole_bytes=sum(whole.get(n, v.size) * v.itemsize for n, v in held.items()),
+                held_bytes=sum(values.nbytes for values in known.values()),
+                whole_bytes=sum(whole.get(n, v.size) * v.itemsize for n, v in known.items()),
             )
         )
-    return found
+    return records
 
 
 class LastLives:

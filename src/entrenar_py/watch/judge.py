@@ -99,9 +99,9 @@ class Judge:
         return [self._difference(step, held[0], rows, len(held))], len(differ)
 
     def _difference(
-        self, step: int, held: Sequence[tuple[int, int]], rows: Rows, num_tensors: int
+        self, step: int, places: Sequence[tuple[int, int]], rows: Rows, num_tensors: int
     ) -> WatchFinding:
-        digests = {rank: rows[rank, row, :2].tobytes()[::-1].hex() for rank, row in held}
+        digests = {rank: rows[rank, row, :2].tobytes()[::-1].hex() for rank, row in places}
         (most, votes), *_ = Counter(digests.values()).most_common()
         odd = {rank: digest for rank, digest in digests.items() if digest != most}
         if votes <= len(digests) - votes:  # no majority says which are right
@@ -118,7 +118,7 @@ class Judge:
             IDENTITY,
             step,
             list(odd),
-            self._name(held[0]),
+            self._name(places[0]),
             f"{named('rank', odd)} {what if len(odd) > 1 else what.replace('hold', 'holds', 1)} "
             f"({shown}{right}){_more(num_tensors)}",
         )

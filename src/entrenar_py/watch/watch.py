@@ -96,9 +96,9 @@ class Watch:
             for finding in self._judge.look(step, self._exchange.receive()):
                 self._tell(finding)
 
-    def _follow(self, held: Sequence[Tensor]) -> None:
+    def _follow(self, tensors: Sequence[Tensor]) -> None:
         """Build the digest table anew if tensors lie elsewhere now."""
-        now = places(held)
+        now = places(tensors)
         if now == self._places:
             return
         self._places = now
@@ -107,9 +107,9 @@ class Watch:
                 "the parameters have other shapes, dtypes or shards than at the first "
                 "step: close() this observation and observe() the model again"
             )
-        devices = {tensor.device for tensor in held}
-        on_gpu = len(devices) == 1 and held[0].device.type == "cuda"
-        self._table = DigestTable(held) if on_gpu else None
+        devices = {tensor.device for tensor in tensors}
+        on_gpu = len(devices) == 1 and tensors[0].device.type == "cuda"
+        self._table = DigestTable(tensors) if on_gpu else None
 
     def _open(self) -> None:
         """Gather the pieces that each rank holds, and log what will not be watched.
