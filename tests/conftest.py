@@ -1,4 +1,4 @@
-"""Settings of all tests, and what is too expensive to be made twice."""
+"""Settings of all tests, and fixtures that are too expensive to be made twice."""
 
 from __future__ import annotations
 
@@ -46,9 +46,11 @@ def shipped_invariants() -> dict[str, Invariant]:
 
 
 def _tried() -> list[Variant]:
-    """The variants of all trainers that need no processes of torch's own; and of those that do one
-    for each clause that no other shows to fail, or to be silent. `make mutants` tries all. Without
-    an adapter, none of those that are planted in the wgpu backend.
+    """Return the variants to try; `make mutants` tries all.
+
+    These are all variants of trainers without processes of torch's own. Of the other trainers there
+    is one for each clause that is not yet shown to fail, or to be silent. Without an adapter,
+    variants in the wgpu backend are left out.
     """
     variants = [
         one
@@ -92,5 +94,5 @@ def _rows(variants: list[Variant]) -> list[tuple[str, str, Finding]]:
 
 @pytest.fixture
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
-    """Variants as every clause that judges them found them; the processes of a run share it."""
+    """The variants as every clause that judges them found them, shared by the run's processes."""
     return _matrix(pile.shared_folder(tmp_path_factory))

@@ -1,4 +1,4 @@
-"""Runs of the example scripts, their ranks forked from one process, and what is found on them."""
+"""Run the example scripts, with ranks forked from one process, and judge the runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(script: Path, turned: Collection[str] = ()) -> tuple[str, ...]:
 def record(
     told: Sequence[str], wanted: Collection[str], folder: Path, **changes: object
 ) -> dict[Path, runs.Run]:
-    """The runs of a command that the checks in `wanted` need, by file."""
+    """Return, by file, the runs of a command that the checks in `wanted` need."""
     plan = runs.Plan(
         command=tuple(told),
         needs={need for name in wanted for need in CHECKS[name].needs},
@@ -52,7 +52,7 @@ def _tasks() -> list[Task]:
 
 
 def findings(recorded: dict[Path, runs.Run], wanted: Collection[str] = ()) -> dict[str, Finding]:
-    """By check what is found on the runs."""
+    """Return the findings on the runs, by check."""
     found = {}
     for task in _tasks():
         assert task.check is not None
