@@ -47,6 +47,7 @@ class Member(Replicas):
             self._exchange = kind(self.held, self.nodes, num_shards=num_shards, scale=self.scale)
         self._shards: list[sharding.Ids] = []
         self._comes: type[Average | Weights] = Weights if updates.by_server(scenario) else Average
+        self._sizes = self.sizes()
         self._step = 0
         self._applied: tuple[int, bytes] | None = None  # the last step made, and its payload
         self._suffered: set[Fault] = set()  # faults that have struck
@@ -65,7 +66,7 @@ class Member(Replicas):
 
     def require(self, message: Message, payload: Buffer) -> None:
         """Raise ProtocolError unless `message` is possible here and its payload is complete."""
-        due = self.sizes().get(type(message), 0)
+        due = self._sizes.get(type(message), 0)
         if isinstance(message, Welcome) and message.blocks > self.layout.num_elements:
             num_elements = self.layout.num_elements
             raise ProtocolError(

@@ -71,6 +71,7 @@ class Server(Replicas):
         self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
         self._sums = blocks.Sums(scenario.num_shards)
         self._copies = audited.Copies()
+        self._checked: tuple[Message, list[trace.Event]] | None = None  # by `require`, the last
         self._events: dict[int, list[trace.Event]] = {}  # rank -> those of an unfinished delivery
         # The vector sent to workers: the average as far as it is reduced, later the new weights.
         self._vector = np.empty(self.layout.num_elements, np.float32)
@@ -145,6 +146,7 @@ class Server(Replicas):
             self.require_progress(payload)
         if message.carries == "events":
             events = worker_records.read(rank, message, payload)
+            self._checked = message, events
             makes_step = isinstance(message, Applied) and self._topology is not topology.STAR
             if makes_step and worker_records.loss_in(events) is None:
                 raise ProtocolError("Applied without the loss of its step")
@@ -157,7 +159,7 @@ class Server(Replicas):
         if isinstance(message, State):
             self.replica = self.take_over(_NOBODY, payload)
             return
-        events = worker_records.read(rank, message, payload)
+        events = self._events_in(rank, message, payload)
         if isinstance(message, Computed):
             self._events.setdefault(rank, []).extend(events)
         else:
@@ -173,7 +175,13 @@ class Server(Replicas):
         if isinstance(message, TreeNode):
             self._copies.take(rank, message.block, _node(message, payload), payload)
         else:
-            self._copies.begin(rank, worker_records.read(rank, message, payload))
+            self._copies.begin(rank, self._events_in(rank, message, payload))
+
+    def _events_in(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
+        """Return the events in `payload`, which `require` has most often just read."""
+        if self._checked is not None and self._checked[0] is message:
+            return self._checked[1]
+        return worker_records.read(rank, message, payload)
 
     def end_copy(self, rank: int, shard: int) -> None:
         """Note that `rank` has delivered its copy of `shard` completely."""
