@@ -18,6 +18,7 @@ from entrenar_py.errors import UsageError, did_you_mean
 
 INT_MAX = 2**63 - 1
 _DEPTH_MAX = 16
+_AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ class Schema(Generic[T]):
         Raises UsageError for a key that is unknown or missing, and for a value that its annotation
         does not allow; the error's `field` names the key. Errors of the dataclass pass through.
         """
-        if not isinstance(record, Mapping):
+        if type(record) is not dict and not isinstance(record, Mapping):
             raise UsageError(self._about(f"{reprlib.repr(record)}: use a mapping{self._keys()}"))
         values = {}
         for name, value in record.items():
@@ -105,6 +106,8 @@ class Schema(Generic[T]):
 
 def plain(value: Any) -> Any:
     """Return `value` as strict JSON can hold it: NaN and infinities as "nan", "inf" and "-inf"."""
+    if type(value) in _AS_THEY_ARE:  # most are, and to ask whether it is a Mapping takes longest
+        return value
     if isinstance(value, float):
         return _write_float(value)
     if isinstance(value, Mapping):
