@@ -29,8 +29,7 @@ class ReducedGradients:
     def expect(self) -> None:
         """Note, as a forward pass begins, whether its gradients will be reduced.
 
-        Under DistributedDataParallel's `no_sync` they won't be, which is decided in the forward
-        pass.
+        Under DistributedDataParallel's `no_sync` they won't be; the forward pass decides that.
         """
         wrapper = DistributedDataParallel._active_ddp_module
         self._reduces = wrapper is None or wrapper.require_backward_grad_sync
