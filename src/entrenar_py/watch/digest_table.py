@@ -178,8 +178,7 @@ class _Lists:
         """Return for each launch the chunks of each tensor that takes part, int64 [4, chunks].
 
         The four are address, number of words, index of the tensor whose flags are set (none for
-        lists), and slot of the digest. `sources` are (address, words) of the tensors, `arena` an
-        address.
+        lists), and slot of the digest. `sources` are (address, words) pairs, `arena` is an address.
         """
         depth = 1 + max(map(len, self._of))
         levels: list[list[NDArray[np.int64]]] = [[] for _ in range(depth)]
