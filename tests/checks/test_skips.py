@@ -53,6 +53,17 @@ def test_a_step_that_all_ranks_skip() -> None:
     assert "nothing moved" in note
 
 
+def test_weights_that_are_lost_skip_nothing() -> None:
+    """A step that leaves NaN weights as they were is no step that a scaler skipped."""
+    lost = skipping(own(CALM))
+    for rank in (0, 1, 2):
+        lost = altered(lost, Update, {"step": STEP, "rank": rank}, finite=False)
+    assert skips.skipped(lost) == set()
+    finding = traces.judge("finiteness", [struck(lost)])
+    assert finding.verdict is Verdict.FALSIFIED
+    assert not any("GradScaler" in note for note in finding.notes)
+
+
 @pytest.mark.parametrize("ranks", [(0, 2), (1,), ()])
 def test_a_step_that_some_ranks_skip(ranks: tuple[int, ...]) -> None:
     """If only some ranks skip a step, the others applied the NaN."""

@@ -13,7 +13,7 @@ from entrenar_py.wording import named
 
 
 def skipped(trace: Trace) -> set[int]:
-    """Return the steps in which no rank changed its weights or optimizer state."""
+    """Return the steps in which no rank changed its weights, all finite, or optimizer state."""
     if trace.scenario.workload != "own":
         return set()
     state_of: dict[int, tuple[Tensors, Tensors]] = {}
@@ -24,7 +24,8 @@ def skipped(trace: Trace) -> set[int]:
         elif isinstance(event, Update):
             now = event.weights, event.optimizer
             before = state_of.get(event.rank)
-            rested[event.step, event.rank] = before is not None and _same(before, now)
+            rests = before is not None and _same(before, now)
+            rested[event.step, event.rank] = rests and event.finite  # a step can't move a NaN
             state_of[event.rank] = now
     ranks = {rank for _, rank in rested}
     steps = {step for step, _ in rested}
