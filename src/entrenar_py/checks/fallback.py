@@ -16,7 +16,6 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Attempt, Halt, Injected, Product, Trace
 from entrenar_py.verdict import Finding, Tally
 
-PROBE = "backend_chain"
 ORDER = ("cuda", "wgpu", "cpu")  # as the clause gives it
 KINDS = ("absent", "init_error", "out_of_memory", "non_finite_output")
 
@@ -47,20 +46,20 @@ def _planned(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
     last = ORDER.index(failing[-1]) if failing else -1
     struck = zip(failing, kinds, strict=True)
     faults = tuple(Fault(kind=kind, backend=name) for name, kind in struck)
-    return probes.scenario(PROBE, backends=failing + ORDER[last + 1 :], faults=faults)
+    return probes.scenario("backend_chain", backends=failing + ORDER[last + 1 :], faults=faults)
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that every run tried the backends in order, gave a reason for each failure, and ended
     with a product that float64 confirms, or with a halt that names every reason.
     """
-    tally = Tally(invariant.id)
+    tally, probe = Tally(invariant.id), _planned((), ()).system
     for trace in traces:
         if trace.end.status == "failed":
             tally.miss(trace.end.reason)
             continue
-        if trace.scenario.system != PROBE:
-            what = f"system {trace.scenario.system} shows no fallback, system {PROBE} does"
+        if trace.scenario.system != probe:
+            what = f"system {trace.scenario.system} shows no fallback, system {probe} does"
             tally.miss(missing.probed(invariant, what))
             continue
         _judge_attempts(tally, trace)
