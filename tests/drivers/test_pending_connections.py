@@ -96,7 +96,7 @@ def test_what_counts_as_one_address(one: str, other: str, alike: bool) -> None:
     visits=st.lists(
         st.tuples(
             st.sampled_from("abc"),  # whose address
-            st.floats(0.0, 2.0),  # seconds after the one before
+            st.integers(0, 2048).map(lambda n: n / 1024),  # seconds after the one before, exact
             st.sampled_from(["stays", "leaves", "lingers"]),
         ),
         max_size=40,

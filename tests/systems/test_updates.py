@@ -275,7 +275,9 @@ def test_what_does_not_come_down_in_this_run_is_refused(by_server: bool) -> None
     )
     payload = bytes(hands.server.blocks.num_bytes(0))
     due = (Weights if by_server else Average).__name__
-    with pytest.raises(ProtocolError, match=f"{type(other).__name__}: in this run {due} come"):
+    with pytest.raises(
+        ProtocolError, match=f"{type(other).__name__}: this run.s coordinator sends {due}"
+    ):
         hands.members[0].require(other, payload)
     assert type(other) not in hands.members[0].sizes()
 
