@@ -35,6 +35,7 @@ def test_a_step_in_a_line() -> None:
     said = "loss 2.25  workers 0  in 999 B out 1e+04 TB  exchange 7.25 ms  reduce 0.25 ms"
     assert summary(alone) == said
     assert summary(made(exchange_ms=None, reduce_ms=None, last=None)).endswith("out 1.23 MB")
+    assert "in 1 MB out 0 B" in summary(made(bytes_in=999_600, bytes_out=0))
     slow = summary(made(steps_per_s=1234.5, exchange_ms=99_950.0, reduce_ms=0.0))
     assert "  1234 steps/s  " in slow
     assert "  exchange 99950 ms  reduce 0 ms  " in slow

@@ -113,7 +113,7 @@ def _digits(number: float) -> str:
 def _size(num_bytes: float) -> str:
     """Format `num_bytes` in decimal units, with three digits."""
     for unit in _UNITS[:-1]:
-        if num_bytes < 1000:
+        if num_bytes < 999.5:  # from there on three digits are 1e+03
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} {_UNITS[-1]}"
