@@ -1,7 +1,7 @@
 """Adds the gradients of one rank's micro-batches along the tree, one micro-batch after another.
 
-Works as a binary counter. After k micro-batches it holds one tree node for each bit set in k, the
-sum of as many micro-batches as the bit's value. Before the last of 2^i, every level has a node.
+A binary counter: after k micro-batches, it holds one tree node for each bit set in k, the sum of as
+many micro-batches as the bit's value. Before the last of 2^i micro-batches, all levels have a node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Counter:
         self._levels.append(node)
 
     def complete(self, parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Add all pending nodes to `gradients`, those of `parameters` in the last micro-batch."""
+        """Add the pending nodes of `parameters` to `gradients`, those of the last micro-batch."""
         parameters = list(parameters)
         for waiting in self._levels:
             add(gradients, [waiting.pop(one) for one in parameters])

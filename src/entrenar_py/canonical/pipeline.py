@@ -36,7 +36,7 @@ class _Slot:
         return cls(memory, torch.cuda.Event())  # type: ignore[no-untyped-call]
 
     def like(self, tensor: Tensor, *, times: int = 1) -> Tensor:
-        """Return the slot's first `times * tensor.numel()` elements, of the same dtype, 1-d."""
+        """Return the slot's first `times * tensor.numel()` elements, 1-d, in `tensor`'s dtype."""
         return self.memory[: times * tensor.numel() * tensor.element_size()].view(tensor.dtype)
 
 

@@ -26,7 +26,7 @@ PIECE_BYTES = 128 << 20
 
 
 class Reducer:
-    """The result of `canonical_all_reduce`, which describes its use.
+    """The result of `canonical_all_reduce`, whose docstring shows how to use it.
 
     `shards` are the global indices of this rank's micro-batches, in order. Seed all randomness of
     a micro-batch from (seed, step, `shard`). Otherwise it depends on the world size.
@@ -98,7 +98,7 @@ class Reducer:
             self._counter.clear()
 
     def _keep(self, shard: int) -> None:
-        """Check that every parameter has a gradient, and keep those of all but the last shard."""
+        """Check that `shard` made every gradient, and keep these unless it is the last shard."""
         last = shard == self.shards[-1]
         node = {} if last else gradients.take(self._parameters)
         missing = self._parameters.keys() - (self._reduced if last else node.keys())

@@ -71,7 +71,7 @@ def switches() -> dict[str, object]:
 
 
 def surroundings(device: torch.device) -> dict[str, object]:
-    """Return the versions and the hardware that select kernels. A process can't change them."""
+    """Return the versions and the hardware that select kernels, to check once, at the start."""
     facts: dict[str, object] = {
         "torch.__version__": str(torch.__version__),
         "torch.version.cuda": torch.version.cuda,

@@ -1,8 +1,8 @@
 """`exchange.all_reduce` on GPUs of one host that can access each other's memory.
 
-Each rank puts the other ranks' chunks of a piece into their memory, adds the chunks that it got
-along the tree, and takes the other ranks' sums from their memory. Copy engines do all transfers in
-parallel with the backward pass.
+Each rank puts the other ranks' chunks of a piece into their memory, adds along the tree the chunks
+that were put into its own, and takes the other ranks' sums from their memory. Copy engines do all
+transfers in parallel with the backward pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.futures import Future
 from entrenar_py.canonical import kernels
 from entrenar_py.canonical.exchange import ALIGNMENT
 
-# Ranks put a piece into one slot while the sums of the other are computed and taken.
+# Ranks put a piece into one slot while the sums of the other slot are computed and taken.
 _NUM_SLOTS = 2
 _TIMEOUT_MS = 600_000  # of a barrier: the default of NCCL's process group
 
@@ -79,10 +79,10 @@ class Symmetric:
         ]
         self._slots = [self._slot(everyone, index) for index in range(_NUM_SLOTS)]
         self._next = 0  # slot
-        # Each rank starts with the next one, so that no two ranks access the same one at a time.
+        # Each rank starts with the next rank, so that no two access the same rank's memory at once.
         self._others = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
         # One stream for puts and takes. With two, they would share the links without a gain, and
-        # in an order that lets several ranks access the same one at a time.
+        # in an order that lets several ranks access the same rank's memory at once.
         self._copying, self._adding = (
             torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -177,7 +177,7 @@ class Symmetric:
         return plan
 
     def _forget(self) -> None:
-        """Drop a plan, and its buffer, after two steps without use.
+        """Drop the plan that was used least recently, and its buffer, after two steps without use.
 
         torch makes new buckets after the first step.
         """
