@@ -37,7 +37,7 @@ class Walk(Interpreter):
     """Runs a graph on `Bounded` values."""
 
     def run_node(self, n: Node) -> Any:
-        """Run a node; UsageError with its operation and line for unsupported results."""
+        """Run node `n`; UsageError, with its operation and line, if the result has no bound."""
         if n.op == "call_function":
             result = n.meta["val"]
             dtypes = {one.dtype for one in pytree.tree_leaves(result)}
@@ -65,7 +65,7 @@ class Walk(Interpreter):
 
 
 def given(tensor: Tensor) -> Bounded:
-    """Return the bounds of an input or a constant: exact, or zero if a device flushes it."""
+    """Return the bounds of an input or a constant: itself, and also zero where subnormal."""
     if not tensor.is_floating_point():
         return Bounded(tensor, tensor, tensor)
     interval = intervals.exactly(tensor.double())

@@ -39,12 +39,12 @@ def _increasing(
 
 
 def _exp_error(x: Tensor) -> Tensor:
-    """Return the relative error of exp: 3 + 2|x| ULP by WGSL, and 0 or infinity for |x| > 200."""
+    """Return the relative error of exp: 3 + 2|x| ULP by WGSL; exp is 0 or inf for |x| > 200."""
     return (3 + 2 * x.abs().clamp(max=200)) * UNIT
 
 
 def _log_error(x: Tensor) -> Tensor:
-    """Return the absolute error of log: 2^-21 in [0.5, 2] by WGSL, in addition to 3 ULP."""
+    """Return the absolute error of log: 2^-21 in [0.5, 2] by WGSL. `_log` adds 3 ULP for any x."""
     return torch.where((x > 0.49) & (x < 2.01), 2.0**-21, 0.0)
 
 
@@ -57,7 +57,7 @@ def _sigmoid_error(x: Tensor) -> Tensor:
 
 
 def _tanh_error(x: Tensor) -> Tensor:
-    """Return the error of 1 - 2 / (exp(2x) + 1), or (1 - e) / (1 + e) with e = exp(-2|x|).
+    """Return the absolute error of 1 - 2 / (exp(2x) + 1), or of (1 - e) / (1 + e), e = exp(-2|x|).
 
     Kernels don't use WGSL's own tanh: it may be off by 1e-5, and NaN for large x.
     """
@@ -68,7 +68,7 @@ def _tanh_error(x: Tensor) -> Tensor:
 def _wave(function: Callable[[Tensor], Tensor], x: Interval) -> Interval:
     """Return the interval of sin or cos: 2^-11 absolute by WGSL, in [-pi, pi].
 
-    Kernels reduce other x to this range, which costs some roundings of |x|.
+    WGSL has no bound for other x: 4 u |x| allows for a device that reduces x to this range.
     """
     middle, radius = (x.low + x.high) / 2, (x.high - x.low) / 2
     value, error = function(middle), radius + (2.0**-11 + 4 * UNIT * x.size)

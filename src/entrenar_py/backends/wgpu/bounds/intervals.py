@@ -38,7 +38,7 @@ class Interval:
 
     @property
     def terms(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return low, high, size, and 1.0 where not exactly zero: `total` takes sums of these."""
+        """The arguments of `total` for one term: low, high, size, and 1.0, or 0.0 for exactly 0."""
         return self.low, self.high, self.size, (self.size > 0).double()
 
     @property
@@ -49,7 +49,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Bounded:
-    """A `value` and the interval that a device may hold, three tensors of one shape.
+    """A `value`, and the `low` and `high` that a device may hold instead, all of one shape.
 
     Floats are float64. Integers and bools keep their dtype.
     """
@@ -90,8 +90,8 @@ def rounded(low: Tensor, high: Tensor) -> Interval:
 
 
 def within(low: Tensor, high: Tensor) -> Interval:
-    """Return the float32 numbers in [low, high], which includes rounding errors already."""
-    low, high = low.clamp(max=_LARGEST), high.clamp(min=-_LARGEST)  # overflow may round to it
+    """Return the float32 numbers in [low, high]; the ends already include rounding errors."""
+    low, high = low.clamp(max=_LARGEST), high.clamp(min=-_LARGEST)  # overflow may round to these
     above, below = low.float(), high.float()
     infinity = torch.tensor(torch.inf)
     above = torch.where(above.double() < low, torch.nextafter(above, infinity), above)
@@ -180,7 +180,7 @@ def divide(a: Interval, b: Interval) -> Interval:
 
 
 def gamma(count: Tensor) -> Tensor:
-    """Return the largest relative error of k roundings, k u / (1 - k u) (Higham, section 3.1)."""
+    """Return the largest relative error of k = `count` roundings (Higham, section 3.1)."""
     unit = UNIT + 2 * FLOAT64_ROUNDOFF
     product = count.clamp(min=0) * unit
     return torch.where(product < 1, product / (1 - product), torch.inf)

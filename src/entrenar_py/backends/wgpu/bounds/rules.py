@@ -26,7 +26,7 @@ def is_exact(operand: Bounded) -> bool:
 
 
 def evaluate(target: Any, args: Any, kwargs: Any, pick: Callable[[Bounded], Tensor]) -> Tensor:
-    """Run `target` on the tensors that `pick` returns for its operands, with float32 as float64."""
+    """Run `target` with `pick(operand)` for each operand, and with float64 in place of float32."""
 
     def take(one: Any) -> Any:
         if isinstance(one, Bounded):
@@ -84,7 +84,7 @@ def _multiply(target: Any, args: Any, kwargs: Any) -> Interval:
 
 
 def _whole_quotient(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Return the interval of a quotient rounded to an integer: exact below 2^21, else some ULP off.
+    """Return the interval of a quotient rounded to an integer: exact below 2^21, else within 8 ULP.
 
     Unknown if an operand is inexact: the quotient may be on either side of an integer.
     """

@@ -28,8 +28,8 @@ class Deviation:
     """The error of one output of a device, and the largest error that rounding explains.
 
     `error` and `bound` are L1 norms over the output, `size` is the output's L1 norm. `element` is
-    the index, in C order, of the element with the largest error, `element_error`. Rounding explains
-    up to `element_bound` there.
+    the index, in C order, of the element with the largest error. `element_error` is that error, and
+    `element_bound` the largest that rounding explains there.
     """
 
     output: int
@@ -110,7 +110,7 @@ def _weighed(effect: Tensor, error: Tensor) -> float:
 
 
 class _Local(bounds.Walk):
-    """Runs a graph in float64, and bounds each operation's own error: that on exact operands."""
+    """Runs a graph in float64, and bounds the error that each operation makes on exact operands."""
 
     def __init__(self, graph: GraphModule) -> None:
         super().__init__(graph)
@@ -119,7 +119,7 @@ class _Local(bounds.Walk):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> intervals.Bounded:
         """Return the exact result, and append the error of this operation to `errors`."""
-        with torch.no_grad():  # operands have no interval of their own here
+        with torch.no_grad():  # only for the error; `value` below has gradients
             result = super().call_function(target, args, kwargs)
         if not result.value.is_floating_point():
             return intervals.Bounded(result.value, result.value, result.value)
