@@ -47,7 +47,7 @@ class WgpuBackend:
 
     @property
     def submissions(self) -> int:
-        """The number of command buffers submitted by `products`, not by `programs`."""
+        """The number of command buffers that `products` submitted. Training steps don't count."""
         return self._kernel.submissions
 
     def stepper(

@@ -33,7 +33,7 @@ def ranked(adapters: Sequence[Any]) -> list[Any]:
     """Sort adapters: hardware before software, OpenGL last.
 
     OpenGL lacks most limits. An OpenGL adapter is either a duplicate of a Vulkan adapter, or the
-    only one of an old driver.
+    only adapter that an old driver has.
     """
     return sorted(adapters, key=lambda adapter: (is_opengl(adapter), is_software(adapter)))
 

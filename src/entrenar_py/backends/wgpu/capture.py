@@ -40,7 +40,7 @@ _NOT_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
     """Return the graph of `fn`, which returns a flat tuple and may call `torch.autograd.grad`.
 
-    The graph is for the shapes, dtypes, strides and `requires_grad` of `inputs`, with any values.
+    The graph depends on the shapes, dtypes, strides and `requires_grad` of `inputs`, not on values.
     Tensors that `fn` takes from elsewhere become constants, as do small tensors computed from
     constants alone. No operation of the graph writes to its operands. Every node has `meta["val"]`,
     a fake tensor, and `meta["line"]`, the model's line that it comes from (`decoder.py:12 in
@@ -62,7 +62,7 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
 
 
 def _trace(fn: Function, leaves: Sequence[Tensor]) -> GraphModule:
-    """Return the decomposed operations that `fn` runs, each with its line."""
+    """Return the graph of the decomposed operations that `fn` runs, each with its line."""
 
     def record(*tensors: Tensor) -> tuple[Tensor, ...]:
         # MATH computes attention, and its derivative, by products and a softmax.
@@ -85,7 +85,7 @@ def _functionalise(
 ) -> GraphModule:
     """Return the same graph without operations that write to their operands.
 
-    It traces the graph again, so call it only for graphs with such operations. Constants become
+    Traces the graph again, so call it only for graphs with such operations. Constants become
     the last inputs of the result, so that a write to a constant is traced as a write to an input.
     """
 
@@ -113,7 +113,7 @@ class _OnHost(TorchFunctionMode):
 
 
 class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives each node its line. Refuses reads of data, and writes to inputs and constants."""
+    """Gives nodes the model's lines. Refuses reads of data, and writes to inputs and constants."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _follow_views(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Add views of inputs to the memory that must not be written to."""
+        """Add views of inputs and constants to the memory that must not be written to."""
         if func._schema.is_mutable or func is _ATEN.lift_fresh.default:  # lift_fresh copies
             return
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -163,7 +163,7 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def _line(self) -> str:
-        node: Any = torch._C._current_autograd_node()  # or None, unlike its type
+        node: Any = torch._C._current_autograd_node()  # may be None, which its type denies
         if node is not None:
             index = bisect_right(self._numbers, node._sequence_nr()) - 1
             if index >= 0:
@@ -186,14 +186,14 @@ class _Replay(Interpreter):
         self._recorded = _current_graph()
 
     def run_node(self, n: Node) -> Any:
-        """Run `n`, and give its line to the nodes that this traces."""
+        """Run `n`, and give its line to the nodes that running it records."""
         last = _last(self._recorded)
         result = super().run_node(n)
         _mark(self._recorded, last, n.meta.get("line", ""))
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return a constant, which is an input here."""
+        """Return a constant: `_functionalise` traces it as an input."""
         return self._constants[target]
 
 
@@ -248,7 +248,7 @@ def _reads(operation: str, line: str) -> UsageError:
 
 
 def _hold_constants(graph: GraphModule, num_inputs: int, constants: dict[str, Tensor]) -> None:
-    """Make each constant, an input after `_functionalise`, a buffer that one node reads."""
+    """Make each constant a buffer read by one node, also if `_functionalise` made it an input."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     as_inputs = dict(zip(constants, placeholders[num_inputs:], strict=False))
     for name, value in constants.items():

@@ -34,7 +34,7 @@ class Shader:
 
 
 def thread_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int) -> Shader:
-    """Return a kernel of one row per thread. `value` is its only element, "" if loops write it."""
+    """Return a kernel, one row per thread. `value` is the row's element, "" if loops write rows."""
     size = math.prod(emitter.rows)
     body = [
         *_body(emitter, out, lanes=1),
@@ -74,7 +74,7 @@ def row_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int
 
 
 def epilogue(emitter: Emitter, value: str) -> str:
-    """Return `fn finish` of a product kernel, with its bindings from number 3 on."""
+    """Return the `epilogue` for `product_kernel`: bindings, and a `finish` that returns `value`."""
     lines = _bindings(emitter.buffers, 3)
     statements = _statements(emitter.body, lambda index: index)
     lines += functions_of("\n".join(statements))

@@ -26,7 +26,7 @@ _FROM_TORCH = (
 
 @cache
 def table() -> dict[Any, Callable[..., Any]]:
-    """Return operation -> function of the same arguments that calls simpler operations."""
+    """Return a dict: operation -> function of the same arguments that calls simpler operations."""
     return {**core_aten_decompositions(), **get_decompositions(_FROM_TORCH), **_OURS}
 
 

@@ -96,7 +96,7 @@ def open_device(index: int) -> Device:
 
 
 def limits_of(handle: Any) -> Limits:
-    """Return the limits of a wgpu.GPUDevice for kernels."""
+    """Return those limits of a wgpu.GPUDevice that kernels must stay within."""
     limits = handle.limits
     return Limits(
         binding_bytes_max=limits["max-storage-buffer-binding-size"],

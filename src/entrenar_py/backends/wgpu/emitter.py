@@ -52,7 +52,7 @@ class Fold:
 
 @dataclass
 class Loop:
-    """A loop over the elements of `shape`. It folds `value` into `total`, or writes it."""
+    """A loop over the elements of `shape`. Folds `value` into `total`, or writes `value`."""
 
     number: int
     size: int
@@ -74,8 +74,8 @@ class Loop:
 class Emitter:
     """A kernel in which each thread or workgroup computes one row.
 
-    `rows` are the sizes of the tensor's leading dims, which select a row.
-    In a product kernel's epilogue, `product` is the product whose elements are `acc`.
+    `rows` are the sizes of the result's leading dims, which select a row.
+    In a product kernel's epilogue, the argument `acc` holds an element of `product`.
     """
 
     def __init__(self, rows: Sequence[int], *, product: object = None) -> None:

@@ -18,7 +18,7 @@ ROW = 0  # the level of atoms that no loop of the kernel changes
 class Atom:
     """The WGSL expression `text`, or `of / by` or `of % by` if `text` is that operator.
 
-    `level` is the number of the loop that it changes with, or `ROW`.
+    `level` is the number of the loop that the atom changes with, or `ROW`.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Index:
 
     @property
     def level(self) -> int:
-        """The number of the loop that it changes with, or ROW."""
+        """The number of the loop that the index changes with, or ROW."""
         return join(atom.level for atom, _ in self.terms)
 
     def _split(self, by: int) -> tuple[Index, Index] | None:

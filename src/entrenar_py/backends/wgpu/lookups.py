@@ -112,7 +112,7 @@ def join(schedule: Schedule, values: Sequence[Value], dim: int) -> Value:
 
 
 def _shifted(value: Value, dim: int, start: int, shape: Sequence[int]) -> Value:
-    """Return a tensor of `shape` with `value` from index `start` on, and any elements elsewhere."""
+    """Return a tensor of `shape`: `value` from `start` on along `dim`, and undefined elsewhere."""
     recipe = value.read
 
     def read(emitter: Emitter, indices: Indices) -> str:
@@ -181,8 +181,8 @@ def scatter(
 ) -> Value:
     """Return `value` with `source` written, or added in order, at `index` along `dim`.
 
-    `source` has the shape of `index`. The last of several writes to one element wins. The cost of
-    each element is the length of `index` along `dim`, so this is for short ones.
+    `source` has the shape of `index`. The last of several writes to one element wins. Each element
+    of the result reads all indices along `dim`, so this is for an `index` that is short there.
     """
     for one in (value, index, source):
         _settle(schedule, one)
@@ -209,7 +209,7 @@ def scatter(
 def _scatter_many(
     schedule: Schedule, value: Value, dim: int, index: Value, source: Value, *, add: bool
 ) -> Value:
-    """Do `scatter` with a loop over the index: a sum, or the last source for an element."""
+    """Do `scatter` with a loop over the index: add an element's sources, or take the last one."""
     for one in (value, index, source):
         schedule.realise(one)
     count, rank = index.shape[dim], len(value.shape)
@@ -256,7 +256,7 @@ def _recipe(
 
 
 def flatten_index(schedule: Schedule, sizes: Sequence[int], indices: Sequence[Value]) -> Value:
-    """Combine indices into the first dims, of `sizes`, to one flat index in C order.
+    """Combine indices into the first dims, whose sizes are `sizes`, to one flat index in C order.
 
     Negative indices count from the end. If an index is out of range, the result is negative.
     """

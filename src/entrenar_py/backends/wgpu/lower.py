@@ -148,7 +148,7 @@ class _Lowering:
         return fits and self._converges(node)
 
     def _converges(self, node: Node) -> bool:
-        """Return whether all uses of `node` lead to one operation, through few that fuse."""
+        """Return whether all uses of `node` lead to one operation, through few others that fuse."""
         ahead = {user for user in node.users if self._uses[user]}
         for _ in range(REGION_MAX):
             first = min(ahead, key=self._order.__getitem__)

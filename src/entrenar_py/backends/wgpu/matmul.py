@@ -52,7 +52,7 @@ class Matmul:
         self.submissions = 0
 
     def run(self, pairs: Sequence[Pair]) -> list[Tensor]:
-        """Return the products of `pairs` (checked operands) in new tensors, float32 [m, n] each.
+        """Return the products of `pairs`, which the caller checked, in new float32 [m, n] tensors.
 
         Raises BackendUnavailable if operands or results are too large for the device.
         """
@@ -136,7 +136,7 @@ def plan(pairs: Sequence[Pair], device: Device) -> list[Job]:
 
 
 def as_product(a: Tensor, b: Tensor) -> Product:
-    """Return the product of two matrices with the layouts of `flatten`."""
+    """Return a description of `a @ b`, with the layouts that `flatten` gives both operands."""
     (m, k), n = a.shape, b.shape[1]
     a_layout, b_layout = layout(a), layout(b)
     return Product(m=m, k=k, n=n, a=a_layout, b=b_layout, c=Layout(row=n, column=1))

@@ -42,7 +42,7 @@ def plan(lowered: Lowered, given: Collection[Buffer]) -> Plan:
 
 
 def offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return aligned offsets for pieces of these sizes in one block, and its size, in bytes."""
+    """Return aligned offsets for pieces of `sizes` in one block, and the block's size, in bytes."""
     starts, total = [], 0
     for size in sizes:
         starts.append(total)
@@ -63,7 +63,7 @@ def _changing(steps: Sequence[Step], given: Collection[Buffer]) -> set[Buffer]:
 def _assign(
     steps: Sequence[Step], changing: set[Buffer], results: Sequence[Buffer]
 ) -> tuple[dict[Buffer, int], tuple[int, ...]]:
-    """Return each buffer's piece, the best fit that is free or a new one, and all sizes."""
+    """Return each written buffer's piece (the best free fit or a new one) and all pieces' sizes."""
     last = {buffer: number for number, step in enumerate(steps) for buffer in step.bindings}
     last |= dict.fromkeys(results, len(steps))
     slots: dict[Buffer, int] = {}

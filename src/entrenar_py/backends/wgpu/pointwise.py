@@ -148,7 +148,7 @@ def _template(
 
 
 def common(operands: Sequence[Operand]) -> str:
-    """Return the dtype in which operands are compared, as torch promotes them."""
+    """Return the dtype to which torch promotes `operands` before it compares them."""
     tensors = [one.dtype for one in operands if isinstance(one, Value)]
     numbers = [_type(one) for one in operands if not isinstance(one, Value)]
     return max([*tensors, *numbers], key=lambda one: _RANK[one])

@@ -4,7 +4,7 @@ A workgroup computes one tile of c. It goes along k in steps: it copies a tile o
 workgroup memory, both with k outermost, so a row-major a is transposed. While the next tiles are
 loaded to registers, each thread reads four elements at a time from the current tiles and adds their
 outer products to its sums. No variable indexes a register. The innermost reads of workgroup memory
-have one variable index, the same for all k, so that naga's bounds check of it is computed once.
+have one variable index, the same for all k, so that naga, wgpu's compiler, checks its bounds once.
 """
 
 from __future__ import annotations

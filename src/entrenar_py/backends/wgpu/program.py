@@ -104,7 +104,7 @@ class Program:
             [_num_bytes(one.shape) for one in lowered.results]
         )
         self._check_sizes()
-        # For each buffer that a run needs: its GPU buffer, and the offset in it in bytes.
+        # For each buffer that a run needs: the GPU buffer that has it, and at which byte.
         self.places: dict[Buffer, tuple[Any, int]] = {}
         with device.failures():
             self._allocate(resident)

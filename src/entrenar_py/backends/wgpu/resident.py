@@ -49,15 +49,15 @@ class Programs:
         self._known: WeakKeyDictionary[Model, Compiled] = WeakKeyDictionary()
 
     def of(self, workload: Model) -> Compiled:
-        """Return the graphs and programs of `workload`, kept as long as it lives, to add to."""
+        """Return what is compiled so far for `workload`. It is kept while the workload lives."""
         return self._known.setdefault(workload, Compiled())
 
 
 class ResidentStep:
     """A `Stepper` that keeps frozen tensors on the device.
 
-    Each step has one upload, of all other tensors, the batch and the dropout masks, and one
-    read-back, of the loss and the gradients.
+    Each step uploads all other tensors, the batch and the dropout masks at once, and reads back
+    the loss and the gradients at once.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class ResidentStep:
         return self._graph(key, batch, masks), [*self._inputs(batch, masks), *self._resident()]
 
     def _masks(self, batch: Sequence[Tensor], num_samples: int, drop: DropFunction) -> list[Tensor]:
-        """Return dropout's masks, `drop` applied to ones, in the order of their use.
+        """Return dropout's masks (`drop` applied to ones) in the order of their use.
 
-        Return none if `drop` is the identity.
+        The list is empty if `drop` is the identity.
         """
         if num_samples not in self._ones:
             self._ones[num_samples] = [torch.ones(shape) for shape in self._places(batch)]
@@ -132,7 +132,7 @@ class ResidentStep:
         return graphs[key]
 
     def _step(self, num_batch: int, num_masks: int) -> Function:
-        """Return the step as a function of `_inputs` and `_resident`: (loss, gradients ...)."""
+        """Return the step, a function: `_inputs()`, `_resident()` -> (loss, gradients ...)."""
 
         def compute(*inputs: Tensor) -> tuple[Tensor, ...]:
             rest = iter(inputs)

@@ -1,4 +1,4 @@
-"""Adds rows to the rows of a tensor that an index selects, without atomics."""
+"""Adds rows to those rows of a tensor that an index selects, without atomics."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from entrenar_py.backends.wgpu.values import Schedule, Stored, Value
 def add_rows(schedule: Schedule, value: Value, ids: Value, rows: Value) -> Value:
     """Return a copy of `value` [n, c] with `rows` [r, c] added, in order, to its rows `ids` [r].
 
-    Ids out of range are ignored. A small kernel links equal ids into chains. The thread of a
-    chain's first id adds the whole chain, so no two threads write to one element.
+    Ids out of range are ignored. A small kernel links equal ids into chains. The threads of a
+    chain's first id add the whole chain, so no two threads write to one element.
     """
     listed, added = schedule.contiguous(ids), schedule.contiguous(rows)
     copied = schedule.copy(value)

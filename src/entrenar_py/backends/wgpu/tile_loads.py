@@ -14,9 +14,9 @@ LANES = "xyzw"
 class Side:
     """One operand of a product, with k as one dimension and m or n as the outer dimension.
 
-    `tile` and `step` are the tile's size and the stride of the outer dimension, `tile_k` and
-    `step_k` those of k. A load moves `width` elements, along k if `along_k`, else along the outer
-    dimension. `component_writes` as in `Limits`.
+    The tile's size and the operand's stride are `tile_k` and `step_k` along k, `tile` and `step`
+    along the outer dimension. A load moves `width` elements, along k if `along_k`, else along the
+    outer dimension. `component_writes` is as in `Limits`.
     """
 
     name: str
@@ -101,7 +101,7 @@ def is_vector(layout: Layout, along: int, across: int, size: int) -> bool:
 
 
 def starts(product: Product, side: Side, first: str, layout: Layout) -> Iterator[str]:
-    """Write the start of each of a thread's loads in the buffer, and its place in the tile."""
+    """Write the code that computes the places of a thread's loads in the buffer and the tile."""
     name, width = side.name, side.width
     outer_width, k_width = (1, width) if side.along_k else (width, 1)
     across = (side.tile_k if side.along_k else side.tile) // width
@@ -132,7 +132,7 @@ def batch_start(product: Product, layout: Layout) -> str:
 
 
 def load(side: Side, tile: str) -> Iterator[str]:
-    """Write the loads of a tile's elements to registers, with zeros beyond the end of k."""
+    """Write the code that loads a tile's elements to registers, with zeros beyond the end of k."""
     for i in side.loads:
         name = f"{side.name}_next_{i}"
         at = f"{side.name}_at_{i} + {tile} * {side.tile_k * side.step_k // side.width}u"
@@ -150,7 +150,7 @@ def load(side: Side, tile: str) -> Iterator[str]:
 
 
 def store(side: Side, copy: int) -> Iterator[str]:
-    """Write the copy of the elements in registers to the tile, with k outermost."""
+    """Write the code that copies the elements from registers to the tile, with k outermost."""
     tile = f"{side.name}_tile_{copy}"
     for i in side.loads:
         value, k, t = (f"{side.name}_{part}_{i}" for part in ("next", "k", "t"))
@@ -168,7 +168,7 @@ def store(side: Side, copy: int) -> Iterator[str]:
 
 
 def four(row: str, at: str, *, scalars: bool) -> str:
-    """Return the vec4 at `at` of a tile's row."""
+    """Return the WGSL of the vec4 at index `at` of a tile's row."""
     if not scalars:
         return f"{row}[{at}]"
     return f"vec4<f32>({', '.join(f'{row}[({at}) * 4u + {lane}u]' for lane in range(4))})"

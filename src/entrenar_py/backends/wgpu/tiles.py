@@ -46,9 +46,9 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """c[b, m, n] = finish(sum over k of a[b, m, k] * b[b, k, n]).
+    """c[i, m, n] = finish(sum over k of a[i, m, k] * b[i, k, n]), with `finish` the epilogue.
 
-    `batch` has the sizes of the batch dimensions. Each layout has a stride for each of them.
+    `batch` has the sizes of the batch dimensions, i. Each layout has a stride for each of them.
     """
 
     batch: tuple[int, ...] = ()
@@ -140,7 +140,7 @@ LONG = 256  # the smallest k for which splitting or large tiles pay off
 
 
 def choose(product: Product, limits: Limits) -> Tiling:
-    """Return the largest tiling that suits the product's shape and fits the adapter's limits.
+    """Return the best tiling for the product's shape that fits the adapter's limits.
 
     Raises BackendUnavailable if none fits.
     """

@@ -1,8 +1,8 @@
 """The tensors of a graph, stored or as recipes, and the kernels that store them.
 
 A value that is not stored is a recipe: code that computes an element where one is needed. A recipe
-with a reduction or a matrix product in it is *pending*. It has one user, which either joins its
-kernel or has it stored.
+with a reduction or a matrix product in it is *pending*: either all its users join its kernel, or it
+is stored.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Value:
     """A tensor. `read` emits the code that computes one element.
 
     `reads` are the buffers that this code loads, and `cost` is roughly its number of operations.
-    `rows` is the number of leading dims on which the pending reductions depend, None without any.
+    `rows` is the number of leading dims on which pending reductions depend; None if there are none.
     `product` is the pending product, with elements in the order of this value. `view` is (the
     value that this is a view of, the function that makes the view).
     """
@@ -122,13 +122,13 @@ class Schedule:
         return Buffer(f"buffer{self._count}", dtype, size)
 
     def realise(self, value: Value) -> Value:
-        """Store `value` in C order, unless it is stored already, with any strides. Return it."""
+        """Store `value` in C order, unless it is already stored, in any order. Return `value`."""
         if value.stored is None:
             self._write(value)
         return value
 
     def strided(self, value: Value) -> Stored:
-        """Store `value` with any strides. For a view of a recipe, store the recipe."""
+        """Store `value` with any strides, or the recipe that it views. Return its memory."""
         if value.stored is None and value.view is not None:
             base, again = value.view
             if base.size <= value.size:
@@ -141,7 +141,7 @@ class Schedule:
         return value.stored
 
     def contiguous(self, value: Value) -> Stored:
-        """Store `value` in C order, at any offset."""
+        """Store `value` in C order, at any offset, and return its memory."""
         stored = self.strided(value)
         if is_contiguous(value.shape, stored.strides):
             return stored
@@ -152,7 +152,7 @@ class Schedule:
         return self.realise(replace(value, stored=None, view=None))
 
     def make_room(self, values: Sequence[Value], cost: int) -> None:
-        """Store `values`, those with the most buffers first, until one kernel takes the rest."""
+        """Store values, those that read most buffers first, until one kernel can take the rest."""
         products = any(one.product is not None for one in values)
         room = self.bindings_max - (3 if products else 1)
         while True:
@@ -222,7 +222,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 def join_rows(shape: tuple[int, ...], values: Iterable[Value]) -> int | None:
     """Return the `rows` of a value of `shape` that is computed from `values`, or None.
 
-    None if their rows differ, if one would be computed twice, or if nothing is pending.
+    None if their rows differ, if a row would be computed twice, or if no reduction is pending.
     """
     common: int | None = None
     for value in values:

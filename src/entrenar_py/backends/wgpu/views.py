@@ -1,4 +1,4 @@
-"""Views. Of a stored value, new strides and an offset if possible, else index arithmetic."""
+"""Views: of a stored value by new strides and an offset if possible, else by index arithmetic."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _view(
     *,
     ordered: bool = False,
 ) -> Value:
-    """Make a view. `ordered` if it has all elements of `value` in the same order."""
+    """Return a view of `value`. `ordered` says that it has all elements, in the same order."""
     to = tuple(shape)
     keeps_product = value.product is not None and ordered
     keeps_rows = value.single and math.prod(to) == value.size
