@@ -43,11 +43,11 @@ class Backend(Protocol):
         ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`x @ weight.T + bias`, differentiable once: [..., in], [out, in], [out] -> [..., out]."""
+        """Return `x @ weight.T + bias`, differentiable once: [..., in], [out, in], [out]."""
         ...
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a @ b`, [m, k] x [k, n] -> [m, n], any strides, no gradient.
+        """Return `a @ b`, [m, k] x [k, n] -> [m, n], for any strides and without a gradient.
 
         Raises UsageError for other shapes, zero sizes, and tensors that aren't float32 on the CPU.
         """

@@ -1,7 +1,7 @@
 """The fallback chain CUDA -> wgpu -> CPU: use the first backend that gives a finite result.
 
-`auto` also checks the result's accuracy and skips software adapters. A backend that the user
-selects by name doesn't go through the chain.
+`auto` also checks the accuracy of a small product and skips software adapters. A backend that the
+user selects by name doesn't go through the chain.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAILURES = (BackendUnavailable, MemoryError, RuntimeError)
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One try of a backend, with the `reason` if it failed. `device` is "" if it didn't open."""
+    """One try of a backend. `reason` is why it failed, and `device` is "" if it didn't open."""
 
     backend: str
     served: bool
@@ -85,12 +85,12 @@ def auto(*, on_attempt: Callable[[Attempt], None]) -> Backend:
 
 
 def is_finite(result: Tensor) -> bool:
-    """True if no element is NaN or infinite."""
+    """Return True if no element is NaN or infinite."""
     return bool(torch.isfinite(result).all())
 
 
 def probe(backend: Backend) -> Tensor:
-    """Return a small product; raise BackendUnavailable if its error is larger than rounding's."""
+    """Return a small product; raise BackendUnavailable if rounding doesn't explain its error."""
     a = torch.linspace(-1, 1, 17 * 19).reshape(17, 19)
     b = torch.linspace(1, -2, 19 * 23).reshape(19, 23)
     result = backend.matmul(a, b)

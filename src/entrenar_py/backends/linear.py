@@ -19,7 +19,7 @@ Products = Callable[[Sequence[Pair]], list[Tensor]]
 
 
 def apply(products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias`: [..., in], [out, in], [out] -> [..., out]."""
+    """Return `x @ weight.T + bias`: [..., in], [out, in], [out] -> [..., out]."""
     rows = x.reshape(-1, x.shape[-1])
     result: Tensor = _Linear.apply(products, rows, weight)  # type: ignore[no-untyped-call]
     if bias is not None:
@@ -53,7 +53,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
-        """Compute the gradients that autograd needs, of `rows` and `weight`, in one submission."""
+        """Compute the needed gradients, of `rows`, `weight` or both, by one call of `products`."""
         rows, weight = ctx.saved_tensors
         _, wants_rows, wants_weight = ctx.needs_input_grad
         pairs = []

@@ -30,12 +30,12 @@ class Comparison:
 
     @property
     def explained(self) -> bool:
-        """True if rounding explains every element."""
+        """True if rounding explains every element's error."""
         return self.finite and self.error <= self.bound
 
 
 def gamma(length: int, unit_roundoff: float) -> float:
-    """Return the largest relative error of a sum of `length` products: k u / (1 - k u).
+    """Return the largest error of a sum of `length` products, relative to the sum of |products|.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, section 3.1 and (3.5).
     """
