@@ -69,9 +69,9 @@ class Blocks:
 class Sums:
     """Collects the tree nodes of one step, block by block, as workers deliver them.
 
-    A worker's nodes count once its delivery is whole (`deliver`), or earlier for a block that is
-    completed before. Either way the bits are those that any worker would have sent. The memory of
-    summed nodes is reused, since allocating it costs more than filling it.
+    A worker's nodes count once its delivery is whole (`deliver`), or earlier, in a block that is
+    completed before that (`complete`). Both are right, since any worker would send the same bits.
+    The memory of summed nodes is reused, because allocating it costs more than filling it.
     """
 
     def __init__(self, num_shards: int) -> None:
@@ -84,7 +84,7 @@ class Sums:
         self._room_bytes = 0  # the largest size requested so far
 
     def room(self, num_bytes: int) -> memoryview:
-        """Return memory for a node that will be passed to `take`. It is not zeroed."""
+        """Return `num_bytes` of memory, not zeroed, for a node that will be passed to `take`."""
         # Blocks have two sizes. All memory has the larger one, so that any piece fits any block.
         # Otherwise some would lie unused, and each step would allocate more.
         self._room_bytes = max(self._room_bytes, num_bytes)
@@ -98,7 +98,7 @@ class Sums:
         """Add a node of `block` to the unfinished delivery of `rank`.
 
         `payload` is the memory behind the node's vector, and belongs to this object from now on.
-        Pass None if it belongs to somebody else; then the vector must be read-only.
+        Pass None if the memory belongs to somebody else; then the vector must be read-only.
         """
         self._open.setdefault(rank, {}).setdefault(block, []).append(node)
         if isinstance(payload, memoryview) and isinstance(payload.obj, np.ndarray):
@@ -121,20 +121,20 @@ class Sums:
         self._lent.clear()
 
     def complete(self, block: int) -> None:
-        """Fix the nodes of `block` as those that arrived. Then any thread may sum the block."""
+        """Complete `block` with the nodes that have arrived. Then any thread may sum it."""
         nodes = self._whole.pop(block, [])
         for delivered in self._open.values():
             nodes += delivered.pop(block, [])
         self._complete[block] = nodes
 
     def root(self, block: int) -> Node:
-        """Return the sum over all shards, in memory of a node; ValueError if shards are missing."""
+        """Return the sum of `block` over all shards; ValueError if shards are missing."""
         if block not in self._complete:
             self.complete(block)
         return reduction.root(self._complete.pop(block), self._num_shards)
 
     def average(self, block: int, scale: float, *, out: Vector) -> tuple[float, float] | None:
-        """Write the sum over all shards, divided by its weight and by `scale`, to `out`.
+        """Write the sum of `block` over all shards, divided by its weight and by `scale`, to `out`.
 
         Return the summed loss and its weight, or None if the loss or a mean is not finite. Raises
         ValueError if shards are missing.

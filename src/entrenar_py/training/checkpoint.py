@@ -130,8 +130,8 @@ def require_fitting(
 ) -> None:
     """Raise CheckpointError unless the content of the file at `path` fits the run.
 
-    `arrays` must have the names, shapes and dtypes of `expected` and be finite. Each key of
-    `limits` must be a whole number in `progress`, from 0 to the limit.
+    `arrays` must have the names, shapes and dtypes of `expected` and be finite. For each key of
+    `limits`, `progress` must hold a whole number from 0 to the limit.
     """
     for name, largest in limits.items():
         value = progress.get(name)

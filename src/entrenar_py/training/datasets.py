@@ -49,9 +49,9 @@ def digits(num_samples: int) -> tuple[Array, NDArray[np.int64]]:
 def lines(num_samples: int) -> tuple[bytes, ...]:
     """Return the first lines of the standard library's source, 2 to 32 bytes each.
 
-    Indentation and line ends are stripped, blank lines left out, long lines cut. The text may
-    differ between Python versions; compare digests. Raises UsageError when `num_samples` is larger
-    than the data set.
+    Indentation and line ends are stripped, short lines left out, long lines cut. The text may
+    differ between Python versions; the workload's `data_digest` shows whether it does. Raises
+    UsageError when `num_samples` is larger than the data set.
     """
     text = _source_lines()
     _require("decoder", num_samples, len(text))

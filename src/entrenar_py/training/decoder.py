@@ -43,7 +43,7 @@ PADDING = -100  # the target that cross entropy ignores
 
 
 class ByteDecoder(Workload):
-    """Next-byte prediction on lines of Python source. A sample weighs its number of targets."""
+    """Next-byte prediction on lines of Python source. A sample's weight is its count of targets."""
 
     weight_max = POSITIONS
 
@@ -137,7 +137,7 @@ class _Block:
         return self._linear(x, self[f"{name}.weight"], None)
 
     def _adapted(self, name: str, x: Tensor) -> Tensor:
-        """Return the frozen layer's output plus its low-rank adapter's: W x + s B A drop(x)."""
+        """Return the output of layer `name` with its low-rank adapter: W x + s B A drop(x)."""
         low = self._linear(self._drop(x), self[f"{name}.lora_a"], None)  # [r, 4]
         return self._dense(name, x) + LORA_SCALE * self._linear(low, self[f"{name}.lora_b"], None)
 

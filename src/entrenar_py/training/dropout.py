@@ -1,4 +1,4 @@
-"""Dropout with masks from a named random stream, recorded, and the same on every backend."""
+"""Dropout: masks come from a given random stream, so they are the same on every backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ShardStreams:
         self._num_samples = sum(size for _, size in self._streams)
 
     def random(self, shape: tuple[int, ...], dtype: type[np.float32]) -> NDArray[Any]:
-        """Return numbers in [0, 1) of `shape`; its first axis has equally many rows a sample."""
+        """Return numbers in [0, 1) of `shape`; each sample has equally many rows (first axis)."""
         rows = shape[0] // self._num_samples
         parts = [rng.random((size * rows, *shape[1:]), dtype) for rng, size in self._streams]
         return np.concatenate(parts)

@@ -28,8 +28,8 @@ class Engine:
     """A replica: all tensors of a workload, the trainable ones as one flat vector.
 
     `parameters` is float32 [num_trainable]. `arrays` are views of all tensors by name, for reading,
-    split into `weights` and `buffers`. `tensors` are torch tensors of the same memory. The initial
-    `tensors` are copied. `scale` is a power of two (`scale_of`) that multiplies everything summed.
+    split into `weights` and `buffers`. `tensors` are torch tensors of the same memory, with copies
+    of the initial values. `scale` (`scale_of`) multiplies gradients and statistics, not losses.
     """
 
     def __init__(
@@ -61,10 +61,9 @@ class Engine:
     def shard(
         self, ids: sharding.Ids, *, accumulation: int, drop: DropFunction
     ) -> tuple[Array, float, float]:
-        """Return the vector (in the layout, times the scale), summed loss and weight of `ids`.
+        """Return the flat vector of `ids` times the scale, their summed loss, and their weight.
 
-        Each of the `accumulation` micro-batches is a leaf of a fixed tree, along which they are
-        added.
+        `ids` are cut into `accumulation` micro-batches, which are added along a fixed tree.
         """
         if accumulation == 1:
             return self._micro_batch(ids, drop)

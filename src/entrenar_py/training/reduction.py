@@ -19,7 +19,7 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A partial sum of `vector`, float32 [num_params], `loss` and `weight`."""
+    """A node of the tree: the sums of `vector` (float32), `loss` and `weight` over its shards."""
 
     level: int
     index: int
@@ -48,10 +48,10 @@ def shards_under(level: int, index: int, num_shards: int) -> range:
 def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
     """Add siblings until none are left; return the remaining nodes in shard order.
 
-    `nodes` are disjoint, in any order, and taken one at a time. Over n consecutive leaves from the
-    first, at most log2(n) + 1 vectors are alive; over other runs of n > 1 leaves, 2 log2(n) + 1.
+    `nodes` are disjoint, in any order, and taken one at a time. For n consecutive leaves
+    in order, at most log2(n) + 1 vectors are alive if the first is shard 0, else 2 log2(n) + 1.
     Writable vectors are added in place. Raises ValueError for a node that is not of a tree over
-    `num_shards` leaves, or covers a shard twice.
+    `num_shards` leaves, or has a shard under it that an earlier node had.
     """
     waiting: dict[tuple[int, int], Node] = {}
     top = height(num_shards)
@@ -80,7 +80,7 @@ def add(node: Node, sibling: Node) -> Node:
 
 
 def root(nodes: Iterable[Node], num_shards: int) -> Node:
-    """Return the sum of all leaves; ValueError that names the missing shards if there are any."""
+    """Return the sum of all leaves; ValueError, naming the shards, if any are missing."""
     folded = fold(nodes, num_shards)
     if len(folded) != 1 or folded[0].level != height(num_shards):
         present = {shard for node in folded for shard in span(node, num_shards)}

@@ -83,7 +83,7 @@ class Workload(ABC):
         return loss.item(), [gradient.numpy() for gradient in gradients]
 
     def statistics(self, ids: Sequence[int]) -> dict[str, Array]:
-        """Return for each buffer, in its shape, the sum over `ids` of the values it averages."""
+        """Return for each buffer the sum over `ids` of what it averages, in the buffer's shape."""
         return {}
 
 

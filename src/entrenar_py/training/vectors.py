@@ -31,10 +31,11 @@ TERMS_MAX = 1024
 
 
 class GivenVectors(Workload):
-    """The loss of sample i is the inner product of `vector` and its own v_i, normally distributed.
+    """The loss of sample i is the inner product of the tensor `vector` and a known vector v_i.
 
-    No v_i is stored. Each is drawn again from its own seed when needed, whole or piece by piece.
-    With `terms` every sample weighs 1. If `terms` are vectors, the samples take them in turn.
+    If `terms` are vectors, they are the v_i, in turn. Else v_i is normally distributed and not
+    stored: when needed, it is drawn again from its own seed, whole or piece by piece. A sample
+    weighs 1 if `terms` are given (vectors or DRAWN), else 1, 2 or 3 in turn.
     """
 
     name = "vectors"
