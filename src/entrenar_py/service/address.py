@@ -24,7 +24,7 @@ class Address(NamedTuple):
 
 
 def parse(text: str, *, port_min: int) -> Address:
-    """Return the address in `text`; UsageError, naming what is wrong, if it is none.
+    """Return the address in `text`; UsageError, naming what is wrong, if `text` is none.
 
     `port_min` is 0 for an address to listen at (0 is any free port), 1 for one to connect to.
     """

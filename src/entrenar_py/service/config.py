@@ -173,7 +173,7 @@ class _Reader:
     def _with_option(
         self, scenario: Scenario, name: str, read: Callable[[Scenario], object]
     ) -> Scenario:
-        """Return `scenario` with the file's option `name`, if it has one that `read` accepts."""
+        """Return `scenario` with the file's option `name`, unless that is missing or invalid."""
         node = self._root.present(name)
         if node is None:
             return scenario
@@ -278,7 +278,7 @@ class _Reader:
 
 
 def _value(name: str, node: Node) -> Any:
-    """Return the value of a scenario's field. YAML 1.1 reads 1e-3, without a point, as text."""
+    """Return the value of a scenario's field. A float like 1e-3, text in YAML 1.1, is converted."""
     value = plain(node)
     if not isinstance(value, str) or "float" not in str(Scenario.__dataclass_fields__[name].type):
         return value

@@ -55,7 +55,7 @@ def run(path: Path, *, resume: bool) -> int:
 
 
 def _claim(settings: Config, stack: ExitStack) -> None:
-    """Lock the run's files until `stack` is closed; UsageError if that fails."""
+    """Lock checkpoint and ledger until `stack` is closed; UsageError if a path can't be used."""
     path = None if settings.checkpoint is None else settings.checkpoint.path
     paths = {"checkpoint": path, "ledger": settings.ledger, "metrics": settings.metrics}
     file_locks.require_distinct(paths)
@@ -71,7 +71,7 @@ def _warn(text: str) -> None:
 
 
 def _require_intended(settings: Config, *, resume: bool) -> None:
-    """Raise UsageError if --resume is missing but needed, or given without a checkpoint to use."""
+    """Raise UsageError if --resume is missing but needed, or given without a checkpoint path."""
     path = None if settings.checkpoint is None else settings.checkpoint.path
     if path is None and resume:
         raise UsageError("--resume: the configuration has no checkpoint to go on from; give it one")
@@ -166,7 +166,7 @@ def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
 
 
 def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> None:
-    """Stop the server in the loop's next turn, since the caller is inside one of its callbacks."""
+    """Stop `server` in the loop's next turn, because `server` is in one of its callbacks."""
     loop.call_soon(partial(server.stop, reason, at_once=True))
 
 

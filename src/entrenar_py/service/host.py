@@ -29,9 +29,9 @@ class Host:
     """The record of one coordinator's run. Its `server` does the arithmetic.
 
     `unsaved` says why the last checkpoint could not be written, `broken` why the ledger could not;
-    each is None otherwise. A broken ledger calls `give_up`. `traffic` returns the bytes received
-    and sent so far. `since` is the gap with which a new ledger starts if the run was resumed from a
-    checkpoint.
+    each is None otherwise. When the ledger can't be written, `give_up` is called. `traffic` returns
+    the bytes received and sent so far. `since` is None, or after a resume the Gap event with which
+    a new ledger starts.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Host:
         self.traffic: Traffic = lambda: (0, 0)
         self._in_star = topology.of(scenario) is topology.STAR  # else its workers hold the state
         self._ledger: Writer | None = None
-        self._is_over = False  # the ledger says so already
+        self._is_over = False  # the ledger says already that the run is completed
         self._listeners = tuple(listeners)
         self._watch = Stopwatch(clock)
-        self._step = 0  # the current one
+        self._step = 0  # the current step
         self._held_step = 0  # the coordinator holds the state before this step
         self._made_step = -1  # the last step that listeners were told of
         self._saved: int | None = None  # the last checkpoint holds the state before this step
@@ -103,7 +103,7 @@ class Host:
             self._tell_made(message.step, loss=loss)
 
     def save(self, step: int) -> None:
-        """Write the ledger, and then the checkpoint, if the run has a place for it.
+        """Write the ledger, and then the checkpoint, if one is configured.
 
         If the checkpoint can't be written, a note says so and the run goes on. The previous
         checkpoint stays whole, and the next save tries again.
@@ -140,9 +140,10 @@ class Host:
         return first
 
     def write_to(self, ledger: Writer, standing: Standing) -> None:
-        """Record in `ledger` from now on. Ranks still present at its end (`standing`) have left.
+        """Record in `ledger` from now on; `standing` is the state at its present end.
 
-        A new ledger starts with a gap if the run goes on from a checkpoint.
+        A new ledger starts with a gap if the run goes on from a checkpoint. If an old one does not
+        end with End, its coordinator died, and the ranks present are recorded as having left.
         """
         self._ledger = ledger
         if self.since is not None and standing.is_new:
@@ -159,7 +160,7 @@ class Host:
                 self.notify(left)
 
     def finish(self, finish: Finish) -> None:
-        """Record how the run ended, save the last state if that is due, and close the ledger."""
+        """Record how the run ended, save the state if it failed or halted, and close the ledger."""
         self._step = self._held_step
         if finish.status in ("failed", "halted"):  # else the protocol has saved it already
             self.save(self._step)
@@ -211,7 +212,7 @@ class Host:
     def _write(self, *, sync: bool = False) -> None:
         """Move the recorded events to the ledger, or discard them if there is none.
 
-        If the ledger can't be written, the run is ended, because its proof would have a gap.
+        If the ledger can't be written, the run is ended, because the ledger would have a gap.
         """
         events = self.server.recorder.drain()
         if self._ledger is None:

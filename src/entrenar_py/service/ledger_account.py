@@ -20,10 +20,10 @@ from entrenar_py.untrusted import files
 class Account:
     """The summary of a ledger of `num_lines`, from digest `first` to digest `last`.
 
-    `weights` has a digest for each step (`weights_digest`). `devices` holds (backend, device) for
-    those that served. `quarrel` says where two workers hold different weights after the same step.
-    `made` lists stretches of steps, first and last, in the order they were made. A resume begins a
-    new one.
+    `weights` has a digest for each step (`weights_digest`). `devices` holds (backend, device) pairs
+    that were used. `quarrel` says where weights after the same step differ first, or is None.
+    `made` lists stretches of steps, as (first, last), in the order they were made. A resume begins
+    a new stretch.
     """
 
     scenario: Scenario
@@ -151,5 +151,5 @@ def weights_digest(weights: Tensors, buffers: Tensors) -> str:
 
 
 def steps(first: int, last: int) -> str:
-    """Return the steps `first` to `last` in words, with the verb."""
+    """Return "steps 3 to 5 are" if `first` is 3 and `last` is 5; "step 3 is" if both are 3."""
     return f"step {first} is" if first == last else f"steps {first} to {last} are"

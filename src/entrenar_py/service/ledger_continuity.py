@@ -1,6 +1,6 @@
-"""The link from a checkpoint to the ledger's last line at that time, which reveals lost lines.
+"""The link from a checkpoint to the last ledger line before it, by which lost lines are noticed.
 
-Writes it into a checkpoint's progress, reads it back, and puts a ledger's gap in words.
+Puts the link into a checkpoint's progress, reads it back, and puts a ledger's gap in words.
 """
 
 from __future__ import annotations

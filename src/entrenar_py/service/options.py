@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options, `command` among them; UsageError if they are invalid together."""
+    """Return the options, `command` among them; UsageError if they are invalid."""
     parsed = parser().parse_args(arguments)
     if parsed.command == "worker" and parsed.tls_ca is None and (parsed.tls_cert or parsed.tls_key):
         raise UsageError(

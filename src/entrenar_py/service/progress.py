@@ -48,7 +48,7 @@ class Pace:
 
 
 class Lines:
-    """Prints every note, a step and a checkpoint every LINE_EVERY_S, and the last step."""
+    """Prints notes and the last step; other steps and saved checkpoints every LINE_EVERY_S."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -88,7 +88,7 @@ class Live:
 
 
 def summary(step: StepMade) -> str:
-    """Return one step in a line: loss, pace, workers, traffic, exchange, and the slowest worker."""
+    """Return one step in a line: loss, pace, workers, traffic, times, and who delivered last."""
     parts = [f"loss {step.loss:.6g}"]
     if step.steps_per_s is not None:
         parts.append(f"{_digits(step.steps_per_s)} steps/s")

@@ -1,7 +1,7 @@
 """Trains a ledger's scenario again, in this process, and compares the weights after every step.
 
-One process can repeat any number of workers: on one kind of device the sum of the gradients is the
-same for all numbers.
+One process can repeat a run of any number of workers: on one kind of device, the gradients' sum
+has the same bits for every number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROUNDING = ("torch", "numpy", "wgpu")
 
 
 def replay(account: Account, path: Path) -> int:
-    """Compare `account`, of the ledger at `path`, with the same training; return the exit code.
+    """Repeat the training of the ledger at `path`, compare with `account`, return the exit code.
 
     Raises UsageError for a scenario with faults, a mutant, or a user's own trainer.
     """
@@ -79,7 +79,7 @@ def _difference(account: Account, path: Path, backend: str) -> str | None:
 
 
 def _updates(scenario: Scenario, backend: str, num_steps: int) -> Iterator[trace.Update]:
-    """Yield one worker's update for each of the first `num_steps` steps, up to a halt."""
+    """Train on one worker; yield its update for each of the first `num_steps`, up to a halt."""
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     alone = scenario.with_(
         system="reference", world_size=1, backends=(backend,), stops=(), options={}

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Last:
-    """The worker that delivered last, and its delay after the median of all workers."""
+    """The worker that delivered last, and how long after the median delivery."""
 
     rank: int
     behind_ms: float
@@ -19,11 +19,11 @@ class Last:
 class StepMade:
     """`workers` made `step`, with mean loss `loss`.
 
-    `step_ms` is the time since the step before, or since its workers were ready. `exchange_ms` of
-    it lie between the last computed shard and all workers holding the average. `reduce_ms` were
-    spent adding and averaging in the coordinator (None in a mesh, whose workers do that).
-    `steps_per_s` is over the last steps, None after the first. `bytes_in` and `bytes_out` are the
-    coordinator's traffic since the step before. `last` is None if fewer than two workers delivered.
+    `step_ms` is the time since the step began, or began again. `exchange_ms` is the part from the
+    last shard computed until all workers hold the average, `reduce_ms` the part in which the
+    coordinator adds and averages (None in a mesh, whose workers do that). `steps_per_s` is over the
+    last few steps, None after the first. `bytes_in` and `bytes_out` are the coordinator's traffic
+    since the step before. `last` is None if fewer than two workers delivered.
     """
 
     step: int
@@ -41,7 +41,7 @@ class StepMade:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """Another event, in words. `what` is a name for it, `step` the current step."""
+    """Any event but a step made: its name (`what`), the current step, and its words (`text`)."""
 
     what: str
     step: int

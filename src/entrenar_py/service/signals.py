@@ -1,7 +1,7 @@
 """SIGINT and SIGTERM: they stop a run in progress, and are ignored once it is over.
 
-asyncio's own handlers end with the loop. Then a signal just after the run could kill the process
-before it reports its exit code.
+asyncio's own handlers would end with the loop, so that a signal just after the run could kill the
+process before it reports its exit code.
 """
 
 from __future__ import annotations

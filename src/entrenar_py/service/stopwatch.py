@@ -52,9 +52,7 @@ class Stopwatch:
         self._delivered[rank] = self._clock()
 
     def made(self, *, reduce_s: float) -> Times:
-        """Return the times of the step just made, `reduce_s` of which went into adding and
-        averaging.
-        """
+        """Return the times of the step just made; `reduce_s` is that of adding and averaging."""
         now = self._clock()
         self._made.append(now)
         passed = now - self._made[0]
@@ -67,7 +65,7 @@ class Stopwatch:
         )
 
     def last(self) -> Last | None:
-        """Return the rank that delivered last in this step, or None if fewer than two delivered."""
+        """Return who delivered last in this step, or None if fewer than two delivered."""
         if len(self._delivered) < 2:
             return None
         rank = max(self._delivered, key=self._delivered.__getitem__)

@@ -47,7 +47,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
-    """Return the backend called `name`, and the attempts to open one. The last attempt served."""
+    """Return the backend called `name`, and the attempts to open one; the last succeeded."""
     attempts: list[trace.Attempt] = []
     if name == AUTO:
         backend = chain.auto(on_attempt=lambda each: attempts.append(trace.Attempt(**asdict(each))))
