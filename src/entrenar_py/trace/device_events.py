@@ -10,7 +10,7 @@ from entrenar_py.trace.tensors import Tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped(Event):
-    """A device computed loss and gradients of `num_samples` samples, as call `step` of the run.
+    """A device computed loss and gradients of `num_samples` samples, in call `step` of the run.
 
     The costs are counted at the device library's interface. `given` identifies weights, samples and
     masks: equal texts mean equal inputs. `earlier` counts earlier steps of this replica with as
@@ -44,10 +44,11 @@ class Stepped(Event):
 class Explained(Event):
     """A device's tensor was compared with float64. `of` names the training step or the operation.
 
-    `error` is the deviation at `element`, where rounding explains it least. `bound` is the
-    deviation that rounding explains there. `total_error` and `total_bound` are those of all
-    elements together (0 if each element has its own bound). `num_bounded` of `num_elements` have a
-    bound. `finite` is false if a NaN or infinity stands where float64 has none.
+    `error` is the deviation at `element`, the one with the largest (in an operation, relative to
+    its bound). `bound` is what rounding explains there. `total_error` is the deviations' sum, and
+    `total_bound` what rounding explains of that (both 0 if each element has its own bound).
+    `num_bounded` of `num_elements` have a bound. `finite` is false if a NaN or infinity stands
+    where float64 has none.
     """
 
     of: str
@@ -69,7 +70,7 @@ class Explained(Event):
 class Poisoned(Event):
     """Inputs held a NaN, which reaches `reached` elements of `tensor` on the CPU.
 
-    `lost` of these elements were not NaN on the device. The first of them is `element`.
+    `lost` of these elements were not NaN on the device; `element` is the first lost one.
     """
 
     of: str

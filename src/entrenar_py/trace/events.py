@@ -142,9 +142,9 @@ class Audit(Event):
     """Each of `ranks` computed logical `shard` of `step`, and the copies were compared.
 
     `alike` has for each copy the index of the first copy with the same bits. `culprit` is the rank
-    that differed from two others, first in `element` of `tensor`; its copy was discarded. A single
-    rank has nothing to compare with, unless it is in `disputed`: the ranks that disagreed before
-    and may have left. The Shard event comes from a rank whose copy counts.
+    that differed from two others, first in `element` of `tensor`; its copy was discarded.
+    `disputed` are the ranks that ever disagreed, even if they have left. A single rank settles the
+    audit, unless it is one of those. The Shard event comes from a rank whose copy counts.
     """
 
     step: int
@@ -195,8 +195,8 @@ class Saved(Event):
 class Gap(Event):
     """This ledger starts from a checkpoint before `step`, and lacks the events before that.
 
-    `lines` and `digest` are the ledger's length and the digest of its last line as the checkpoint
-    names them, or None. `reason` says why that ledger is not continued.
+    `lines` and `digest` are the earlier ledger's length and the digest of its last line as the
+    checkpoint names them, or None. `reason` says why the earlier ledger is not continued.
     """
 
     step: int
@@ -274,9 +274,9 @@ class Memory(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held(Event):
-    """The bytes of parameters that worker `rank` holds, in pieces and copies.
+    """The bytes of parameters with which worker `rank` starts, in pieces and in whole tensors.
 
-    `num_parts` ranks should together hold one copy of the model's `whole_bytes`.
+    `num_parts` ranks together should hold `whole_bytes`, the size of all parameters, only once.
     """
 
     rank: int
@@ -287,7 +287,7 @@ class Held(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried(Event):
-    """A message was encoded and decoded in `pieces`; `sent` and `got` are its digests.
+    """A message was encoded, then decoded from `pieces` pieces; `sent` and `got` are its digests.
 
     `got` is None if nothing was decoded. `allocated_bytes` is the most memory that decoding took.
     """

@@ -1,7 +1,7 @@
 """A trace's file: JSON lines in a BLAKE3 chain.
 
-Every line is one event plus `chain`, the BLAKE3 digest of the previous line's chain and this line
-without its own. The last event is `End`, so a truncated file is detected, too.
+A header line, then one event a line. Each has `chain`, the BLAKE3 digest of the previous `chain`
+and of the line without its own. The last event is `End`, so a truncated file is detected, too.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def dump_events(events: Iterable[Event]) -> bytes:
 
 
 def load_events(data: bytes) -> list[Event]:
-    """Return the events that `dump_events` wrote; TraceError names the first bad line otherwise."""
+    """Return the events that `dump_events` wrote; TraceError, naming the line, if one is bad."""
     events = []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
@@ -116,8 +116,8 @@ class Reader:
     """Reads a trace's file line by line: `head` (a trace without events) at once, then each event.
 
     `num_lines` and `num_bytes` were read so far; `chain` is the last line's. Raises TraceError,
-    which names the line, for content that no writer wrote. A last line without a line end may have
-    been cut off when its writer died. With `cut` the events end before it, else its chain decides.
+    which names the line, for content that no writer wrote. With `cut`, a last line without a line
+    end is ignored, because its writer may have died in it; else it is read like any other.
     """
 
     def __init__(self, file: BinaryIO, path: Path, *, cut: bool = False) -> None:

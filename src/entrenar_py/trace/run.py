@@ -28,9 +28,9 @@ class Trace:
     """The events of one run of `scenario`, in order.
 
     `environment` holds versions and devices. `promises` are the system's own claims: "bitwise" (the
-    same bits for any number of workers of one backend), or at least "draws" (samples and masks
-    depend on the logical shard, not on the worker). `traits` are facts of the run beyond its
-    scenario.
+    same bits for any number of workers of one backend), "draws" (at least samples and masks depend
+    on the logical shard, not on the worker), "rounds" (workers step alone between two meetings).
+    `traits` are facts of the run beyond its scenario.
     """
 
     scenario: Scenario
@@ -71,10 +71,9 @@ class Trace:
 def _standing(events: Sequence[Event]) -> Sequence[Event]:
     """Return `events` without those that a resume undid.
 
-    A resumed start before step s removes its rank's earlier records of step s and later. It also
-    removes those of ranks that left before, since they can't do so themselves. A start before step
-    s after all ranks had left removes the shards of step s and later, because that step was never
-    made. Faults, halts and departures stay.
+    A resumed Start at step s undoes what its rank, and ranks that have left, recorded from step s
+    on. Another Start at step s, if all ranks had left before it, undoes the shards from step s on,
+    because that step was never made. Faults, halts and departures stay.
     """
     if not any(isinstance(earlier, Membership) or _resumes(earlier) for earlier in events):
         return events
@@ -103,12 +102,12 @@ def _resumes(event: Event) -> bool:
 
 
 def _abandoned(event: Event, step: int) -> bool:
-    """Return whether `event` is a shard of step `step` or later, which no worker completed."""
+    """Return whether `event` is a shard of `step`, which no worker made, or of a later step."""
     return isinstance(event, Shard) and event.step >= step
 
 
 def _undone(event: Event, ranks: set[int], back_to: int) -> bool:
-    """Return whether `event` is of one of `ranks`, and after the state before step `back_to`."""
+    """Return whether `event` is undone if `ranks` resume from the state before step `back_to`."""
     if isinstance(event, Shard | Update | Synchronised):
         return event.rank in ranks and event.step >= back_to
     if isinstance(event, Start | Saved):

@@ -32,15 +32,15 @@ class Traits:
 
     Between workers:
 
-    - `topology`: the processes between which gradients travel, if their bytes are counted.
+    - `topology`: how gradients travel (`star`, `mesh`, `ring`), "" if their bytes aren't counted.
     - `updates`: whether every worker steps with its own optimizer, or a server steps for all.
     - `shared`: ranks that draw the same samples compute one shard together.
     - `compressed`: the number format or hook that compresses gradients in transit.
 
     In the model and the data:
 
-    - `masks`: whether each rank draws dropout's masks, or they are keyed by logical shard: as a
-      single device draws them (`shard`), or from generators that no single device has
+    - `masks`: who draws dropout's masks: each rank (`rank`), or each logical shard, either as a
+      single device draws them (`shard`) or from generators that no single device has
       (`shard_apart`).
     - `batch_norm`: batch normalisation uses each rank's own samples.
     - `drop_last`: the last batch of an epoch is left out if it would be short.
@@ -50,7 +50,7 @@ class Traits:
 
     - `rule`: `other` if it is not one of the scenario's optimizers as torch has them.
     - `decay`: `coupled` if Adam's weight decay is a part of the gradient.
-    - `clipping`: `other` if gradients were recorded as applied, whether clipped or not.
+    - `clipping`: `other` if gradients were recorded only as applied, maybe clipped.
     - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't state.
 
     Raises UsageError for a value that is not among a field's CHOICES.

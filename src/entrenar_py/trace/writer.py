@@ -42,8 +42,8 @@ class Mark:
 class Standing:
     """The state at the end of a file: the ranks present, the step, and the End event, if any.
 
-    `num_made` is the number of steps up to the last update in it. `is_new`: the file was just
-    created.
+    `num_made` is the number of steps up to the highest with an update. `is_new` is true if the file
+    was just created.
     """
 
     present: tuple[int, ...] = ()
