@@ -26,15 +26,15 @@ from entrenar_py.systems import SYSTEMS
 
 _WORKERS = (1, 2, 3, 4, 5, 8)
 _POWERS_OF_TWO = (1, 2, 4, 8)
-# The field that is set in a disturbed run's scenario, and empty in the base's.
+# The field in which a disturbed run's scenario has its faults or stops, and the base's has none.
 _DISTURBANCES: Mapping[Need, str] = {KILLED: "faults", RESUMED: "stops"}
 
 
 def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
     """Return the scenarios of all runs that a check with `needs` compares for `scenario`.
 
-    If `scenario` is disturbed or has a knob turned, it answers that need, and the base is the same
-    scenario without the disturbance or the turned knob. Otherwise `scenario` is the base.
+    If `scenario` itself answers one of `needs`, by its faults, its stops or a turned knob, the base
+    is the same scenario without those. Otherwise `scenario` is the base.
     """
     pair = knob_pairs.pair_of(scenario)
     for need in needs:
@@ -69,8 +69,8 @@ def plain(scenario: Scenario, **changes: Any) -> Scenario:
 def _undropped(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario] | None:
     """Return the runs without dropout if the runs to compare would draw different masks, else None.
 
-    Masks drawn by each rank differ on one worker and after a worker is lost. Masks from generators
-    of the trainer's own differ from any single device's.
+    If each rank draws its masks, they are others on one worker, and after a worker is lost. If the
+    trainer draws them from its own generators, they are others than any single device's.
     """
     system = SYSTEMS.get(scenario.system)
     if not scenario.dropout or system is None:
@@ -83,13 +83,13 @@ def _undropped(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario] | 
 
 
 def _oracle(scenario: Scenario) -> list[Scenario]:
-    """Return the plain single-device run of the same training, by the independent trainer."""
+    """Return the same training on a single device, by the independent trainer."""
     single = {"system": "textbook", "world_size": 1, "accumulation": 1, "backends": ("cpu",)}
     return [plain(scenario, **single, options={})]
 
 
 def _counts(scenario: Scenario) -> list[Scenario]:
-    """Return the run on each number of workers for which there are enough shards and samples."""
+    """Return `scenario` on each number of workers for which it has enough shards and samples."""
     most = min(scenario.num_shards, scenario.num_samples)
     system = SYSTEMS.get(scenario.system)
     counts: tuple[int, ...] = _WORKERS

@@ -61,8 +61,8 @@ def search(
 def _whatever_is_imported() -> Any:
     """Keep Hypothesis from drawing constants of the modules that happen to be loaded.
 
-    With them a seed would mean other scenarios after other checks, and files would appear in the
-    working folder. There is no public switch. Releases without such constants are unaffected.
+    Those would make a seed's scenarios depend on the checks run before, and write files into the
+    working folder. There is no public switch. Hypothesis without such constants is unaffected.
     """
 
     def none() -> Any:
@@ -119,7 +119,7 @@ def _stops(num_steps: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def _moved(draw: st.DrawFn, fault: Fault, sizes: Mapping[str, Any]) -> tuple[Fault, ...]:
-    """Draw `fault` at another step, rank and shard within `sizes`, for each that it names.
+    """Draw `fault` with each of step, rank and shard that it names drawn anew, within `sizes`.
 
     A fault that names a shard loses its rank, because another rank may own the new shard.
     """

@@ -19,7 +19,7 @@ _noted = threading.Event()
 def deferred(
     *, numbers: Sequence[signal.Signals] = (signal.SIGINT,), for_good: bool = False
 ) -> Iterator[None]:
-    """In the body, the first of these signals waits for `check`; a second interrupts at once.
+    """In the body, the first of the signals waits for `check()`; a second interrupts at once.
 
     Afterwards the old handlers are back, or with `for_good` the signals are ignored, because the
     process is about to exit. Does nothing outside the main thread, and for signals already ignored.

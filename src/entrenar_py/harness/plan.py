@@ -27,8 +27,8 @@ PARTS_MAX = 2**20
 class Plan:
     """The options of the command line, apart from the contract.
 
-    The contract decides where `system` is None or `world_sizes` or `backends` are empty. `seed` is
-    added to every scenario's. `timeout_s` bounds the whole run; what it leaves out is inconclusive.
+    Where `system` is None, or `world_sizes` or `backends` are empty, scenarios keep their own.
+    `seed` is added to theirs. `timeout_s` bounds the whole run; what it cuts short is inconclusive.
     Counterexamples are kept in `saved_folder`. Raises UsageError for an unknown system or backend.
     """
 
@@ -52,10 +52,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One clause and its scenarios: `known` ones broke it before, `planned` ones it asks for.
+    """One clause and its scenarios: `known` ones that broke it before, and those `planned` for it.
 
-    `check` is None if no check covers the clause; then nothing is tried. `notes` say which of the
-    scenarios it asks for are left out or changed, and why.
+    `check` is None if no check covers the clause; then nothing is tried. `notes` say which
+    scenarios of the clause are left out or changed, and why.
     """
 
     invariant: Invariant
@@ -103,9 +103,10 @@ def divide(
 ) -> tuple[tuple[Task, ...], tuple[NotApplying, ...]]:
     """Return a task for each clause that applies to the plan's system, and the clauses that don't.
 
-    A clause doesn't apply if it presupposes common steps or bits that the system does not promise,
-    if it is bound to other systems, or if each of its scenarios has a fault that the system can't
-    inject. Raises UsageError, naming the place, if a scenario can't be run.
+    A clause doesn't apply if its check presupposes that all workers step together, or equal bits
+    for any number of workers, and the system doesn't promise that; if it is bound to other systems;
+    or if each of its scenarios has a fault that the system can't inject. Raises UsageError, naming
+    the place, if a scenario can't be run.
     """
     outcomes = [_task(invariant, plan) for invariant in invariants]
     return (
@@ -144,12 +145,12 @@ def systems_of(scenarios: Iterable[Scenario]) -> str:
 
 
 def is_trainer(system: str) -> bool:
-    """Return whether runs of `system` are training runs, as those of unknown systems are."""
+    """Return whether `system` is a trainer. An unknown system is taken for one."""
     return system in TRAINERS or system not in SYSTEMS
 
 
 def require_known(scenario: Scenario, where: str) -> None:
-    """Raise UsageError if the scenario is too large, or its mutant or system does not allow it."""
+    """Raise UsageError if the scenario is too large or impossible, or if its mutant is unknown."""
     for name, largest in SIZES_MAX.items():
         if getattr(scenario, name) > largest:
             raise UsageError(f"{where}: {name}={getattr(scenario, name)}: use at most {largest}")
@@ -166,7 +167,7 @@ def require_known(scenario: Scenario, where: str) -> None:
 
 
 def require_runnable(invariants: Iterable[Invariant]) -> None:
-    """Raise UsageError if a scenario can't be run on which a check tries one of the clauses."""
+    """Raise UsageError if a scenario that would be tried on one of the clauses can't be run."""
     for invariant in invariants:
         check = checks.bind(invariant)
         if check is not None:
@@ -208,7 +209,7 @@ def _fitted(own: Iterable[Scenario], plan: Plan) -> dict[Scenario, bool]:
 def _known(invariant: Invariant, plan: Plan, trainers: Collection[str]) -> Iterator[Scenario]:
     """Yield the saved counterexamples of the clause that fit `trainers` and the plan.
 
-    Those of probes always fit. Those of unknown systems do, too, and are then refused.
+    Those of probes always fit. Those of unknown systems fit, too, and raise UsageError.
     """
     for path, saved in counterexamples.known(invariant.id, plan.saved_folder):
         scenario = saved.scenario
@@ -231,7 +232,7 @@ def _notes(unfit: Sequence[Scenario], resized: int, plan: Plan) -> Iterator[str]
 
 
 def _can_not(scenario: Scenario, system: str | None) -> list[str]:
-    """Return the faults of a trainer's scenario that `system` can't inject in its place."""
+    """Return the kinds of fault in a trainer's `scenario` that `system` can't inject."""
     if system is None or scenario.system not in TRAINERS:
         return []
     return [fault.kind for fault in scenario.faults if fault.kind not in SYSTEMS[system].faults]

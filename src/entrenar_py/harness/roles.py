@@ -26,8 +26,8 @@ def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs
     """Return the run `own` and the other runs that a check with `needs` compares it with.
 
     Runs are named by their keys in `scenarios`. A run answers a need if its scenario is the one
-    that `companions` derives, apart from the level of detail and the fields that the need leaves
-    free. If none does, `near` holds the nearest run and the fields in which it differs.
+    that `companions` derives, apart from `detail` and the fields that the need leaves free. If no
+    run does, `near` holds the nearest one and the fields in which it differs.
     """
     subject = scenarios[own]
     meant = companions.of(needs, subject)
@@ -69,10 +69,10 @@ def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs
 def _nearest(
     subject: Scenario, meant: Scenario, need: Need, others: Mapping[K, Scenario]
 ) -> tuple[K, Differences] | None:
-    """Return the run nearest to `meant`, and the fields in which it differs from it.
+    """Return the run nearest to `meant`, and the fields that keep it from answering `need`.
 
-    A candidate must match in every field in which `subject` and `meant` differ, and may differ in
-    few others. Return None if no run qualifies.
+    The run must match `meant` in every field in which `subject` does not, and may differ in few
+    others, apart from those that `need` leaves free. Return None if no run qualifies.
     """
     crucial = differences(subject, meant).keys()
     candidates = []
@@ -94,7 +94,7 @@ def free(need: Need) -> tuple[str, ...]:
 
 
 def differences(given: Scenario, needed: Scenario) -> Differences:
-    """Return the fields in which two scenarios differ, except the level of detail."""
+    """Return the fields, except `detail`, in which two scenarios differ, with both values."""
     right = needed.to_dict()
     return {
         name: (value, right[name])

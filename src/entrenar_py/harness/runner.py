@@ -46,7 +46,7 @@ class Judgement:
 
 
 class Runner:
-    """Runs scenarios and remembers their traces; saves each in `trace_folder`, named by digest."""
+    """Runs scenarios and remembers their traces; saves each trace in `trace_folder`."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Runner:
 def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
     """Return the check's judgement of `runs`.
 
-    It is inconclusive, with the reason, if the check crashes, if it does not apply to one of the
-    runs, or if it held although the planted bug took no part.
+    The judgement is inconclusive, with the reason, if the check crashes or does not apply to one of
+    the runs, or if the clause would be held although the planted bug took no part.
     """
     interrupts.check()
     if check.in_step and any("rounds" in run.promises for run in runs):
@@ -109,8 +109,8 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
 def _idle_mutant(traces: Iterable[trace.Trace]) -> str | None:
     """Return the mutant of `traces` if it took part in none of them, else None.
 
-    Traces of a user's own trainer don't count. It plants its bugs itself, and `mutant` is only a
-    name.
+    Traces of a user's own trainer don't count. Such a trainer plants its bugs itself, and `mutant`
+    is only a name.
     """
     ours = [one for one in traces if one.scenario.system in SYSTEMS]
     mutated = [one for one in ours if one.scenario.mutant is not None]
@@ -144,9 +144,9 @@ def combine(findings: Sequence[Finding]) -> Finding:
 
 @contextmanager
 def _deadline(seconds: float) -> Iterator[None]:
-    """Interrupt a run that hangs. The system's boundary turns the interrupt into a failed trace.
+    """Interrupt a run that hangs. `systems.run` turns the interrupt into a failed trace.
 
-    By SIGALRM, so it does nothing outside the main thread or on systems without the signal.
+    Uses SIGALRM, so it does nothing outside the main thread or on platforms without the signal.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield

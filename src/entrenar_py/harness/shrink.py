@@ -1,4 +1,4 @@
-"""Searches for a smaller scenario that still breaks: fewer steps, workers, samples, features."""
+"""Searches for a smaller scenario that still breaks its clause: fewer steps, workers, samples."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def shrink(
 ) -> Iterator[tuple[Scenario, Finding]]:
     """Yield ever simpler scenarios that are still FALSIFIED, with their findings; the last is best.
 
-    Greedy and deterministic, within MAX_RUNS attempts. A caller may stop at any of them. Fields
-    named in `fixed` stay. The last run records values, if it breaks with them, too, so that the
-    counterexample names element, expected and got.
+    Greedy and deterministic, within MAX_RUNS attempts. A caller may stop after any scenario. Fields
+    named in `fixed` stay. The last scenario also records the tensors' values, if it is FALSIFIED
+    with them, too, so that the counterexample names element, expected and got.
     """
     tried = {scenario}
     improved = True

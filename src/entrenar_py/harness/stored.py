@@ -181,8 +181,8 @@ def _judge(
 def _telling(judged: Sequence[_Judged]) -> list[_Judged]:
     """Return the judgements that decide the verdict, or all of them if none decides.
 
-    Inconclusive ones decide only if a run failed, or if the trace was `recorded` and not vacuous.
-    One is dropped if another kept judgement includes its trace: a baseline alone is inconclusive.
+    An inconclusive one decides only if a run failed, or if it is `recorded` and not vacuous. It is
+    dropped if a kept judgement includes its trace, because that is then only a baseline.
     """
     decide = [
         candidate
