@@ -1,8 +1,8 @@
 """The messages that peers exchange: a record for each, and a table of all.
 
 A message is a small record of plain fields. Some kinds also carry a payload of raw bytes: tensors
-in the manifest's order, little-endian, or trace events as JSON lines. Codec, machines and docs all
-read the table `MESSAGES`.
+in the manifest's order, little-endian, or trace events as JSON lines. The codec, the state machines
+and the docs all read the table `MESSAGES`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Message:
 
 
 class Challenge(Message):
-    """Coordinator, to whoever connects: prove with `nonce` (32 hex digits) that you may join."""
+    """Coordinator (or mesh worker), to whoever connects: prove with `nonce` that you may join."""
 
     tag: ClassVar[int] = 1
     version: int
@@ -50,9 +50,9 @@ class Challenge(Message):
 class Hello(Message):
     """Worker, to a coordinator or another worker: a request to join, with a proof.
 
-    `run` names the run; `manifest` and `data` are digests of the tensors and of the data set;
-    `backend` names what the worker computes on. `rank` is the rank that it had, or None. `port` is
-    where it listens for other workers, or None. `proof` covers the secret, the challenge and all
+    `run` names the run; `manifest` is a digest of the tensors' names and shapes, `data` of the data
+    set; `backend` names what the worker computes on. `rank` is its rank until now, or None. `port`
+    is where it listens for other workers, or None. `proof` covers the secret, the challenge and all
     other fields. If `run`, `manifest` and `data` are all empty, the worker asks which run this is.
     """
 
@@ -72,8 +72,8 @@ class Welcome(Message):
     """Coordinator: the worker is admitted as `rank`; the payload is the whole state before `step`.
 
     The reduced vector travels in `blocks` parts of nearly equal size. `resumed`: the run continues
-    from a checkpoint, with this step. Where the coordinator updates, the payload lacks the
-    optimizer's state.
+    from a checkpoint, with this step. If the coordinator makes the updates, the payload
+    lacks the optimizer's state.
     """
 
     tag: ClassVar[int] = 3
@@ -86,7 +86,7 @@ class Welcome(Message):
 
 
 class Refuse(Message):
-    """Coordinator: the worker can't join or stay. `retry`: a later try may succeed."""
+    """Coordinator (or mesh worker): you can't join or stay. `retry`: a later try may succeed."""
 
     tag: ClassVar[int] = 4
     reason: str
@@ -157,11 +157,11 @@ class Computed(Message):
 
 
 class TreeNode(Message):
-    """Worker: `block` of node (`level`, `index`) of the reduction tree of `step`, in the payload.
+    """Worker: the payload is `block` of node (`level`, `index`) in the reduction tree of `step`.
 
     `loss` is the summed loss of the shards under it, `weight` their number of samples (or tokens).
-    It goes to the process that averages the block: the coordinator, or in a mesh one of the
-    workers. `round` is the mesh's (`Group`), 0 in a star.
+    Sent to the process that averages the block: the coordinator, or in a mesh one of the workers.
+    `round` is that of `Group`; 0 in a star.
     """
 
     tag: ClassVar[int] = 12
@@ -178,7 +178,7 @@ class TreeNode(Message):
 class NonFinite(Message):
     """Worker: the gradient (or, without a tensor, the loss) of `shard` is NaN or Inf.
 
-    The payload records the shards up to it.
+    The payload records the shards up to this one.
     """
 
     tag: ClassVar[int] = 13
@@ -208,7 +208,7 @@ class Average(Message):
 
 
 class Weights(Message):
-    """Coordinator, where it updates: `block` of the weights and buffers after `step`.
+    """Coordinator, if it makes the updates: `block` of the weights and buffers after `step`.
 
     It is held, and not used before `Commit`. `loss` is summed over the samples (or tokens) that
     `weight` counts.
@@ -231,7 +231,7 @@ class Staged(Message):
 
 
 class Commit(Message):
-    """Coordinator: all hold the blocks of `step`; make it, or use the coordinator's weights."""
+    """Coordinator: all hold the blocks of `step`; make the step, or use the weights received."""
 
     tag: ClassVar[int] = 16
     step: int
@@ -248,10 +248,10 @@ class Applied(Message):
 class Group(Message):
     """Coordinator of a mesh: from `step` on `ranks` exchange blocks, at `addresses`.
 
-    A new `round` begins when a worker has joined or left: messages of earlier rounds are void, and
-    all workers send their nodes again. `holders` has the rank of each shard of this step; in later
-    steps each of `ranks` has a run of adjacent shards. Worker number b mod n of the n `ranks`
-    averages block b.
+    A new `round` begins when a worker joins, leaves or loses a link: messages of earlier rounds are
+    void, and all workers send their nodes again. `holders` has the rank of each shard of this step;
+    in later steps each of `ranks` has a run of adjacent shards. Worker number b mod n of the n
+    `ranks` averages block b.
     """
 
     tag: ClassVar[int] = 30
@@ -288,7 +288,7 @@ class Unreachable(Message):
 
 
 class Overflow(Message):
-    """Worker of a mesh: the average of `block` of `step` is not finite, though every shard was."""
+    """Worker of a mesh: in `step` the average of `block` is not finite, though each shard was."""
 
     tag: ClassVar[int] = 32
     step: int
