@@ -1,6 +1,6 @@
-"""The effects that a machine requests. A driver carries them out in order and reports the results.
+"""The effects that a state machine requests. A driver does them in order and reports the results.
 
-`Peer` is the driver's key for a connection; a machine only compares it and passes it back.
+`Peer` is the driver's key for a connection; a state machine only compares and returns it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Secure(Effect):
 
 
 class Close(Effect):
-    """Close the connection once everything before was sent; `reason` is for the log."""
+    """Close the connection once all earlier messages were sent; `reason` is for the log."""
 
     peer: Peer
     reason: str
 
 
 class Finish(Effect):
-    """The machine is done: `completed`, `halted`, `failed`, or `stopped` by the user."""
+    """The state machine is done: `completed`, `halted`, `failed`, or `stopped` by the user."""
 
     status: str
     reason: str = ""
@@ -66,7 +66,7 @@ class Dial(Effect):
 class Keep(Effect):
     """Accept the message just received from `rank`: its payload counts.
 
-    A payload that is part of a delivery counts once that is complete (`Deliver`).
+    A payload that is part of a delivery counts once the delivery is complete (`Deliver`).
     """
 
     rank: int
@@ -139,7 +139,7 @@ class Gather(Effect):
 
 
 class Reduce(Effect):
-    """Average `block`, which every shard of `step` has; then call `reduced` or `refused`."""
+    """Average `block`, delivered for every shard of `step`; then call `reduced` or `refused`."""
 
     step: int
     block: int
@@ -152,7 +152,7 @@ class Prepare(Effect):
 
 
 class Apply(Effect):
-    """Make `step` here, as a worker has made it, or use what was prepared."""
+    """Make `step` here, too, now that a worker has made it: use the average or the new weights."""
 
     step: int
 
@@ -164,7 +164,7 @@ class Save(Effect):
 
 
 class Stop(Effect):
-    """Halt before `step`. `said` is the report of worker `rank`, `shard` one in dispute, if any."""
+    """Halt before `step`. Worker `rank` `said` why, or `shard` is in dispute; all may be None."""
 
     step: int
     rank: int | None
@@ -186,7 +186,7 @@ class Load(Effect):
 class Compute(Effect):
     """Compute `shards` of `step` in the background; then call `computed` with this effect.
 
-    `ticket` is different for each, which tells work begun before a reconnection from later work.
+    Every Compute has its own `ticket`, to tell work begun before a reconnection from later work.
     """
 
     ticket: int
@@ -215,19 +215,19 @@ class Combine(Effect):
 
 
 class Regroup(Effect):
-    """Forget what other workers sent for the current step; `round` begins or continues."""
+    """Forget what other workers sent for a step: `round` begins, or goes on with another step."""
 
     round: int
 
 
 class Postpone(Effect):
-    """Keep the message just received from `peer`, and deliver it to the machine after `Again`."""
+    """Keep the message just received from `peer`; at `Again`, deliver it once more."""
 
     peer: Peer
 
 
 class Again(Effect):
-    """Deliver all postponed messages to the machine again."""
+    """Deliver all postponed messages to the state machine again."""
 
 
 class Make(Effect):
