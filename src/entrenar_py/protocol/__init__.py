@@ -1,4 +1,4 @@
 """The wire protocol without I/O: a codec for messages, and state machines that return effects.
 
-Nothing here uses a clock, socket, process or random numbers, or adds gradients: drivers do that.
+Nothing here uses a clock, socket, process or random number, or does arithmetic on gradients.
 """

@@ -1,7 +1,7 @@
-"""An applicant asks a coordinator for its run, and checks that the coordinator knows the secret.
+"""An applicant asks which run there is, and checks that the coordinator knows the secret.
 
-It is a state machine, but not a worker. Its driver builds a worker from the answer, and connects
-again.
+An applicant is a state machine, but not a worker. Its driver builds a worker from the answer, and
+connects again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from entrenar_py.protocol.terms import UNKNOWN, greet
 
 
 class Applicant:
-    """The state machine of one connection. `offer` is the coordinator's answer, None before."""
+    """The state machine of one connection. `offer` is the coordinator's answer, if it has come."""
 
     def __init__(self, peer: Peer, nonce: str, *, secret: bytes, backend: str) -> None:
         """`peer` is the connection, `nonce` 32 random hex digits."""

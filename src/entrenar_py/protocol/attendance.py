@@ -61,7 +61,7 @@ class Attendance:
         return [do.Secure(peer, answer.key)]
 
     def _barred(self) -> set[int]:
-        """Return the ranks that may not join any more."""
+        """Return the ranks that may not join any more, because audits caught them too often."""
         return {rank for rank, times in self._convicted.items() if times >= CONVICTIONS_MAX}
 
     def _overdue(self, now: float) -> list[tuple[Peer, str]]:

@@ -1,6 +1,6 @@
-"""Audits: several workers compute the same shard, and their copies are compared bit for bit.
+"""Audits: several workers compute copies of one shard, which are compared bit for bit.
 
-A copy counts when two workers agree on it. This module picks the workers, and finds the wrong one.
+A copy counts when two workers agree on it. This module picks workers, and finds one that is wrong.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ class Audit:
         return True
 
     def is_one_word(self) -> bool:
-        """Return whether all copies are of one disputed worker, which may be the wrong one."""
+        """Return whether all copies came from one worker that took part in a dispute."""
         return len(set(self.copies)) == 1 and self.disputed.issuperset(self.copies)
 
     def second(self, present: Collection[int], turn: int) -> int | None:
-        """Return another rank to ask; None if every rank that is `present` was asked.
+        """Return a rank that was not asked yet; None if every rank in `present` was.
 
-        `turn` differs for each shard and step, so that over time every worker audits every other.
+        `turn` varies with the shard and the step, so over time every worker audits every other.
         """
         others = sorted(set(present).difference(self.asked, self.copies))
         return others[turn % len(others)] if others else None
 
     def another(self, present: Collection[int], turn: int) -> int | None:
-        """Return the rank to ask after a dispute: a third, else one of both again, else None."""
+        """Return the rank to ask after a dispute: a third, else one of the two again, else None."""
         if len(set(self.copies)) > 2:
             return None
         third = self.second(present, turn)
         once = [rank for rank in self.copies if self.copies.count(rank) == 1 and rank in present]
         if len(set(self.copies)) < 2:
-            once = []  # nobody is left who could agree with it
+            once = []  # no second worker is left that could agree
         return third if third is not None else next(iter(once), None)
 
 

@@ -7,10 +7,10 @@ end of work that it requested) and return `effects`. A step goes
 
 A block of the gradient is averaged as soon as every shard has delivered it, and is sent to every
 worker while later blocks are still on their way. The step is committed when all workers hold all
-blocks. The coordinator makes it once a worker reports that it has. If all workers are lost before,
-the step did not happen, and is computed again, with the same bits. If the coordinator updates, it
-sends new weights in place of the average: it computes them when all blocks are averaged, and keeps
-those in use until then.
+blocks. The coordinator makes it once a worker reports having made it. If all workers are lost
+before that, the step did not happen, and is computed again, with the same bits. A coordinator that
+makes the updates (`Run.server_updates`) computes new weights when all blocks are averaged, sends
+them in place of the average, and uses them once a worker reports having made the step.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Coordinator(Dealing):
         return self._challenge(peer, nonce, now, host)
 
     def receive(self, peer: Peer, message: say.Message, now: float) -> list[Effect]:
-        """Return the effects of a whole message. One that is illegal now ends its connection."""
+        """Return the effects of a whole message. An illegal one ends the connection to `peer`."""
         member = self.peers.get(peer)
         if member is None:
             return []  # closed from here, while this was on its way
@@ -81,7 +81,7 @@ class Coordinator(Dealing):
     def reduced(
         self, step: int, block: int, loss: float, weight: float, now: float
     ) -> list[Effect]:
-        """Take the result of Reduce: `block` of the average is finite, and goes to all workers."""
+        """Take the result of Reduce, a finite average: send it, or request the new weights."""
         assert (self.stage, self.step) == (Stage.COMPUTING, step)
         self._reducing.remove(block)
         last = not (self._missing or self._reducing)
@@ -102,7 +102,7 @@ class Coordinator(Dealing):
     def _spread(
         self, messages: Sequence[say.Average | say.Weights], *, last: bool, now: float
     ) -> list[Effect]:
-        """Send blocks to all workers; with the `last` of them the run waits for Staged."""
+        """Send `messages` to all workers; if they hold the `last` blocks, wait for Staged."""
         members = self._members()
         sends: list[Effect] = [do.Send(peer, message) for message in messages for peer in members]
         if last:
@@ -154,7 +154,7 @@ class Coordinator(Dealing):
         return self._end(do.Finish("failed", reason), say.Shutdown(problem=say.brief(reason)))
 
     def _loads(self) -> bool:
-        """Return whether a worker that came in time is loading: it has another `gather_s`."""
+        """Return whether a worker welcomed in time is loading, for which it has `gather_s`."""
         until = self._gathering_since + self.timing.gather_s
         return any(
             one.phase is Phase.LOADING and one.welcomed < until for one in self.peers.values()
@@ -272,7 +272,7 @@ class Coordinator(Dealing):
         return [do.Gather(step)]
 
     def _begin(self, now: float) -> list[Effect] | None:
-        """Save if due, admit waiting workers, then hand out the step; None to wait."""
+        """Save, end, admit workers or hand out the step, whichever is next; return None to wait."""
         over = self.step == self.run.num_steps
         waiting = {} if over else self._peers_in(Phase.WAITING)
         due = self.step in self.run.saves and self.step != self._saved
@@ -293,7 +293,7 @@ class Coordinator(Dealing):
         return self._hand_out(self._members()) if self._is_complete() else None
 
     def _is_complete(self) -> bool:
-        """Return whether all workers are there for which the step has to wait."""
+        """Return whether all workers that the step waits for are there, and none is loading."""
         there = {member.rank for member in self._members().values()}
         awaited = set(self.run.awaited.get(self.step, ())) - self._barred()
         enough = len(there) >= (1 if self._begun else self.run.num_awaited)
@@ -304,7 +304,7 @@ class Coordinator(Dealing):
         return True
 
     def _fetch(self, now: float) -> list[Effect] | None:
-        """Request the state from a worker; None while it is on its way."""
+        """Request the state from a worker of a mesh; return None while it is on its way."""
         raise AssertionError("the coordinator of a star has the state")
 
     def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
@@ -312,7 +312,7 @@ class Coordinator(Dealing):
         return self._deal(members)
 
     def _throw_out(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """Close the connection of a peer that broke the protocol; tell an admitted one why.
+        """Close the connection of a peer that broke the protocol; tell a welcomed worker why.
 
         End the run if the same rank is thrown out repeatedly for the same reason, with no step made
         in between, because it would come back for ever.
@@ -328,7 +328,7 @@ class Coordinator(Dealing):
         return [do.Send(peer, told), *self._drop(peer, reason, now)]
 
     def _drop(self, peer: Peer, reason: str, now: float) -> list[Effect]:
-        """Close a connection, and go on without it."""
+        """Close the connection to `peer`, and go on without that worker."""
         member = self.peers.pop(peer)
         effects: list[Effect] = [do.Close(peer, reason)]
         if member.phase in MEMBERS and self.stage is not Stage.OVER:

@@ -1,4 +1,4 @@
-"""Counts how often a worker was thrown out for the same reason, to end an endless loop of it."""
+"""Counts how often a worker was thrown out for the same reason, to end a run that can't go on."""
 
 from __future__ import annotations
 

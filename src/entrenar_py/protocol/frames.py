@@ -67,14 +67,14 @@ UNKEYED = (Challenge, Hello, Refuse)
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A whole message; `payload` is the memory from `room`, empty if it carries nothing."""
+    """A whole message; `payload` is the memory from a decoder's `room`, or empty."""
 
     message: Message
     payload: memoryview
 
 
 def new_room(message: Message, num_bytes: int) -> memoryview:
-    """Return new memory for a payload, not zeroed: that would cost more than receiving it."""
+    """Return new memory for a payload, not zeroed: zeroing would cost more than receiving."""
     return np.empty(num_bytes, np.uint8).data
 
 
@@ -113,8 +113,8 @@ class Decoder:
 
     `room` returns the memory for a payload. It is called once the size is known to be within
     `limit`, and never for an empty payload; it may raise ProtocolError. The decoder owns the memory
-    until `filled` returns the message, and the receiver from then on. Until then both the message
-    that `room` gets and the bytes in the memory are unverified, and may be damaged.
+    until `filled` returns the message; then the caller does. Before that the message that `room`
+    gets and the bytes in the memory are unverified, and may be damaged.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Decoder:
         self._advance = self._end_header
 
     def _due_first(self, kind: type[Message], header_bytes: int, whole_bytes: int) -> int:
-        """Return the payload bytes that are due with and after a message's first frame."""
+        """Check a message's first frame; return how many payload bytes are still to come."""
         name, longest = kind.__name__, header_bytes_max(kind)
         keyed = kind in UNKEYED or self.key != NO_KEY
         _require(keyed, f"{name} from a stranger: prove yourself first")
@@ -207,7 +207,7 @@ class Decoder:
     def _due_later(
         self, received: Received, kind: type[Message], header_bytes: int, whole_bytes: int
     ) -> int:
-        """Return the payload bytes that are due with and after a later frame of a message."""
+        """Check a later frame of a message; return how many payload bytes are still to come."""
         known = type(received.message) is kind and header_bytes == 0
         _require(known, "a frame of another message came in between")
         whole = len(received.payload)

@@ -22,7 +22,7 @@ def dump(message: Message) -> bytes:
 def parse(tag: int, header: bytes) -> Message:
     """Return the message of kind `tag` whose fields are `header`.
 
-    Raises ProtocolError, naming the field, for anything but what `dump` writes.
+    Raises ProtocolError for anything but what `dump` writes; it names a field that is wrong.
     """
     schema = _SCHEMAS.get(tag)
     if schema is None:

@@ -31,7 +31,7 @@ AGAIN = "it has connected again"
 
 @dataclass(slots=True)
 class Link:
-    """One connection. `rank` is the other worker's, once known; `proof` is expected from it."""
+    """One connection. `rank` is the other worker's, None until known; it must send `proof`."""
 
     nonce: str
     heard: float
@@ -115,7 +115,7 @@ class Links:
             link.heard = now
 
     def greet(self, peer: Peer, message: Message, now: float) -> tuple[list[Effect], int | None]:
-        """Take a message of a link that is not ready; ProtocolError if it is not due.
+        """Take a message of a handshake; ProtocolError if it is not the one that comes next.
 
         Return the effects, and the rank whose older link was closed for this one, or None. Messages
         on the older link may be lost.

@@ -14,8 +14,8 @@ class Member:
     """One connection. `rank` is None until the worker is admitted.
 
     A worker delivers its assignments in order: for each a Computed, then the tree nodes of its
-    shards, from the last block to the first. `delivered` are the shards that are void if the worker
-    leaves: in a mesh all of them, in a star those delivered while an audit of the step is open.
+    shards, from the last block to the first. `delivered` has those delivered shards that are void
+    if the worker leaves: in a mesh all, in a star those that came while an audit was open.
     """
 
     challenge: Challenge
@@ -45,7 +45,7 @@ class Member:
     # --- a delivery -------------------------------------------------------------------------------
 
     def require_assigned(self, computed: Computed) -> None:
-        """Raise ProtocolError unless `computed` is the first one for the first assignment."""
+        """Raise ProtocolError unless `computed` is for the first assignment, and not repeated."""
         if computed.shards != self.assigned[0] or self.delivering:
             raise ProtocolError(
                 f"Computed shards={computed.shards}: not the next assignment, or already reported"
@@ -65,7 +65,7 @@ class Member:
         if block != num_blocks - 1 and not self.is_whole(block + 1):
             raise ProtocolError(f"TreeNode block={block}: it comes when block {block + 1} is whole")
         came = self.covered.setdefault(block, set())
-        # A node may not reach into the next assignment: each counts, or is void, as a whole.
+        # A node may not reach into the next one: an assignment counts, or is void, as a whole.
         due = set(self.assigned[0]) - came if self.delivering else set[int]()
         if not under or not due.issuperset(under):
             raise ProtocolError(
@@ -75,7 +75,7 @@ class Member:
         came.update(under)
 
     def is_whole(self, block: int) -> bool:
-        """Return whether every shard of the first assignment has come in `block`."""
+        """Return whether `block` has come for every shard of the first assignment."""
         return len(self.covered.get(block, ())) == len(self.assigned[0])
 
     def end_delivery(self) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ class Member:
         return shards
 
     def why_it_halts(self, report: NonFinite) -> str:
-        """Return the reason for the halt; ProtocolError if the shard was not assigned to it."""
+        """Return the reason for the halt; ProtocolError if its shard was not assigned."""
         if report.shard not in self.assigned[0]:
             raise ProtocolError(f"NonFinite shard={report.shard}: it was not assigned")
         what = f"loss {report.loss}"

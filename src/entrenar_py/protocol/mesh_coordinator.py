@@ -24,7 +24,7 @@ from entrenar_py.protocol.phases import MEMBERS, MESH_PEER_MAY_SAY, Stage
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
 
-ROUNDS_MAX = 3  # complaints in one step after which the worker complained of most is thrown out
+ROUNDS_MAX = 3  # complaints in one step, at which the worker with the most of them is thrown out
 
 
 class MeshCoordinator(Coordinator):
@@ -40,7 +40,7 @@ class MeshCoordinator(Coordinator):
         self._may_hold: set[int] = set()  # ranks lost since the step was handed out
         self._committed = False  # all were told to make the current step, then all were lost
         self._complaints: Counter[Peer] = Counter()  # by and about each worker, in this step
-        self._num_rounds = 0  # how often this step's exchange was to begin again
+        self._num_rounds = 0  # how often complaints were to restart this step's exchange
         self._told: tuple[int, int] | None = None  # the last complaint: its sender, and about whom
 
     def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
@@ -79,7 +79,7 @@ class MeshCoordinator(Coordinator):
         return [do.Keep(member.in_rank(), said), *self._settle(now)]
 
     def _made_before(self, member: Member, said: say.Applied, now: float) -> list[Effect]:
-        """A returning worker has made the step as it was told to: continue with the next step."""
+        """Continue with the next step: a returning worker made this one, as the Commit asked."""
         if not self._committed:
             raise ProtocolError(f"Applied step={said.step}: nobody was told to make it")
         member.phase = Phase.WAITING
@@ -102,7 +102,7 @@ class MeshCoordinator(Coordinator):
         if said.round != self._round:
             return []
         if self.stage is not Stage.COMPUTING:
-            self._group = []  # before the next step
+            self._group = []  # so the next step begins a new round
             return []
         rank_of = {member.in_rank(): peer for peer, member in self._members().items()}
         self._complaints.update([peer, rank_of.get(said.rank)])

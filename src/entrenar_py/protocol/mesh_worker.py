@@ -1,7 +1,7 @@
 """A worker of a mesh: averages the blocks that it owns, and gets the others from their owners.
 
 To the coordinator it is a worker as in a star, but it sends its gradients to the other workers. An
-exchange belongs to one step and round. Messages of a later one wait until this worker reaches it.
+exchange belongs to a step and a round. Messages of later ones wait until this worker gets there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IN_A_ROUND = (Phase.READY, Phase.COMPUTING, Phase.STAGED)
 
 
 class MeshWorker(Worker):
-    """The state machine. `port` is where the other workers connect to it."""
+    """The state machine of a worker. `port` is where the other workers connect to this one."""
 
     may_hear = MESH_WORKER_MAY_HEAR
     parts: tuple[type[say.Message], ...] = (
@@ -62,7 +62,7 @@ class MeshWorker(Worker):
         return self._complain(dial.rank, reason) if wanted else []
 
     def receive_from(self, peer: Peer, message: say.Message, now: float) -> list[Effect]:
-        """Return the effects of another worker's message. An illegal one ends link and round."""
+        """Return the effects of another worker's message; an illegal one ends link and round."""
         if not self.links.has(peer):
             return []  # closed from here, while this was on its way
         rank = self.links.rank_of(peer)
@@ -209,7 +209,7 @@ class MeshWorker(Worker):
         group = self._group
         if group is None or message.round > group.round or message.step > self.step:
             return self._postpone(peer)
-        # An earlier step could not end without its messages: one that comes now is illegal.
+        # A step ends only with all its messages, so one of an earlier step is illegal now.
         if message.round < group.round and message.step == self.step:
             return []  # was on its way when the round ended
         self._require_step(message.step)

@@ -1,6 +1,6 @@
 """Tables of the protocol's phases: the messages legal in each, and the moves between them.
 
-The machines read which messages are legal; tables and diagrams in the docs are made from all of it.
+State machines read which messages are legal; the docs' tables and diagrams are made from both.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class WorkerPhase(StrEnum):
     GREETED = "greeted"  # said hello
     READY = "ready"  # holds the state before `step`
     COMPUTING = "computing"
-    STAGED = "staged"  # holds the average of `step`, or what was made of it
+    STAGED = "staged"  # holds the average of `step`, or the new weights
     OVER = "over"
 
 
@@ -147,7 +147,7 @@ APPLICANT_MAY_HEAR: Mapping[ApplicantPhase, tuple[type[Message], ...]] = {
 
 
 # --- moves ------------------------------------------------------------------------------------
-# The machines make these moves and no others, which tests/protocol checks. Each is named by a
+# The state machines make only these moves, which tests/protocol checks. Each is named by a
 # message, whichever end sends it. A connection and a run may also end in any phase.
 
 RUN_MOVES: tuple[tuple[Stage, str, Stage], ...] = (

@@ -25,7 +25,7 @@ class RingWorker(MeshWorker):
     _combined: frozenset[int] = frozenset()  # blocks to which this worker added its part
 
     def combined(self, step: int, block: int, loss: float, weight: float) -> list[Effect]:
-        """Average the partial sum of `block` if this worker owns it, else send it to the next."""
+        """Average the sum of `block` if this worker owns it, else send the sum to the next one."""
         assert self._group is not None
         if self._owner(block) == self.rank:
             return [do.Reduce(step, block)]

@@ -42,7 +42,7 @@ class Dealing(Attendance):
         return [*assigned, *(effect for shard in self._audits for effect in self._pursue(shard))]
 
     def _assign(self, shards: Sequence[int], members: Mapping[Peer, Member]) -> list[Effect]:
-        """Assign `shards` to `members` in runs, after the assignments that they have already."""
+        """Assign adjacent `shards` to each of `members`, after what they are assigned already."""
         peer_of = {member.in_rank(): peer for peer, member in members.items()}
         effects: list[Effect] = []
         for rank, run in sharding.runs(shards, peer_of).items():
@@ -77,7 +77,7 @@ class Dealing(Attendance):
         return self._give(self._ranks()[rank], (shard,))
 
     def _pursue(self, shard: int) -> list[Effect]:
-        """Have two workers compute an audited shard, if there are two; compare complete copies."""
+        """Have two workers (or the only one) compute an audited shard, then compare the copies."""
         audit, effects = self._audits[shard], list[Effect]()
         while len(audit.asked) + len(audit.copies) < 2:
             rank = audit.second(self._witnesses(audit), self.step + shard)
@@ -87,7 +87,7 @@ class Dealing(Attendance):
         return effects if audit.asked else [*effects, do.Compare(self.step, shard)]
 
     def _witnesses(self, audit: Audit) -> list[int]:
-        """Return the ranks that can be asked: on the same backend, as others round differently."""
+        """Return the ranks with the backend of those asked before: others round differently."""
         members = {member.in_rank(): member for member in self._members().values()}
         used = {members[rank].backend for rank in (*audit.asked, *audit.copies)}
         return [rank for rank, member in members.items() if not used or member.backend in used]
@@ -161,7 +161,7 @@ class Dealing(Attendance):
         return [do.Reduce(self.step, block)]
 
     def _keep_whole(self, member: Member) -> list[Effect]:
-        """Keep what `member` delivered even if it leaves; nothing while an audit is open."""
+        """Keep what `member` delivered even if it leaves, unless an audit or delivery is open."""
         if self._audits or member.delivering or not member.delivered:
             return []
         member.delivered.clear()

@@ -40,7 +40,7 @@ class Run:
     It waits for `num_awaited` workers before its first step, later for at least one; before a step
     in `awaited` it also waits for the ranks listed there. The reduced vector travels in
     `num_blocks` parts. A checkpoint is written before each step in `saves`. `resumed`: the run
-    started from a checkpoint. `audited(step)` are the shards that a second worker computes, too.
+    started from a checkpoint. `audited(step)` returns shards that a second worker computes, too.
     `server_updates`: the coordinator makes the steps and sends new weights in place of averages.
     """
 

@@ -1,7 +1,7 @@
 """A worker of a star: proves itself, loads the state, computes its shards, and steps when told.
 
-It is a state machine like the coordinator, which is its only peer. Its driver connects, and again
-when the connection is lost.
+It is a state machine like the coordinator, which is its only peer. Its driver connects it, and
+reconnects when the connection is lost.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Worker:
         return [*said, *self._end(do.Finish("failed", f"left: {reason}"))]
 
     def wants(self, asked: do.Compute) -> bool:
-        """Return whether `asked` is still to be done: not once its connection has ended."""
+        """Return whether `asked` is still to be done; once the connection has ended it is not."""
         return bool(self._work) and self._work[0] == asked
 
     def computed(
@@ -191,7 +191,7 @@ class Worker:
         return self._end(do.Finish("failed", f"refused: {refuse.reason}"))
 
     def _depart(self, reason: str) -> list[Effect]:
-        """End the connection after a breach of protocol by either end; the third time for good."""
+        """End the connection after a breach of protocol; for good after three for one reason."""
         times = self._thrown_out.count(self.rank, reason)
         if times < THROWN_OUT_MAX:
             return self._drop(reason)
