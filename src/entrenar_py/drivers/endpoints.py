@@ -1,7 +1,7 @@
-"""An end of the protocol: a machine, its codecs and its hands, without the network.
+"""An end of the protocol: a state machine, its codecs and its hands, without the network.
 
-A driver passes received bytes and the time to an end. The end carries out the effects of its
-machine, and writes to the driver's `Wire`. Hands do the arithmetic and keep the record.
+A driver passes received bytes and the time to an end. The end carries out the effects of its state
+machine, and writes to the driver's `Wire`. Hands do the arithmetic and record the run's events.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Wire(Protocol):
     """Where an end writes its messages."""
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
-        """Send `message`, which is encoded in `buffers`, after everything before."""
+        """Send `message`, which is encoded in `buffers`, after all earlier messages."""
         ...
 
     def close(self, peer: Peer, reason: str) -> None:
@@ -58,7 +58,7 @@ class Beside(Protocol):
     """A thread, or a simulated one, for an end's longer work."""
 
     def run(self, work: Callable[[], Outcome], done: Callable[[Outcome], None]) -> None:
-        """Call `work` there, then `done` with its result, one call of `run` after the other."""
+        """Call `work` there, then `done` with its result; work is done in the order of calls."""
         ...
 
     def forget(self) -> None:
@@ -67,7 +67,7 @@ class Beside(Protocol):
 
 
 class ServerHands(Protocol):
-    """The coordinator's arithmetic and record (`systems.star.server`)."""
+    """The coordinator's arithmetic and recording (`systems.star.server`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
     def room(self, message: Message, num_bytes: int) -> memoryview: ...
@@ -91,7 +91,7 @@ class ServerHands(Protocol):
 
 
 class MemberHands(Protocol):
-    """A worker's arithmetic and record (`systems.star.member`)."""
+    """A worker's arithmetic and recording (`systems.star.member`)."""
 
     def sizes(self) -> Mapping[type[Message], int]: ...
     def room(self, message: Message, num_bytes: int) -> memoryview: ...
@@ -105,7 +105,7 @@ class MemberHands(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The codecs of one connection, and the methods of the machine that take its events."""
+    """The codecs of one connection, and the methods of the state machine that take its events."""
 
     stream: Stream
     heard: Callable[[float], None]
@@ -115,9 +115,9 @@ class Connection:
 
 
 class End:
-    """The connections of one machine, and the effects that all machines have.
+    """The connections of one state machine, and the effects that every state machine has.
 
-    `finished` is the machine's Finish effect, None before.
+    `finished` is the Finish effect, None until the state machine requests it.
     """
 
     machine: Coordinator | Worker
@@ -131,7 +131,7 @@ class End:
         proved: Callable[[Peer], None],
         notify: Notify,
     ) -> None:
-        """`proved` is called with each peer that has proved to know the secret."""
+        """`proved` is called with each peer that has proved that it knows the secret."""
         self._wire, self._clock = wire, clock
         self._proved, self._notify = proved, notify
         self._sizes = self.hands.sizes()
@@ -160,12 +160,12 @@ class End:
             self._do(connection.broken(str(error)))
 
     def lost(self, peer: Peer, reason: str) -> None:
-        """Tell the machine that the connection is lost."""
+        """Tell the state machine that the connection is lost."""
         if peer in self._connections:
             self._do(self._connections[peer].lost(reason))
 
     def tick(self) -> None:
-        """Tell the machine the time."""
+        """Tell the state machine the time."""
         self._do(self.machine.tick(self._clock()))
 
     def _stream(self, direction: int, meter: Meter) -> Stream:
@@ -224,7 +224,7 @@ class CoordinatorEnd(End):
         proved: Callable[[Peer], None] = lambda peer: None,
         notify: Notify = unnoticed,
     ) -> None:
-        """`beside` reduces blocks, compares copies and prepares steps."""
+        """Blocks are reduced, copies compared and steps prepared in `beside`."""
         self.machine, self.hands, self._beside = machine, hands, beside
         super().__init__(wire, clock, proved=proved, notify=notify)
 
@@ -285,7 +285,7 @@ class CoordinatorEnd(End):
         return []
 
     def _work(self, effect: do.Compare | do.Reduce | do.Prepare) -> None:
-        """Do the work of `effect` in `beside`, then tell the machine its result."""
+        """Do the work of `effect` in `beside`, then tell the state machine its result."""
         work: Callable[[], Any]
         took: Callable[..., list[Effect]]
         match effect:
@@ -308,8 +308,8 @@ class CoordinatorEnd(End):
 
 
 class WorkerEnd(End):
-    """A worker's end. The driver's `compute` takes an effect, and calls `computed` later. `speak`
-    may change messages into lies. `meter` counts the messages from and to the coordinator.
+    """A worker's end. The driver's `compute` takes an effect; it calls the method `computed` later.
+    `speak` may change messages into lies. `meter` counts messages from and to the coordinator.
     """
 
     machine: Worker
@@ -341,7 +341,7 @@ class WorkerEnd(End):
         self._do(machine.connected(peer, nonce, self._clock()))
 
     def computed(self, asked: do.Compute, outcome: list[TreeNode] | NonFinite) -> None:
-        """Take the result of `asked`."""
+        """Take the `outcome` of the effect `asked`."""
         self._do(self.machine.computed(asked, outcome))
 
     def leave(self, reason: str) -> None:

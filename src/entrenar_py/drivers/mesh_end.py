@@ -63,8 +63,8 @@ class MeshHands(MemberHands, Protocol):
 
 
 class MeshEnd(WorkerEnd):
-    """A mesh worker's end. The driver's `dial` connects, then calls `dialed` or `undialable`.
-    `links_meter` counts the messages from and to other workers.
+    """A mesh worker's end. The driver's `dial` connects, then calls the method `dialed` or
+    `undialable`. `links_meter` counts the messages from and to other workers.
     """
 
     machine: MeshWorker
@@ -84,7 +84,7 @@ class MeshEnd(WorkerEnd):
         proved: Callable[[Peer], None] = lambda peer: None,
         notify: Notify = unnoticed,
     ) -> None:
-        """`beside` reduces blocks."""
+        """Blocks are reduced in `beside`."""
         super().__init__(machine, hands, wire, clock, compute, speak, proved=proved, notify=notify)
         self.links_meter = Meter()
         self._dial, self._beside = dial, beside
@@ -101,7 +101,7 @@ class MeshEnd(WorkerEnd):
         self._do(self.machine.links.dialed(peer, dial, nonce, self._clock()))
 
     def undialable(self, dial: do.Dial, reason: str) -> None:
-        """Tell the machine that `dial` failed."""
+        """Tell the state machine that `dial` failed."""
         self._do(self.machine.undialable(dial, reason))
 
     def _link(self, peer: Peer, direction: int) -> None:

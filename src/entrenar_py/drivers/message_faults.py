@@ -17,7 +17,7 @@ class Fate(StrEnum):
 
     KILL = "kill"  # the worker dies: half of what it sends has left, none of what it gets arrives
     CUT = "cut"  # the connection breaks in the middle of it, and both ends hear of it
-    HALF_OPEN = "half_open"  # nothing more passes, and nobody is told
+    HALF_OPEN = "half_open"  # nothing more passes, and neither end hears of it
     FREEZE = "freeze"  # the worker stops for `seconds`
     DELAY = "delay"  # it takes `seconds` longer, and so does all that follows
     DUPLICATE = "duplicate"  # it comes twice
@@ -44,7 +44,7 @@ Speak = Callable[[Message, Buffer], Iterable[Said]]
 
 
 def truthfully(message: Message, payload: Buffer) -> list[Said]:
-    """Return `message` as it is."""
+    """Return `message` and `payload` as they are."""
     return [(message, payload)]
 
 

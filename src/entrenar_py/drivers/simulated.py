@@ -1,4 +1,4 @@
-"""The protocol in virtual time: every machine, one seeded scheduler, no sockets.
+"""The protocol in virtual time: every state machine, one seeded scheduler, no sockets.
 
 Bytes arrive in order on each connection, as over TCP, after a random delay. Computing takes a
 random time. The same seed gives the same run. `meddle` is called for every message and may inject a
@@ -76,7 +76,7 @@ class Simulation:
         self._tick(lambda: self.coordinator.tick(), lambda: True)
 
     def start(self, rank: int | None, backend: str, speak: Speak = truthfully) -> Node:
-        """Start a worker process, which connects at once and requests `rank`, if given."""
+        """Start a worker process, which connects at once and requests `rank`, if not None."""
         node = Node(self._num_started)
         node.end = self._new_end(node, rank, backend, speak)
         self._num_started += 1
@@ -105,11 +105,11 @@ class Simulation:
         self.coordinator.connected(peer, self._nonce())
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Schedule `action` in `seconds`."""
+        """Schedule `action` for `seconds` from now."""
         self._time.later(seconds, action)
 
     def restart(self, run: Run, hands: ServerHands) -> None:
-        """End the coordinator's process and its connections; start another one for `run`."""
+        """End the coordinator's process and its connections; start a new process for `run`."""
         for connection in self._connections.values():
             if connection.to is not None:
                 continue
@@ -129,7 +129,7 @@ class Simulation:
         return CoordinatorEnd(machine, hands, down, clock, self._reducing, notify=self._notify)
 
     def run(self, *, until_s: float) -> do.Finish:
-        """Return the coordinator's Finish; `failed` if it is not finished after `until_s`."""
+        """Run until the coordinator finishes; return its Finish, or a `failed` one at `until_s`."""
         while self.coordinator.finished is None and self.now <= until_s:
             self._time.next()
         ended = self.now
@@ -164,7 +164,7 @@ class Simulation:
             self._settle(node)
 
     def _settle(self, node: Node) -> None:
-        """End a worker's process if its machine is finished, or reconnect it if disconnected."""
+        """End a worker's process if its state machine is finished; reconnect it if disconnected."""
         if node.end.finished is not None:
             node.alive = False
         elif node.connection is None and not node.calling:
@@ -183,8 +183,8 @@ class Simulation:
         self.later(takes_s, lambda: self._to(node, done))
 
     def _beside(self, process: Callable[[Action], None]) -> Later:
-        """Return the simulated thread in which a process reduces blocks. It has its own generator,
-        so that all other random values do not depend on the number of blocks.
+        """Return the simulated thread in which a process reduces blocks. It has its own random
+        generator, so that no other random value depends on the number of blocks.
         """
         drawn = random.Random(f"{self._seed} {self._num_started}")
         return Later(self._time, drawn, REDUCING_S, process)
@@ -225,7 +225,7 @@ class Simulation:
         return self._random.randbytes(NONCE_BYTES).hex()
 
     def _tell(self, peer: Peer, message: Message, data: bytes) -> None:
-        """Send `message` of the coordinator to `peer`, a worker or a guest."""
+        """Send `message` from the coordinator to `peer`, a worker or a guest."""
         if peer in self._guests:
             guest = self._guests[peer]
             self.later(LATENCY_S[1], lambda: self._talk(peer, guest.heard(data), guest.pace_s))
@@ -233,7 +233,7 @@ class Simulation:
             self._send(self._connections[peer], False, message, data)
 
     def _said(self, node: Node, peer: Peer, message: Message, data: bytes) -> None:
-        """Send `message` of a worker to `peer`, the coordinator or another worker."""
+        """Send `message` from a worker to `peer`, the coordinator or another worker."""
         connection = self._connections.get(peer)
         if node.alive and connection is not None:
             self._send(connection, connection.node is node, message, data)
@@ -249,7 +249,7 @@ class Simulation:
             self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
 
     def _send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
-        """Send a message, with a fault if `meddle` wants one; between workers in the sender."""
+        """Send a message, with any fault of `meddle`: in the worker, or of two in the sender."""
         if connection.dead or connection.ended:
             return
         sender = connection.end(not up)
@@ -303,7 +303,7 @@ class Simulation:
         self._time.at(way.arrives, arrive)
 
     def _break(self, connection: Connection, reason: str) -> None:
-        """Break a connection; each end notices once everything before has arrived."""
+        """Break a connection; each end notices after all that was sent to it has arrived."""
         connection.ended = True
         self._end(connection, reason, up=True)
         self._end(connection, reason, up=False)

@@ -21,8 +21,8 @@ class Direction:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A worker's process. `connection` is that to the coordinator; until `frozen_until` it does
-    nothing; `calling`: it will connect soon.
+    """A worker's process. `connection` is that to the coordinator. The process does nothing until
+    `frozen_until`; if `calling`, it will connect soon.
     """
 
     number: int
@@ -55,7 +55,7 @@ class Connection:
     ended: bool = False
 
     def end(self, up: bool) -> Node | None:
-        """Return the worker at its upper or lower end; None for the coordinator."""
+        """Return the worker at which bytes sent `up`, or down, arrive; None for the coordinator."""
         return self.to if up else self.node
 
 
@@ -72,7 +72,7 @@ class SimulatedWire:
 
 
 def feed(end: End, peer: Peer, data: bytes) -> None:
-    """Deliver `data` of `peer`, as much at a time as the end takes; drop what it does not take."""
+    """Deliver `data` from `peer`, as much at a time as `end` takes; drop what it does not take."""
     left = memoryview(data)
     while left.nbytes and (place := end.buffer(peer)) is not None:
         num_bytes = min(place.nbytes, left.nbytes)

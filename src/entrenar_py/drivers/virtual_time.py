@@ -25,11 +25,11 @@ class Timeline:
         return self.now
 
     def at(self, when: float, action: Action) -> None:
-        """Schedule `action` at a time, after all that was scheduled before for the same time."""
+        """Schedule `action` for the time `when`, after those scheduled before for the same time."""
         heapq.heappush(self._queue, (when, next(self._numbers), action))
 
     def later(self, seconds: float, action: Action) -> None:
-        """Schedule `action` in `seconds`."""
+        """Schedule `action` for `seconds` from now."""
         self.at(self.now + seconds, action)
 
     def next(self) -> None:
@@ -38,13 +38,13 @@ class Timeline:
         action()
 
     def has_until(self, when: float) -> bool:
-        """Return whether an action is scheduled for that time or before."""
+        """Return whether an action is scheduled for the time `when` or earlier."""
         return bool(self._queue) and self._queue[0][0] <= when
 
 
 class Later:
     """A simulated background thread: it does one piece of work after the other, each of which takes
-    a random time from `takes_s`. `process` does an action in the process that owns the thread."""
+    a random time from `takes_s`. `process(action)` does it in the process that owns the thread."""
 
     def __init__(
         self,
