@@ -14,8 +14,8 @@ Outcome = TypeVar("Outcome")
 class Task(Generic[Outcome]):
     """Calls `work` in a thread of `executor`, then `done` with its result in the running loop.
 
-    An exception of `work` goes to the loop's exception handler. The argument of `work` is the task;
-    it should return soon once the task is `stopped`.
+    An exception of `work` goes to the loop's exception handler. `work` gets the task as its
+    argument, and should return soon once the task is `stopped`.
     """
 
     def __init__(
@@ -69,6 +69,6 @@ class Thread:
         self._tasks.clear()
 
     def close(self) -> None:
-        """Stop all tasks and end the thread; it takes no more."""
+        """Stop all tasks and end the thread; it takes no more tasks."""
         self.forget()
         self._thread.shutdown()

@@ -22,7 +22,7 @@ from entrenar_py.drivers.pending_connections import Attention, Places
 TAKEN_UP_MAX = 16  # in one turn of the loop: a burst of strangers must not delay the workers
 # The process, or the machine, has run out of files or memory.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC)
-REST_S = 1.0  # until the next try then
+REST_S = 1.0  # from that error to the next try
 # Errors of accept(2) about one connection, which is lost or which a firewall forbids.
 _OF_ONE = {
     getattr(errno, name)
@@ -32,8 +32,8 @@ _OF_ONE = {
     )
     if hasattr(errno, name)
 }
-GRACES = 40  # in `patience_s`; over TLS half as many, which leaves time for the handshake
-LOOKS = 10  # in a grace
+GRACES = 40  # graces of `Places` in a `patience_s`; over TLS half as many, for the handshake
+LOOKS = 10  # at the clock, in each grace
 NOTED_MAX = 64
 STRANGERS_MAX = 256
 SHARE_OF_FILES = 4
@@ -53,11 +53,11 @@ class Door:
     """Accepts connections from `listeners`, which it owns, until it is closed.
 
     `opened` is called with every socket that is ready for use, and its visit. The callee sets the
-    visit's `end`, and calls `proved`, `sent_away` and `left` when that has happened. `patience_s`
-    limits the TLS handshake, if there is a `context`.
+    visit's `end`, and then reports to `proved`, `sent_away` and `left` what becomes of it.
+    `patience_s` limits the TLS handshake, if there is a `context`.
 
     There are `strangers_max` `Places` for connections that have proved nothing, and for those that
-    were sent away but are not closed yet. While all are taken, others wait in the kernel.
+    were sent away but are not closed yet. While no place is to be had, others wait in the kernel.
     `num_ended` counts the connections that ended without a proof; `ended` holds host and reason of
     the last ones.
     """

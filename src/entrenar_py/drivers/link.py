@@ -1,8 +1,8 @@
 """One connection, on a non-blocking socket. It copies no bytes outside of the kernel.
 
 Threads do large transfers, one in each direction, so that receiving, sending and computing overlap.
-OpenSSL allows one thread at a time on a connection, so over TLS the threads take turns, a record
-each.
+OpenSSL allows one thread at a time on a connection, so over TLS the threads take turns, one
+TLS record at a time.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Link:
         self._say_farewell()
 
     def _send_beside(self, sock: socket.socket) -> None:
-        """Send what is queued in a thread, including what is queued meanwhile."""
+        """In a thread, send what is queued, and what is added to the queue meanwhile."""
 
         def work(task: Task[tuple[bool, str | None]]) -> tuple[bool, str | None]:
             stalled = True
@@ -241,7 +241,7 @@ class Link:
         self._sending = Task(self._threads, work, done)
 
     def _gather(self) -> bool:
-        """Take as many pieces from the queue as are sent at once; return whether there are any.
+        """Take as many pieces from the queue as can be sent at once; return whether any can.
 
         Empty pieces are left out: sending one would make no progress.
         """

@@ -15,14 +15,14 @@ Guest = TypeVar("Guest", bound=Hashable)
 
 
 class Places(Generic[Guest]):
-    """Places for `most` connections, here guests, shared by address. Times are monotonic seconds.
+    """Places for `most` connections, called guests. Times are seconds on a monotonic clock.
 
     If all places are taken when a new guest comes, the one that loses its place is
 
     1. the oldest that was told to go, and is still connected;
-    2. else the oldest guest of the address with the most guests, including the new one: at once if
-       that address has more guests than the new one's, else only if it has been here for `grace_s`,
-       which is enough for a proof;
+    2. else the oldest guest of the address with the most guests, counting the new one: at once if
+       that address has more guests than the new one's, else only if that oldest guest has been here
+       for `grace_s`, which is enough for a proof;
     3. else none: the new guest has to wait, for `grace_s` at most.
 
     So one address can't keep all places from the others. Among guests of one address each has
@@ -83,7 +83,7 @@ class Places(Generic[Guest]):
 
 
 def shared_address(host: str) -> str:
-    """Return the addresses that one host may have to itself: an IPv4 address, or a /64 of IPv6."""
+    """Return what counts as the address of `host`: an IPv4 address, or the /64 of an IPv6 one."""
     try:
         address = ipaddress.IPv6Address(host.partition("%")[0])
     except ValueError:
@@ -92,7 +92,7 @@ def shared_address(host: str) -> str:
 
 
 class Attention:
-    """A clock for graces: of a pause in which this process read nothing it counts only `most_s`.
+    """A clock for graces. It counts at most `most_s` of a pause in which the process reads nothing.
 
     A proof that came in such a pause is still unread, so a guest's grace must not run out in it.
     """

@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(eq=False)
 class Hand:
-    """One worker process. `answer` is the result of its job; None before."""
+    """One worker process. `answer` is the result of its job, None until it comes."""
 
     process: BaseProcess
     pipe: Connection
@@ -100,7 +100,7 @@ class Crew:
         return hand
 
     def gather(self, timeout_s: float) -> None:
-        """Wait until all processes have answered or died; kill those that do neither in time."""
+        """Wait until all busy processes answered or died; kill those that do neither in time."""
         deadline = time.monotonic() + timeout_s
         for hand in self._busy:
             while hand.answer is None and hand.process.is_alive():
@@ -132,7 +132,7 @@ class Crew:
 
 
 def _run(main: Callable[[Connection], None], pipe: Connection) -> None:
-    """Run `main` in a new process, which ends with the first process, even while it is stopped.
+    """Run `main` in a worker process. It ends with the process that started it, even if stopped.
 
     A stopped process does not notice the end of its pipe, but the kernel kills it together with its
     parent, the fork server. The fork server ends when the last writer of its own pipe is closed.

@@ -50,7 +50,7 @@ async def ask(
     patience_s: float,
     alone: Callable[[str], None],
 ) -> Told | do.Finish:
-    """Return the coordinator's answer; `failed` if it refuses, or none answers in `patience_s`.
+    """Return the coordinator's answer; a `failed` Finish if it refuses, or after `patience_s`.
 
     A `context` is for TLS. `alone` is called before each new try with the reason for it.
     """
@@ -95,7 +95,7 @@ async def _connect(
 
 
 async def _talk(reader: StreamReader, writer: StreamWriter, machine: Applicant) -> Told | do.Finish:
-    """Carry out the effects of `machine` until it is finished."""
+    """Carry out the effects of `machine` until it is finished; return the answer."""
     decoder = Decoder(_limit, direction=FROM_COORDINATOR)
     encoder = Encoder(direction=TO_COORDINATOR)
     while data := await reader.read(SCENARIO_BYTES_MAX):

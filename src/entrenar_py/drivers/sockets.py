@@ -33,7 +33,7 @@ async def resolve(host: str, port: int) -> list[Address]:
 
 
 def is_loopback(address: Address) -> bool:
-    """Return whether only this machine can connect there."""
+    """Return whether only this machine can connect to `address`."""
     return ipaddress.ip_address(address[1][0].partition("%")[0]).is_loopback
 
 
@@ -72,7 +72,7 @@ async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
 async def ready(
     sock: socket.socket, watch: Callable[..., None], unwatch: Callable[..., bool]
 ) -> None:
-    """Return when `sock` is ready; `watch` and `unwatch` are the loop's, for reading or writing."""
+    """Wait for `sock`; `watch` and `unwatch` are the loop's methods for readers, or for writers."""
     event = asyncio.Event()
     watch(sock, event.set)
     try:
@@ -87,8 +87,8 @@ def listen(
     """Return sockets that listen at `addresses`, all at one port: a free one if their port is 0.
 
     `buffer_bytes` is the size of the kernel's buffers of a connection, in each direction. An
-    address that this machine does not have is left out; `localhost` may stand for one. OSError if
-    none is left, or one is in use.
+    address that this machine does not have is left out (`localhost` may have one). OSError if none
+    is left, or one is in use.
     """
     listeners: list[socket.socket] = []
     problems = []

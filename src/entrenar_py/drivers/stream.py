@@ -23,7 +23,7 @@ class Count:
 class Meter:
     """Counts what went over connections, by the kind of message.
 
-    Sent bytes count when they are taken for writing, which threads of connections do. A message
+    Sent bytes count when they are taken for writing, perhaps in a connection's thread. A message
     that was sent in part counts in `bytes` only.
     """
 
@@ -59,7 +59,7 @@ class Stream:
     def __init__(
         self, sizes: Mapping[type[Message], int], room: Room, direction: int, meter: Meter
     ) -> None:
-        """`sizes` gives the most payload bytes of each kind of message, 0 for the others;
+        """`sizes` gives the most payload bytes of a kind of message, 0 for kinds not in it;
         `direction` is that of the frames to send.
         """
         self.decoder = Decoder(lambda kind: sizes.get(kind, 0), direction=1 - direction, room=room)

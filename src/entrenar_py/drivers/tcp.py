@@ -1,4 +1,4 @@
-"""The protocol over TCP: the same machines, connected within a process or between processes.
+"""The protocol over TCP: state machines connected within a process or between processes.
 
 A payload is received into its final memory and sent from it, a chunk at a time, so nothing is held
 twice.
@@ -87,8 +87,8 @@ class CoordinatorServer:
         `port` 0 is any free one. A `context` is for TLS. `buffer_bytes` is the size of the kernel's
         buffers of a connection.
 
-        UsageError if other machines can connect, the secret is too short and no TLS certificate is
-        required of them. OSError if an address is in use, or there is none.
+        UsageError if other machines can connect, and neither a long secret nor a TLS certificate is
+        required of them. OSError if an address is in use, or `host` has none.
         """
         addresses = await sockets.resolve(host, port)
         if not all(map(sockets.is_loopback, addresses)):
@@ -106,14 +106,14 @@ class CoordinatorServer:
     async def finish(self) -> do.Finish:
         """Return the Finish of the run, once the last messages are sent.
 
-        Raises what the hands or the machine raised at any time.
+        Raises what the hands or the state machine raised at any time.
         """
         asyncio.get_running_loop().set_exception_handler(self._broke)
         self._tick()
         try:
             finish = await self._finished
             self._door.close()
-            # Not for strangers, which need not disconnect.
+            # Do not wait for strangers, which need not disconnect.
             leaving = [link.ended for link, visit in self._visits.items() if visit.has_proved]
             if leaving:
                 await asyncio.wait(leaving, timeout=FAREWELL_S)
@@ -248,9 +248,9 @@ class WorkerClient:
         patience_s: float,
         context: ssl.SSLContext | None = None,
     ) -> do.Finish:
-        """Take part until the run is over; `failed` after `patience_s` without being admitted.
+        """Take part until the run is over; return `failed` after `patience_s` without admission.
 
-        A `context` is for TLS. Raises what the hands or the machine raised at any time.
+        A `context` is for TLS. Raises what the hands or the state machine raised at any time.
         """
         since = time.monotonic()
         wait_s = sockets.BACKOFF_S[0]
@@ -258,7 +258,7 @@ class WorkerClient:
         self._tick()
         try:
             while self.end.finished is None:
-                if self._computing is not None:  # for the last connection: it uses the replica
+                if self._computing is not None:  # for the last connection, on the same replica
                     await asyncio.wait([self._computing])
                 problem = await self._stay(host, port, context)
                 if self._error is not None:
@@ -304,7 +304,7 @@ class WorkerClient:
         peer.close()
 
     async def _stay(self, host: str, port: int, context: ssl.SSLContext | None) -> str | None:
-        """Make one connection, and wait for its end; return why it was not admitted, or None."""
+        """Make one connection, and wait for its end; return why there was no admission, or None."""
         stays = self.end.num_stays
         try:
             sock = await self.connect(host, port, context)

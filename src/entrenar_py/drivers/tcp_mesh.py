@@ -1,7 +1,7 @@
 """A worker of a mesh over TCP: other workers connect to it, and it connects to others.
 
-They reach it at its own address of the connection to the coordinator. Over TLS it is a server
-there, with a certificate that must name that address.
+Others reach a worker at the local address of its connection to the coordinator. Over TLS it is a
+server there, and its certificate must name that address.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ BYTES_MAX = 2**24  # a bundle of all public CAs has a quarter of a MiB
 
 
 def server_context(*, cert: Path, key: Path, ca: Path | None = None) -> ssl.SSLContext:
-    """Return a coordinator's context; with `ca` it accepts only workers that show a certificate.
+    """Return a coordinator's context; with `ca` workers must show a certificate that it signed.
 
     All are PEM files. `cert` holds a certificate and any intermediate ones, `key` its private key
     without a passphrase. UsageError, naming the file, if one is missing or unfit.
@@ -40,7 +40,7 @@ def client_context(
     """Return a worker's context: it trusts coordinators signed by `ca`, and shows `cert` if given.
 
     All are PEM files, as for a coordinator. The coordinator's certificate must name the host or
-    address that the worker connects to. UsageError for an unfit file, or `key` without `cert`, too.
+    address that the worker connects to. UsageError for an unfit file, or only one of `cert`, `key`.
     """
     if (cert is None) != (key is None):
         given, missing = ("key", "cert") if cert is None else ("cert", "key")
@@ -130,5 +130,5 @@ def _require_file(name: str, path: Path) -> None:
 
 
 def _no_passphrase() -> str:
-    """Called for an encrypted key; without this OpenSSL would prompt for a passphrase."""
+    """Raise ValueError for an encrypted key, for which OpenSSL would prompt otherwise."""
     raise ValueError("the key is encrypted")
