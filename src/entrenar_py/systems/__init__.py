@@ -28,13 +28,13 @@ AUTO = "auto"
 class System:
     """One system: its module, its description, and what a scenario may ask of it.
 
-    `room` is its package below `systems`, or its module if it has a dot; `what` describes it.
-    `faults` lists the fault kinds that it can inject, `places` the messages at which a fault can
-    strike, `options` the options that it accepts. `only` lists the backend names that it accepts,
-    if it does not accept all. `in_step` is False if workers make steps alone for a while: clauses
-    about steps that all make together then do not apply. `bitwise` is False if the number of
-    workers changes the bits: no clause then requires equal bits. With `powers_of_two`, the numbers
-    of workers and of micro-batches must be powers of two. `traits` hold for each of its runs.
+    `room` is its package below `systems`, or its module if there is a dot in it; `what` describes
+    the system. `faults` lists the fault kinds that it can inject, `places` the messages at which a
+    fault can strike, `options` the options that it accepts. `only` lists the backend names that it
+    accepts, if it does not accept all. `in_step` is False if each worker makes some steps without
+    the others: clauses on steps made by all together then do not apply. `bitwise` is False if the
+    number of workers changes the bits: no clause then requires equal bits. With `powers_of_two` the
+    numbers of workers and of micro-batches must be powers of two. `traits` hold for each run.
     """
 
     room: str
@@ -236,7 +236,7 @@ TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
 
 
 def require_trainer(name: str | None, backends: Collection[str]) -> None:
-    """Raise UsageError unless `name`, or the default trainer for None, can train on `backends`."""
+    """Raise UsageError unless trainer `name` (None: the default one) can train on `backends`."""
     if name is not None and name not in TRAINERS:
         raise UsageError.of("system", name, f"allowed are {', '.join(TRAINERS)}")
     for backend in backends:
@@ -247,8 +247,8 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
     """Run `scenario` on one thread, with its mutant planted if it names one.
 
     Raises UsageError for an unknown system or mutant. Any other error ends the trace as `failed`,
-    with the reason. With `every_fault`, so does a planned fault that did not take place in a
-    trainer. Pass False where an earlier fault may remove the worker that a later one strikes.
+    with the reason. With `every_fault`, a fault that never strikes is such an error in trainers.
+    Pass False where an earlier fault may remove the worker that a later one strikes.
     """
     _require("system", scenario.system, tuple(SYSTEMS))
     module = module_of(scenario.system)
@@ -357,7 +357,7 @@ def _require(what: str, name: str, allowed: tuple[str, ...], where: str = "") ->
 
 
 def missed(result: trace.Trace) -> Fault | None:
-    """Return the first planned fault that did not take place although its step was reached."""
+    """Return the first planned fault that never struck though its step was reached, or None."""
     halts = result.of(trace.Halt)
     reached = halts[0].step if halts else result.scenario.num_steps
     struck = [event.fault for event in result.of(trace.Injected)]

@@ -24,7 +24,7 @@ class Devices:
         self._opened: dict[str, Backend] = {}
 
     def of(self, rank: int) -> Backend:
-        """Return the backend of worker `rank`; BackendUnavailable if it can't be opened."""
+        """Return the backend of worker `rank`; raise BackendUnavailable if it can't be opened."""
         name = self._scenario.backend_of(rank)
         if name not in self._opened:
             self._opened[name] = self._open(name)

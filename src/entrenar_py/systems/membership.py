@@ -22,7 +22,7 @@ def initial_ranks(scenario: Scenario) -> list[int]:
 
 
 def require_possible(scenario: Scenario) -> None:
-    """Raise UsageError for the first fault that the membership of its step makes impossible.
+    """Raise UsageError for the first fault that the workers present in its step make impossible.
 
     A worker that joins must be absent, and one that leaves or is struck must be present. At least
     one worker must always remain.
@@ -55,7 +55,7 @@ def require_possible(scenario: Scenario) -> None:
 def _require_nobody_moved(scenario: Scenario) -> None:
     """Raise UsageError if a stranger that must find no free rank might find one.
 
-    Faults in MOVING remove a worker for a time that the scenario does not determine.
+    After a fault in MOVING a worker may be absent, for a time that the scenario does not determine.
     """
     moved = [one.step or 0 for one in scenario.faults if one.kind in MOVING]
     for fault in scenario.faults:

@@ -12,7 +12,7 @@ from entrenar_py.training.tensors import Workload
 
 
 def model_of(scenario: Scenario) -> Workload:
-    """Return the scenario's workload with its data; UsageError for an unknown name or size."""
+    """Return the scenario's workload with data; raise UsageError for an unknown name or size."""
     return workload.build(
         scenario.workload,
         num_samples=scenario.num_samples,

@@ -1,6 +1,6 @@
 """Modules that the fork server loads before it forks worker processes.
 
-All systems in a process share one fork server. Each worker must import any other module itself.
+All systems in a process share one fork server. A worker itself imports what is not listed here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 STAR = (
-    "encodings.idna",  # which the first name of a host loads
+    "encodings.idna",  # loaded when a host name is first used
     "entrenar_py.backends.cpu",
     "entrenar_py.systems.star.worker_process",
     "entrenar_py.training.decoder",
@@ -26,6 +26,6 @@ MODULES = (
 def of_star() -> tuple[str, ...]:
     """Return the modules that a star's workers need, or all if this process may start torch ranks.
 
-    The modules of torch ranks take as long to load as torch, so stars alone do without them.
+    The modules of torch ranks take as long to load as torch itself; a star does not need them.
     """
     return MODULES if "entrenar_py.systems.torch.ranks" in sys.modules else STAR

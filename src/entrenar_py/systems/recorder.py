@@ -36,7 +36,7 @@ class Recorder:
         return [event for event in self._events if isinstance(event, kind)]
 
     def drain(self) -> list[trace.Event]:
-        """Return the events so far, and stop keeping them."""
+        """Return the events kept so far, and drop them."""
         events = list(self._events)
         self._events.clear()
         return events

@@ -1,4 +1,4 @@
-"""The workers of one run in this process: computes their shards, makes their steps, records both.
+"""The workers of one run in this process: their shards, their steps, and the record of both.
 
 Every system that trains by logical shards and the tree uses this module. Communication between
 workers is left to the system.
@@ -46,11 +46,11 @@ class Worker:
 
     @property
     def checkpoint(self) -> dict[str, Array]:
-        """The tensors and the optimizer's state by their names in a checkpoint; not copied."""
+        """The tensors and the optimizer's state, not copied, by their names in a checkpoint."""
         return checkpoint.as_arrays(tensors=self.replica.arrays, optimizer=self.state)
 
     def follow(self, other: Worker) -> None:
-        """Copy everything that training changes from `other`."""
+        """Copy from `other` everything that training changes."""
         self.replica.parameters[:] = other.replica.parameters
         for name, buffer in other.replica.buffers.items():
             self.replica.buffers[name][...] = buffer
@@ -60,7 +60,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """One step's average: `mean` is the whole reduced vector, `clipped` its gradient part, clipped.
+    """One step's average: `mean` is the averaged vector, `clipped` its gradient part, clipped.
 
     `loss` is the mean loss over the batch's `weight`, and `rate` the learning rate. `record` is the
     gradient before clipping. `norm` and `applied_norm` are its L2 norms before and after clipping.
@@ -151,7 +151,7 @@ class Replicas:
     def guard(
         self, leaf: reduction.Node, worker: Worker, step: int, shard: int, ids: sharding.Ids
     ) -> trace.Halt | None:
-        """Return the Halt that a non-finite leaf causes, naming its place; None if it is finite."""
+        """Return a Halt that names the place of a non-finite value in `leaf`, or None."""
         place = engine.non_finite(leaf.vector)
         if place is None and math.isfinite(leaf.loss):
             return None
@@ -168,9 +168,9 @@ class Replicas:
         )
 
     def averaged(self, mean: Array, loss: float, weight: float) -> Average:
-        """Clip `mean`, the reduced and divided vector, and return what every worker steps with.
+        """Return what every worker's step needs: `mean`, and the gradient in it after clipping.
 
-        `loss` is the sum of the losses over the batch's `weight`.
+        `loss` is the batch's summed loss, not yet divided by the batch's `weight`.
         """
         gradient = mean[: self.layout.num_trainable]
         norm = optimizer.norm_l2(gradient)
@@ -221,7 +221,7 @@ class Replicas:
         )
 
     def apply(self, step: int, total: reduction.Node) -> None:
-        """Average and clip `total` once, step every worker's replica with it, and record that."""
+        """Average and clip `total` once; step every worker's replica with it and record that."""
         mean = optimizer.mean(total.vector, total.weight * self.scale)
         average = self.averaged(mean, total.loss, total.weight)
         for worker in self.workers.values():
@@ -275,7 +275,7 @@ class Replicas:
         return worker
 
     def require_progress(self, payload: Buffer) -> None:
-        """Raise ProtocolError if the state in `payload` is at a position behind the last sample."""
+        """Raise ProtocolError if the state in `payload` is at a position past the last sample."""
         position = state.progress_of(payload).position
         if position.offset >= self.scenario.num_samples:
             raise ProtocolError(f"a state at {position}: no sample has that offset")

@@ -26,5 +26,5 @@ def held(scenario: Scenario) -> str:
 
 
 def places(scenario: Scenario, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the messages of a step at which a fault can strike: `usual` if the workers update."""
+    """Return the messages of a step at which a fault can strike: `usual` if workers make it."""
     return SERVED_PLACES if by_server(scenario) else usual
