@@ -22,10 +22,10 @@ SHAPE = {"m": 33, "k": 65, "n": 17}  # ragged in every direction
 def run(scenario: Scenario) -> trace.Trace:
     """Record an Attempt for each backend tried, then the Product of the one that served, or a Halt.
 
-    The scenario's `backends` are the chain. A fault strikes on any machine when its backend is
-    tried: see `Saboteur`. Raises UsageError for a chain in another order, two faults on one
-    backend, a fault on a backend outside the chain, a fault of adapters on another backend than
-    wgpu, and options that no product can have.
+    The scenario's `backends` are the chain. A fault strikes when its backend is tried, even if this
+    machine lacks the backend (see `Saboteur`). Raises UsageError for a chain in an unusual order,
+    two faults on one backend, a fault on a backend outside the chain, a fault of adapters on a
+    backend other than wgpu, and options that no product can have.
     """
     order = _order(scenario)
     _check_faults(scenario.faults, order)
@@ -50,7 +50,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def _order(scenario: Scenario) -> tuple[str, ...]:
-    """Return the chain that `scenario` names; UsageError if it is not in the usual order."""
+    """Return the chain that `scenario` names; raise UsageError if it is not in the usual order."""
     order = tuple(name for name in chain.ORDER if name in scenario.backends)
     if order != scenario.backends:
         raise UsageError(
@@ -76,7 +76,7 @@ def _check_faults(faults: tuple[Fault, ...], order: tuple[str, ...]) -> None:
 
 
 class Saboteur:
-    """Makes backends fail as `faults` say, one fault per backend, and records those that struck.
+    """Makes backends fail as `faults` say, one fault per backend, and records each that strikes.
 
     Faults of an adapter happen on the real adapter if there is one (`doomed_device`). For a device
     that this machine lacks, the CPU stands in under its name. A stand-in is opened only for a
@@ -122,7 +122,7 @@ class Saboteur:
         return result
 
     def _strikes(self, name: str, kind: str) -> bool:
-        """Return whether the fault of backend `name` is of this kind, and record it if so."""
+        """Return whether the fault of backend `name` is of `kind`; if so, record it."""
         fault = self._faults.get(name)
         if fault is None or fault.kind != kind:
             return False

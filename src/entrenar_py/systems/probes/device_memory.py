@@ -24,7 +24,7 @@ Work = Callable[[Backend], None]
 
 
 def measure(name: str, *, before: Work, work: Work) -> Measured:
-    """Measure the memory of backend `name` that `work` takes, after `before`.
+    """Run `before`, then `work`, on backend `name`; measure the memory that `work` takes there.
 
     Raises BackendUnavailable when the backend can't be opened or fails.
     """
@@ -69,7 +69,7 @@ MEASURES: dict[str, Callable[[str, Work, Work], Measured]] = {
 
 
 class Counted:
-    """A wgpu.GPUDevice, `handle`, that counts the bytes of the buffers created on it."""
+    """Wraps a wgpu.GPUDevice, `handle`, and counts the bytes of the buffers created on it."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -83,7 +83,7 @@ class Counted:
         return self._count(self._handle.create_buffer(**given))
 
     def create_buffer_with_data(self, **given: Any) -> Any:
-        """Create a buffer with content, which is counted like the others."""
+        """Create a buffer with content, and count it like any other buffer."""
         return self._count(self._handle.create_buffer_with_data(**given))
 
     def _count(self, buffer: Any) -> Any:

@@ -41,7 +41,7 @@ class Meter:
     _resting: int = 0
 
     def leaving_out(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return `function` without the counting of operations and submissions while it runs."""
+        """Return `function`, wrapped so that its operations and submissions are not counted."""
 
         def call(*arguments: P.args, **keywords: P.kwargs) -> R:
             self._resting += 1
@@ -129,7 +129,7 @@ def _telling(function: Callable[..., Any], told: Callable[..., None]) -> Callabl
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Reports each operation that makes new data to the meter, but not views and shapes."""
+    """Reports to the meter each operation that makes new data, but no views and shapes."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

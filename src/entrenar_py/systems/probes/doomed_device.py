@@ -43,7 +43,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 class Doomed:
-    """A wgpu.GPUDevice, `handle`; subclasses change one kind of request."""
+    """Wraps a wgpu.GPUDevice, `handle`; each subclass makes one kind of request fail."""
 
     def __init__(self, handle: Any, on_strike: Struck) -> None:
         self._handle, self._on_strike = handle, on_strike
@@ -79,7 +79,7 @@ class TooLarge(Doomed):
     """A device on which each new buffer is made larger than the adapter allows."""
 
     def create_buffer(self, *, size: int, **given: Any) -> Any:
-        """Create a buffer of four bytes more than the device's limit."""
+        """Ask for a buffer at least four bytes larger than the device's limit."""
         self._on_strike()
         return self._handle.create_buffer(
             size=max(size, self._handle.limits["max-buffer-size"] + 4), **given

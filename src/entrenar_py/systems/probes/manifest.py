@@ -17,7 +17,7 @@ Entries = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Record the Manifest that the model declares, then one per backend of the scenario.
+    """Record the Manifest that the workload declares, then one per backend of the scenario.
 
     A backend that can't be used gets a failed Attempt with the reason instead. All backends start
     from the same weights and compute the same batch.

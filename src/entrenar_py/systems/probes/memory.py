@@ -1,4 +1,4 @@
-"""Measures the memory of every worker's share of a training run, each in its own process.
+"""Measures the memory that each worker's share of a training run takes, in its own process.
 
 The processes are forks of one that has loaded all code and computed nothing. The estimate is made
 before a worker is built, from the scenario and the manifest alone. The peak is that of the worker's
@@ -55,7 +55,7 @@ DATA_FLOATS = {"linear": 16, "mlp": 128, "decoder": 256}
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Record a Memory event for each rank, with its share as system reference would assign it.
+    """Record a Memory event for each rank; its shards are those that `reference` would give it.
 
     A rank whose device is unavailable gets a failed Attempt instead. Raises SystemFailure if a
     process dies or exceeds its deadline. Raises UsageError without a budget, and for a workload,
@@ -127,7 +127,7 @@ def estimate_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -
 def estimate_device_bytes(scenario: Scenario, rank: int, specs: Sequence[TensorSpec]) -> int:
     """Return the bytes of device memory that worker `rank` will need.
 
-    On an adapter, each number of samples that occurs has its own program, which keeps its memory.
+    On an adapter, each size of micro-batch that occurs has its own program, which keeps its memory.
     Source: distributed-training-v1, F-HET-002.
     """
     trainable = sum(prod(spec.shape) for spec in specs if spec.role == "trainable")
@@ -203,7 +203,7 @@ def _measured_apart(scenario: Scenario) -> list[dict[str, Any]]:
 
 
 def _ask(child: subprocess.Popen[str], scenario: Scenario) -> tuple[str, str]:
-    """Return what `child` wrote to its two outputs; kill it after DEADLINE_S."""
+    """Send `scenario` to `child`, and return its two outputs; kill it after DEADLINE_S."""
     try:
         with _ended_by_interrupt(child):
             return child.communicate(json.dumps(scenario.to_dict()), timeout=DEADLINE_S)
@@ -223,10 +223,10 @@ def _kill(child: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _ended_by_interrupt(child: subprocess.Popen[str]) -> Iterator[None]:
-    """Make SIGINT kill `child` inside the block, and raise KeyboardInterrupt at its end.
+    """On SIGINT in the block, kill `child`; at the end of the block, raise KeyboardInterrupt.
 
-    The harness would only note the signal, and wait for the end of the run. Does nothing outside
-    the main thread, or if SIGINT is ignored.
+    The harness's own handler would only note the signal, and wait until the run is over. Outside
+    the main thread, and if SIGINT is ignored, this changes nothing.
     """
     before = signal.getsignal(signal.SIGINT)
     main = threading.current_thread() is threading.main_thread()
@@ -249,7 +249,7 @@ def _ended_by_interrupt(child: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def measure(scenario: Scenario, rank: int) -> device_memory.Measured:
-    """Do the share of `rank` in this process; return the bytes before it and the most during it.
+    """Do the share of `rank` in this process; return the bytes in use before it, and the peak.
 
     Raises BackendUnavailable if the rank's device can't be used.
     """
@@ -270,8 +270,8 @@ def measure(scenario: Scenario, rank: int) -> device_memory.Measured:
 def work(scenario: Scenario, rank: int, backend: Backend) -> None:
     """Do the work of worker `rank` in every step: shards, tree nodes, an optimizer step.
 
-    There are no nodes of other workers, so it steps with its own first node: the numbers differ,
-    the memory doesn't. Every step uses the first batch and the peak learning rate.
+    The nodes of other workers are missing, so each step uses this worker's first node: the numbers
+    are wrong, the memory is right. Every step has the first batch and the peak learning rate.
     """
     model = models.model_of(scenario)
     scale = engine.scale_of(model.weight_max * scenario.batch_size)
@@ -317,7 +317,7 @@ def _peak_bytes() -> int:
 def measured(scenario: Scenario, rank: int) -> dict[str, Any]:
     """Measure the share of `rank` in this process; return a record that JSON can hold.
 
-    It has the bytes, whether the mutant was run (`planted`), and why the device is `unavailable`.
+    The record has the bytes, whether the mutant ran (`planted`), why the device is `unavailable`.
     """
     torch.set_num_threads(1)  # as in `systems.run`
     record: dict[str, Any] = {"unavailable": ""}

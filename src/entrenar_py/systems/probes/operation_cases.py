@@ -24,11 +24,11 @@ Operation = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """`operation` of one matrix, or of two with the same shape.
+    """`operation` on one matrix, or on two of the same shape.
 
-    `largest` is the largest absolute value of the large operands: larger ones overflow or have no
-    bound. `least` is the smallest absolute value of any element. `sign` is 1 if all elements must
-    be positive, else 0. With `rows_only`, operands have exactly [ROWS, COLUMNS].
+    `largest` is the largest absolute value of the large operands: larger ones would overflow or
+    have no bound. `least` is the smallest absolute value of any element. `sign` is 1 if elements
+    must be positive, else 0. With `rows_only`, all operands have the shape [ROWS, COLUMNS].
     """
 
     operation: Operation

@@ -57,7 +57,7 @@ def run(scenario: Scenario) -> trace.Trace:
 def compared_backend(scenario: Scenario) -> str:
     """Return the scenario's first backend that is not the CPU; `wgpu` if it names no other.
 
-    Each product is compared with the CPU, so that the CPU itself would show nothing.
+    Products are compared with the CPU's, so a product by the CPU itself would show nothing.
     """
     return next((name for name in scenario.backends if name != "cpu"), "wgpu")
 
@@ -144,8 +144,8 @@ def measure(backend: Backend, pair: Pair, result: Tensor, wanted: Request) -> tr
     """Return the trace's record of `result`, which `backend` computed from the operands `pair`.
 
     `element` is the element whose error is the largest relative to its rounding bound; `error_f64`
-    and `bound` are its error and bound. `error_cpu` is the largest over all elements, nan if one is
-    not finite. If the shape is not [m, n], all three are nan, and `element` is None.
+    and `bound` are its error and bound. `error_cpu` is the largest difference from the product on
+    the CPU. If the shape is not [m, n], these three numbers are nan, and `element` is None.
     """
     a, b = pair
     shape = (a.shape[0], a.shape[1], b.shape[1])

@@ -18,7 +18,7 @@ from entrenar_py.training.tensors import Array, DropFunction, Workload
 
 
 class Oracle:
-    """One step of `workload` at `tensors`, with the dropout masks that `drop` draws.
+    """One step of `workload` from the values `tensors`, with the dropout masks that `drop` draws.
 
     `inputs` are the weights and buffers that change between steps, then `batch`, then `masks`.
     """
@@ -59,9 +59,9 @@ class Oracle:
     ) -> list[Deviation]:
         """Return for each of `results` its error, and the bound that rounding sets on it.
 
-        `graph` is the captured step, and `given` its inputs, in its order. The error is the larger
-        of two: against torch's step in float64, and against the graph in float64. This finds
-        mistakes in the capture as well as in the evaluation of the graph.
+        `graph` is the captured step, and `given` its inputs, in the graph's order. The error is
+        the larger of two: against torch's step in float64, and against the graph in float64. This
+        finds mistakes in the capture as well as in the evaluation of the graph.
         """
         deviations = sensitivity.deviations(results, graph, given)
         exact = self._step(*(_double(one) for one in self._given()))

@@ -1,4 +1,4 @@
-"""Each operation alone on a wgpu adapter, compared with float64, and run with NaNs."""
+"""Single operations on a wgpu adapter, compared with float64, and run with NaNs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ FLOAT64_SLACK = 1e-12
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Record Explained and Poisoned events for each result of the operations named, or of all.
+    """Record Explained and Poisoned events for each result of the operations in options, or of all.
 
-    The run ends `failed`, with the reason, without an adapter. Raises UsageError for an operation
+    Without an adapter the run ends `failed`, with the reason. Raises UsageError for an operation
     that is not in CASES.
     """
     recorder = Recorder(scenario)
@@ -47,7 +47,7 @@ def run(scenario: Scenario) -> trace.Trace:
 def _tried(
     name: str, case: Case, device: Device, generator: torch.Generator
 ) -> Iterator[trace.Event]:
-    """Yield the events of one operation: from all its operands in one program, then with NaNs."""
+    """Yield one operation's events: a program runs it on its operands, then on some with NaNs."""
     groups = operation_cases.operands(case, generator)
     flat = [one for group in groups for one in group]
 

@@ -20,9 +20,9 @@ from entrenar_py.systems.recorder import Recorder
 
 @dataclass(frozen=True)
 class Case:
-    """A step, `compute` of `given`, that must be refused with the name of `operation`.
+    """A step, `compute(*given)`, that must be refused by an error that names `operation`.
 
-    With `has_line` the refusal must name a line of `compute`, too.
+    With `has_line` the error must also name a line of `compute`.
     """
 
     compute: Callable[..., tuple[Tensor, ...]]

@@ -30,7 +30,7 @@ NUM_SAMPLES = (3, 7)
 
 @dataclass(frozen=True)
 class Call:
-    """One step of `replica` at its weights `version`, on `num_samples` samples from `first` on.
+    """A step of `replica` with weights number `version`, on `num_samples` samples from `first` on.
 
     If `explained`, its results are compared with float64. If `poisoned`, one weight is NaN.
     """
@@ -71,7 +71,7 @@ def calls(few: int, *more: int) -> list[Call]:
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Record a Stepped event for each step, and Explained or Poisoned events for results of some.
+    """Record a Stepped event for each step, and for some also Explained or Poisoned events.
 
     Without an adapter the run ends `failed`, with the reason.
     """
@@ -89,9 +89,9 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def sizes_of(scenario: Scenario) -> list[int]:
-    """Return the numbers of samples that the steps have; two different batches have the first.
+    """Return the batch sizes of the run's steps; two different batches have the first size.
 
-    Raises UsageError for other values, or if the data set has too few samples.
+    Raises UsageError unless they are different and positive, and the data set is large enough.
     """
     sizes = scenario.options.get("samples", NUM_SAMPLES)
     whole = isinstance(sizes, list | tuple) and all(type(one) is int and one > 0 for one in sizes)

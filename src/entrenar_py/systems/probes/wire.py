@@ -47,7 +47,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def _letters() -> Iterator[tuple[Message, bytes]]:
-    """Yield every message, without and with payloads of sizes near those of chunks."""
+    """Yield every message without payload, and with payloads near chunk size if it carries any."""
     values: dict[str, Any] = {
         "int": 3,
         "int | None": None,
@@ -113,7 +113,7 @@ def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, 
 
 
 def _damaged(rng: random.Random) -> Iterator[tuple[str, bytes]]:
-    """Yield bytes that are no valid message of this session, each after the name of its defect."""
+    """Yield (name of a defect, bytes that have it): they are no valid message of this session."""
     node = TreeNode(step=1, round=0, block=0, level=0, index=0, loss=1.0, weight=2.0)
     right = b"".join(Encoder(KEY).encode(node, ODD_FLOATS))
     for name, place, value in (
