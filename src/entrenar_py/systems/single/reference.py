@@ -2,7 +2,7 @@
 
 It is the oracle of every other system. In a step each worker computes its logical shards and folds
 them along the tree. The nodes are added, divided and clipped once, and every worker steps its own
-replica. If a shard is not finite, training halts before the step.
+replica. If a shard's loss or gradient is not finite, training halts before the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from entrenar_py.training import checkpoint, reduction, sharding
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Train as `scenario` says; the trace promises equal bits if all workers use one backend."""
+    """Train as `scenario` says; the trace promises `bitwise`, or `draws` if backends differ."""
     trainer = Trainer(scenario)
     status = trainer.train()
     promises = ("bitwise",) if trainer.devices.alike else ("draws",)
@@ -52,7 +52,7 @@ class Trainer(Replicas):
     # --- one step -----------------------------------------------------------------------------
 
     def step(self, step: int) -> bool:
-        """Make `step`, the next one. Return False, with a Halt recorded, if it can't be made."""
+        """Make `step`, the next one; if a value is not finite, record a Halt and return False."""
         ids = self.batch()
         shards = sharding.cut(ids, self.scenario.num_shards)
         nodes: list[reduction.Node] = []
@@ -74,7 +74,7 @@ class Trainer(Replicas):
         return True
 
     def _assignments(self, step: int) -> Iterator[tuple[Worker, Sequence[int]]]:
-        """Yield workers with their shards; the others take over those of a worker that dies."""
+        """Yield each worker with its shards; the shards of a worker that dies go to the others."""
         run_of = sharding.runs(range(self.scenario.num_shards), list(self.workers))
         for fault in self._faults("leave", step):
             orphaned = run_of.pop(self._leave(fault, step))

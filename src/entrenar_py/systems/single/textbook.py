@@ -2,8 +2,8 @@
 
 It is written independently of the reference trainer, so that each is an oracle for the other. It
 uses torch's own optimizers, schedulers, clipping and autograd accumulation. With one rank and no
-accumulation it is the plain single-device loop. Ranks are added in rank order: runs with different
-numbers of ranks agree up to rounding, not in bits.
+accumulation it is the plain single-device loop. Gradients are added in rank order: runs with
+different numbers of ranks agree up to rounding, not in bits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def train(scenario: Scenario, recorder: Recorder) -> str:
 
 
 def global_batch(setup: Setup, position: sharding.Position) -> sharding.Ids:
-    """Return the sample ids of this step, over all ranks."""
+    """Return the sample ids of the step at `position`, over all ranks."""
     scenario = setup.scenario
     visit = sharding.order(scenario.num_samples, order_rng(scenario, position.epoch))
     return visit[position.offset : position.offset + scenario.batch_size]
@@ -123,7 +123,7 @@ def micro_step(
     ids: sharding.Ids,
     weight: float,
 ) -> trace.Shard:
-    """Add one micro-batch's share of the global mean gradient to `.grad`, and record it."""
+    """Add a micro-batch's share of the global mean gradient to `.grad`; record the micro-batch."""
     scenario = setup.scenario
     drop = masks(setup, replica, step, ids)
     faults = textbook_faults.MicroBatchFaults(setup, replica, step, micro, ids)
@@ -153,8 +153,8 @@ def micro_step(
 def masks(setup: Setup, replica: Replica, step: int, ids: sharding.Ids) -> dropout.Dropout | None:
     """Return dropout that draws from the rank's own stream, or None without dropout.
 
-    One rank without accumulation draws from the streams of the logical shards, as the oracle of
-    trainers that key dropout by shard.
+    A single rank without accumulation draws from the streams of the logical shards: it is the
+    oracle of trainers whose dropout depends on the shard.
     """
     scenario = setup.scenario
     if not scenario.dropout:

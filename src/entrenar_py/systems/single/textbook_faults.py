@@ -30,7 +30,7 @@ def leave(setup: Setup, replicas: list[Replica], step: int) -> list[Replica]:
 def join(
     setup: Setup, replicas: list[Replica], step: int, position: sharding.Position
 ) -> list[Replica]:
-    """Return the ranks and those that join before `step`, each with a copy of the first's state."""
+    """Return all ranks, with those that join before `step`; these copy the first rank's state."""
     for fault in _of(setup.scenario, "join", step):
         assert fault.rank is not None, "faults.NEEDED has it"
         newcomer = build_newcomer(setup, replicas[0], fault.rank, step)
@@ -54,7 +54,7 @@ def build_newcomer(setup: Setup, donor: Replica, rank: int, step: int) -> Replic
 
 
 class MicroBatchFaults:
-    """The values planted in one micro-batch: create it before the backward pass, `apply` after."""
+    """Plants values in a micro-batch; to be created before its backward pass, and applied after."""
 
     def __init__(
         self, setup: Setup, replica: Replica, step: int, micro: int, ids: sharding.Ids
@@ -119,7 +119,7 @@ def _strikes(scenario: Scenario, fault: Fault, step: int, rank: int, ids: shardi
 
 
 def _first_sample(scenario: Scenario, step: int, shard: int) -> int:
-    """Return the first sample of logical shard `shard`; the batch's last one if it is empty."""
+    """Return logical shard `shard`'s first sample, or the batch's last if the shard is empty."""
     num_batches = -(-scenario.num_samples // scenario.batch_size)  # of one epoch
     epoch, index = divmod(step, num_batches)
     visit = sharding.order(scenario.num_samples, scenario.rng("order", epoch))

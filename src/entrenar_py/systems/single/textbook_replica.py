@@ -170,7 +170,7 @@ def load_optimizer(replica: Replica, arrays: dict[str, np.ndarray[Any, Any]]) ->
 
 
 def load_schedule(replica: Replica, schedule_step: int) -> None:
-    """Set the scheduler to `schedule_step`, and the optimizer to its learning rate."""
+    """Set the scheduler to `schedule_step`, and the optimizer to the learning rate there."""
     scheduler = replica.scheduler
     scheduler.last_epoch = schedule_step
     groups = replica.optimizer.param_groups
@@ -179,7 +179,7 @@ def load_schedule(replica: Replica, schedule_step: int) -> None:
 
 
 def rng_state(replica: Replica) -> dict[str, Any]:
-    """Return the rank's random state as JSON can hold it."""
+    """Return the rank's random state in a form that JSON can hold."""
     state: dict[str, Any] = replica.rng.bit_generator.state  # type: ignore[assignment]
     plain = {name: value.tolist() for name, value in state["state"].items()}
     return {**state, "state": plain, "buffer": state["buffer"].tolist()}
