@@ -80,7 +80,7 @@ class Copies:
         self._whole: dict[int, list[Copy]] = {}  # by shard, in order of arrival
 
     def begin(self, rank: int, events: list[trace.Event]) -> None:
-        """Begin the copy that `rank` delivers; `events` are what it recorded."""
+        """Begin the copy that `rank` delivers; `events` are what `rank` recorded."""
         self._open[rank] = Copy(rank, events)
 
     def take(self, rank: int, block: int, node: Node, payload: Buffer) -> None:
@@ -96,7 +96,7 @@ class Copies:
         return list(self._whole.get(shard, []))
 
     def conclude(self, effect: Conclude, locate: Locate) -> tuple[Copy | None, list[trace.Event]]:
-        """Return the copy that counts, and the events to record; drop all copies of the shard."""
+        """Return the copy that counts, or None, and the events to record; drop the copies."""
         copies = self._whole.pop(effect.shard, [])
         chosen = None if effect.copy is None else copies[effect.copy]
         wrong = [one for one in copies if one.rank == effect.culprit]
@@ -146,5 +146,5 @@ def _bits(vector: Vector) -> NDArray[np.uint32]:
 
 
 def injected(events: Iterable[trace.Event]) -> list[trace.Event]:
-    """Return the injected faults in `events`, which are recorded even for results never used."""
+    """Return the Injected events; they are recorded even for results that are never used."""
     return [event for event in events if isinstance(event, trace.Injected)]

@@ -21,11 +21,11 @@ _THIS_WORKER = -1
 
 
 class Held:
-    """The blocks that have come of the current step's averaged gradient, or of its new weights.
+    """The blocks that have arrived of the step's averaged gradient, or of its new weights.
 
     They are kept apart from the memory that training uses. `vector` is float32 [num_elements], cut
     into parts by `blocks`. `there` has the numbers of the blocks that are filled in. `total` is the
-    step's summed loss and its weight. `round` is the round of a mesh.
+    step's summed loss and its weight. `round` is a mesh's current round.
     """
 
     def __init__(self, num_elements: int) -> None:
@@ -42,7 +42,7 @@ class Held:
         self.round = 0
 
     def part(self, block: int) -> Vector:
-        """Return the view of `vector` that is `block`, float32."""
+        """Return `block`'s part of `vector`, float32, as a view."""
         return self.vector[self.blocks.part(block)]
 
     def lacks(self, message: Average | Weights) -> bool:
@@ -70,9 +70,9 @@ class Held:
 
 
 class TreeExchange:
-    """Adds the nodes of this worker's blocks along the tree, in a mesh.
+    """In a mesh: adds along the tree the nodes of those blocks that this worker averages.
 
-    `nodes` and `held` belong to the worker; averages are written to `held`. Sums are at `scale`.
+    `nodes` and `held` belong to the worker; averages go to `held`. Sums come multiplied by `scale`.
     """
 
     carriers: tuple[type[Message], ...] = (TreeNode,)
@@ -149,7 +149,7 @@ class RingExchange:
         self.held.there.add(block)  # an average from another worker must not replace it
 
     def reduce(self, block: int) -> tuple[float, float] | None:
-        """Average a block that has passed every worker; return values as TreeExchange.reduce."""
+        """Average a block that has passed every worker; return the same as TreeExchange.reduce."""
         total = self.passing[block]
         self.held.total = total.loss, total.weight
         is_finite = blocks.average(total, self.scale, out=self.held.part(block))

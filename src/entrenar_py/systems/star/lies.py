@@ -15,9 +15,9 @@ _TOO_MUCH = bytes(4)
 
 
 class Liar:
-    """Replaces messages of one worker by the lies in `planned`, and passes on all others.
+    """Replaces messages of one worker by the lies that `planned` returns; passes on all others.
 
-    `told` is called with each lie before it is sent, and must remove it from `planned`.
+    `told` is called with each lie before it is sent; from then on `planned` must not return it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Liar:
         return self._lie(lies[0].value, message, payload, step)
 
     def _remember(self, message: Message, payload: Buffer, step: int) -> None:
-        """Keep the messages of this step and the last, if a lie may send one of them again."""
+        """Keep the messages of this step and the one before if a lie may send one of them again."""
         if any(one.value == "old_step" for one in self._planned()):
             self._said.setdefault((type(message), step), (message, bytes(payload)))
             self._said = {place: s for place, s in self._said.items() if place[1] >= step - 1}

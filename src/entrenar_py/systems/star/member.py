@@ -1,4 +1,4 @@
-"""The work of one worker: it takes over the state, computes shards, makes steps, records both."""
+"""The work of one worker: it takes over a state, computes shards, makes steps, and records them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Member(Replicas):
 
     @property
     def exchange(self) -> TreeExchange | RingExchange:
-        """Adds what other workers send, in a mesh or a ring; a star's worker has none."""
+        """The adder of what other workers send, in a mesh or a ring; a star's worker has none."""
         assert self._exchange is not None, "nobody else sends anything in a star"
         return self._exchange
 
@@ -112,7 +112,7 @@ class Member(Replicas):
         return new_room(message, num_bytes)
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
-        """Take over the state before `welcome.step`; ProtocolError if it does not fit this run."""
+        """Take over the state before `welcome.step`; raise ProtocolError if it does not fit."""
         self.rank = welcome.rank
         self.recorder.drain()  # events of an earlier session
         self._applied = None
@@ -157,7 +157,7 @@ class Member(Replicas):
         ]
 
     def _go_wrong(self, leaf: reduction.Node, step: int, count: int) -> None:
-        """Corrupt `leaf` if the scenario plans it, after its correct gradient was recorded.
+        """Corrupt `leaf` if the scenario plans that; its correct gradient is already recorded.
 
         `count` is the number of samples in the shard.
         """
@@ -180,12 +180,12 @@ class Member(Replicas):
         self.held.hold(message, payload)
 
     def regroup(self, number: int) -> None:
-        """Forget what came of the current step; round `number` begins, or starts over."""
+        """Forget what has arrived for the current step; round `number` begins, or starts over."""
         self.exchange.clear()
         self.held.regroup(number)
 
     def make_held(self, step: int) -> None:
-        """Make `step` with the averaged gradient that came, or with the new weights."""
+        """Make `step` with the averaged gradient, or the new weights, that arrived."""
         self._step = step + 1
         worker = self.workers[self.rank]
         if self._comes is Weights:
@@ -204,7 +204,7 @@ class Member(Replicas):
         self._cut()
 
     def _use(self, worker: Worker, step: int) -> trace.Update:
-        """Use the new weights; return the event with what a worker knows of the step."""
+        """Take over the new weights; return an Update with what a worker knows of the step."""
         worker.replica.copy_from(self.held.vector)
         loss, weight = self.held.total
         state_now = self.state(worker)
@@ -221,7 +221,7 @@ class Member(Replicas):
         )
 
     def payload(self, message: Message) -> Buffer:
-        """Return the payload of `message`: a block, a state, or the events since the last one."""
+        """Return the payload of `message`: a block, a state, or the events not yet sent."""
         match message:
             case TreeNode():
                 vector = self.nodes[message.level, message.index].vector

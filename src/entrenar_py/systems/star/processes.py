@@ -54,7 +54,7 @@ def crew() -> Crew:
 class Ending:
     """How a worker's session ended, `after_s` seconds after the coordinator knew of the run's end.
 
-    The time is negative if the worker knew first, as one does whose own gradient is not finite.
+    `after_s` is negative if the worker knew first, for example by its own non-finite gradient.
     """
 
     rank: int
@@ -181,7 +181,7 @@ class ProcessTransport:
     # --- faults -----------------------------------------------------------------------------------
 
     def befall(self, fault: Fault) -> None:
-        """Send the signal of `fault` and have the worker come back, or end the coordinator."""
+        """Signal the worker that `fault` strikes, and plan its return; or end the coordinator."""
         if fault.kind == "restart":
             asyncio.get_running_loop().call_soon(self._server.die)
         elif fault.kind in ("kill", "leave", "freeze") and fault.rank is not None:
@@ -190,7 +190,7 @@ class ProcessTransport:
             self._have_back(fault, hand)
 
     def _have_back(self, fault: Fault, hand: Hand) -> None:
-        """Restart a killed worker, or continue a frozen one, after its delay."""
+        """Plan to restart a killed worker, or to continue a frozen one, after a delay."""
         loop = asyncio.get_running_loop()
         if fault.kind == "kill" and fault.rank is not None:
             loop.call_later(RESTART_S, self.start, fault.rank)

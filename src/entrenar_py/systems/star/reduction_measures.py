@@ -55,7 +55,7 @@ def reduced(
 
 
 def traffic(end: CoordinatorEnd | WorkerEnd, rank: int | None) -> Iterator[trace.Traffic]:
-    """Yield the traffic of `rank`, or of the coordinator for None, by direction and message."""
+    """Yield the traffic of `rank` (None: of the coordinator), by direction and message."""
     yield from _rows(end.meter, rank, "coordinator" if rank is not None else "worker")
     if isinstance(end, MeshEnd):
         yield from _rows(end.links_meter, rank, "worker")

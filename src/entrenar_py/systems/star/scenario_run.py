@@ -1,7 +1,7 @@
 """One run over the protocol: runs a scenario from stop to stop and injects its faults.
 
-A transport (`processes`, `simulated`) starts and reaches the workers. A topology decides the way of
-the gradients.
+A transport (`processes`, `simulated`) starts and reaches the workers. A topology decides which
+way gradients take.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ScenarioRun:
         self._last = scenario.num_steps  # the current part of the run ends before this step
 
     def train(self) -> trace.Trace:
-        """Run all steps and return the trace; with one backend it makes the topology's promise."""
+        """Run all steps; return the trace, with `topology.promise` if all use one backend."""
         scenario, server, first = self.scenario, self.server, 0
         with tempfile.TemporaryDirectory() as folder:
             server.checkpoint_path = Path(folder, "checkpoint")
@@ -90,7 +90,7 @@ class ScenarioRun:
         return server.recorder.finish(promises=(promise,), **ending)
 
     def _is_alike(self) -> bool:
-        """Return whether all workers computed on one backend; `auto` counts as its actual one."""
+        """Return whether all workers used one backend; `auto` counts as the one that served."""
         ranks = range(self.scenario.world_size)
         names = {self.scenario.backend_of(rank) for rank in ranks} - {AUTO}
         served = {one.backend for one in self.server.recorder.of(trace.Attempt) if one.served}
@@ -105,14 +105,14 @@ class ScenarioRun:
         self._join(run.first_step)
 
     def notify(self, effect: Effect) -> None:
-        """Start the workers that join before a step; count which worker an audit found wrong."""
+        """If a step begins, start the workers that join; if an audit ends, count its culprit."""
         if isinstance(effect, Gather):
             self._join(effect.step)
         elif isinstance(effect, Conclude) and effect.culprit is not None:
             self._caught[effect.culprit] += 1
 
     def measure(self, rank: int | None, end: CoordinatorEnd | WorkerEnd) -> None:
-        """Record the traffic of `rank`, or of the coordinator for None, if it is measured."""
+        """Record the traffic of `rank` (None: of the coordinator), if the workload measures it."""
         if isinstance(self.server.workload, GivenVectors):
             for event in reduction_measures.traffic(end, rank):
                 self.server.recorder.emit(event)
@@ -120,7 +120,7 @@ class ScenarioRun:
     def taken_up(self, step: int) -> Run:
         """Return the run with which a new coordinator continues after one died in `step`.
 
-        All workers are recorded as left: the new coordinator would not miss one that died then.
+        All workers are recorded as left: the new coordinator can't know if one of them died, too.
         """
         for rank in sorted(self.server.present):
             self.server.left(Left(rank, step, "the coordinator died"))
@@ -130,7 +130,7 @@ class ScenarioRun:
         return replace(self.run_of(first, self._last), resumed=True)
 
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
-        """Return what the scenario's faults do to `message`, after they struck its process."""
+        """Strike with the fault planned at `message`, if any; return what it does to `message`."""
         place = getattr(message, "step", None), type(message).__name__
         self._meet(message)
         for fault in self.waiting("restart"):

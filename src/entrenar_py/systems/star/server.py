@@ -71,7 +71,7 @@ class Server(Replicas):
         self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
         self._sums = blocks.Sums(scenario.num_shards)
         self._copies = audited.Copies()
-        self._checked: tuple[Message, list[trace.Event]] | None = None  # by `require`, the last
+        self._checked: tuple[Message, list[trace.Event]] | None = None  # what `require` read last
         self._events: dict[int, list[trace.Event]] = {}  # rank -> those of an unfinished delivery
         # The vector sent to workers: the average as far as it is reduced, later the new weights.
         self._vector = np.empty(self.layout.num_elements, np.float32)
@@ -79,7 +79,7 @@ class Server(Replicas):
         self._average: replicas.Average | None = None
 
     def _num_blocks(self) -> int:
-        """Return the number of parts in which the vector travels, each at most `block_bytes`."""
+        """Return the number of blocks of the vector; option `block_bytes` limits their size."""
         if "block_bytes" not in self.scenario.options:
             owners = self._topology.num_owners(self.scenario.world_size)
             return blocks.num_blocks(self.layout.num_elements, owners)
@@ -91,9 +91,9 @@ class Server(Replicas):
         return min(-(-self.vector_bytes // (block_bytes // 4 * 4)), self.layout.num_elements)
 
     def run_between(self, first: int, last: int) -> Run:
-        """Return the run from step `first` to before step `last`, with all that the scenario says.
+        """Return the run from step `first` to before step `last`, as the scenario describes it.
 
-        The caller adds the ranks to await and the steps to save before, by `dataclasses.replace`.
+        The caller adds the ranks to await, and the steps before which to save.
         """
         return Run(
             terms=self.terms,
@@ -178,7 +178,7 @@ class Server(Replicas):
             self._copies.begin(rank, self._events_in(rank, message, payload))
 
     def _events_in(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
-        """Return the events in `payload`, which `require` has most often just read."""
+        """Return the events in `payload`; do not read them again if `require` has just done so."""
         if self._checked is not None and self._checked[0] is message:
             return self._checked[1]
         return worker_records.read(rank, message, payload)
@@ -188,7 +188,7 @@ class Server(Replicas):
         self._copies.end(rank, shard)
 
     def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
-        """Return a function that compares the copies of `shard`, for any thread.
+        """Return a function, to be called in any thread, that compares the copies of `shard`.
 
         It returns the ranks of the copies, and for each copy the index of the first equal copy.
         """
@@ -253,7 +253,7 @@ class Server(Replicas):
         return self._average
 
     def prepare(self, step: int) -> tuple[float, float]:
-        """Make `step` on a second replica, in any thread; return the summed loss and its weight."""
+        """Make `step` on a second replica, from any thread; return summed loss and its weight."""
         average = self.average_held()
         if self._beside is None:
             self._beside = self.new_worker(_NOBODY, self.replica.replica.arrays)
@@ -353,7 +353,7 @@ class Server(Replicas):
         return b""
 
     def _completed(self, event: trace.Event) -> trace.Event:
-        """Return `event`; an Update gets what only the server knows of the step."""
+        """Return `event`; to an Update add what only the server knows of the step."""
         if not isinstance(event, trace.Update):
             return event
         average = self.average_held()

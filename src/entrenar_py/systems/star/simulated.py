@@ -1,4 +1,4 @@
-"""Stars, meshes and rings in virtual time: the protocol's machines under the seeded simulator.
+"""Stars, meshes and rings in virtual time: the protocol's state machines in the seeded simulator.
 
 Gradients and bytes are real; only clocks and connections are simulated.
 """

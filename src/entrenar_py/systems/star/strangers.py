@@ -16,7 +16,7 @@ from entrenar_py.protocol.terms import Terms
 GARBAGE_BYTES = 1_000
 CLAIMED_BYTES = 2**62
 PACE_S = 1.0
-PORT = 1  # the port at which it claims to listen, as a mesh worker must
+PORT = 1  # where a stranger claims to listen, as a mesh worker must
 OTHER = "0" * 64  # a wrong digest of the right length
 
 
@@ -42,7 +42,7 @@ def guest(fault: Fault, terms: Terms, secret: bytes) -> Guest:
 
 
 def _applicant(terms: Terms, secret: bytes, rank: int | None) -> Callable[[Challenge], bytes]:
-    """Return a function that answers a challenge by a Hello with the proof of `secret`."""
+    """Return a function that answers a challenge by a Hello that proves `secret`."""
 
     def hello(challenge: Challenge) -> bytes:
         plain = Hello(

@@ -28,7 +28,7 @@ class Topology:
     `system` names the system with real workers; the simulated one has the suffix `_simulated`.
     `exchange` adds, in a worker, what other workers send. It is None in a star, where everything
     goes to the coordinator. `down` lists the messages of a step that the coordinator sends.
-    `promise` is the promise that the trace of a run on one backend makes.
+    `promise` is what the trace promises if all workers use one backend.
     """
 
     system: str

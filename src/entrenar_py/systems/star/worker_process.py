@@ -1,8 +1,8 @@
 """The main function of a worker process: it does one job after the other, each a session in a run.
 
 A job is a JSON object: `scenario`, `terms`, `rank`, `backend`, `host`, `port`, `secret` (hex),
-`timing`, `socket_bytes`, and `faults`. The process injects these faults into itself, and notes each
-beforehand. The answer has the job's result, its measurements, and its end by the monotonic clock.
+`timing`, `socket_bytes`, and `faults`. The process injects these faults into itself, each after a
+note to its parent. The answer has the job's result, its measurements, and its monotonic end time.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Doomed:
         self.speak = Liar(self._lies, self._suffer).speak
 
     def meddle(self, rank: int | None, up: bool, message: Message) -> Meddling | None:
-        """Return what a fault does to a message of this worker; signal this process if it must."""
+        """Return what a fault does to `message`, or None; kill or freeze the process if planned."""
         place = getattr(message, "step", None), type(message).__name__
         for fault in self._faults:
             if fault.kind != "lie" and (fault.step, fault.at) == place:

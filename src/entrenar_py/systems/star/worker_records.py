@@ -1,4 +1,4 @@
-"""Reads the events that a worker records of itself from the payloads of its messages."""
+"""Reads, in the payloads of a worker's messages, the events that the worker recorded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
 
 
 def read(rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
-    """Return the events in `payload`; ProtocolError if one is of another rank, step or kind."""
+    """Return the events in `payload`; raise ProtocolError for an unexpected rank, step or kind."""
     try:
         events = trace.load_events(bytes(payload))
     except TraceError as error:
