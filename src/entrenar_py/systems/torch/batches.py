@@ -15,7 +15,7 @@ from entrenar_py.training import sharding
 
 
 def global_batch(scenario: Scenario, position: sharding.Position) -> sharding.Ids:
-    """Return the sample ids of this step, over all ranks."""
+    """Return the sample ids of the step at `position`, over all ranks."""
     visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
     return sharding.batch(visit, position, scenario.batch_size)
 
@@ -27,7 +27,7 @@ def micro_batches(rank: Rank, ids: sharding.Ids, index: int) -> list[sharding.Id
 
 
 def total_weight(rank: Rank, model: Model, ids: sharding.Ids) -> float:
-    """Return the weight of the global batch, in samples or tokens; it is all-reduced."""
+    """Return the weight of the global batch, in samples or tokens, by an all-reduce."""
     local = sharding.cut(ids, rank.world_size)[rank.index]
     weight = torch.tensor(model.count(local), device=rank.device)
     dist.all_reduce(weight)

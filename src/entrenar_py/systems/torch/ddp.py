@@ -1,8 +1,8 @@
 """A correct use of torch's DistributedDataParallel: gloo on the CPU, NCCL on GPUs.
 
 The batch and the number of ranks may have any size: each rank's loss is weighted by its samples or
-tokens in the global batch. Only the last micro-batch is synchronised. A NaN stops every rank before
-it is reduced. A run resumes exactly from its checkpoint.
+tokens in the global batch. Only the last micro-batch is synchronised. A NaN is found before it is
+reduced, and stops all ranks before the step. A run resumes exactly from its checkpoint.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `decoder` workloads as torch modules that can be sharded.
 
 Parameters have the names of the workload's tensors. Letters in shape comments: n sequences, t
-positions, d = HIDDEN, h heads of size e. A rank may have a part of the heads and of wider layers.
+positions, d = HIDDEN, h heads of size e. A rank may have a part of the heads and feed-forwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LENGTH = decoder.POSITIONS + 1  # even, so that ranks can share a sequence; the 
 
 
 def drop(x: Tensor, probability: float) -> Tensor:
-    """Apply dropout from this rank's generator, even to a DTensor, which has its own generator."""
+    """Apply dropout from this rank's generator; torch would use another one for a DTensor."""
     if not isinstance(x, DTensor) or not probability:
         return F.dropout(x, probability)
     dropped = F.dropout(x.to_local(), probability)
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """The SwiGLU feed-forward layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class FeedForward(nn.Module):
 
 
 class Head(nn.Module):
-    """The scores of all bytes; the weight is the embedding's."""
+    """The output layer: scores of all bytes, by the embedding's weight."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """[n, t, d] -> [n, t, VOCABULARY]."""

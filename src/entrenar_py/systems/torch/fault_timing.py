@@ -12,7 +12,7 @@ from entrenar_py.training import sharding
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """The division of the work among the ranks of one life.
+    """The division of the work among the ranks of one life (see `ranks`).
 
     Each rank has `micro_batches` a step. `group_size` consecutive ranks compute one batch together.
     With `in_stages` they form a pipeline, and each has its own parameters.
@@ -26,12 +26,12 @@ class Arrangement:
 def place(
     scenario: Scenario, fault: Fault, workers: Sequence[int], arranged: Arrangement
 ) -> list[Fault]:
-    """Return `fault` once for each rank of this life that it strikes, with rank and micro-batch.
+    """Return `fault` once for each rank that it strikes, with the rank's index and micro-batch.
 
-    A logical shard becomes the micro-batch at the same place in its rank's share. Ranks that
-    compute a batch together may hold copies: a huge gradient, or a fault at a shard, strikes all of
-    them. In stages a step is one micro-batch. A loss is changed in the last stage, a gradient in
-    the stage that has the tensor, by default in the first.
+    A value planted in all ranks is returned unchanged. A logical shard becomes the micro-batch at
+    the same place in its rank's share. Ranks that compute a batch together may hold copies: a huge
+    gradient, or a fault at a shard, strikes all of them. In stages a step is one micro-batch; a
+    loss changes in the last stage, a gradient in the stage with the tensor, by default the first.
     """
     if fault.kind == "join" or (fault.rank is not None and fault.rank not in workers):
         return []

@@ -31,10 +31,10 @@ class NotFinite(Exception):
 
 
 class FiniteGuard:
-    """Checks each micro-batch's loss, and the rank's gradients once the micro-batch is added.
+    """Checks the loss of each micro-batch, and after its backward pass the rank's gradients.
 
-    One flag per tensor stays on the device, so the host waits only once a step, in `agree`. Give
-    the `names` of all ranks' tensors if ranks differ: then only `look` checks gradients.
+    One flag per tensor stays on the device, so the host waits only once a step, in `agree`. Where
+    ranks have different tensors, give the `names` of all: then only `look` checks gradients.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FiniteGuard:
         self._flags.append(flags)
 
     def look(self) -> None:
-        """Check the accumulated gradients, and count them to the last micro-batch."""
+        """Check the accumulated gradients, as those of the micro-batch begun last."""
         for index, parameter in self._trainable.items():
             if parameter.grad is not None:
                 self._look(index, parameter)
@@ -75,7 +75,7 @@ class FiniteGuard:
                 raise error
 
     def found(self, rank: int) -> NotFinite | None:
-        """Return this rank's first bad micro-batch and tensor, without communication, or None."""
+        """Return a NotFinite for this rank's first bad value, or None; without communication."""
         return self._error(rank, int(self._first()))
 
     def _first(self) -> Tensor:

@@ -2,8 +2,8 @@
 
 Each rank keeps a piece of every parameter, of its gradient and of the optimizer's state. As in
 `ddp`, batches may have any size, a rank's loss is weighted by its part of the global batch, and a
-NaN stops every rank before it is reduced. A checkpoint holds the whole model, so that another
-number of ranks can resume from it.
+NaN is found before it is reduced. A checkpoint holds the whole model, so that another number of
+ranks can resume from it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def shard(rank: Rank, model: workload_module.Model) -> Sharded:
 def unsharded(model: Sharded) -> dict[str, nn.Parameter]:
     """Return the unsharded trainable parameters.
 
-    They have values while a rank computes, and receive its own gradient before the reduction.
+    They have values only while the rank computes. Their gradient is its own, before the reduction.
     """
     model.unshard()
     whole = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,9 +1,9 @@
 """DiLoCo (Douillard et al. 2023, arXiv:2311.08105), a local SGD: gloo on the CPU, NCCL on GPUs.
 
-In a round each worker makes a number of steps alone, with its own optimizer, which it keeps. Then
-the outer weights make one Nesterov step along the mean change of the workers' weights, and every
-worker continues from there: one all-reduce a round. The round of a worker that dies is lost. A
-worker that joins gets the outer weights and their momentum.
+In a round each worker makes a number of steps without the others; its optimizer keeps its state
+over the rounds. Then the outer weights, the same on all workers, make one Nesterov step along the
+mean change of the workers' weights, and every worker continues from there: one all-reduce a round.
+The round of a worker that dies is lost. One that joins gets the outer weights and their momentum.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Round:
 
 
 class Worker:
-    """The state of one worker: the model that it trains alone, and the common outer weights."""
+    """The state of one worker: its own model, and the outer weights that all have in common."""
 
     def __init__(self, rank: Rank) -> None:
         scenario = rank.scenario
@@ -114,7 +114,7 @@ def train(rank: Rank) -> None:
     obs.close()
 
 
-# --- alone ------------------------------------------------------------------------------------
+# --- inner steps ------------------------------------------------------------------------------
 
 
 def inner_step(worker: Worker, guard: FiniteGuard, obs: entrenar_py.Observation) -> Bad | None:
@@ -168,11 +168,11 @@ def clip(worker: Worker) -> None:
     ddp.clip(worker.rank.scenario, worker.model)
 
 
-# --- together ---------------------------------------------------------------------------------
+# --- outer steps ------------------------------------------------------------------------------
 
 
 def is_due(worker: Worker) -> bool:
-    """Return whether a round is over and its outer step still to be made."""
+    """Return whether a round is over but its outer step is not yet made."""
     now, num_steps = worker.round, worker.rank.scenario.num_steps
     return now.step > now.begun and worker.rule.ends_round(now.step - 1, num_steps)
 
@@ -203,9 +203,9 @@ def pseudo_gradient(worker: Worker) -> list[Tensor]:
 
 
 def average(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
-    """Return the mean over all workers, weighted by their samples, with one all-reduce.
+    """Return the mean of `tensors` over all workers, weighted by samples, by one all-reduce.
 
-    Returns None if a worker's weight is NaN, which says that it found a value that is not finite.
+    Returns None if a worker's weight is NaN, which means that it found a value that is not finite.
     """
     weight = worker.round.weight
     device = worker.rank.device
@@ -219,7 +219,7 @@ def average(tensors: Sequence[Tensor], worker: Worker) -> list[Tensor] | None:
 
 
 def outer_step(worker: Worker, gradient: Sequence[Tensor]) -> None:
-    """Step the outer weights with the outer optimizer."""
+    """Step the outer weights along `gradient` with the outer optimizer."""
     for outer, mean in zip(worker.outer.values(), gradient, strict=True):
         outer.grad = mean
     worker.outer_optimizer.step()
@@ -232,7 +232,7 @@ def go_on_from_outer(worker: Worker) -> None:
 
 
 def halt(obs: entrenar_py.Observation, own: Bad | None) -> NoReturn:
-    """Raise NotFinite on every worker, with the bad value of the earliest step of any worker."""
+    """Raise NotFinite on every worker, for the bad value that was found in the earliest step."""
     own_place = own and (own.step, own.ids, own.error.rank, own.error.micro, own.error.tensor)
     places: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(places, own_place)
@@ -246,7 +246,7 @@ def halt(obs: entrenar_py.Observation, own: Bad | None) -> NoReturn:
 
 
 def begin(worker: Worker) -> None:
-    """Load the worker's own checkpoint, or else the outer state of another worker."""
+    """Load the worker's own checkpoint; if it has none, take another worker's outer state."""
     rank = worker.rank
     own = load(worker)
     holders: list[Any] = [None] * rank.world_size
@@ -280,7 +280,7 @@ def outer_state(worker: Worker) -> dict[str, Any]:
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies that any rank can read."""
+    """Return copies on the CPU, which any rank can read."""
     return {name: one.detach().cpu().clone() for name, one in tensors.items()}
 
 
@@ -311,7 +311,7 @@ def welcome(worker: Worker, state: dict[str, Any]) -> None:
 
 
 def checkpoint(rank: Rank) -> Path:
-    """Return the path of a worker's own checkpoint: weights differ between outer steps."""
+    """Return the path of this worker's checkpoint: each has one, because their weights differ."""
     return rank.checkpoint.with_name(f"{rank.checkpoint.name}-{rank.worker}")
 
 
@@ -331,7 +331,7 @@ def save(worker: Worker) -> None:
 
 
 def load(worker: Worker) -> bool:
-    """Restore the worker from its checkpoint; return False unless one of the last life exists."""
+    """Restore the worker from its checkpoint of the last life; return False if there is none."""
     rank = worker.rank
     if not rank.resumes or not checkpoint(rank).exists():
         return False

@@ -56,7 +56,7 @@ def run(scenario: Scenario) -> trace.Trace:
 
 
 def degree(scenario: Scenario, world_size: int) -> int:
-    """Return the number of ranks in a group; UsageError for an impossible schedule or number."""
+    """Return the number of ranks in a group; raise UsageError for an impossible pp or schedule."""
     size, name = scenario.options.get("pp"), scenario.options.get("schedule", "1f1b")
     if name not in SCHEDULES:
         raise UsageError(
@@ -187,12 +187,12 @@ def build(rank: Rank) -> Pipeline:
 
 
 def loss_sum(model: workload_layers.Layers, scores: Tensor, targets: Tensor) -> Tensor:
-    """Return the summed loss, 0-d. Padding rows add nothing, but make it NaN if not finite."""
+    """Return the summed loss, 0-d. Padding rows add 0, or NaN if their scores are not finite."""
     return model.loss_sum(scores, targets) + 0 * scores.sum()
 
 
 def _ends(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of this pipeline's first and last rank; every rank creates all."""
+    """Return the group of this pipeline's first and last rank. All ranks create all such groups."""
     rows = mesh.mesh.tolist()
     groups: list[dist.ProcessGroup] = [dist.new_group(sorted({row[0], row[-1]})) for row in rows]
     return groups[mesh.get_local_rank("dp")]

@@ -48,8 +48,8 @@ PARTING_S = 5.0  # how long other ranks may go on after one failed: their collec
 class Rank:
     """The job of one process: rank `index` of `workers` in life `life` of a run.
 
-    It trains to before step `until`. If it `saves`, it writes a checkpoint after every step, from
-    which the next life starts.
+    It trains up to step `until`, exclusive. If it `saves`, it writes a checkpoint after every step,
+    from which the next life starts.
     """
 
     scenario: Scenario
@@ -73,7 +73,7 @@ class Rank:
 
     @property
     def worker(self) -> int:
-        """The scenario's number of this worker, which is the same in all lives."""
+        """The worker's rank in the scenario, which is the same in all lives."""
         return self.workers[self.index]
 
     @property
@@ -93,7 +93,7 @@ class Rank:
         return states
 
     def all_random_states(self) -> dict[int, list[Tensor]]:
-        """Return the random states of every rank, by worker; all ranks call it."""
+        """Return the random states of every rank, by worker; all ranks must call it."""
         states: list[list[Tensor]] = [[] for _ in self.workers]
         dist.all_gather_object(states, self.random_states())
         return dict(zip(self.workers, states, strict=True))
@@ -170,7 +170,7 @@ class _Lives:
         self.events: list[trace.Event] = []
 
     def live(self) -> tuple[str, str]:
-        """Run to the end; return its status and the reason."""
+        """Run all lives; return the status of the run, and the reason."""
         scenario, step = self._scenario, 0
         ends = {*scenario.stops, *((one.step or 0) for one in self._joins), scenario.num_steps}
         for until in sorted(ends - {0}):
@@ -182,7 +182,7 @@ class _Lives:
         return "completed", ""
 
     def _reach(self, until: int) -> tuple[str, str] | None:
-        """Train to before step `until`; return None, or the status and reason of an earlier end."""
+        """Train to step `until`, exclusive; return None, or status and reason of an earlier end."""
         while True:
             answers, died = self._one_life(until)
             if all(status == "done" for status, _ in answers):
@@ -357,7 +357,7 @@ def _train(scenario: Scenario, job: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _device(scenario: Scenario, index: int, world_size: int) -> torch.device:
-    """Return the CPU, or the rank's own GPU; BackendUnavailable if there are too few GPUs."""
+    """Return the CPU, or the rank's own GPU; raise BackendUnavailable if there are too few GPUs."""
     if scenario.backends[0] != "cuda":
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -49,7 +49,7 @@ def train(rank: Rank) -> None:
 
 
 def degree(scenario: Scenario, world_size: int) -> int:
-    """Return the number of ranks that share a layer; UsageError if it can't split the heads."""
+    """Return how many ranks share a layer; raise UsageError if they can't share heads evenly."""
     size = scenario.options.get("tp", 2)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise UsageError(f"option tp={size!r} on system {scenario.system}: use a number of ranks")
@@ -156,7 +156,7 @@ def add_terms(gradient: Tensor) -> Tensor:
 
 
 def train_with(rank: Rank, parallelize: Parallelize) -> None:
-    """Train one rank with the model cut by `parallelize`; NotFinite for a bad loss or gradient."""
+    """Train one rank, its model cut by `parallelize`; raise NotFinite for a non-finite value."""
     scenario, size = rank.scenario, degree(rank.scenario, rank.world_size)
     shape = (rank.world_size // size, size)
     mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("dp", "tp"))
@@ -213,7 +213,7 @@ def accumulate(
     epoch: int,
     weight: float,
 ) -> None:
-    """Leave in `.grad` this group's share of the mean over a global batch of `weight`."""
+    """Leave this group's share of the mean gradient in `.grad`; `weight` is the global batch's."""
     model.zero_grad()
     for part in parts:
         obs.samples(part, epoch=epoch)
@@ -225,7 +225,7 @@ def accumulate(
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's piece of the gradient, not a copy; it is set to zeros if there is none."""
+    """Return this rank's piece of the gradient, not a copy; first set a missing one to zeros."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     gradient = parameter.grad

@@ -75,7 +75,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def global_name(name: str) -> str:
-    """Return the name in the file of this rank's tensor `name`: all stages use the same names."""
+    """Return the name in the file of this rank's tensor `name`: the same name, in any stage."""
     return name
 
 

@@ -96,7 +96,7 @@ _KINDS: dict[str, type[Layers]] = {
 
 
 def num_units(scenario: Scenario) -> int:
-    """Return the number of units, the most stages possible; UsageError without layers."""
+    """Return the number of units, the most stages possible; raise UsageError without layers."""
     if scenario.workload not in _KINDS:
         raise UsageError(
             f"workload={scenario.workload!r} on system {scenario.system}: it has no layers; use "
@@ -106,7 +106,7 @@ def num_units(scenario: Scenario) -> int:
 
 
 def build(scenario: Scenario, units: Iterable[int] | None = None) -> Layers:
-    """Return the workload with its initial values, or only some of its `units`."""
+    """Return the workload's layers with initial values: those of `units`, by default all."""
     workload = models.model_of(scenario)
     model: Layers
     here = range(num_units(scenario)) if units is None else list(units)
@@ -134,7 +134,7 @@ class Data:
         self._workload, self.device = workload, device
 
     def batch(self, ids: Sequence[int], num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of `ids` in `num_rows` rows; rows after these are ignored."""
+        """Return inputs and targets of `ids` in `num_rows` rows; the loss ignores the others."""
         workload = self._workload
         # The other rows repeat sample 0, with targets that the loss ignores.
         inputs, targets = workload.batch([*ids, *[0] * (num_rows - len(ids))])
@@ -151,7 +151,7 @@ class Data:
         return float(self._workload.weight(ids)) if ids else 0.0
 
     def example(self, unit: int, num_rows: int) -> Tensor:
-        """Return a meta tensor like the input of `unit`; for `num_units`, like the last output."""
+        """Return a meta tensor like the input of `unit` (`num_units`: like the last output)."""
         shape = self._shapes()[unit]
         kind = self._workload.batch([0])[0].dtype if unit == 0 else torch.float32
         # The output of a unit requires a gradient: otherwise none would be sent back.

@@ -71,7 +71,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def optimizer_of(scenario: Scenario, model: nn.Module) -> torch.optim.Optimizer:
-    """Return torch's optimizer of the model's parameters, in two groups: decayed and others."""
+    """Return torch's optimizer for the model's parameters, in two groups: decayed and others."""
     there = {name: p for name, p in model.named_parameters() if p.requires_grad}
     specs = [spec for spec in models.model_of(scenario).specs if spec.name in there]
     groups = [
