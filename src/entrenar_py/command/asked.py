@@ -23,8 +23,8 @@ from entrenar_py.faults import Fault
 class Turn:
     """A knob of the script, set to a value other than its usual one.
 
-    The knobs in `beside` are set together with it. On their own they change nothing, but the script
-    may apply `knob` at the wrong place among them.
+    The knobs in `beside` are turned with it. They change no result by themselves, but show a script
+    that applies `knob` too early: that clips each micro-batch's gradient, say, and not their sum.
     """
 
     knob: str
@@ -66,9 +66,9 @@ def judges(check: Check, asked: Asked) -> bool:
 
 
 def beside(needs: Collection[Need], asked: Asked) -> Runs[Asked]:
-    """Return `asked` and the runs that a check with `needs` compares it with.
+    """Return the settings `asked` and those of the runs that a check with `needs` compares with it.
 
-    If `asked` was killed, resumed or has a knob turned, the base is the run without that change.
+    If `asked` is itself a needed run (killed, resumed, turned), the base lacks that change.
     """
     for need in needs:
         base = asked

@@ -1,8 +1,8 @@
 """Determine how a run of a command ended, and why, from exit code, output and ranks' files.
 
 The exit code alone is not enough: a process group may fail or hang while it is taken down, after
-training. So a run has completed if its ranks came to their end, or if one did and all others made
-as many steps.
+training. Such a run has completed if all ranks recorded the end of training or, where it failed, if
+one rank did and all others made as many steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def of(
     """Return the status of the run and the reason for it.
 
     The status is `completed`, `halted` (a planted value stopped it) or `failed`. `problems` say
-    which ranks' files can't be read.
+    what is wrong with the ranks' files.
     """
     last = LastLives(ranks, events)
     error = escaping.shortened(script_error(ended.output)) if ended.code else ""

@@ -73,7 +73,7 @@ def judge(
 
 
 def _is_for(check: Check, run: Run) -> bool:
-    """Return whether `check` applies to a run; a bitwise check needs a run that promises bits."""
+    """Return whether `check` judges a run; a bitwise one needs a run that promises equal bits."""
     promised = not check.bitwise or "bitwise" in run.trace.promises
     return promised and asked.judges(check, run.asked)
 
@@ -81,7 +81,7 @@ def _is_for(check: Check, run: Run) -> bool:
 def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
     """Return the files of the run in `file` and of the runs that it is compared with.
 
-    A script may train on other batches on one worker. Then that run is only `near`.
+    If a script trains on other batches on one worker, that run answers no need: it is in `near`.
     """
     files = {run.asked: file for file, run in runs.items()}
     chosen = asked.beside(check.needs, runs[file].asked).chosen(files.get)
@@ -96,7 +96,7 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
 
 
 def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
-    """Return a note on the knobs that `check` compares runs by, if no run turned them."""
+    """Return a note on the knobs that `check` needs turned and that no run has turned, if any."""
     tried = {run.turn.knob for run in asked if run.turn is not None}
     needed = [need.knob for need in check.needs if need.knob]
     names = ", ".join(f"{{{knob}}}" for knob in needed if knob not in tried)

@@ -22,7 +22,7 @@ from entrenar_py.observing import FOLDER
 from entrenar_py.untrusted import escaping
 
 OUTPUT = "output.txt"
-OUTPUT_BYTES_MAX = 2**24  # of a run that are kept
+OUTPUT_BYTES_MAX = 2**24  # kept of a run's output
 TAIL_LINES = 20
 PIECE_BYTES = 2**16
 LOOK_EVERY_S = 1.0
@@ -47,7 +47,7 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """The exit code in words: `exit code 1`, `ended by SIGKILL`."""
+        """The end in words: `exit code 1`, `ended by SIGKILL`, `not finished after 300 s`."""
         if self.code is None:
             return f"not finished after {self.seconds:.0f} s"
         if self.code >= 0:
@@ -70,8 +70,8 @@ def launch(
     `folder`, and its output goes to OUTPUT there. It has `deadline_s` seconds, and at most
     LEAVING_S once `is_over()` says that training is over.
 
-    Raises UsageError if the command can't be started. Raises KeyboardInterrupt, after the command
-    has ended, if an interrupt was noted (`harness.interrupts`).
+    Raises UsageError if the command can't be started. Raises KeyboardInterrupt, after ending the
+    command, if an interrupt was noted (`harness.interrupts`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
@@ -147,7 +147,7 @@ def _can_print(entry: Path, pipe: int) -> bool:
 
 
 class _OutputKeeper(threading.Thread):
-    """Writes what a command prints to a file, up to OUTPUT_BYTES_MAX, and keeps the last lines."""
+    """Writes a command's output to a file, up to OUTPUT_BYTES_MAX, and keeps the last lines."""
 
     def __init__(self, source: IO[bytes], path: Path) -> None:
         super().__init__(daemon=True)

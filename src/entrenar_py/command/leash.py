@@ -116,7 +116,7 @@ class Leash:
         )
 
     def _next(self, word: str, seconds: float) -> str | None:
-        """Return what follows `word` in the subreaper's line; None if none such comes in time."""
+        """Return the text after `word` in a line of the subreaper; None if none comes in time."""
         deadline = time.monotonic() + seconds
         ready = select.poll()  # select.select knows no descriptor past 1023
         ready.register(self._status, select.POLLIN)

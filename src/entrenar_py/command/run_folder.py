@@ -1,4 +1,4 @@
-"""The folder of a command's runs: kept if the user named it, or if a finding refers to it."""
+"""The folder of a command's runs: kept if the user named it, or if a finding needs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from entrenar_py.verdict import Verdict
 
 @dataclass
 class RunFolder:
-    """The folder `path`; `is_needed` is set once a finding refers to something in it."""
+    """The folder `path`; `is_needed` is set by a finding that is falsified or names the folder."""
 
     path: Path
     is_needed: bool = False
@@ -33,7 +33,7 @@ class RunFolder:
 def folder(path: Path | None) -> Iterator[RunFolder]:
     """Yield the folder `path`, or a new temporary folder if it is None.
 
-    A temporary folder is removed again, unless a finding refers to it. Then its path is printed.
+    A temporary folder is removed again, unless it `is_needed`: then its path is printed.
     """
     if path is not None:
         yield RunFolder(path)

@@ -24,8 +24,8 @@ def of(
 ) -> trace.Trace:
     """Return the trace of the run whose ranks' files are in `folder`.
 
-    A run may end too early to show its number of steps or its data. Then these are taken from
-    `like`, the trace of an undisturbed run. `unclipped`: the command was told to clip nothing.
+    A run may end too early to show its number of steps or its data. These are then taken from
+    `like`, a run without faults or stops. `unclipped`: the command was told to clip nothing.
     """
     ranks, problems = assembly.load(folder)
     events = assembly.ordered(ranks)
@@ -42,7 +42,7 @@ def of(
 def have_closed(folder: Path, world_size: int, life: int) -> bool:
     """Return whether all ranks have recorded that training ended without an error.
 
-    Each must have done so in its `life`-th life, counted from 0, or in a later one.
+    Each must have done so in the life `life` (0 is the rank's first), or in a later one.
     """
     last = {
         path.name.partition("-")[0]: path for path in sorted(folder.glob(f"[0-9]*-[0-9]*{SUFFIX}"))
@@ -52,7 +52,7 @@ def have_closed(folder: Path, world_size: int, life: int) -> bool:
 
 
 def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
-    """Return the trace; `failed` if a planned fault never struck, as the run shows nothing then."""
+    """Return the trace, changed to `failed` if a fault was planned and never struck."""
     fault = systems.missed(recorded) if recorded.end.status == "completed" else None
     if fault is None:
         return recorded
@@ -81,7 +81,7 @@ def _scenario(
         )
     else:
         scenario, traits = shown_scenario.of(ranks, events, asked.world_size)
-        if like is not None:  # the same training is meant, and a check says that it has other rates
+        if like is not None:  # the same training is meant: if it has other rates, a check says so
             scenario = scenario.with_(learning_rate=like.scenario.learning_rate)
     scenario = scenario.with_(seed=asked.seed, repeat=asked.repeat)
     turn = asked.turn

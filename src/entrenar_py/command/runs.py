@@ -1,4 +1,4 @@
-"""The runs of a command that checks compare: planned, launched and recorded."""
+"""Plan, launch and record the runs of a command, which checks compare with each other."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ class Run:
 class Plan:
     """The runs of a command for checks with these `needs`, recorded below `folder`.
 
-    `spelled` gives, by knob and value, the text that is filled in for a knob's value where that
-    isn't the value itself.
+    `spelled` has, by knob and value, the text that is filled in instead of the value.
 
     Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
     doesn't have, and for a seed or number of steps without a placeholder to put it in.
@@ -113,17 +112,17 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """The largest number of workers; disturbed and stopped runs have this number."""
+        """The largest number of workers; all runs of `others` and `pairs` have this number."""
         return max(self.world_sizes)
 
     def plain(self) -> dict[str, Asked]:
-        """Return the undisturbed runs by name, one per number of workers, the largest first."""
+        """Return by name a run without faults for each number of workers, the largest first."""
         models = {1} if {ALONE, COUNTS}.intersection(self.needs) else set()
         sizes = sorted({*models, *self.world_sizes}, reverse=True)
         return {_name(size): Asked(world_size=size, seed=self.seed) for size in sizes}
 
     def others(self, like: Scenario) -> dict[str, Asked]:
-        """Return by name the repeated, disturbed and stopped runs to compare with `like`."""
+        """Return by name the repeated, faulted and stopped runs of `like` that checks need."""
         name, middle, rank = _name(self.most), like.num_steps // 2, self.most - 1
         nan = Fault(kind="non_finite_gradient", step=middle, rank=rank, value="nan")
         leave = Fault(kind="leave", step=middle, rank=rank)
@@ -146,7 +145,7 @@ class Plan:
         return others
 
     def _turns(self, knob: str, usual: Trace | None = None) -> list[Turn]:
-        """Return the values of a knob to try; none if the command doesn't have the knob."""
+        """Return a Turn for each value of `knob` to try; none if the command lacks the knob."""
         if not self.can_say(knob):
             return []
         others = filter(self.can_say, KNOBS[knob].beside)
@@ -154,7 +153,7 @@ class Plan:
         return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
 
     def pairs(self, usual: Trace) -> dict[str, Asked]:
-        """Return by name a run for each turn of the command's knobs that a check needs."""
+        """Return by name the runs with a turned knob that checks need and the command allows."""
         needed = {need.knob for need in self.needs}
         asked = Asked(world_size=self.most, seed=self.seed)
         return {
@@ -169,8 +168,8 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
     """Run the command as often as `plan` requires; yield the file of each trace, and its run.
 
     Each run has a folder of its own below the plan's, with its output and its ranks' files. If the
-    first run fails, no other is launched, as it would fail, too. Raises UsageError if the command
-    can't be started, and KeyboardInterrupt between two runs.
+    first run fails, no other is launched, since the others would fail, too. Raises UsageError if
+    the command can't be started, and KeyboardInterrupt after an interrupt.
     """
     base = plan.folder
     likes: dict[Turn | None, Trace] = {}  # of the undisturbed runs, by what was turned in them
@@ -259,7 +258,7 @@ def _words(
 ) -> list[str]:
     """Return `command` with its placeholders filled in.
 
-    A word that is just a knob, whose value is spelled "", is left out.
+    A word that is only the placeholder of a knob is left out if the text for its value is "".
     """
     texts = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
     empty = {"{" + name + "}" for name in spelled if texts[name] == ""}

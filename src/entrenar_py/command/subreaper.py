@@ -52,7 +52,7 @@ class Warden:
         """End the command and all its descendants.
 
         After SIGTERM the command has `mercy_s` seconds, in which it may end its own children.
-        Processes that are left then have `grace_s` seconds.
+        Processes that remain then get SIGTERM, too, and have `grace_s` seconds. The rest is killed.
         """
         was_over = self.is_over
         if not was_over:
