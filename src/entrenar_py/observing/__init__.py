@@ -1,6 +1,6 @@
 """The line that a user adds to a training script: `obs = entrenar_py.observe(model, optimizer)`.
 
-It sets no hook and imports nothing but this file, unless the harness runs the script or `every=`
+It sets no hook and imports nothing but this file, unless entrenar-check runs the script or `every=`
 starts a watch.
 """
 
@@ -27,7 +27,7 @@ PATIENCE = 100  # steps in which a tensor that should move has to move, by defau
 
 
 class Observation:
-    """The result of `observe`, to which a script reports what no hook can see. Here, it is ignored.
+    """The result of `observe`, to which a script reports what no hook sees. This class ignores it.
 
     `watch` is the watch of the training, None where `every=` was not given.
     """
@@ -35,10 +35,10 @@ class Observation:
     watch: Watch | None = None
 
     def samples(self, ids: Iterable[int], *, epoch: int | None = None) -> None:
-        """Report the ids of the samples of the next backward pass, if no sampler does.
+        """Report the samples of the next backward pass by their ids, if `observe` has no sampler.
 
         An id is a sample's index in the data set, from 0. `epoch` counts from 0; by default it is
-        the epoch of the samples before.
+        that of the previous samples.
         """
 
     def loss(self, value: float | torch.Tensor, weight: float) -> None:
@@ -54,7 +54,7 @@ class Observation:
         """
 
     def skipped(self) -> None:
-        """Report that all ranks skip this step, as a gradient is not finite; call it on every rank.
+        """Report, on every rank, that all ranks skip this step because a gradient is not finite.
 
         Needed if a rank holds pieces of the gradients (`fully_shard`) and the script, or its
         `GradScaler`, skips the step because of another rank's piece: a rank sees only its own. Call
@@ -73,17 +73,17 @@ class Observation:
     ) -> None:
         """Report that training stops on purpose, before the update of `step`, at a NaN or infinity.
 
-        `step` is the current one by default. The value was found in micro-batch `micro_batch` of
-        rank `rank`, whose samples are `ids`: in the gradient of `tensor`, or in the loss if that is
-        None.
+        `step` is the current one by default. The value was found in rank `rank`'s micro-batch
+        `micro_batch`, which has the samples `ids`: in the gradient of `tensor`, or in the loss if
+        `tensor` is None.
         """
 
     def synchronised(
         self, optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor]
     ) -> None:
-        """Report that ranks that step alone were just synchronised, and have the same model now.
+        """Report that ranks that train independently (local SGD) were just given the same weights.
 
-        `optimizer` is the outer one. It updates `weights`, which are keyed by parameter name.
+        `weights` are the tensors that the outer `optimizer` updates, by parameter name.
         """
 
     def watched(self) -> tuple[Watched, ...]:
@@ -117,7 +117,7 @@ def observe(
     on_finding: Callable[[WatchFinding], None] | None = None,
     patience: int = PATIENCE,
 ) -> Observation:
-    """Record how `optimizer` trains `model` from here on, by torch's own hooks.
+    """Record how `optimizer` trains `model` from here on, if entrenar-check runs the script.
 
     - `model`: as it is, or wrapped in `DistributedDataParallel` or by `fully_shard`, now or later.
     - `optimizer`: one, or several; a step is over when all of them have stepped.
@@ -126,19 +126,19 @@ def observe(
     - `step`: how many optimizer steps were made before, in a script that resumes.
     - `layout`: the axes along which the ranks are arranged, with their sizes, row-major:
       `{"dp": 2, "tp": 2}`, or the `DeviceMesh`. Along dp, dp_replicate, dp_shard and fsdp each rank
-      draws samples of its own; along tp, sp, pp, cp and ep all draw the same. It is needed if
-      parameters are not DTensors, or if their meshes have other names.
-    - `tied`: names of tensors that several ranks hold copies of:
+      draws samples of its own; along tp, sp, pp, cp and ep all draw the same. By default it is read
+      from the DTensors' meshes; without DTensors each rank draws samples of its own.
+    - `tied`: the names of each tensor that ranks hold under several names, as pipeline stages do:
       `(("embedding.weight", "head.weight"),)`.
 
-    With `every` the training is watched, whether the harness runs it or not. Each `every`-th step
-    is checked: all ranks hold the same weights (F-DP-001), these are finite (F-DP-003), and each
-    tensor with a gradient and a learning rate moves within `patience` steps (F-TI-004).
+    With `every` the training is watched, whether entrenar-check runs it or not. Each `every`-th
+    step is checked: all ranks hold the same weights (F-DP-001), these are finite (F-DP-003), and
+    each tensor with a gradient and a learning rate moves within `patience` steps (F-TI-004).
 
     - `contract`: a file, or the name of a shipped contract; only those of its clauses are watched.
-    - `on_finding`: called with a broken clause, after which training goes on. Without it
-      WatchFinding is raised out of `optimizer.step()`, on all ranks. On GPUs it is raised in the
-      next step that is watched.
+    - `on_finding`: called with a WatchFinding for each broken clause; training then goes on. By
+      default the finding is raised out of `optimizer.step()`, on all ranks; on GPUs, one watched
+      step later.
 
     All ranks must make the same steps, and watch with the same arguments. Raises UsageError for an
     invalid argument.

@@ -19,11 +19,11 @@ Gave = Callable[[Mapping[str, Tensor | None], bool], None]
 
 
 class BackwardHooks:
-    """Calls `begun` before a backward pass adds anything, and `ended` with what it has added.
+    """Calls `begun` before a backward pass adds to any gradient, and `ended` with what it added.
 
-    `added` is called with what a nested pass adds, and `summed` when the pass has left its
-    gradients. For a sharded model, only the finiteness of what was added to whole parameters is
-    known, since a piece of the sum already has the terms of all ranks.
+    `added` is called with what a nested pass adds, and `summed` when all parameters have their
+    gradients. For a sharded model `ended` is only told whether what this rank added is finite: the
+    gradients that remain are pieces of sums over all ranks.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BackwardHooks:
         self._subject, self._faults = subject, faults
         self._begun, self._ended, self._added, self._summed = begun, ended, added, summed
         self._whole: GradientHooks | None = None
-        # For a sharded model: whether the pass's end is queued, and whether it was finite so far.
+        # For a sharded model: whether a pass's end is queued, and its gradients are finite so far.
         self._ending, self._finite = False, True
         self._handles: list[Any] = []
         self.set()
@@ -64,7 +64,7 @@ class BackwardHooks:
     def expect(self, output: Any) -> None:
         """Note that a forward pass returned `output`, where a backward pass will begin.
 
-        For a sharded model that is hooked here: hooks on its pieces run only when a sum is reduced.
+        For a sharded model `output` is hooked: hooks on the pieces run only when a sum is reduced.
         """
         if self._whole is not None and not dtensors.is_fully_sharded(self._subject.model):
             self._whole.expect(output)

@@ -14,13 +14,13 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Buffers:
-    """The floating-point buffers of a model, without those that follow this rank's samples.
+    """The floating-point buffers of a model, without those that depend on this rank's samples.
 
     A buffer that a forward pass changes (BatchNorm's running statistics) rightly differs between
     ranks: it is local, and no rank's copy of it is compared. Changes are found by comparing values,
-    since writes through `.data` don't count as a new version. Buffers are looked up by name each
+    since writes through `.data` don't change a tensor's version. Buffers are looked up by name each
     time, as a script may replace them. If a script calls only parts of the model, nothing is known
-    of its buffers, and none is compared.
+    of the buffers, and none is compared.
     """
 
     def __init__(self, model: nn.Module) -> None:

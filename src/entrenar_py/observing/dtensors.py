@@ -72,7 +72,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
 def declared(given: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layout | None:
     """Return the layout that a script declares; None if it declares nothing.
 
-    It has no axes if the script declares ties alone. Raises UsageError for an invalid layout.
+    It has no axes if the script declares only `tied`. Raises UsageError for an invalid layout.
     """
     ties = layout.require_ties(tied)
     if given is None:

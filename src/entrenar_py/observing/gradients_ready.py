@@ -14,7 +14,7 @@ Tell = Callable[[Sequence[Tensor | None]], None]
 
 
 class GradientHooks:
-    """Calls `begin` before a backward pass gives any of `tensors` a gradient, and `tell` after it.
+    """Calls `begin` before the first of `tensors` gets a gradient in a pass, `tell` after the last.
 
     `tell` is given the gradients in the order of `tensors`, None for a tensor without one. `add` is
     given the gradients of a further pass, nested in one that was reported (reentrant checkpoints).
@@ -95,7 +95,7 @@ class GradientHooks:
 def call_last(call: Callable[[], None]) -> None:
     """Call `call` when this backward pass is over, after all callbacks that were queued by then.
 
-    Other code queues callbacks while the pass begins, so a callback at the end queues `call`.
+    Some may be queued later than this, so a callback at the pass's end queues `call`.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(call))

@@ -18,9 +18,9 @@ class MicroBatches:
     """The micro-batches of one step; `done` are those whose backward pass is over.
 
     A micro-batch is one backward pass and the forward passes that led to it. Its `gradient` is what
-    this pass alone added. Its `draws` is a digest of the random generators' state before dropout
-    drew. The script reports a loss for each micro-batch, which may come before the backward pass.
-    Micro-batches are numbered across ranks when the ranks' files are put together.
+    the backward pass alone added. Its `draws` is a digest of the random generators' state before
+    the forward pass, if that drew numbers (dropout). The script may report its loss before or after
+    the backward pass. Micro-batches get numbers across ranks when ranks' files are put together.
     """
 
     def __init__(self, model: torch.nn.Module, rank: int, samples: Samples) -> None:
@@ -83,9 +83,9 @@ class MicroBatches:
             self.done[-1] = replace(last, finite=last.finite and finite, gradient=total)
 
     def forget_repeated(self) -> None:
-        """Forget the micro-batches that are done, if they will be repeated at other weights.
+        """Forget the micro-batches that are done, if the coming pass repeats them at other weights.
 
-        That is so if no new samples were drawn. Then the next pass has the same samples.
+        It does if no new samples were drawn: its samples are then the same ones.
         """
         ids = [] if self.samples.ids else [id_ for shard in self.done for id_ in shard.ids]
         if ids:
@@ -93,7 +93,7 @@ class MicroBatches:
             self.samples.ids = ids
 
     def excuse(self) -> None:
-        """Mark what is done as finite, without gradients: the loss scale was too large."""
+        """Mark done micro-batches finite and drop their gradients: the loss scale was too large."""
         self.done = [replace(shard, finite=True, gradient={}) for shard in self.done]
 
     def clear(self) -> None:

@@ -179,7 +179,7 @@ class Observer(Observation):
             self._backward.expect(output)
 
     def _before_backward(self) -> None:
-        """Find out whether earlier gradients were dropped without a step, and note why."""
+        """Handle gradients dropped without a step: forget them, or record a skipped step."""
         micro_batches = self._micro_batches
         micro_batches.samples.collect()
         if not micro_batches.done or self._subject.has_gradients():
@@ -200,7 +200,7 @@ class Observer(Observation):
         self._micro_batches.within_backward(self._values(gradients), finite=finite)
 
     def _values(self, gradients: Mapping[str, Tensor | None]) -> trace.Tensors:
-        """Return records of `gradients`, or none if the model's values are not kept."""
+        """Return records of `gradients`, or none if tensors are recorded without their values."""
         return self._subject.record(gradients) if self._subject.values else {}
 
     def _look_at_sum(self) -> None:
@@ -219,7 +219,7 @@ class Observer(Observation):
         self._micro_batches.give_losses(ahead)
 
     def _excuse(self) -> None:
-        """Ignore gradients that are not finite, as the loss scale was too large."""
+        """Forget the gradients: they are not finite because the loss scale was too large."""
         self._micro_batches.excuse()
         self._step.excuse()
 

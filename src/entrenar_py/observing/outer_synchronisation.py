@@ -1,4 +1,4 @@
-"""The synchronisations of a rank that steps alone in between (local SGD)."""
+"""The synchronisations of ranks that otherwise train independently (local SGD)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from entrenar_py.observing.subject import Subject
 
 
 class OuterSynchronisations:
-    """Counts the collectives of synchronisations apart from those called while ranks step alone."""
+    """Counts the collectives of synchronisations, and separately those of the steps in between."""
 
     def __init__(self) -> None:
         self._begun: int | None = None

@@ -65,7 +65,7 @@ class PlannedFaults:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _strikes(self, fault: Fault) -> bool:
-        """Return whether `fault` strikes now: in its step and shard, and once. If so, record it.
+        """Return whether `fault` strikes now: once, in its step and shard. Record it if it does.
 
         A fault's shard is a micro-batch of this rank.
         """
@@ -99,7 +99,7 @@ class PlannedFaults:
         return [subject.trained[name].register_hook(spoil)]  # type: ignore[no-untyped-call]
 
     def _spoil_loss(self, fault: Fault) -> list[Any]:
-        """Plant a value in the model's output, whose gradient stays."""
+        """Plant a value in the model's output, but leave the output's gradient as it is."""
 
         def spoil(_module: Any, _inputs: Any, output: Any) -> Tensor | None:
             if not (isinstance(output, Tensor) and self._strikes(fault)):
@@ -112,7 +112,7 @@ class PlannedFaults:
 def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...]:
     """Return the index of the element to replace in this rank's part of a gradient.
 
-    Without `fault.element` that is the first element. The index is empty if this rank lacks it.
+    Without `fault.element` that is the first one. The index is empty if it isn't on this rank.
     """
     local = dtensors.local(gradient)
     if fault.element is None:

@@ -1,4 +1,4 @@
-"""The file that an observed rank writes: its events, and how the rank is arranged."""
+"""The file that an observed rank writes: its events, and how the ranks are arranged."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from entrenar_py.rank_files.rank_file import RankFile
 
 
 class Recording:
-    """The file of one life of a rank, 0 for its first; closed at the latest when the process ends.
+    """The file of a rank's `life` (0 is its first), closed at the latest when the process ends.
 
-    On SIGUSR1 the rank's stack is written to a file next to it. A signal handler does that, which
-    runs wherever the process waits.
+    On SIGUSR1 the rank's stack is written to another file next to this one, even while the process
+    waits inside a call.
     """
 
     def __init__(self, subject: Subject, header: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ class Recording:
         atexit.register(self._leave)
 
     def write(self, events: Sequence[trace.Event]) -> None:
-        """Write `events`, and before them the layout of their pieces if it is new."""
+        """Write `events`, and before them the layout and the pieces of tensors if these are new."""
         if (news := self._subject.news()) is not None:
             self._file.note("layout", **news)
         self._file.append(events)
@@ -62,7 +62,7 @@ class Recording:
             self._file.note("changed")
 
     def leave_out(self, buffers: Iterable[str]) -> None:
-        """Write that these buffers follow the rank's own samples, and are not to be compared."""
+        """Write that these buffers depend on the rank's own samples, and are not to be compared."""
         self._file.note("local", buffers=sorted(buffers))
 
     def close(self) -> None:

@@ -16,8 +16,8 @@ _EXACT = {"allreduce_hook", "noop_hook"}
 class ReducedGradients:
     """The gradients that the last backward pass left, with changes that the script made in place.
 
-    They are kept for a look after the parameters have dropped them. `was_reduced` tells whether the
-    last backward pass was to reduce gradients, and left some (`fully_shard` hides unreduced ones).
+    They are kept after the parameters have dropped them. `was_reduced` tells whether the last
+    backward pass was to reduce gradients, and left some (`fully_shard` hides unreduced ones).
     """
 
     def __init__(self) -> None:
@@ -35,18 +35,18 @@ class ReducedGradients:
         self._reduces = wrapper is None or wrapper.require_backward_grad_sync
 
     def look(self, gradients: Iterable[Tensor | None]) -> None:
-        """Keep the gradients that a backward pass has left."""
+        """Keep the gradients that a backward pass has left, if it reduced them."""
         left = [gradient for gradient in gradients if gradient is not None]
         self._kept = left if self._reduces else []
         self.was_reduced = bool(self._kept)
         self._overflowed = not tensors.is_finite(self._kept)
 
     def has_overflowed(self) -> bool:
-        """Return whether any reduced gradient of the step is not finite, or was not when kept."""
+        """Return whether a reduced gradient is NaN or Inf now, or was when it was kept."""
         return self._overflowed or not tensors.is_finite(self._kept)
 
     def forget(self) -> None:
-        """Forget the gradients, as the step was made."""
+        """Forget the gradients: their step was made."""
         self._kept, self._overflowed = [], False
 
 

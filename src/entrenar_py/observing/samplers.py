@@ -28,7 +28,7 @@ class Draws:
     An epoch begins whenever it is iterated anew. `num_samples` is the size of its data set, None if
     unknown. `drop_last` tells whether it drops an incomplete batch, and `replacement` whether it
     may draw a sample again. If one rank iterates it for all (accelerate with `dispatch_batches`),
-    no rank knows its own samples, and none are given. With `in_order` each batch is taken once.
+    no rank knows its own samples, and none are given. With `in_order` `take` returns every batch.
 
     Raises UsageError for a `source` that can't be iterated.
     """
@@ -43,7 +43,7 @@ class Draws:
             )
         self._epoch = -1
         self._ahead: deque[Ids] = deque()  # batches that are drawn and not yet handed out
-        self._handed: deque[tuple[int, Ids]] = deque()  # the last one, or in order all
+        self._handed: deque[tuple[int, Ids]] = deque()  # the last batch; with in_order, all
         self.num_samples = _size_of(source)
         parts = [*_parts(source)]
         self.drop_last = any(bool(getattr(part, "drop_last", False)) for part in parts)
@@ -61,8 +61,8 @@ class Draws:
     def take(self) -> tuple[int, Ids]:
         """Return the epoch and the samples of the batch that was yielded last.
 
-        There are no samples if none was yielded since the last call, or if they have no numbers.
-        With `in_order` it is the next batch.
+        There are no samples if no batch was yielded since the last call, or if samples have no
+        numbers. With `in_order` the batch is the first that was not taken yet.
         """
         return self._handed.popleft() if self._handed else (max(self._epoch, 0), ())
 
@@ -106,7 +106,7 @@ class Samples:
         self._told: list[int] | None = None
 
     def tell(self, ids: Iterable[int], epoch: int | None) -> None:
-        """Note that the next samples are `ids`; without an `epoch` they are of the same one."""
+        """Note that `ids` are the next samples, by default of the same epoch as those before."""
         self._told = [*(self._told or []), *map(int, ids)]
         self.epoch = self.epoch if epoch is None else epoch
 
@@ -121,7 +121,7 @@ class Samples:
             self.epoch = epoch if ids else self.epoch
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts declared of the data, as JSON can hold them."""
+        """Return what the sampler shows of the data, as JSON can hold it."""
         names = ("num_samples", "drop_last", "replacement")
         return {} if self.draws is None else {name: getattr(self.draws, name) for name in names}
 

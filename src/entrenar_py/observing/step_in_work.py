@@ -62,9 +62,9 @@ def look_before_step(
 ) -> Arguments | None:
     """Call `look` when the gradients of a step are there: now, or when its closure has run.
 
-    `arguments` and `named` are those of the optimizer's step. A closure computes the gradients
-    inside of the step: then arguments with another closure, which calls `look`, are returned. Where
-    the closure runs again within the step (in LBFGS), `again` is called after it.
+    `arguments` and `named` are those of the optimizer's step. If they have a closure, which
+    computes the gradients inside of the step, arguments with another closure are returned. That
+    runs the first one and calls `look`, or `again` if it runs again within the step (in LBFGS).
     """
     optimizer, *given = arguments
     closure = given[0] if given else named.get("closure")
@@ -90,7 +90,7 @@ def look_before_step(
 
 
 def has_overflowed(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the step that begins will change nothing, since the scale was too large."""
+    """Return whether the coming step will change nothing because the loss scale was too large."""
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
 
@@ -98,7 +98,7 @@ def has_overflowed(optimizer: torch.optim.Optimizer) -> bool:
 def _unscaled(
     gradients: dict[str, Tensor | None], optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor | None]:
-    """Return `gradients` as the optimizer applies them: divided by the loss scale if it is set."""
+    """Return `gradients` as the optimizer applies them: divided by the loss scale if one is set."""
     scale = getattr(optimizer, "grad_scale", None)
     if scale is None:
         return gradients

@@ -20,8 +20,8 @@ from entrenar_py.rank_files.layout import Layout, Piece, plain
 class Subject:
     """A model without wrappers, and its optimizers.
 
-    - `parameters`, and those `trained`, by name. A wrapper or a script may replace them while the
-      model is trained; `look_up` finds the new ones.
+    - `parameters` and, of these, the `trained` ones, by name. A wrapper or a script may replace
+      them while the model is trained; `look_up` finds the new ones.
     - `buffers`: those of the model that should be equal on all ranks.
     - `layout`: how the ranks are arranged, None if unknown.
     - `pieces`: by name, the place of each recorded tensor of which this rank holds a part.
@@ -111,7 +111,7 @@ class Subject:
             step=step,
             rank=self.rank,
             loss=None,
-            weight=0.0,  # of all ranks together: known when their files are
+            weight=0.0,  # of all ranks: known when their files are put together
             learning_rate=rate,
             rates=rates,
             finite=tensors.is_finite(self.parameters.values()),
@@ -126,8 +126,8 @@ class Subject:
     def record(self, named: Mapping[str, Tensor | None]) -> trace.Tensors:
         """Return records of this rank's part of each tensor.
 
-        The tensors are the model's parameters, or are sharded as these are (gradients). A tensor
-        that is sharded otherwise, or is a term of a sum, is left out.
+        A tensor is left out if it is the term of a sum that was not reduced, or if this rank's
+        piece of it isn't the one in `pieces`.
         """
         return self._record(named, self.values)
 
@@ -159,7 +159,7 @@ class Subject:
         return self._record(held, self.values and small)
 
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
-        """Note the places of the pieces of tensors other than parameters."""
+        """Note the pieces that this rank holds of tensors other than parameters."""
         for name, tensor in named.items():
             piece = None if tensor is None else dtensors.piece_of(tensor)
             if piece is not None:

@@ -80,7 +80,7 @@ def norm(tensors: Iterable[Tensor | None]) -> float:
 
 
 def random_state(model: torch.nn.Module) -> str:
-    """Return a digest of the state of the generators that `model` draws from."""
+    """Return a digest of the random generators' state, on the CPU and the model's GPUs."""
     digest = blake3(torch.get_rng_state().numpy().tobytes())
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     for device in sorted(devices, key=str):

@@ -1,7 +1,7 @@
 """The whole parameters that a rank computes with, of which `fully_shard` keeps pieces.
 
 The gradient that a backward pass adds to a whole parameter is this rank's own. The gradient of a
-piece is the sum of all ranks'.
+piece is part of a sum over all ranks.
 """
 
 from __future__ import annotations
