@@ -15,10 +15,10 @@ ALL = {IDENTITY: "F-DP-001", FINITENESS: "F-DP-003", LIVENESS: "F-TI-004"}
 
 
 class _Open(Vocabulary):
-    """A vocabulary in which every check exists, as most clauses of a contract can't be watched."""
+    """A vocabulary that accepts any check, so that clauses the watch can't check are no errors."""
 
     def check_of(self, clause: Invariant) -> CheckTerms:
-        """Return the check that `clause` names, or the watch's check for clauses of its id."""
+        """Return the check that `clause` names or, if it names none, the watch's for its id."""
         named = clause.check or next((name for name, id_ in ALL.items() if id_ == clause.id), "")
         return CheckTerms(
             name=named, id=clause.id, tolerance_kinds=TOLERANCE_KINDS, takes_tolerance=True
@@ -26,10 +26,10 @@ class _Open(Vocabulary):
 
 
 def select(named: str | Path | None) -> Mapping[str, str]:
-    """Return check -> id of the clause that it decides, for the contract `named`.
+    """Return, by check, the id of the clause in the contract `named` that the check decides.
 
     `named` is a file or a shipped contract; None stands for ALL. Raises UsageError if the contract
-    has no clause that can be watched, and ContractError if it is not a contract.
+    has no clause that can be watched, and ContractError if the file is no contract.
     """
     if named is None:
         return ALL

@@ -1,7 +1,7 @@
 """The digest of a tensor: 128 bits of its bytes, dtype and shape (docs/watch.md specifies it).
 
-Chunks are hashed by XXH3-128, then the list of their digests, until one digest is left. So a GPU
-can hash all chunks at once, and a stock library can compute every intermediate result again.
+Chunks are hashed by XXH3-128, then the list of their digests in the same way, until one is left. So
+a GPU can hash all chunks at once, and a stock library can compute every intermediate result again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ZEROS = bytes(CHUNK_BYTES)
 
 
 def digest(tensor: Tensor) -> str:
-    """Return 32 hex digits: the same on every device, and for any strides of the tensor."""
+    """Return a tensor's digest, 32 hex digits: the same on every device, and for any strides."""
     return text(root(header(tensor), memory(tensor)))
 
 
@@ -32,7 +32,7 @@ def text(number: bytes) -> str:
 
 
 def header(tensor: Tensor) -> bytes:
-    """Return the HEADER_BYTES before the digests of a tensor's chunks: size, dtype and shape."""
+    """Return the header that precedes the digests of a tensor's chunks: size, dtype and shape."""
     name = str(tensor.dtype).removeprefix("torch.").encode()
     assert len(name) <= _NAME_BYTES, name
     sizes = struct.pack(f"<{tensor.dim()}Q", *tensor.shape)
@@ -69,12 +69,12 @@ def _digests(data: memoryview) -> bytes:
 
 
 def _little(numbers: bytes) -> bytes:
-    """Return `numbers` in reverse, as xxhash writes the highest byte of a number first."""
+    """Return `numbers` reversed: xxhash writes the highest byte first, `root` the lowest."""
     return numbers[::-1]
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has neither NaN nor Inf: one pass, no second tensor of its size."""
+    """Return whether a tensor has no NaN or Inf, in one pass and without a copy of its size."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

@@ -8,7 +8,7 @@ exchange nothing before the end: the neighbour's word that a lane adds is in the
 
 For chunk c, with w = the words of c filled up with zeros, the kernel writes
     xxhash.xxh3_128_intdigest(w) at out[slot[c]] (low half), out[slot[c] + 1] (high half)
-and sets the lowest bit of flags at out[flags[tensor[c]]] if an element of c is NaN or Inf.
+and sets the lowest bit of out[ROW_WORDS * tensor[c] + 2] if an element of c is NaN or Inf.
 """
 
 # The types of a kernel are Triton's own.

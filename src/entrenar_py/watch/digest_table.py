@@ -61,7 +61,7 @@ def secrets() -> NDArray[np.int64]:
 
 
 class DigestTable:
-    """Computes the digests of `tensors`, all on one device, while their `places` stay the same.
+    """Computes the digests of `tensors`, all on one device, while `places(tensors)` is the same.
 
     `rows` is int64 [tensors, ROW_WORDS] on the device: the digest's low and high half; 1 if an
     element is NaN or Inf (in floating-point formats of 16 bits and more); and a word that is 0.
@@ -88,7 +88,7 @@ class DigestTable:
         """Fill `rows`, on the current stream, and return them.
 
         `per_program` is how many chunks a program of the kernel hashes, and `options` are Triton's
-        own. Both are for benchmarks that look for faster ones.
+        own. Both are for benchmarks that look for faster values.
         """
         if self._copies:
             torch._foreach_copy_(self._stages, self._copies)
@@ -109,7 +109,7 @@ class DigestTable:
         return self.rows
 
     def _stage(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Return the address and the number of words at which the kernel reads each tensor.
+        """Return for each tensor the address at which the kernel reads it, and its number of words.
 
         A tensor is read from a copy if its elements lie out of order, or if it begins or ends in
         the middle of 16 bytes. Every run makes these copies anew.
@@ -141,10 +141,10 @@ class DigestTable:
 
 
 class _Lists:
-    """The places of all lists of digests in the arena: after the rows, aligned to 16 bytes.
+    """The places of all lists of digests in the arena, a tensor of words that begins with the rows.
 
-    A tensor's first list begins with its header. The digest of its last list is stored in its row.
-    The arena has `num_words` words.
+    Each is aligned to 16 bytes. A tensor's first list begins with its header. The digest of its
+    last list is stored in its row. The arena has `num_words` words.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -221,9 +221,9 @@ def _up(num_bytes: int) -> int:
 
 
 def _kind(dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return the exponent bits, carries and sign bits of a word of `dtype`.
+    """Return masks of a word of `dtype`: exponent bits, the lowest of each exponent, sign bits.
 
-    All are 0 for a format without an exponent.
+    All are 0 for a dtype whose NaN and Inf are not recognised.
     """
     if dtype not in _FORMATS:
         return (0, 0, 0)

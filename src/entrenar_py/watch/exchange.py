@@ -34,7 +34,7 @@ def tell(own: Any) -> list[Any]:
 class Exchange:
     """The exchange of up to `num_rows` rows of each rank, in the process group of all ranks.
 
-    If `waits`, the rows of `send` are in flight until `receive`, which may wait for them.
+    `waits` tells whether `send` returns before rows have arrived, so that `receive` waits for them.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class Exchange:
 def _transport(device: torch.device) -> torch.device:
     """Return the device from which the process group sends rows that are on `device`.
 
-    That is `device` itself under NCCL. Otherwise it is the CPU, if a backend serves it.
+    That is `device` itself under NCCL. Else it is the CPU, if it has a backend, or the current GPU.
     """
     backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
     if device.type == "cuda" and backends.get("cuda") == "nccl":

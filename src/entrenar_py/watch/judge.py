@@ -1,4 +1,4 @@
-"""Judge a watched step by the rows of all ranks: numbers in, findings out, no device, no wait.
+"""Judge a watched step by the rows of all ranks: numbers in, findings out, on the host alone.
 
 Every rank has all rows, and so comes to the same findings.
 """
@@ -24,9 +24,9 @@ _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
 
 @dataclass(frozen=True)
 class Watched:
-    """The `steps` in which `check` looked at `clause`, with `comparisons` in all of them together.
+    """How often a clause was checked: in `steps` steps, with `comparisons` comparisons in all.
 
-    `note` says what is not looked at, and why; "" if all is.
+    `note` says what is not checked, and why; "" if everything is.
     """
 
     clause: str
@@ -57,7 +57,7 @@ class Judge:
             self._there[rank, : len(pieces)] = True
         self._last: Rows | None = None
         self._idle = np.zeros(shape, bool)  # did not move from one look to the next
-        self._since = np.zeros(shape, np.int64)  # the last step of which it may have moved
+        self._since = np.zeros(shape, np.int64)  # the last step in which it may have moved
         self._steps: Counter[str] = Counter()
         self._comparisons: Counter[str] = Counter()
 
@@ -74,13 +74,13 @@ class Judge:
         return findings
 
     def idle(self, rank: int) -> list[int]:
-        """Return the rows of `rank` that did not move; the watch marks those that should have."""
+        """Return the rows of `rank` whose tensors did not move between the last two looks."""
         if LIVENESS not in self._clauses:
             return []
         return [int(row) for row in np.flatnonzero(self._idle[rank])]
 
     def watched(self) -> tuple[Watched, ...]:
-        """Return for each clause how often it was looked at, even if it never was."""
+        """Return for each clause how often it was checked, also for those that never were."""
         notes = {IDENTITY: self._alone(), FINITENESS: self._unseen(), LIVENESS: ""}
         return tuple(
             Watched(id_, check, self._steps[check], self._comparisons[check], notes[check])
@@ -159,7 +159,7 @@ class Judge:
         stuck = self._idle & (rows[:, :, 3] != 0)
         self._since[~stuck] = step
         dead = stuck & (step - self._since >= self._patience)
-        self._since[dead] = step  # told once, and again as long after
+        self._since[dead] = step  # reported now, and not again before as many steps
         message = (
             f"did not move in {self._patience} steps or more, though it is trainable and its "
             "gradient was not zero: it is not in the optimizer, or its updates round to nothing"
@@ -173,7 +173,7 @@ class Judge:
     def _named(
         self, check: str, step: int, broken: NDArray[np.bool_], message: str
     ) -> Iterator[WatchFinding]:
-        """Yield one finding, of the first tensor that is broken on any rank."""
+        """Yield one finding, about the first tensor that is broken on any rank, if one is."""
         rows = np.flatnonzero(broken.any(axis=0))
         if len(rows):
             ranks = [int(rank) for rank in np.flatnonzero(broken[:, rows[0]])]

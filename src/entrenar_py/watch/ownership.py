@@ -1,4 +1,4 @@
-"""The parameters that each rank holds, by name and piece, and the ranks that hold the same."""
+"""The parameters that each rank holds, by name and piece, and the holders of equal pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from entrenar_py.errors import UsageError
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that a rank holds, or its shard; ranks with equal pieces must hold equal values.
+    """A tensor or a shard that a rank holds; ranks with equal pieces must hold equal values.
 
     `shard` has a (dimension, place) for each mesh dimension that doesn't replicate the tensor.
     """
@@ -28,9 +28,9 @@ class Piece:
 
 
 class Parameters:
-    """The parameters of a module, `names` first, found by their places in the module tree.
+    """The parameters of a module, with their `names`, found by their places in the module tree.
 
-    A script may put other parameters there. Raises UsageError for a FullyShardedDataParallel.
+    A script may put others there. Raises UsageError for a FullyShardedDataParallel.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -49,7 +49,7 @@ class Parameters:
             self.names.append(name)
 
     def now(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that are there now; raises UsageError if one was removed."""
+        """Return the parameters in those places now; raises UsageError if one was removed."""
         current = [slot[key] for slot, key in self._slots]
         for name, parameter in zip(self.names, current, strict=True):
             if parameter is None:
@@ -72,7 +72,7 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def holders(ranks: Sequence[Sequence[Piece]]) -> list[list[tuple[int, int]]]:
-    """Return the (rank, row) of all holders of each piece that several ranks hold, in order."""
+    """Return, for each piece that several ranks hold, the (rank, row) of its holders in order."""
     by_piece: defaultdict[Piece, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(ranks):
         for row, piece in enumerate(pieces):

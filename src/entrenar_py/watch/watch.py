@@ -59,7 +59,7 @@ class Watch:
         atexit.register(self._leave)
 
     def watched(self) -> tuple[Watched, ...]:
-        """Return for each clause how often it was looked at, and what is not looked at."""
+        """Return for each clause how often it was checked, and what is not checked."""
         if self._judge is None:
             note = "no step was made yet"
             return tuple(Watched(id_, check, 0, 0, note) for check, id_ in self._clauses.items())
@@ -97,7 +97,7 @@ class Watch:
                 self._tell(finding)
 
     def _follow(self, tensors: Sequence[Tensor]) -> None:
-        """Build the digest table anew if tensors lie elsewhere now."""
+        """Build the digest table again if tensors lie elsewhere in memory now."""
         now = places(tensors)
         if now == self._places:
             return
@@ -146,7 +146,7 @@ class Watch:
         return rows
 
     def _mark(self, rows: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Mark in `rows` tensors that did not move last time and that this step should move."""
+        """Mark in `rows` the tensors that did not move last time and that this step should move."""
         assert self._judge is not None
         idle = self._judge.idle(self._rank)
         if not idle:
@@ -177,7 +177,7 @@ class Watch:
             rows[:, _LIVE].index_put_((places,), live)
 
     def _places_of(self, asked: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return the rows `asked` as an index on `device`, sent without waiting if they changed."""
+        """Return the row numbers `asked` as a tensor on `device`, copied without waiting if new."""
         if asked != self._asked:
             rows = torch.tensor(asked)
             rows = rows.pin_memory() if device.type == "cuda" else rows
