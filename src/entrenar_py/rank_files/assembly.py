@@ -1,7 +1,7 @@
 """Put the files of a run's ranks together: the events of one run, as a trace has them.
 
-Each event is rebuilt at most twice: in `ordered`, from its own rank's file, and in `numbered`, with
-facts that only all files together show.
+`ordered` makes events comparable between ranks, and `numbered` adds facts that a rank alone doesn't
+know.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _IN_ORDER = (Start, Shard, Update, Synchronised, Injected, Halt, Membership)
 
 
 def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
-    """Read the files of all ranks in `folder`, one for each life of a rank.
+    """Read the files of all ranks in `folder`; a rank has one for each time that it was started.
 
-    Returns the records that could be read, and a problem for each file that could not.
+    Returns the records that could be read, and descriptions of what is wrong with the files.
     """
     ranks, problems = [], []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -47,7 +47,7 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
 
 
 def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
-    """Yield a problem for each process that observed again from a step it had already recorded."""
+    """Yield a problem for each process that observed again, from a step that it had recorded."""
     ends: dict[tuple[int, int], int] = {}  # (rank, process) -> steps
     for life in sorted(ranks, key=lambda life: life.life):
         place = life.rank, int(life.header.get("pid", 0))
@@ -63,11 +63,11 @@ def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
 
 
 def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
-    """Return the events of all ranks step by step, each life after the life before.
+    """Return the events of all ranks step by step within each life, one life after the other.
 
     Within a step, starts come first, and updates after shards; a rank that died in it has no
     update. Tensors that ranks hold in pieces are made whole, and micro-batches that ranks share
-    become one event. Buffers that are local on one rank are left out on all.
+    become one event. Buffers that depend on any rank's own samples are left out on all.
     """
 
     def place(event: Event) -> tuple[int, int]:
@@ -90,8 +90,8 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
 def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
     """Yield the events of a rank without what can't be compared with other ranks.
 
-    The `local` buffers are left out, or all buffers if it is None. A parameter that is frozen at
-    first but has a gradient later isn't recorded as frozen: the script unfreezes it.
+    The `local` buffers are left out, or all buffers if `local` is None. A parameter that is frozen
+    at first but has a gradient later isn't recorded as frozen: the script unfreezes it.
     """
     trained = {
         name
@@ -165,7 +165,7 @@ def numbered(
 
 
 def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
-    """Return the number of bytes of parameters with which each rank starts.
+    """Return for each rank a record of how many bytes of parameters it holds at its start.
 
     Ranks are left out if their layout doesn't spread parameters, or if they recorded no values.
     """
@@ -193,9 +193,9 @@ def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
 class LastLives:
     """The last life of each rank (`ranks`), and facts about all lives of all ranks.
 
-    `num_steps` are the steps that each rank had made at its end, `struck` the kinds of the planted
-    faults, `problem` the first error that ended a rank ("" for none), and `closed` the ranks that
-    came to the end of training without an error.
+    `num_steps` tells how many steps each rank had made at its end, `struck` the kinds of the
+    planted faults, `problem` the first error that ended a rank ("" for none), and `closed` the
+    ranks that came to the end of training without an error.
     """
 
     def __init__(self, ranks: Sequence[RankTrace], events: Iterable[Event]) -> None:
@@ -220,7 +220,7 @@ class LastLives:
         return any(kind.startswith("non_finite") for kind in self.struck)
 
     def all_made_the_same(self, world_size: int) -> bool:
-        """Return whether a rank closed, and every rank has made the same number of steps.
+        """Return whether any rank is in `closed`, and every rank has made the same number of steps.
 
         Then the run is complete: only taking it down failed, or hung.
         """

@@ -28,8 +28,8 @@ SHARING = ("tp", "dp_shard", "fsdp")
 class Layout:
     """The arrangement of a run's ranks.
 
-    `axes` are sizes by name, row-major as in `torch.distributed.init_device_mesh`. Each of the
-    `tied` has the names of one tensor of which several ranks hold copies.
+    `axes` are sizes by name, row-major as in `torch.distributed.init_device_mesh`. Each of `tied`
+    has the names of one tensor that ranks hold under several names.
     """
 
     axes: Mapping[str, int]
@@ -62,7 +62,7 @@ class Layout:
         return math.prod(size for axis, size in self.axes.items() if axis in SHARING)
 
     def has(self, names: Iterable[str]) -> bool:
-        """Return whether more than one rank is along any of the axes `names`."""
+        """Return whether any of the axes `names` has more than one rank."""
         return any(self.axes.get(name, 1) > 1 for name in names)
 
     def first_name(self, name: str) -> str:
@@ -150,7 +150,7 @@ class Piece:
 
 
 def piece_from(parts: Any) -> Piece:
-    """Return the piece that `to_list` wrote; raises ValueError or TypeError for anything else."""
+    """Return the Piece that `to_list` wrote as `parts`; others raise ValueError or TypeError."""
     offset, shape, whole, ranks = (tuple(map(int, part)) for part in parts)
     fits = len(offset) == len(shape) == len(whole) and all(
         begin >= 0 and size >= 0 and begin + size <= full

@@ -1,7 +1,7 @@
 """The file in which one rank of a user's trainer records a run, as the rank writes it.
 
 The file is JSON lines: a header, then an event a line. Lines between the events say how the ranks
-are arranged, which pieces of tensors this rank holds, which buffers follow its own samples, and
+are arranged, which pieces of tensors this rank holds, which buffers depend on its own samples, and
 whether the optimizer's constants or the compression of gradients have changed. The last line says
 that training ended. Each line is written at once, so it stays when the process dies. `rank_trace`
 reads the file back.
@@ -22,16 +22,16 @@ from entrenar_py import trace
 from entrenar_py.rank_files import rank_header
 
 SUFFIX = ".rank.jsonl"
-STACK_SUFFIX = ".stack.txt"  # where the rank stands, if it is asked
+STACK_SUFFIX = ".stack.txt"  # of the rank's stack, written on SIGUSR1
 
 
 def line(kind: str, **fields: Any) -> str:
-    """Return a line of the file other than an event."""
+    """Return the text of a line that is no event."""
     return json.dumps({"kind": kind, **fields}) + "\n"
 
 
 class RankFile:
-    """A new file in `folder`, for life `life` of its rank; `stack` is the path for its stack.
+    """A new file in `folder` for a rank's next `life`; the rank's stack can go to `stack`.
 
     A rank that is started again, or observes twice, has a file for each life.
     """

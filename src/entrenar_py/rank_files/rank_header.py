@@ -86,8 +86,8 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
 def require(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return `record` if it is the header of a rank's file of this version.
 
-    Other keys are ignored, as a later release may write more. Raises TraceError, led by `where`,
-    for anything else.
+    Unknown keys are ignored, since a later release may write more. Raises TraceError, led by
+    `where`, if `record` is no such header.
     """
     if record.get("kind") != "rank" or record.get("version") != VERSION:
         raise TraceError(f"{where}: no header of a rank's file of version {VERSION}")

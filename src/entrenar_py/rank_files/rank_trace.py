@@ -39,8 +39,8 @@ class RankTrace:
     - `ended`: training came to its end; `problem` is the error that ended it, "" for none.
     - `layout`: how the ranks are arranged, None if the file doesn't say.
     - `pieces`: by name, the place of each tensor of which the rank holds a part.
-    - `local`: buffers that follow the rank's own samples, None if unknown.
-    - `changed`: the optimizer's constants, except learning rates, differ from the header.
+    - `local`: buffers that depend on the rank's own samples, None if unknown.
+    - `changed`: the optimizer's constants, except learning rates, have changed since the header.
     - `compression`: the format in which gradients were sent, "" if uncompressed.
     """
 
@@ -148,7 +148,7 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
 
 
 def life_of(path: Path) -> int:
-    """Return which life of its rank a file is of, from 0.
+    """Return the number, from 0, of the rank's life that the file at `path` records.
 
     Raises TraceError if the file isn't named as ranks name their files.
     """

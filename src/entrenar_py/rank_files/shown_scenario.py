@@ -85,7 +85,7 @@ def trace_of(
 
 
 def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the unusual traits of how samples are drawn and computed."""
+    """Return the traits other than the optimizer's that differ from their defaults."""
     # Gradients are recorded as they are applied: a step doesn't show how they were clipped.
     traits: dict[str, Any] = {"clipping": "other"}
     traits |= {name: True for name in ("drop_last", "replacement") if header.get(name)}
@@ -104,10 +104,10 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
 def _optimizer(
     ranks: Sequence[RankTrace], header: Mapping[str, Any], updates: Sequence[Update]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the scenario's fields for the optimizer in `header`, and its unusual traits.
+    """Return the scenario's fields for the optimizer in `header`, and its non-default traits.
 
-    `rule: other` if no check knows how it applies a gradient, `schedule: other` if the learning
-    rate changes, `decay: coupled` if weight decay is added to the gradient.
+    `rule: other` if no check knows how the optimizer applies a gradient, `schedule: other` if the
+    learning rate changes, `decay: coupled` if weight decay is added to the gradient.
     """
     groups: Sequence[Mapping[str, Any]] = header.get("groups") or [{}]
     name, first = header.get("optimizer", ""), groups[0]
@@ -135,9 +135,9 @@ def _decays(groups: Sequence[Mapping[str, Any]]) -> set[float]:
 
 
 def _unusual(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the constants of a parameter group that differ from the usual ones.
+    """Return the constants of a parameter group that differ from the defaults of Traits.
 
-    If torch.optim would not accept one of them, no check knows the rule.
+    If torch.optim would not accept one of them, `rule` is `other`: no check knows the rule.
     """
     constants = {name: group[name] for name in CONSTANTS if name in group}
     if isinstance(constants.get("nesterov"), int):

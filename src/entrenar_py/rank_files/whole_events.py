@@ -44,7 +44,7 @@ def of_life(life: Sequence[RankTrace]) -> list[Event]:
 
 
 def _by_step(life: Iterable[RankTrace], kind: type[State]) -> Iterable[dict[int, State]]:
-    """Return for each step the event of `kind` of each rank."""
+    """Return for each step the events of `kind`, by rank."""
     by_step: dict[int, dict[int, State]] = defaultdict(dict)
     for rank in life:
         for event in rank.events:
@@ -92,7 +92,7 @@ def _of_replica(rank: int, by_rank: Mapping[int, State], layout: Layout) -> list
 def _tensors(
     rank: int, by_rank: Mapping[int, State], ranks: Ranks, layout: Layout
 ) -> dict[str, Any]:
-    """Return by field the tensors of the whole model, as `rank` has them."""
+    """Return the fields of the rank's event that have tensors, with those of the whole model."""
     return {
         part: whole_tensors.seen_by(
             rank, {other: getattr(event, part) for other, event in by_rank.items()}, ranks, layout
@@ -139,7 +139,7 @@ def _micro_batches(rank: RankTrace, layout: Layout) -> list[Shard]:
 
 
 def _joined(shards: Sequence[Shard]) -> Shard:
-    """Return all micro-batches that a rank computed in a step as one."""
+    """Return one Shard for all micro-batches that a rank computed in a step."""
     losses = [shard for shard in shards if shard.loss_sum is not None]
     return replace(
         shards[0],

@@ -34,8 +34,8 @@ def gradient(group: Sequence[int], held: Held, ranks: Ranks, layout: Layout) -> 
     """Return the gradient of one micro-batch that the ranks of `group` computed together.
 
     Ranks of one stage hold copies of it, of which the first is taken. Ranks of several stages hold
-    terms, which are added. The result is empty if ranks compute on parts of samples, as a term
-    can't be told from a copy then.
+    terms, which are added. If ranks compute on parts of samples, the result is empty: a term can't
+    be told from a copy.
     """
     if layout.has(PARTIAL):
         return {}
