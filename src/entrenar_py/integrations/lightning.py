@@ -21,10 +21,9 @@ class ObserveCallback(Callback):
         self.observation = Observation()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Observe once the strategy is given the training loader.
+        """Observe when the strategy is given the training loader: model and optimizers exist then.
 
-        Model and optimizers exist by then. The loader is created afterwards, and iterated before
-        any other callback is called.
+        The loader is created after this call, and iterated before any other callback is called.
         """
         strategy = trainer.strategy
         process = strategy.process_dataloader

@@ -22,7 +22,7 @@ class ObserveCallback(TrainerCallback):
         self.observation = Observation()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Observe: model, optimizer and loader exist by now, and a checkpoint is loaded."""
+        """Start to observe: model, optimizer and loader exist now, and a checkpoint is loaded."""
         self.observation = observe(
             objects["model"],
             objects["optimizer"],
