@@ -145,7 +145,7 @@ def _guess_options(draft: Guess, script: Script, name: str) -> None:
 
 
 def _put_placeholders(draft: Guess, script: Script, name: str) -> None:
-    """Put in each placeholder for which exactly one of the script's options fits by name."""
+    """Put in each placeholder as the value of an option that fits by name, if it is clear which."""
     known = (*script.options, *(one for one in _given(draft.command) if one not in script.options))
     for placeholder, names in _PLACES.items():
         slot = "{" + placeholder + "}"

@@ -125,7 +125,7 @@ def _typed(words: Sequence[str]) -> str:
 
 
 def _toml(value: str | list[str]) -> str:
-    """Return a string or a list of strings in TOML: as in JSON, but for one character's escape."""
+    """Return a string or a list of strings in TOML: JSON, with the character DEL escaped, too."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

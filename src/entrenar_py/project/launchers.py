@@ -54,7 +54,7 @@ def is_for_shell(command: Sequence[str]) -> bool:
 
 
 def script(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
-    """Return the index of the script or module and its file; the index is the length if none."""
+    """Return the index of the script or module, and its file; without one, the length and None."""
     for at, word in enumerate(command):
         if word.endswith(".py"):
             return at, folder / word

@@ -42,7 +42,7 @@ def find(start: Path) -> Path | None:
 
 
 def read(path: Path) -> str:
-    """Return a configuration's text; UsageError if no regular file, too large, or not UTF-8."""
+    """Return a configuration's text; raises UsageError if it can't be read or is not UTF-8."""
     try:
         with files.open_file(path, bytes_max=BYTES_MAX) as file:
             return file.read(BYTES_MAX).decode("utf-8")
@@ -69,8 +69,8 @@ def _counts(path: Path) -> bool:
     """Return whether `path` configures this command.
 
     A pyproject.toml that can't be read is ignored. If it is not valid TOML but contains this
-    command's name, it counts, so that reading it reports the error. For the same reason a file with
-    this command's own name counts even if it is a pipe, a folder or a link to itself.
+    command's name, it counts, so that reading it reports the error. For the same reason an
+    entrenar-check.toml counts even if it is a pipe, a folder or a link to itself.
     """
     try:
         if path.name == OWN:

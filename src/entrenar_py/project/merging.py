@@ -40,7 +40,7 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
 
 
 def _take_command(typed: argparse.Namespace) -> str:
-    """Make the configuration's command the mode if none was typed; return its name, or ""."""
+    """Take the configuration's command if no mode was typed; return how messages name it, or ""."""
     project = typed.project
     if not project.command or typed.mode is not None or _CHOOSES in typed.typed:
         return ""
@@ -72,7 +72,7 @@ def _path(typed: argparse.Namespace) -> Path | None:
 
 
 def _lay_below(typed: argparse.Namespace) -> None:
-    """Set each option that was not typed, and that has an effect in this mode."""
+    """Set the configuration's options that were not typed and have an effect in this mode."""
     project, mode = typed.project, typed.mode
     used: list[str] = []
     overruled: list[str] = []

@@ -27,7 +27,7 @@ _STRINGS = (
 
 
 def scan(text: str) -> Mapping[Path, Place]:
-    """Return path -> place of each key (in a table's header, of the last one) and array element."""
+    """Return, by path, the place of each key and of each element of an array."""
     return _Scan(text).places
 
 

@@ -116,7 +116,7 @@ def _dest(name: str) -> str:
 
 
 def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -> None:
-    """Report keys that have no effect with the command, or none without one."""
+    """Report keys that have no effect because there is a command, or because there is none."""
     for name in keys:
         form = KEYS[name].form if name in KEYS else "command"
         if form == "knobs" and "command" not in keys:
@@ -132,7 +132,7 @@ def _require_together(table: Table, keys: Collection[str], *, commanded: bool) -
 def _value(
     table: Table, name: str, raw: Any, folder: Path, options: Mapping[str, argparse.Action]
 ) -> Any:
-    """Return `given` as its option would parse it; if it is wrong, note a problem, return None."""
+    """Return `raw` as its option would parse it; if it is wrong, report that and return None."""
     form = KEYS[name].form
     words = _words(raw, form)
     if words is None:
@@ -175,11 +175,11 @@ def _words(given: Any, form: str) -> list[str] | None:
 
 
 def _seen(folder: Path, name: str) -> Path:
-    """Return a path from the file, relative to the current folder."""
+    """Return the path `name`, which is relative to `folder`, relative to the current folder."""
     return Path(os.path.relpath(folder / name))
 
 
 def _contract(folder: Path, name: str) -> str:
-    """Return a contract's path relative to the current folder, or else its name, a shipped one."""
+    """Return a contract's path relative to the current folder, or a shipped contract's name."""
     is_path = os.sep in name or (folder / name).exists()
     return str(_seen(folder, name)) if is_path else name

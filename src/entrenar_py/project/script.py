@@ -20,7 +20,7 @@ _SAVES = ("save", "save_checkpoint", "save_state")
 class Script:
     """Facts of a script: `options` are the long options that it declares to argparse or click.
 
-    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` whether it calls a `save`.
+    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` whether it saves anything.
     """
 
     options: tuple[str, ...]

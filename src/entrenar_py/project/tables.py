@@ -1,6 +1,6 @@
 """Readers of the keys of a configuration that have no option: command, knobs, exclusions, levels.
 
-Each reader takes the table, a key of it and the key's value. It reports a problem with its place,
+Each reader takes the table, a key of it and the key's value. It reports problems with their places,
 and leaves wrong entries out.
 """
 
@@ -89,7 +89,7 @@ def command(table: Table, key: str, value: Any) -> tuple[str, ...]:
 
 
 def knobs(table: Table, key: str, value: Any) -> dict[str, dict[str, str]]:
-    """Return knob -> value -> its text in the command.
+    """Return, by knob and value, the text that stands for the value in the command.
 
     Whether these knobs exist is checked together with the command.
     """
@@ -113,7 +113,7 @@ def knobs(table: Table, key: str, value: Any) -> dict[str, dict[str, str]]:
 
 
 def rule_levels(table: Table, key: str, value: Any) -> dict[str, str]:
-    """Return rule id -> level."""
+    """Return the level of each rule by the rule's id."""
     if not isinstance(value, dict):
         form = f'{key}.SCHEMA-009 = "off"'
         table.error(f"{key} = {shown(value)}: give a table of levels by rule, such as {form}", key)
