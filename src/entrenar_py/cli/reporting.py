@@ -188,7 +188,7 @@ def write_files(
 
 
 def tell_github(annotations: Iterable[str], summary: str, output: Console) -> None:
-    """Print annotations, and add to the summary of the workflow's step."""
+    """Print `annotations`, and append `summary` to the summary of the workflow's step."""
     for line in annotations:
         output.print(line, markup=False, soft_wrap=True, no_wrap=True)
     github.append(summary, github.summary_path(os.environ))

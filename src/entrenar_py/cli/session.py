@@ -38,7 +38,7 @@ _WARNINGS_MAX = 5  # a run prints so many of its contract's; --validate all
 
 
 def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
-    """Return the job of this call, which returns the exit code, once everything was validated.
+    """Validate everything, then return the job of this call, which returns the exit code.
 
     Raises ContractError and UsageError; a later failure is the harness's own.
     """
@@ -234,7 +234,7 @@ def _plan(options: argparse.Namespace) -> plan.Plan:
 
 
 def _saved_folder(options: argparse.Namespace) -> Path:
-    """Return where counterexamples are kept: below the configuration's folder, else this one."""
+    """Return where counterexamples are kept, below the configuration's or the current folder."""
     if options.project is None:
         return counterexamples.FOLDER
     return Path(os.path.relpath(options.project.folder / counterexamples.FOLDER))
@@ -302,7 +302,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         launch=partial(launch.launch, cwd=options.command_folder),
         spelled=options.knobs,
     )
-    make_plan(folder=Path())  # says what can't be
+    make_plan(folder=Path())  # raises UsageError if it can't be run
     runs_by_file: dict[Path, runs.Run] = {}
 
     def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
@@ -311,7 +311,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
                 try:
                     told = partial(show, "runs", 0, 0)
                     runs_by_file.update(runs.record(make_plan(folder=kept.path), told))
-                except KeyboardInterrupt:  # what was found stays; nothing held for want of runs
+                except KeyboardInterrupt:  # keep what is falsified: without all runs, nothing held
                     known = judging.judge(tasks, runs_by_file, on_judged=judged)
                     broken = (one for one in known if one.finding.verdict is Verdict.FALSIFIED)
                     yield from map(kept.see, broken)
