@@ -26,7 +26,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """The backends on which a trainer can compute here, and their limits for it."""
+    """A trainer, the backends on which it can compute here, and its limits there."""
 
     system: str
     backends: tuple[str, ...]
@@ -35,10 +35,10 @@ class Trainer:
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """How much of a clause's own scenarios can be exercised here.
+    """How many of a clause's own scenarios can be exercised here.
 
-    `can` of the `planned` scenarios can run. `lacking` lists what the others, or parts of them,
-    need. `state` is yes, partly or no.
+    `can` of the `planned` scenarios can run, some without a part. `lacking` lists what this machine
+    lacks for the others and for these parts. `state` is yes, partly or no.
     """
 
     contract: str

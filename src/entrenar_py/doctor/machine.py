@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def found() -> list[Found]:
-    """Return the CPU, every GPU of torch and every adapter, or why there is none of a kind."""
+    """Return the CPU, every GPU of torch and every wgpu adapter, or why there is none of a kind."""
     return [*_examined("cpu", {}), *_cuda(), *_wgpu()]
 
 
@@ -89,7 +89,7 @@ def _wgpu() -> Iterator[Found]:
 
 
 def _examined(name: str, facts: dict[str, Any]) -> Iterator[Found]:
-    """Yield a backend after opening it and verifying a product against float64."""
+    """Open a backend, verify a product against float64, and yield the backend or why it failed."""
     backend = None
     try:
         backend = backends.open_backend(name)
