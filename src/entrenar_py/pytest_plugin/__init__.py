@@ -1,7 +1,7 @@
 """The pytest plugin: marks a test with a clause that must hold, and turns a contract into tests.
 
-Imports nothing of the harness before a test needs it, as pytest loads this in every run. Falsified
-fails a test. So does inconclusive, unless `contract_allow_inconclusive` makes it a skip.
+Imports nothing of the harness before a test needs it: pytest loads this in every run. A falsified
+clause fails a test; an inconclusive one does, too, or skips it with `contract_allow_inconclusive`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.fixture
 def finding(request: pytest.FixtureRequest) -> Finding:
-    """Return the finding of the clause of the test's mark; with several marks, of the nearest."""
+    """Return the finding for the clause that marks the test, with several marks for the nearest."""
     for judged in _judged(request.node):
         return judged.entry.finding
     raise pytest.UsageError(

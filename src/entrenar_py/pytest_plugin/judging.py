@@ -96,8 +96,8 @@ class Judged:
 def wish_of(mark: pytest.Mark, usual: str | None, root: Path) -> Wish:
     """Return the wish that a mark expresses; an invalid mark fails the test.
 
-    `usual` is the contract for marks that name none. If it is None too, the configuration of the
-    project at `root` provides what the mark leaves open.
+    `usual` is the contract for marks that name none. If `usual` is None, too, the configuration of
+    the project at `root` provides what the mark leaves open.
     """
     names = ("contract", *_CONFIGURABLE)
     strange = [name for name in mark.kwargs if name not in names]
@@ -182,7 +182,7 @@ def judge(wish: Wish) -> Judged:
 
 
 def require_possible(wish: Wish) -> None:
-    """Raise UsageError, with the place, unless every clause of the contract can be tried so."""
+    """Raise UsageError, with the place, if a clause can't be tried with the options of `wish`."""
     plan.divide(load(wish.contract, wish.bind).invariants, wish.plan())
 
 
