@@ -26,7 +26,7 @@ Strikes: TypeAlias = Mapping[tuple[int, int], set[int]]
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """All shards audited, or some; owner or auditor wrong, once or always; a worker killed, too."""
+    """Plan audits of all or some shards, with a worker wrong once or always, and one killed."""
     usual = plans.mlp(
         system="parameter_server_simulated",
         num_steps=4,

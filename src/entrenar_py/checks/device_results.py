@@ -13,17 +13,17 @@ from entrenar_py.verdict import Tally
 
 
 def plan_operations(invariant: Invariant) -> list[Scenario]:
-    """Every operation, alone."""
+    """Plan single operations."""
     return [probes.scenario("wgpu_operations", backends=("wgpu",))]
 
 
 def plan_finiteness(invariant: Invariant) -> list[Scenario]:
-    """Every operation, and steps of every workload."""
+    """Plan single operations, and steps of every workload."""
     return [*plan_operations(invariant), *device_steps.plan(invariant)]
 
 
 def plan_refusals(invariant: Invariant) -> list[Scenario]:
-    """Operations, types, sizes and programs that have no kernel."""
+    """Plan operations, types, sizes and programs that have no kernel."""
     return [probes.scenario("wgpu_refusals", backends=("wgpu",))]
 
 

@@ -26,9 +26,9 @@ PLANNED: tuple[dict[str, Any], ...] = (
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Every workload, in odd numbers of samples, two of them with dropout.
+    """Plan steps of every workload with odd numbers of samples, two of the workloads with dropout.
 
-    The largest workload has one number of samples only, since tracing it takes long.
+    The largest workload has one number of samples only, since tracing takes long.
     """
     return [probes.scenario("wgpu_steps", backends=("wgpu",), **fields) for fields in PLANNED]
 

@@ -20,7 +20,7 @@ FALLEN = 0.99  # of the first loss: two runs that don't train at all would agree
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """The reference trainer on one worker, one shard a step, so that a device makes whole steps."""
+    """Plan reference training on one worker and one shard, so that a device makes whole steps."""
     fields: dict[str, Any] = {"num_shards": 1, "num_samples": 21, "batch_size": 7}
     fields |= {"num_steps": NUM_STEPS, "learning_rate": 0.1, "backends": ("wgpu",)}
     return [probes.scenario("reference", workload=name, **fields) for name in ("mlp", "decoder")]

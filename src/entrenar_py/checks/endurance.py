@@ -16,7 +16,7 @@ from entrenar_py.verdict import Finding, Tally
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Each kind of fault at messages of either direction, and several of them in one run."""
+    """Plan one run for each kind of fault at messages in either direction; and one with several."""
     system = "parameter_server_simulated"
     usual = probes.scenario(system, world_size=3, num_steps=5, optimizer="momentum")
     singles = [

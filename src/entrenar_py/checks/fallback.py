@@ -21,8 +21,8 @@ KINDS = ("absent", "init_error", "out_of_memory", "non_finite_output")
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """No fault; then each backend, each pair, and all three, failing in every way; then an adapter
-    that really fails, as the only backend but the CPU and as the second of three.
+    """Plan a chain without faults; chains in which one, two or all backends fail, in every way; and
+    an adapter that really fails, as the first of two backends and as the second of three.
 
     A working backend before a failing one is left out of the chain: it would compute the result,
     and the fault would never strike.

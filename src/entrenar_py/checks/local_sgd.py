@@ -41,18 +41,18 @@ def plan_scenario(**changes: Any) -> Scenario:
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Undisturbed; and with a worker that dies in a round and comes back in a later one."""
+    """Plan a run without faults; and one in which a worker dies in a round and comes back later."""
     moves = (Fault(kind="leave", rank=1, step=1), Fault(kind="join", rank=1, step=3))
     return [plan_scenario(), plan_scenario(faults=moves)]
 
 
 def plan_parity(invariant: Invariant) -> list[Scenario]:
-    """Plain SGD, synchronised after every step, with the plain mean as the outer step."""
+    """Plan plain SGD, synchronised after every step, with the plain mean as the outer step."""
     return [plan_scenario(optimizer="sgd", learning_rate=0.05, options=_AS_ONE)]
 
 
 def plan_non_finite(invariant: Invariant) -> list[Scenario]:
-    """Undisturbed; and with a NaN in the middle of one worker's round."""
+    """Plan a run without faults; and one with a NaN in the middle of one worker's round."""
     bad = Fault(kind="non_finite_gradient", rank=1, step=2, value="nan")
     return [plan_scenario(), plan_scenario(faults=(bad,))]
 

@@ -20,7 +20,7 @@ DECLARED = "model"  # the backend name in the manifest that the model itself dec
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """One gradient of every workload."""
+    """Plan one gradient each of the workloads linear, mlp and decoder."""
     return [
         probes.scenario("manifest", workload=workload, backends=BACKENDS)
         for workload in ("linear", "mlp", "decoder")

@@ -36,7 +36,7 @@ PLANNED: tuple[dict[str, Any], ...] = (
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Stated shape, edges of tiles, long sums, transposed views, large values, several at once."""
+    """Plan products of the stated shape, and ragged, long, transposed, large and multiple ones."""
     return [
         probes.scenario("matmul", seed=seed, backends=("wgpu",), options=options)
         for seed, options in enumerate(PLANNED)

@@ -60,8 +60,8 @@ def _compare_rank(tally: Tally, memory: Memory, trace: Trace) -> None:
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Two workers on the CPU, with a model that is large next to the interpreter's memory; and one
-    worker on each kind of device, with a model that is large enough there.
+    """Plan two workers on the CPU, with a model that is large next to the interpreter's memory; and
+    one worker on each kind of device, with a model that is large enough there.
     """
     usual: dict[str, Any] = {"workload": "mlp", "world_size": 2, "num_steps": 2}
     host = probes.scenario(

@@ -43,7 +43,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Both trainers that cut each layer, with all parameters trained and with adapters only."""
+    """Plan both trainers that cut each layer, with all parameters trained or with adapters only."""
     sizes = {"world_size": 2, "num_samples": 6, "batch_size": 6, "num_steps": 1}
     return [
         probes.scenario(system, workload=workload, **sizes)

@@ -14,7 +14,7 @@ from entrenar_py.scenario import Scenario
 
 
 def mlp(**changes: Any) -> Scenario:
-    """Return a scenario of two epochs: 21 digits in batches of 8, 8, 5, 5 shards on 3 workers."""
+    """Return a scenario: 3 workers, 5 shards, two epochs of 21 digits in batches of 8, 8 and 5."""
     usual: dict[str, Any] = {
         "system": "reference",
         "workload": "mlp",
@@ -29,7 +29,7 @@ def mlp(**changes: Any) -> Scenario:
 
 
 def training(invariant: Invariant) -> list[Scenario]:
-    """Each optimizer, clipping off and on."""
+    """Plan each optimizer, and clipping off and on."""
     return [
         mlp(),
         mlp(optimizer="momentum", clip_norm=0.05, schedule="cosine", accumulation=2),
@@ -38,12 +38,12 @@ def training(invariant: Invariant) -> list[Scenario]:
 
 
 def movement(invariant: Invariant) -> list[Scenario]:
-    """The training scenarios with recorded values, to see if an unmoved tensor had a gradient."""
+    """Plan the training scenarios with values recorded, to see if unmoved tensors had gradients."""
     return [scenario.with_(detail="values") for scenario in training(invariant)]
 
 
 def epochs(invariant: Invariant) -> list[Scenario]:
-    """More than two epochs, in sizes that divide nothing."""
+    """Plan more than two epochs, with sizes that do not divide evenly."""
     return [
         mlp(workload="linear", num_samples=13, batch_size=6, num_steps=8, world_size=4),
         mlp(workload="linear", num_samples=10, batch_size=10, num_steps=3, num_shards=3),
@@ -51,7 +51,7 @@ def epochs(invariant: Invariant) -> list[Scenario]:
 
 
 def non_finite(invariant: Invariant) -> list[Scenario]:
-    """No fault, a gradient near the largest float, and a NaN or Inf in one place of one worker."""
+    """Plan runs without a fault, with a gradient near the largest float, and with a NaN or Inf."""
     faults = [
         Fault(kind="non_finite_gradient", step=2, rank=1, element=3, value=value)
         for value in ("nan", "inf", "-inf")
@@ -72,8 +72,8 @@ def non_finite(invariant: Invariant) -> list[Scenario]:
 
 
 def parity(invariant: Invariant) -> list[Scenario]:
-    """Gradients at each accumulation, clipping off and on, each optimizer, a worker that leaves,
-    workers without samples; and one long run.
+    """Plan gradients of 1, 2 and 4 micro-batches, clipping and dropout off and on, each optimizer,
+    a decoder, a worker that leaves, and workers without samples; and one long run.
     """
     return [
         *(mlp(accumulation=count, detail="values") for count in (1, 2, 4)),
@@ -89,12 +89,12 @@ def parity(invariant: Invariant) -> list[Scenario]:
 
 
 def weightings(invariant: Invariant) -> list[Scenario]:
-    """The scenarios of parity in which gradients are recorded with their values."""
+    """Plan the scenarios of `parity` in which gradients are recorded with their values."""
     return [scenario for scenario in parity(invariant) if scenario.detail == "values"]
 
 
 def departures(invariant: Invariant) -> list[Scenario]:
-    """One worker dies; two die and one comes back."""
+    """Plan a run in which one worker dies, and one in which two die and one comes back."""
     leave = Fault(kind="leave", rank=1, step=2)
     return [
         mlp(faults=(leave,)),
@@ -110,7 +110,7 @@ def departures(invariant: Invariant) -> list[Scenario]:
 
 
 def stops(invariant: Invariant) -> list[Scenario]:
-    """Stopped several times, within an epoch and between epochs, with every kind of state."""
+    """Plan runs that stop several times, in and between epochs, with every kind of state."""
     stateful: dict[str, Any] = {"dropout": 0.2, "schedule": "cosine", "warmup_steps": 1}
     return [
         mlp(optimizer="momentum", stops=(4, 5), **stateful),
@@ -119,12 +119,12 @@ def stops(invariant: Invariant) -> list[Scenario]:
 
 
 def random_streams(invariant: Invariant) -> list[Scenario]:
-    """Dropout over two epochs, also in micro-batches."""
+    """Plan dropout over two epochs, also in micro-batches."""
     return [mlp(dropout=0.3), mlp(dropout=0.3, accumulation=2)]
 
 
 def step_rules(invariant: Invariant) -> list[Scenario]:
-    """Every schedule; clipping off, far below and far above the norm."""
+    """Plan every schedule; clipping norms far below and far above the gradient's, and none."""
     return [
         mlp(detail="values"),
         mlp(schedule="linear", warmup_steps=2, clip_norm=0.01, detail="values"),

@@ -34,11 +34,11 @@ LONG = {"block_bytes": 2**27, "dead_after_s": 60.0, "deadline_s": 110.0}
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Two to eight workers, from one element up, simulated; over TCP blocks larger than a socket's
-    buffer, and 2^26 elements once around a ring.
+    """Plan two to eight simulated workers, with one element and with more; over TCP, blocks larger
+    than a socket's buffer; and 2^24 elements on a mesh, 2^26 on a ring.
 
-    A mesh sends only 2^24 elements: more would be no new case, and its twin runs as long again. A
-    clause that user bindings give no scenarios is tried with a few simulated ones.
+    More elements on a mesh would be no new case, and the run to compare with takes as long. A
+    clause that a user's binding gives no scenarios is tried with a few simulated ones.
     """
     systems = ("parameter_server", "mesh", "ring")
     if invariant.binding is not None:

@@ -23,12 +23,12 @@ REFUSAL = "ProtocolError"
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Three seeds, which cut messages into other pieces and damage other bits."""
+    """Plan three seeds, each of which cuts messages into other pieces and damages other bits."""
     return [probes.scenario("wire", seed=seed) for seed in range(3)]
 
 
 def plan_admission(invariant: Invariant) -> list[Scenario]:
-    """Three seeds, and a training to which every kind of stranger connects."""
+    """Plan three seeds, and a training to which every kind of stranger connects."""
     faults = tuple(endurance.stranger(value, step=2) for value in STRANGERS)
     visited = probes.scenario(
         "parameter_server_simulated", world_size=3, num_steps=5, faults=faults
