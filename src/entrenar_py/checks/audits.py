@@ -74,13 +74,13 @@ def undecided(trace: Trace) -> list[Audit]:
 
 
 def _is_undecided(audit: Audit) -> bool:
-    """Return whether no culprit was named though copies differ, or differed before ranks left."""
+    """Return whether an audit named no culprit, though ranks disagreed (and perhaps left)."""
     one_word = len(set(audit.ranks)) == 1 and set(audit.ranks).issubset(audit.disputed)
     return audit.culprit is None and (one_word or len(set(audit.alike)) > 1)
 
 
 def first_open(trace: Trace) -> float:
-    """Return the first step with a wrong shard that was not audited: later weights may differ."""
+    """Return the first step with a wrong shard that was not audited; inf if there is none."""
     seen = {(audit.step, audit.shard) for audit in trace.of(Audit) if len(set(audit.ranks)) > 1}
     caught = {(audit.step, audit.culprit) for audit in trace.of(Audit)}
     return min(
@@ -104,7 +104,7 @@ def _strikes(trace: Trace) -> Strikes:
 
 
 def _with_who_was_there(trace: Trace) -> Iterator[tuple[Audit, set[int], set[int]]]:
-    """Yield each audit, the ranks present then, and the audited ranks that computed wrongly.
+    """Yield each audit, the ranks present then, and those of its ranks that computed wrongly.
 
     An Injected event precedes the audit of its shard. If the worker leaves before the audit, the
     event is dropped, since nothing that the worker computed was used.
@@ -169,7 +169,7 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
 def _given_up(
     tally: Tally, trace: Trace, audit: Audit, num_there: int, *, rank: int | None
 ) -> None:
-    """Check that an undecided audit asked every worker that could decide, and halted training."""
+    """Check that an undecided audit asked a third worker, if there was one, and halted training."""
     place = evidence.place(trace, audit)
     what = f"workers disagreed on shard {audit.shard} of step {audit.step}"
     asked = len(set(audit.ranks))
@@ -187,7 +187,7 @@ def _given_up(
 
 
 def _told(tally: Tally, trace: Trace) -> None:
-    """Report if none of the wrong shards were audited (missing), or not all of them (a note)."""
+    """If no wrong shard was audited, count that as missing. If only some were, add a note."""
     strikes, audited = _strikes(trace), {(audit.step, audit.shard) for audit in trace.of(Audit)}
     if strikes and not audited.intersection(strikes):
         tally.miss("no shard that went wrong was audited: audit a larger share, or more steps")
@@ -199,13 +199,13 @@ def _told(tally: Tally, trace: Trace) -> None:
 
 
 def _reasons_to_halt(model: Trace, trace: Trace) -> set[int | None]:
-    """Return the steps that must halt: workers disagree in them, or a value is not finite."""
+    """Return the steps in which a halt is right: workers disagree, or a value is not finite."""
     planted = {one.step for one in trace.of(Injected) if one.fault.get("kind") in PLANTED} - {None}
     return {audit.step for audit in undecided(trace)} | {h.step for h in model.of(Halt)} | planted
 
 
 def _same_weights(tally: Tally, model: Trace, trace: Trace) -> None:
-    """Check that the run halts only where it must, and that its weights are the calm run's."""
+    """Check that the run halts only where it must, and has the weights of one without faults."""
     scenario, limit = trace.scenario, first_open(trace)
     halts, reasons = [halt.step for halt in trace.of(Halt)], _reasons_to_halt(model, trace)
     for step in halts:

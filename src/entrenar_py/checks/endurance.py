@@ -49,7 +49,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that a run that promises bits ends like the undisturbed one, on the same weights."""
+    """Judge that a run with faults ends like the same run without them, with the same weights."""
     tally = Tally(invariant.id)
     trace = runs.base
     if trace is not None and any(fault.kind in SURVIVED for fault in trace.scenario.faults):
@@ -70,7 +70,7 @@ def _ends_right(tally: Tally, calm: Trace, trace: Trace) -> None:
 
 
 def stranger(value: str, *, step: int) -> Fault:
-    """Return the fault of a connection that must be refused. If it claims a rank, that is 1."""
+    """Return the fault of a connection that must be refused. Value `taken_rank` claims rank 1."""
     rank = 1 if value == "taken_rank" else None
     return Fault(kind="stranger", step=step, rank=rank, value=value)
 

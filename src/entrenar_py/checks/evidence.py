@@ -1,4 +1,4 @@
-"""Functions to read and compare traces that several judges share."""
+"""Functions, shared by several judges, to read and compare traces."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def usable_runs(runs: Traces, tally: Tally) -> Traces:
 
 
 def is_as_trained(trace: Trace) -> bool:
-    """Return whether no fault was planted that changes the results of the training."""
+    """Return whether the scenario has no fault that changes the results of the training."""
     return all(fault.kind in SURVIVED for fault in trace.scenario.faults)
 
 
@@ -51,7 +51,7 @@ def could_run(tally: Tally, trace: Trace) -> bool:
 
 
 def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
-    """Return the undisturbed run whose bits `trace` must have, or None, counted as missing."""
+    """Return the run without faults whose bits `trace` must have. None is counted as missing."""
     if not could_run(tally, trace):
         return None
     if "bitwise" not in trace.promises:
@@ -72,7 +72,7 @@ def place(trace: Trace, event: Event) -> dict[str, Any]:
 
 
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
-    """Return step -> rank -> the last update in the step, without those that a resume undid."""
+    """Return step -> rank -> the last update in the step, without updates that a resume undid."""
     by_step: dict[int, dict[int, Update]] = defaultdict(dict)
     for update in trace.standing.of(Update):
         by_step[update.step][update.rank] = update
@@ -110,7 +110,7 @@ def with_losses(trace: Trace) -> Trace:
 
 
 def non_finite(tensors: Tensors) -> tuple[str, int] | None:
-    """Return the tensor and element of the first recorded NaN or Inf, or None."""
+    """Return the tensor's name and element's index of the first recorded NaN or Inf, or None."""
     for name, record in tensors.items():
         values = record.values()
         if values is not None and not (finite := np.isfinite(values)).all():
@@ -143,7 +143,7 @@ def compare_exact(
 def compare_updates(
     tally: Tally, model: Trace, trace: Trace, part: str, message: str, *, before: float = math.inf
 ) -> None:
-    """Compare each rank's `part` with the model's lowest rank's, bit for bit, up to `before`."""
+    """Compare `part` of each rank with that of `model`'s lowest, bitwise, before step `before`."""
     expected = updates(model)
     for step, by_rank in ranks_by_step(trace):
         for _, update in sorted(by_rank.items()):
@@ -155,7 +155,7 @@ def compare_updates(
 
 
 def compare_steps_made(tally: Tally, lost: Iterable[int], trace: Trace, words: str = "") -> None:
-    """Count one comparison, which fails if a run did not make the steps `lost`."""
+    """Count one comparison, which fails if there are steps `lost` that the run did not make."""
     steps = sorted(lost)
     message = f"{words}steps {steps[:5]} were never made"
     tally.check(not steps, message, step=min(steps, default=None), scenario=trace.scenario)
@@ -249,5 +249,5 @@ def has_values(tensors: Tensors) -> bool:
 
 
 def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
-    """Yield each step with its rank -> update, in step order."""
+    """Yield each step with its updates by rank, in step order."""
     yield from sorted(updates(trace).items())

@@ -22,7 +22,7 @@ _NUMBERS = {"accumulation": "a whole number >= 1", "clip": "a number > 0"}
 class Pair:
     """A knob that has `value` in one of two runs, and `usual` in the other.
 
-    Knobs `beside` it are turned with it; they change nothing by themselves. Raises UsageError if a
+    The knobs `beside` are turned, too, and change nothing by themselves. Raises UsageError if a
     value is not allowed for the knob.
     """
 

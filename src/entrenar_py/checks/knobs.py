@@ -1,7 +1,7 @@
 """The knobs of a user's own trainer, and how runs with different values of a knob are compared.
 
-Turning a knob reveals bugs that the run on one worker has, too, and that a comparison with that run
-can't show. All knobs but one must change nothing. The clipping norm may change the size of the
+Turning a knob reveals bugs that a comparison with the run on one worker can't show, since that run
+has them, too. All knobs but one must change nothing. The clipping norm may change the size of the
 gradient, but not its direction. Each knob is a row of KNOBS.
 """
 
@@ -91,7 +91,7 @@ def _is_normalised_apart(tally: Tally, pair: Pair, trace: Trace) -> bool:
 
 
 def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
-    """Return whether the first step has the same samples in another number of micro-batches."""
+    """Return whether step 0 has the same samples as in `model`, in more or fewer micro-batches."""
     if _is_normalised_apart(tally, pair, trace):
         return False
     before, after = _micro_batches(model), _micro_batches(trace)
@@ -195,7 +195,7 @@ def _local(trace: Trace) -> dict[str, str]:
 
 
 def _limit(usual: Trace) -> str:
-    """Return a norm far below that of all gradients of a run, in a few digits."""
+    """Return, as text, a norm far below that of every gradient of the run `usual`."""
     norms = [evidence.norm_l2(update.gradient) for update in usual.of(Update)]
     known = [norm for norm in norms if norm and math.isfinite(norm)]
     return f"{min(known) / _CLIPPED_SHARE if known else _CLIPPED_USUAL:.2g}"
@@ -206,9 +206,9 @@ class Knob:
     """One setting of a script that can be changed without making it another training.
 
     The command has a placeholder of the knob's name; `says` is what the script does with its value.
-    The value is `usual` in all runs but the knob's own. There it is each of `others`, or the result
-    of `limit` for the usual run. Knobs `beside` it are turned with it, if the command has them.
-    `judge` compares the usual run with the other one. It returns the number of gradients that it
+    The value is `usual` except in the knob's own runs. There it is each of `others`, or the result
+    of `limit` for the usual run. The knobs `beside` are turned, too, if the command has them.
+    `judge` compares the usual run with such a run. It returns the number of gradients that it
     compared, or None if the knob took no effect.
     """
 

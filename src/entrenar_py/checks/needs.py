@@ -18,7 +18,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """One other run of the same training, which `says` describes.
+    """One other run of the same training. `says` describes it.
 
     A run still answers the need if its scenario differs in the fields `free`. `knob` is the knob of
     a user's command that is turned in the run, or "".
@@ -43,23 +43,23 @@ CALM = Need(name="calm", says="the same run without faults and audits")
 TWIN = Need(name="twin", says="the same reduction in another network, or in one process")
 ON_CPU = Need(name="on_cpu", says="the same run on the CPU")
 
-# --- disturbed runs, judged together with the undisturbed base ------------------------------------
+# --- runs with a fault or stop, judged together with the base, which has none ---------------------
 KILLED = Need(name="killed", says="the base with a worker lost")
 RESUMED = Need(name="resumed", says="the base, stopped and resumed")
 
-# --- disturbed runs that need no base -------------------------------------------------------------
+# --- runs that are judged without a base ----------------------------------------------------------
 POISONED = Need(name="poisoned", says="a run with a value that is not finite")
 SAVED = Need(name="saved", says="a run that wrote a checkpoint and loaded it")
 
 
 def turned(knob: str) -> Need:
-    """Return the need of a run of a user's command in which `knob` is turned."""
+    """Return the need for a run in which the knob `knob` of a user's command is turned."""
     return Need(name=f"turned {knob}", says=f"the base with {knob} turned", knob=knob)
 
 
 @dataclass(frozen=True)
 class Near(Generic[T]):
-    """The run most similar to a missing run, and the scenario fields in which it differs.
+    """The run that is most similar to a missing one, and the scenario fields in which it differs.
 
     `fields` maps a field to its value in `run` and the value that is needed.
     """
@@ -106,7 +106,7 @@ class Runs(Generic[T]):
         return [run for place, run in enumerate(runs) if not any(run is r for r in runs[:place])]
 
     def chosen(self, choose: Callable[[T], U | None]) -> Runs[U]:
-        """Return these Runs with `choose(run)` for each run, leaving out those that are None."""
+        """Return Runs with `choose(run)` for each run, leaving out runs for which it is None."""
         beside = {need: tuple(map(choose, runs)) for need, runs in self.beside.items()}
         return Runs(
             base=None if self.base is None else choose(self.base),
@@ -122,7 +122,7 @@ class Runs(Generic[T]):
         )
 
     def nearly(self, need: Need) -> str:
-        """Return the end of a reason that no run answers `need`; "" if no run is similar.
+        """Return how the nearest run differs from `need`, to end a reason; "" if there is none.
 
         For example `; the nearest other trace differs in num_shards (4, needed 2)`.
         """

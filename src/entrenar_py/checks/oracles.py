@@ -1,7 +1,7 @@
 """Find the run on a single device that a training is compared with. Judges nothing.
 
-It is a run of the independent trainer. For a user's own trainer, which that can't reproduce, it is
-the user's run on one worker.
+It is a run of the independent trainer. For a user's own trainer, which the independent one can't
+reproduce, it is the user's run on one worker.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def missing_model(runs: Traces) -> str:
 
 
 def _other_batches(runs: Traces) -> str:
-    """Return that a user's run on one worker has another global batch, if it has; else "".
+    """Return a reason if a user's run on one worker has another global batch; else "".
 
-    It often has, since most scripts have an option for the batch of each worker.
+    It often has, since most scripts have an option for the batch of a worker, not the global one.
     """
     near = runs.near.get(ALONE)
     if runs.base is None or runs.base.scenario.workload != "own" or near is None:
@@ -48,7 +48,7 @@ def _other_batches(runs: Traces) -> str:
 
 
 def same_masks(model: Trace, trace: Trace) -> bool:
-    """Return whether dropout, if any, uses the same masks in `trace` as in the model.
+    """Return whether dropout, if any, uses the same masks in `trace` as in `model`.
 
     The single device draws by logical shard. A trainer that also draws by shard has the same masks
     unless its masks are `shard_apart`. For others the first shards' draws are compared, if they

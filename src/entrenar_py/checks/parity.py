@@ -2,7 +2,7 @@
 
 Three comparisons are made where they apply: losses from step 100 on, within the published bound;
 losses and gradients of the first steps, within float32 rounding of an independently written
-single-device trainer; the bits of trainers that promise them.
+single-device trainer; bits, if the trainer promises equal ones for any number of workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PUBLISHED_TOLERANCE = 0.01  # relative
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Compare every run with the oracle, and runs that promise bits with each other."""
+    """Compare every run with the oracle's, and runs that promise equal bits with each other."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     tolerance = PUBLISHED_TOLERANCE if invariant.tolerance is None else invariant.tolerance
@@ -30,10 +30,10 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> list[int]:
-    """Compare every run with the model: the first steps within rounding, and losses from the
-    published step on within `tolerance`, unless it is None.
+    """Compare runs with the oracle's run: the first steps within rounding; and if `tolerance` is
+    not None, losses from step 100 on within it.
 
-    For a user's own trainer, which no oracle can run, the model is its run on one worker. A run
+    A user's own trainer, which no oracle can run, is compared with its run on one worker. A run
     with a turned knob is compared with the base. Return the number of averaged gradients compared
     in each run that made a step.
     """
@@ -50,7 +50,7 @@ def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> 
 
 @dataclass
 class _Compared:
-    """How many runs and gradients were compared, and which runs were not, for their masks."""
+    """How many runs and gradients were compared, and the runs that were not, since masks differ."""
 
     num_followed: int = 0
     num_gradients: list[int] = field(default_factory=list)

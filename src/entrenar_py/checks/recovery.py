@@ -16,7 +16,7 @@ ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that no sample or step is lost, and the loss returns within the tolerance, in steps."""
+    """Judge that no sample or step is lost, and the loss returns within the tolerated steps."""
     tally = Tally(invariant.id)
     _compare(tally, evidence.usable_runs(runs, tally), int(invariant.tolerance or 0))
     return tally.finding(
@@ -56,7 +56,7 @@ def _departures(trace: Trace) -> list[Membership]:
 
 
 def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) -> None:
-    """Count planned departures that were not recorded as missing."""
+    """Count as missing the planned departures that were not recorded."""
     planned = {fault.rank for fault in trace.scenario.faults if fault.kind == "leave"}
     silent = {rank for rank in planned if rank is not None} - {change.rank for change in left}
     if silent:
@@ -68,7 +68,7 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
 
 
 def _tell_masks(tally: Tally, *, is_followed: bool) -> None:
-    """Report that dropout masks differ. It is a note if the run without dropout was compared."""
+    """Report differing masks: as a note if runs without dropout were compared, else as missing."""
     why = "dropout draws other masks once a worker has left"
     if is_followed:
         tally.note(f"{why}: losses were compared without dropout only")
@@ -87,7 +87,7 @@ def _no_calm_run(trace: Trace, runs: Traces) -> str:
 
 
 def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership]) -> None:
-    """Check that each later step is made with all its samples, and not by the rank that left."""
+    """Check that steps after a departure have all samples, and the rank that left makes none."""
     expected, got = evidence.shards(calm), evidence.shards(trace)
     model_updates = evidence.updates(calm)
     unknown = missing.unknown_steps(calm) | missing.unknown_steps(trace)
@@ -115,7 +115,7 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
 def _on_trajectory(
     tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membership], within_steps: int
 ) -> bool:
-    """Check that losses equal the undisturbed run's from `within_steps` after a departure on.
+    """Check that losses equal the faultless run's, from `within_steps` after a departure on.
 
     In a shorter run only the last step is checked. Return whether both runs made a step.
     """

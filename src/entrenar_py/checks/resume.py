@@ -11,7 +11,7 @@ from entrenar_py.verdict import Finding, Tally
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge samples, random draws, learning rates, losses and states of every step."""
+    """Judge that a resumed run has the unstopped run's samples, draws, rates, losses and states."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     straight = None if runs.base is None or _resumed(runs.base) else runs.base
@@ -46,7 +46,7 @@ def _no_straight_run(trace: Trace, runs: Traces) -> str:
 
 
 def _require_resumes(tally: Tally, trace: Trace) -> None:
-    """Count planned stops that show no resume as missing, unless the run ended before them."""
+    """Count as missing each planned stop without a resume, unless the run ended before it."""
     seen = {start.step for start in trace.of(Start) if start.resumed}
     last = max(evidence.updates(trace), default=-1)
     for stop in trace.scenario.stops:

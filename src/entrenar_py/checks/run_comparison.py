@@ -1,7 +1,7 @@
-"""Compare a run's losses, gradients and weights with those of its model, within rounding.
+"""Compare a run's losses, gradients and weights with those of a model run, within rounding.
 
-The model is a run that must train equally: on a single device, or with another value of one of the
-script's knobs. This module judges no clause by itself.
+The model run must train equally: on a single device, or with another value of one of the script's
+knobs. This module judges no clause by itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """The words in which findings name the model: `gradient is not <its>`, `<who> halted`."""
+    """The words in which findings name the model run: `gradient is not <its>`, `<who> halted`."""
 
     who: str = "the single-device run"
     its: str = "the single device's"
@@ -70,8 +70,8 @@ SINGLE = Words()
 def compare(
     tally: Tally, model: Trace, trace: Trace, tolerance: float | None, words: Words = SINGLE
 ) -> int:
-    """Compare the first steps within rounding, and losses from the published step on within
-    `tolerance`, unless it is None. Return the number of averaged gradients compared.
+    """Compare the first steps within rounding; and if `tolerance` is not None, losses from step 100
+    on within it. Return the number of averaged gradients compared.
     """
     if not missing.require_updates(tally, model, trace):
         return 0
@@ -108,9 +108,9 @@ def compare(
 def _comparable(
     comparison: _Comparison, model: Trace, apart: int | None
 ) -> Iterator[tuple[int, Mapping[int, Update]]]:
-    """Yield the steps that both runs made of the same samples, with each rank's update in `trace`.
+    """Yield the steps that both runs made of the same samples, with the updates of each rank.
 
-    Stop at step `apart`, which only one of the runs skipped: they differ from there on.
+    Stop at step `apart`, which only one of the runs skipped: the runs differ from there on.
     """
     tally, words, trace = comparison.tally, comparison.words, comparison.trace
     expected = evidence.updates(model)
@@ -158,7 +158,7 @@ class Bounds:
     start: float
     loss_floor: float  # absolute: a smaller distance is only rounding
     gradient_floor: float
-    adam: bool  # then weights can't be compared
+    adam: bool  # if a run uses it, weights can't be compared
 
     @classmethod
     def of(cls, expected: Mapping[int, Mapping[int, Update]], *runs: Trace) -> Bounds:
@@ -187,7 +187,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The comparison of one run with its model, update by update."""
+    """The comparison of one run with its model run, update by update."""
 
     tally: Tally
     words: Words
@@ -197,7 +197,7 @@ class _Comparison:
     def first_step(self, model: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
         """Compare the loss and the parts of one of the first steps, within rounding.
 
-        Parts in `due` that can't be compared are gaps. Return whether the gradient was compared.
+        Parts in `due` that can't be compared are `gaps`. Return whether the gradient was compared.
         """
         self.losses(model, update)
         compared = self.tensors(model, update)
@@ -225,7 +225,7 @@ class _Comparison:
         self.tally.close(model.loss, update.loss, gap, message, **place)
 
     def rates(self, model: Update, update: Update) -> None:
-        """Compare the learning rates, also of a schedule whose closed form is unknown."""
+        """Compare the learning rates, even of a schedule whose closed form is unknown."""
         rates = model.learning_rate, update.learning_rate
         self.tally.check(
             math.isclose(*rates, rel_tol=RATE_BOUND),
@@ -236,9 +236,9 @@ class _Comparison:
         )
 
     def tensors(self, model: Update, update: Update) -> set[str]:
-        """Compare one rank's gradient, weights and buffers. Return the parts that need no more.
+        """Compare one rank's gradient, weights and buffers. Return the parts compared or left out.
 
-        Under Adam weights are not compared, nor a user's buffers, which may depend on weights.
+        Under Adam weights are left out; so are a user's buffers, which may depend on weights.
         """
         done = {"weights"} if self.bounds.adam else set()
         if done and self.trace.scenario.workload == "own":
@@ -258,7 +258,7 @@ class _Comparison:
         return done
 
     def parts(self, step: int | None, *, skipped: bool, is_enough: bool) -> None:
-        """Report the step, if any, that only one of the runs skipped: the end of the comparison."""
+        """Report `step`, if any, which only one of the runs skipped: the comparison ended there."""
         if step is None:
             return
         who = "this run" if skipped else self.words.who
@@ -272,7 +272,7 @@ class _Comparison:
             self.tally.miss(f"{why}, nor before: begin with a smaller scale, or use bfloat16")
 
     def steps(self, model: Trace) -> None:
-        """Check that the run made every step that the model made."""
+        """Check that the run made every step that `model` made."""
         lacking = evidence.updates(model).keys() - evidence.updates(self.trace).keys()
         if lacking and model.end.status == "halted":
             self.tally.miss(f"{self.words.who} halted: {model.end.reason}")
@@ -280,7 +280,7 @@ class _Comparison:
         evidence.compare_steps_made(self.tally, lacking, self.trace, self.words.before)
 
     def starts(self, gaps: missing.Gaps, model: Trace) -> None:
-        """Compare each rank's weights before the first step with the model's."""
+        """Compare each rank's weights before the first step with those of `model`."""
         model_start = next((start for start in model.of(Start) if start.step == 0), None)
         starts = [start for start in self.trace.of(Start) if start.step == 0 and not start.resumed]
         valued = any(evidence.has_values(start.weights) for start in starts)

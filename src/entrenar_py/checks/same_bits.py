@@ -16,7 +16,7 @@ from entrenar_py.verdict import Finding, Tally
 
 
 def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge runs of trainers that promise bits. Runs of other trainers are inconclusive."""
+    """Judge trainers that promise equal bits for any number of workers. Others are inconclusive."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
@@ -67,7 +67,7 @@ def _compare_shards(tally: Tally, model: Trace, trace: Trace) -> None:
 
 
 def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
-    """Compare the runs that promise bits with the one on the fewest workers."""
+    """Compare runs that promise equal bits with that on the fewest workers."""
     promised = [t for t in traces if "bitwise" in t.promises and evidence.is_as_trained(t)]
     promised = [t for t in promised if _training(t.scenario) == _training(promised[0].scenario)]
     ordered = sorted(promised, key=lambda trace: trace.scenario.world_size)
@@ -79,7 +79,7 @@ def compare_worker_counts(tally: Tally, traces: Sequence[Trace]) -> None:
 
 
 def _training(scenario: Scenario) -> Scenario:
-    """Return the part of a scenario that must be equal in runs that must have the same bits."""
+    """Return `scenario` without what may differ between runs that must have the same bits."""
     changes: dict[str, Any] = {"faults": (), "stops": (), "repeat": 0, "detail": "digests"}
     return scenario.with_(world_size=1, **changes)
 
@@ -90,7 +90,7 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
     If the runs have different workers, compare with the lowest rank of `model`. Gradients of
     logical shards are compared first, if recorded, since they name the worker that computed
     wrongly. Workers that step alone are compared after each synchronisation, too. A fact that one
-    run never recorded is missing; one that it stopped recording is a difference.
+    run never recorded is missing; a fact that it stopped recording is a difference.
     """
     if not missing.require_updates(tally, model, trace):
         return
@@ -131,7 +131,7 @@ def _compare_update(
     message: str,
     place: Mapping[str, Any],
 ) -> None:
-    """Compare an update with the model's. `known` is `missing.recorded` of model and run."""
+    """Compare an update with `model`. `known` has `missing.recorded` of both, the model's first."""
     for part in ("gradient", "weights", "optimizer", "buffers"):
         left, right = getattr(model, part), getattr(update, part)
         bare = [
