@@ -17,7 +17,7 @@ LISTED_MAX = 1000  # the most missing sample ids, or steps, that a finding lists
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that each run draws every sample once, and that runs on the same data draw alike."""
+    """Judge that each run draws every sample once per epoch, and all runs the same in each step."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
@@ -41,7 +41,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
     """Check that each sample is drawn once per epoch. A batch may span two epochs.
 
-    The number of samples drawn is checked up to the first step whose samples are unknown.
+    The number that a step draws is checked only before the first step with unknown samples.
     """
     scenario = trace.scenario
     unknown = {*missing.require_ids(tally, trace), *missing.require_beginning(tally, trace)}
@@ -89,7 +89,7 @@ def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
 
 
 def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:
-    """Return the end of a message that names ranks without a recorded shard, a likely cause."""
+    """Return the end of a message: the ranks that recorded no shard of `step`, a likely cause."""
     ranks_made = {update.rank for update in trace.of(Update) if update.step == step}
     ranks = sorted(ranks_made - {shard.rank for shard in shards})
     return f"; ranks {str(ranks[:8])[1:-1]} recorded no Shard of it" if ranks else ""
@@ -116,7 +116,7 @@ def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> N
 def _ended_complete(
     tally: Tally, trace: Trace, seen: dict[int, dict[int, int]], epoch: int, step: int
 ) -> None:
-    """Check that the epoch before `epoch`, which begins in `step`, was drawn completely.
+    """Check that the epoch before `epoch` was drawn completely. `step` is the first of `epoch`.
 
     A trainer that drops the last batch may leave out fewer samples than a batch has.
     """
@@ -156,11 +156,11 @@ def _all_made(tally: Tally, trace: Trace) -> None:
 
 
 def _by_members(tally: Tally, trace: Trace) -> None:
-    """Check that shards are computed by members only, which includes a rank in its last step."""
+    """Check that only members compute shards, among them a rank in the step in which it leaves."""
     stays = history.stays(trace)
     for step, shards in evidence.shards(trace).items():
         for shard in shards:
-            # F-DP-001 counts ranks of the scenario that never started as missing.
+            # Ranks of the scenario that never started are counted as missing by F-DP-001.
             there = shard.rank in range(trace.scenario.world_size)
             if shard.rank in stays:
                 there = any(stay.first <= step <= stay.end for stay in stays[shard.rank])
@@ -181,7 +181,7 @@ def _stable(tally: Tally, group: Sequence[Trace]) -> None:
     """
     for trace in group[1:]:
         few, many = group[0].scenario.world_size, trace.scenario.world_size
-        if not trace.traits.replacement or few == many:  # with replacement, each rank draws alone
+        if not trace.traits.replacement or few == many:  # with replacement, each rank draws its own
             _same_batches(tally, group[0], trace)
 
 

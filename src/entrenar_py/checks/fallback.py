@@ -42,7 +42,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def _planned(failing: tuple[str, ...], kinds: tuple[str, ...]) -> Scenario:
-    """Return the chain of `failing`, each with its kind of fault, and the backends after them."""
+    """Return a chain of the backends `failing`, each with its kind of fault, and all later ones."""
     last = ORDER.index(failing[-1]) if failing else -1
     struck = zip(failing, kinds, strict=True)
     faults = tuple(Fault(kind=kind, backend=name) for name, kind in struck)
@@ -131,7 +131,7 @@ def _judge_result(tally: Tally, trace: Trace) -> None:
 
 
 def _judge_halt(tally: Tally, trace: Trace) -> None:
-    """Check that every backend was tried and failed, with its reason, and nothing was returned."""
+    """Check that every backend failed, the halt gives each reason, and nothing was returned."""
     scenario = trace.scenario
     attempts = trace.of(Attempt)
     halted = trace.of(Halt)[-1].reason
@@ -151,7 +151,7 @@ def _judge_halt(tally: Tally, trace: Trace) -> None:
 
 
 def _miss_unstruck(tally: Tally, trace: Trace) -> None:
-    """Count planned faults that never struck as missing."""
+    """Count as missing the planned faults that never struck."""
     struck = [dict(event.fault) for event in trace.of(Injected)]
     for fault in trace.scenario.faults:
         if fault.to_dict() not in struck:

@@ -48,7 +48,7 @@ def compare(tally: Tally, trace: Trace) -> None:
 
 
 def _bad(trace: Trace) -> tuple[list[Shard], list[Injected]]:
-    """Return the shards that are not finite, and the injected faults that make a value so."""
+    """Return the non-finite shards, and the injected faults that made a value non-finite."""
     bad = [shard for shard in trace.of(Shard) if not _is_finite(shard)]
     planted = [
         event
@@ -65,7 +65,7 @@ def _steps_struck(trace: Trace) -> set[int]:
 
 
 def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
-    """Return the non-finite shards of the first of `steps`, or if there are none, its faults."""
+    """Return the non-finite shards of the first of `steps`; if it has none, its injected faults."""
     bad, planted = _bad(trace)
     first = min(steps, default=-1)
     shards = [shard for shard in bad if shard.step == first]
@@ -100,7 +100,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
 
 
 def _unknown_at(trace: Trace, halt: Halt) -> str:
-    """Return, in words, the unrecorded shards that may have caused a halt; "" if none lacks."""
+    """Return which unrecorded shards may have caused a halt, in words; "" if none is missing."""
     shards = [shard for shard in trace.of(Shard) if shard.step == halt.step]
     if not any(_same_place(halt, shard) for shard in shards):
         where = "" if halt.rank is None else f" of rank {halt.rank}"
@@ -179,7 +179,7 @@ def _halts(
 def _names(
     tally: Tally, trace: Trace, halt: Halt, culprit: Shard | Injected, place: Mapping[str, Any]
 ) -> None:
-    """Check that the place a halt names is the culprit's. A field it does not name is missing."""
+    """Check that a halt names the culprit's place. Count what it does not name as missing."""
     pairs = {"rank": (culprit.rank, halt.rank), "shard": (culprit.shard, halt.shard)}
     unnamed = [
         what for what, (right, named) in pairs.items() if named is None and right is not None
@@ -202,7 +202,7 @@ def _names(
 
 
 def _planted_tensors(trace: Trace, culprit: Shard | Injected) -> list[str]:
-    """Return the tensors with a value planted at the culprit's place; the first by default."""
+    """Return the tensors in which a value was planted at the culprit's place."""
     first = [name for start in trace.of(Start)[:1] for name in start.trainable[:1]]
     return [
         name

@@ -41,7 +41,7 @@ def stays(trace: Trace) -> dict[int, list[Stay]]:
 
 
 def _cut(of_rank: Sequence[Stay], step: int) -> list[Stay]:
-    """Cut the stays that are over to end by `step`. A stay that is not over remains open."""
+    """Return the stays, with those that are over cut to end by `step`. Others remain open."""
     return [one if one.end == math.inf else one._replace(end=min(one.end, step)) for one in of_rank]
 
 

@@ -20,7 +20,7 @@ from entrenar_py.verdict import Finding, Tally
 # after this many steps with a positive learning rate.
 STEPS_TO_MOVE = 3
 # A float32 weight w changes if its step is larger than this times |w|. A step of any optimizer here
-# is at least rate times gradient, unless larger gradients came before, and these changed w.
+# is at least rate times gradient, unless larger gradients came before, which then changed w.
 HALF_ULP = 2.0**-24
 _WEIGHTS = "Start.weights and Update.weights, with all tensors, frozen ones too"
 
@@ -106,7 +106,7 @@ def _dead(tally: Tally, trace: Trace, name: str, rest: Sequence[Update]) -> None
 
 
 def _local(trace: Trace, rank: int, name: str) -> dict[int, np.ndarray[Any, Any]]:
-    """Return step -> the gradient of `name` in the rank's last shard, divided by its weight."""
+    """Return step -> gradient of `name` in the rank's last shard, divided by the shard's weight."""
     gradients = {}
     for shard in trace.of(Shard):
         if shard.rank == rank and name in shard.gradient:
@@ -127,9 +127,9 @@ def _may_rest(
 ) -> bool:
     """Return False if a gradient of `name` was large enough to change its weights.
 
-    Otherwise the tensor may rest. If it never `moved` and all its gradients were zero, or if values
-    were not recorded, that is counted as missing. `local` has gradients of shards, which are used
-    for updates that recorded none.
+    Otherwise the tensor may rest, that is, stay unchanged. It is counted as missing if it never
+    `moved` and all its gradients were zero, or if values were not recorded. For updates that
+    recorded no gradient, those of shards in `local` are used.
     """
     weight = start.weights[name].values()
     some_gradient = False

@@ -65,9 +65,9 @@ def recorded(trace: Trace) -> Recorded:
 def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bool:
     """Return True if the empty `part` of `holder` was not recorded, False if the trainer lost it.
 
-    Weights and gradients are never lost. Optimizer state and buffers are lost: in an update if the
-    rank recorded them in another update, in a start if it recorded them anywhere, in a checkpoint
-    if any rank recorded them. `known` is the result of `recorded`.
+    Weights and gradients are never lost. Optimizer state and buffers are: from an update if the
+    rank recorded them in another update, from a start if it recorded them anywhere, and from a
+    checkpoint if any rank recorded them. `known` is the result of `recorded`.
     """
     if part in ("weights", "gradient"):
         return True
@@ -91,7 +91,7 @@ def require_shards(tally: Tally, trace: Trace) -> set[int]:
 
 
 def require_beginning(tally: Tally, trace: Trace) -> set[int]:
-    """Return the steps before the start of this ledger, and count them as missing if any."""
+    """Return the steps before the start of this ledger. If there are any, count them as missing."""
     lacking = max((gap.step for gap in trace.of(Gap)), default=0)
     if lacking:
         tally.miss(
@@ -107,8 +107,8 @@ def _silent(trace: Trace) -> set[int]:
 
 
 def _unsharded(trace: Trace) -> set[int]:
-    """Return the steps that were made without a recorded shard, or with too few of them for their
-    samples, if a rank that made the step never records shards.
+    """Return the steps without a recorded shard; and of the steps made by a rank that never records
+    shards, those whose recorded shards count too few samples.
     """
     known, silent = evidence.shards(trace), _silent(trace)
     return {
@@ -152,7 +152,7 @@ def _unnamed(trace: Trace) -> set[int]:
 
 
 def require_updates(tally: Tally, *traces: Trace) -> bool:
-    """Return whether every completed run recorded a step. Count the first without as missing."""
+    """Return whether every completed run recorded steps. Count the first without any as missing."""
     for trace in traces:
         if trace.end.status == "completed" and not trace.of(Update):
             ask(tally, "no step was recorded", "an Update for every rank and step")
@@ -161,9 +161,9 @@ def require_updates(tally: Tally, *traces: Trace) -> bool:
 
 
 def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
-    """Return the fields of Shard that one of two runs, or both, never fill in, with empty values.
+    """Return field -> empty value, for fields of Shard that at most one of two runs ever fills in.
 
-    A field that only one of the runs fills in is counted as missing.
+    A field that only one run fills in, or a step with shards in only one, counts as missing.
     """
     bare: dict[str, Any] = {}
     for name, unknown in (("ids", ()), ("draws", None), ("gradient", {})):

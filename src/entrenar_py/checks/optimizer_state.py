@@ -42,7 +42,7 @@ def _is_the_server_s(trace: Trace) -> bool:
 
 
 def _parts(trace: Trace) -> tuple[str, ...]:
-    """Return the parts of a checkpoint that the worker that wrote or loaded it holds, too."""
+    """Return the checkpoint's parts that workers hold, too: all but a server's optimizer state."""
     return tuple(part for part in PARTS if part != "optimizer" or not _is_the_server_s(trace))
 
 

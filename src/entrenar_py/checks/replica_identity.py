@@ -38,7 +38,7 @@ def compare(tally: Tally, trace: Trace) -> None:
 
 
 def require_ranks(tally: Tally, trace: Trace) -> None:
-    """Count workers of the scenario that have no event in the trace as missing."""
+    """Count as missing the workers of the scenario that have no event in the trace."""
     seen = {event.rank for event in trace.events if isinstance(event, Start | Update)}
     moves = [fault for fault in trace.scenario.faults if fault.kind in ("leave", "join")]
     moves.sort(key=lambda fault: (fault.step or 0, fault.kind), reverse=True)  # joins come first
@@ -60,7 +60,7 @@ def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
 
 
 def _compare_joined(comparison: Comparison) -> None:
-    """Check that a rank that joins before a step has the state of the others at that time."""
+    """Check that a rank that joins has the state that the others have at that time."""
     updates = evidence.updates(comparison.trace)
     for start in comparison.trace.standing.of(Start):
         others = updates.get(start.step - 1, {})
@@ -74,7 +74,7 @@ def _compare_joined(comparison: Comparison) -> None:
 
 
 def _all_updated(tally: Tally, trace: Trace) -> None:
-    """Check that every member makes every step that one of them makes, and no other rank does."""
+    """Check that all members make each step that one makes, and a rank that has left makes none."""
     stays, scenario = history.stays(trace), trace.scenario
     moved = {change.rank for change in trace.of(Membership)}
     always = {update.rank for update in trace.of(Update)} - stays.keys() - moved

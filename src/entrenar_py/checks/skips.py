@@ -1,6 +1,6 @@
 """Find the steps that a trainer skipped on all ranks, as a `GradScaler` does. Judges nothing.
 
-Only a user's own trainer can skip steps: those of the harness halt at a non-finite value.
+Only a user's own trainer can skip steps: the harness's trainers halt at a non-finite value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compare training state that must be equal, part by part: weights, optimizer state and buffers.
 
-The holders of a state are the ranks after a step, and checkpoints.
+The holders of a state are ranks, at their start or after a step, and checkpoints.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Comparison:
     def is_sharded(self, by_rank: ByRank) -> bool:
         """Return whether the optimizer state is sharded over ranks (ZeRO-1), and note it if so.
 
-        It is if no rank has all of it. If one rank has, the others lost what they lack.
+        It is sharded if no rank has all of it. If one rank has, the others lost what they lack.
         """
         names_of = [set(holder.optimizer) for holder in by_rank.values()]
         everything = set().union(*names_of)
@@ -65,7 +65,7 @@ class Comparison:
     def compare_ranks(self, step: int, by_rank: ByRank, parts: Sequence[str]) -> None:
         """Compare each rank with the state that most ranks hold, to name the rank that deviates.
 
-        Of two ranks the lower one is right. A rank whose part is unknown is counted as missing.
+        Of two ranks the lower is taken as right. A rank with an unknown part is counted as missing.
         """
         if len(by_rank) < 2:
             return
@@ -85,7 +85,7 @@ class Comparison:
     def _known(
         self, part: str, step: int, by_rank: ByRank, tensors_of: Mapping[int, Tensors]
     ) -> dict[int, Tensors]:
-        """Return `held` without the ranks whose part is unknown: all of them if none has it."""
+        """Return `tensors_of` without the ranks whose part is unknown: {} if none recorded it."""
         anyone = any(tensors_of.values())
         if not (anyone or self._is_due(part, by_rank)):
             return {}
@@ -101,7 +101,7 @@ class Comparison:
     def _is_due(self, part: str, by_rank: ByRank) -> bool:
         """Return whether ranks must hold a part: weights always, other parts after a step only.
 
-        After a step, optimizer state if the workers keep any, and parts that any update recorded.
+        Those are optimizer state, if the workers keep any, and parts that any update recorded.
         """
         if part == "weights":
             return True
@@ -130,6 +130,6 @@ class Comparison:
 
 
 def _sharers(tensors_of: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:
-    """Return the ranks with a tensor of sharded state, or all if one of three or more lost it."""
+    """Return the ranks that hold a tensor of sharded state; all if one of three or more lost it."""
     sharers = {rank: tensors for rank, tensors in tensors_of.items() if name in tensors}
     return dict(tensors_of) if len(tensors_of) - 1 == len(sharers) > 1 else sharers
