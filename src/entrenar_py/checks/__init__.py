@@ -1,4 +1,4 @@
-"""The checks, which judge traces, one module a family. None knows of torch, sockets or devices.
+"""The checks, which judge traces. Related ones share a module. None uses torch, sockets or devices.
 
 `CHECKS` is the whole table: which check decides which clause, on which runs.
 """
@@ -65,7 +65,7 @@ _BY_ID: dict[str, Check] = {check.id: check for check in _TABLE}
 
 
 def bind(invariant: Invariant) -> Check | None:
-    """Return the check that `invariant` names, or else the check with its id.
+    """Return the check that `invariant` names, or if it names none, the check with its id.
 
     None if there is no such check, or if the invariant's binding says that it can't be tried.
     """
@@ -77,5 +77,5 @@ def bind(invariant: Invariant) -> Check | None:
 
 
 def terms() -> tuple[CheckTerms, ...]:
-    """Return every check, in the form that contracts are loaded with."""
+    """Return every check, as the CheckTerms that loading a contract needs."""
     return _TABLE

@@ -35,7 +35,7 @@ def compare_operations(tally: Tally, trace: Trace) -> None:
 
 
 def compare_finiteness(tally: Tally, trace: Trace) -> None:
-    """Check that finite inputs give finite results, and that a NaN stays NaN in what it reaches."""
+    """Check that finite inputs give finite results, and each element that a NaN reaches is NaN."""
     for result in trace.of(Explained):
         message = f"{result.of}: {result.tensor} is not finite, though all its inputs are"
         place = evidence.place(trace, result)
@@ -58,7 +58,7 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
 
 
 def compare_refusals(tally: Tally, trace: Trace) -> None:
-    """Check that each case is refused by a UsageError with operation and line, or is right."""
+    """Check that each case gives a right result, or a UsageError that names operation and line."""
     for case in trace.of(Declined):
         place = {"tensor": case.case, "scenario": trace.scenario}
         if case.error is None:

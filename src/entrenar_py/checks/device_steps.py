@@ -41,7 +41,7 @@ def _steps(tally: Tally, trace: Trace) -> list[Stepped]:
 
 
 def _later(tally: Tally, trace: Trace) -> Iterator[Stepped]:
-    """Yield the steps that were not the first of their size. Count as missing if there are none."""
+    """Yield steps with as many samples as an earlier one. If there are none, that is missing."""
     steps = _steps(tally, trace)
     later = [step for step in steps if step.earlier]
     if steps and not later:
@@ -50,8 +50,8 @@ def _later(tally: Tally, trace: Trace) -> Iterator[Stepped]:
 
 
 def compare_cost(tally: Tally, trace: Trace) -> None:
-    """Check that each step but the first of its size makes one upload, one submission and one
-    read-back, uploads only its inputs, and computes nothing on the CPU.
+    """Check that each step with as many samples as an earlier one makes one upload, one submission
+    and one read-back, uploads only its inputs, and computes nothing on the CPU.
     """
     for step in _later(tally, trace):
         what = f"a step of {step.num_samples} samples of {trace.scenario.workload}"

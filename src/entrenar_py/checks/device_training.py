@@ -27,8 +27,8 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that the losses on both are equal and fall. The tolerance is relative to the larger of
-    the CPU's first loss and its loss of the step.
+    """Judge that losses on the device and the CPU are equal, and fall. In each step the tolerance
+    is relative to the CPU's first loss, or to its loss in that step if that is larger.
     """
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)

@@ -1,4 +1,4 @@
-"""The rows of the table of checks that judge devices: their results, and the cost of a step."""
+"""The checks of devices, as rows of the table of checks: results, and the cost of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clauses for workers that step alone: agreement, parity and finiteness by round, not by step."""
+"""Clauses for local SGD, whose workers meet after each round: agreement, parity and finiteness."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def plan_non_finite(invariant: Invariant) -> list[Scenario]:
 
 
 def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that all workers agree on every tensor after each outer step, and joiners with them."""
+    """Judge that workers hold equal tensors after an outer step, and joiners begin with those."""
     tally = Tally(invariant.id)
     for trace in rounds.usable(traces, tally):
         replica_identity.compare(tally, rounds.as_steps(trace))
@@ -67,7 +67,7 @@ def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _joined(tally: Tally, trace: Trace) -> None:
-    """Check that a worker that joins begins at the outer weights."""
+    """Check that a worker that joins begins with the weights of the last outer step."""
     synchronisations = rounds.synchronisations(trace)
     for start in rounds.joiners(trace):
         earlier = [step for step in synchronisations if step < start.step]
@@ -81,7 +81,7 @@ def _joined(tally: Tally, trace: Trace) -> None:
 
 
 def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge runs in rounds of one step: weights after each step, and losses, against the oracle."""
+    """Judge runs in rounds of one step by the oracle's losses, and its weights after each step."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     base = None
@@ -100,7 +100,7 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that a NaN in a worker's round halts all before the outer step, and is named."""
+    """Judge that after a NaN in a worker's round all halt before the outer step, and name it."""
     tally = Tally(invariant.id)
     kept = rounds.usable(traces, tally)
     if not kept:

@@ -30,7 +30,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
 def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that in each run, on two backends or more, all manifests equal the first.
 
-    The first is the model's own if the trace has it, since backends might all be wrong alike.
+    The first is what the network itself declares, if recorded: all backends might be wrong alike.
     """
     tally, probe = Tally(invariant.id), plan(invariant)[0].system
     for trace in evidence.usable(traces, tally):

@@ -1,4 +1,4 @@
-"""The outer step of workers that step alone: when it is made, by which workers, by which rule.
+"""The outer step, which ends a round of local SGD: when it is made, by which workers and rule.
 
 The outer step is recomputed in float64 from each worker's weights at the end of its round.
 """
@@ -63,7 +63,7 @@ def _on_time(tally: Tally, trace: Trace) -> None:
 
 
 def _none_within(tally: Tally, trace: Trace) -> None:
-    """Check that no collective is called within a round. Its end may need any number."""
+    """Check that no collective is called within a round. At its end there may be any number."""
     meetings = trace.of(Synchronised)
     for event in meetings:
         if event.collectives_alone is not None:
@@ -114,9 +114,9 @@ def _follow(tally: Tally, trace: Trace) -> None:
 def _mean(
     trace: Trace, there: Mapping[int, Update], earlier: int, step: int, start: Start
 ) -> Vectors | None:
-    """Return the mean of the present workers' weights, by their samples in the round.
+    """Return the mean of the weights of the workers `there`, by the samples of each in the round.
 
-    None if weights or shards were not recorded. Steps before a worker joined don't count.
+    None if weights or shards were not recorded. Samples before a worker joined don't count.
     """
     joined = {one.rank: one.step for one in trace.of(Membership) if one.change == "joined"}
     counts = dict.fromkeys(there, 0.0)
@@ -145,7 +145,7 @@ def _mean(
 def _outer(
     trace: Trace, before: Vectors, momentum: Vectors, mean: Vectors
 ) -> tuple[Vectors, Vectors]:
-    """Return weights and momentum after the outer step: Sutskever et al. 2013, as in torch."""
+    """Return weights and momentum after Nesterov's step, as in torch (Sutskever et al. 2013)."""
     rule = rounds.rule(trace.scenario)
     weights, kept = {}, {}
     for name, value in mean.items():

@@ -20,7 +20,7 @@ RELATIVE = 0.05
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """Compare each rank's bytes with those of the model, divided by the ranks that share it."""
+    """Compare each rank's bytes with the model's, divided by the number of ranks that share it."""
     tally = Tally(invariant.id)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in evidence.usable(traces, tally):

@@ -1,7 +1,7 @@
 """The scenarios with which a clause is tried when its contract names none.
 
 They are chosen to reveal bugs: unequal shards, sizes that do not divide evenly, two epochs, and SGD
-both without clipping, which would hide a wrong constant factor, and with it.
+with and without clipping, since clipping would hide a wrong constant factor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Infer the precision in which a run computes from its tensors. Judges nothing.
+"""Infer from a run's tensors the precision in which it computes. Judges nothing.
 
 Under autocast, parameters and gradients are float32, but a gradient was computed in 16 bits and
 cast, so its last bits are zero. Sums of gradients don't show it any more. So the precision is read
@@ -44,7 +44,7 @@ def unit_of(tensors: Tensors) -> float:
 
 
 def unit_of_values(*tensors: NDArray[Any]) -> float:
-    """Return the largest relative error of one rounding in arrays `[size]` of one precision."""
+    """Return the largest relative error of one rounding in flat arrays of one precision."""
     values = [tensor[np.isfinite(tensor)] for tensor in tensors]
     if all(tensor.dtype == np.float16 for tensor in values):
         return SIXTEEN["float16"][0]

@@ -17,7 +17,7 @@ DRAWING = ("mlp", "decoder", "decoder_full", "own")  # workloads in which dropou
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge dropout by step and shard, order by epoch, and that all ranks start alike."""
+    """Judge that dropout differs by step and shard, order by epoch, and that ranks start alike."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:

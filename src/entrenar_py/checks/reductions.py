@@ -1,4 +1,4 @@
-"""F-RED-001 to F-RED-004: the averages of the workers of a star, a mesh and a ring, and their cost.
+"""F-RED-001 to F-RED-004: averages that a star, a mesh and a ring compute, and their cost.
 
 They are judged on the workload `vectors`, whose mean is known beforehand. Source: reduction-v1.
 The bound on the error is derived in docs/numerics.md; `traffic` computes the bytes to send.
@@ -87,7 +87,7 @@ def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that every rank holds the weighted mean, within float32 rounding.
 
     A clause may set a tolerance instead: absolute, relative to the mean of the terms' absolute
-    values (the mean itself if all terms have one sign), or in units of 2^-24 of that mean.
+    values (the mean itself if all terms have one sign), or in units of 2^-24 times that mean.
     """
     tally = Tally(invariant.id)
     for trace in _subjects(traces, tally):
@@ -117,7 +117,7 @@ def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _roundings_allowed(stated: float | None, kind: str | None, trace: Trace) -> float | None:
-    """Return the error allowed, in units of `roundings_max`; None if the tolerance is absolute."""
+    """Return the allowed error in the units of `roundings_max`; None if a tolerance is absolute."""
     if stated is None or kind not in ("absolute", "relative", "ulp"):
         return roundings_max(trace)
     if kind == "absolute":
@@ -141,7 +141,7 @@ def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, reduced: Redu
 
 
 def roundings_max(trace: Trace) -> float:
-    """Return the rounding bound, in units of 2^-24 of the mean of the terms' absolute values.
+    """Return the rounding bound, in units of 2^-24 times the mean of the terms' absolute values.
 
     In a tree a term passes the additions of its shard, one per level, and the division. In a ring
     it passes those of its shard, of its worker's shards, one per worker, and the division.
@@ -164,7 +164,7 @@ def _gamma(num: int, unit: float) -> float:
 
 
 def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that all ranks hold the same bits: the tree's, or in a ring those of its twin."""
+    """Judge that all ranks hold the same bits: the tree's, or in a ring those of a second run."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in (run for run in runs if run.traits.topology):
@@ -239,7 +239,7 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _judge_headers(tally: Tally, trace: Trace) -> None:
-    """Check that headers are small, and that only blocks have payload between workers."""
+    """Check that headers are small, and that between workers only blocks have a payload."""
     for record in trace.of(Traffic):
         what = f"{record.messages} {record.message} that were {record.direction}"
         place = evidence.place(trace, record)
@@ -271,7 +271,7 @@ def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
 
 
 def _subjects(traces: Iterable[Trace], tally: Tally) -> Iterator[Trace]:
-    """Yield the runs of a star, a mesh or a ring on known vectors that did not fail."""
+    """Yield the runs that did not fail, of a star, a mesh or a ring on known vectors."""
     for trace in evidence.usable(traces, tally):
         if trace.traits.topology and trace.scenario.workload == KNOWN:
             yield trace

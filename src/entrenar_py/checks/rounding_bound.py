@@ -12,8 +12,8 @@ from entrenar_py.verdict import Tally
 def judge(tally: Tally, item: Explained, trace: Trace) -> None:
     """Count one comparison for the worst element, and one for all elements together if bounded.
 
-    A tensor without a finite bound is counted as missing, since no error would exceed it. A note
-    says how many elements have no bound.
+    A tensor without a finite bound is counted as missing: no error could exceed an infinite one. A
+    note says how many elements have no bound.
     """
     what = f"{item.of}: {item.tensor}"
     place = {"tensor": item.tensor, **evidence.place(trace, item)}

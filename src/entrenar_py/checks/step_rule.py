@@ -48,7 +48,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _follow(tally: Tally, trace: Trace) -> None:
-    """Recompute every update of every rank. Each rank's first that can't be is counted missing."""
+    """Recompute all updates. Count as missing each rank's first one that can't be recomputed."""
     if trace.traits.rule == "other":
         tally.miss("the optimizer's rule is not one that is known here (traits: rule: other)")
         return
@@ -74,7 +74,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
 
 
 def _prepare(rules: dict[int, update_rule.Rule], event: Event, trace: Trace) -> None:
-    """Bring the ranks' rules to the state in which `event`, which is no update, leaves them."""
+    """Change the ranks' rules as `event` demands: a start, a checkpoint or a synchronisation."""
     if isinstance(event, Start):
         rules[event.rank] = update_rule.after(rules, event, trace)
     elif isinstance(event, Saved):
@@ -85,7 +85,7 @@ def _prepare(rules: dict[int, update_rule.Rule], event: Event, trace: Trace) -> 
 
 
 def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | None:
-    """Return why `rule`, before `update`, can't recompute it, and what to record.
+    """Return why `rule`, as it was before `update`, can't recompute that, and what to record.
 
     None if only the norms are lacking, which `_clipping` reports.
     """
@@ -181,7 +181,7 @@ def _clipping(
 def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -> bool:
     """Check, element by element, that each tensor moved as the optimizer's formula says.
 
-    Return whether every tensor that was trainable, or moved, could be compared.
+    Return whether some tensor was compared, and each that had a gradient or may have moved.
     """
     optimizer, before = trace.scenario.optimizer, rule.weights
     compared: set[str] = set()

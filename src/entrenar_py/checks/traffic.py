@@ -30,7 +30,7 @@ def payload_bytes(trace: Trace) -> Bytes:
 
 
 def beside_bytes_max(record: Traffic) -> int:
-    """Return the most bytes that the prefixes and headers of these messages may take."""
+    """Return the most bytes that prefixes and headers of the messages in `record` may take."""
     frames = record.messages + record.payload_bytes // CHUNK_BYTES
     return FRAME_BYTES * frames + HEADER_BYTES_MAX * record.messages
 
@@ -38,11 +38,11 @@ def beside_bytes_max(record: Traffic) -> int:
 def expected_bytes(trace: Trace) -> Bytes | None:
     """Return the payload bytes that each rank and the coordinator must send and receive.
 
-    None if the blocks are unknown, or which rank computed which shards. In a ring every block
-    passes N - 1 workers twice: the ranks together send 2 (N - 1) times the vector, and each sends
-    2 (N - 1) / N of it if the blocks divide evenly. In a mesh each rank sends its tree nodes to the
-    rank that averages the block, and its own averages to all others. In a star each rank sends its
-    nodes and gets the average.
+    None if it is unknown which blocks there are, or which rank computed which shards. In a ring
+    every block passes N - 1 workers twice: the ranks together send 2 (N - 1) times the vector, and
+    each sends 2 (N - 1) / N of it if the blocks divide evenly. In a mesh each rank sends its tree
+    nodes to the rank that averages the block, and its own averages to all others. In a star each
+    rank sends its nodes and gets the average.
     """
     scenario = trace.scenario
     sizes = block_bytes(scenario)
@@ -84,7 +84,7 @@ def num_nodes(shards: set[int], num_shards: int) -> int:
 
 
 def _nodes(trace: Trace, step: int) -> list[int] | None:
-    """Return the number of tree nodes each rank must send; None if shards lack or come twice."""
+    """Return how many tree nodes each rank must send; None if a shard is missing or comes twice."""
     shards_of: dict[int, set[int]] = {rank: set() for rank in range(trace.scenario.world_size)}
     for event in trace.of(Shard):
         if event.step == step:
@@ -123,14 +123,14 @@ def _ring(sizes: list[int], nodes: list[int]) -> Bytes:
     owned = [sum(sizes[rank :: len(nodes)]) for rank in range(len(nodes))]
     for rank in range(len(nodes)):
         before, after = owned[rank - 1], owned[(rank + 1) % len(nodes)]
-        # A block's sums end at its owner. The owner sends the average, which stops just before it.
+        # A block's sums end at its owner, and its average at the rank just before the owner.
         num_bytes[rank, "worker", "sent"] = 2 * sum(sizes) - owned[rank] - after
         num_bytes[rank, "worker", "got"] = 2 * sum(sizes) - owned[rank] - before
     return num_bytes
 
 
 def _steered(num_ranks: int) -> Bytes:
-    """Return zero bytes for each exchange with the coordinator: workers exchange the blocks."""
+    """Return zero bytes for each exchange with the coordinator: only workers exchange blocks."""
     num_bytes: Bytes = {(None, "worker", direction): 0 for direction in ("sent", "got")}
     for rank in range(num_ranks):
         for direction in ("sent", "got"):

@@ -25,7 +25,7 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Expected:
-    """A tensor after a step. `moved` is a bound on the absolute sum of the terms of its change."""
+    """A tensor after a step. `moved` is the sum of the absolute values of its change's terms."""
 
     weight: Vector
     moved: Vector
@@ -33,7 +33,7 @@ class Expected:
 
 @dataclass
 class Moments:
-    """The optimizer's state of one tensor. `size` is `first` with absolute values of all terms.
+    """The optimizer's state of one tensor. `size` is `first`, but of the terms' absolute values.
 
     `steps` counts the steps in which the tensor had a gradient, as torch's optimizers do.
     """
@@ -48,7 +48,7 @@ class Moments:
 class Rule:
     """One rank's optimizer, followed from update to update.
 
-    `known` is False if its moments are unknown, as after a gap in the recorded updates.
+    `known` is False if the moments are unknown, for example after a gap in the recorded updates.
     """
 
     scenario: Scenario
@@ -62,17 +62,17 @@ class Rule:
     saved: dict[int, dict[str, Moments]] = field(default_factory=dict)
 
     def follows(self, update: Update) -> bool:
-        """Return whether the moments before `update` are known, if the optimizer has any."""
+        """Return whether the moments before `update` are known, or the optimizer has none."""
         followed = self.known and update.step == self.step_made
         return followed or self.scenario.optimizer == "sgd"
 
     def save(self, step: int) -> None:
-        """Keep a copy of the moments before `step`, where a checkpoint was written."""
+        """If the moments before `step` are known, keep a copy: a checkpoint was written then."""
         if self.known and self.step_made == step:
             self.saved[step] = self.copied()
 
     def copied(self) -> dict[str, Moments]:
-        """Return a copy of the moments, which later steps don't change."""
+        """Return a copy of the moments. Later steps don't change it."""
         return {name: replace(moments) for name, moments in self.moments.items()}
 
     def step(self, update: Update) -> Iterator[tuple[str, Expected]]:
@@ -125,7 +125,7 @@ class Rule:
         return Expected(weight - rate * moved, rate * size)
 
     def _momentum(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
-        """Return the direction of torch.optim.SGD with momentum, and the size of its terms."""
+        """Return the direction of SGD with momentum, and the sum of its terms' absolute values."""
         keep = self.traits.momentum
         new = 1.0 if moments.steps == 1 else 1 - self.traits.dampening
         moved = keep * moments.first + new * gradient
@@ -136,7 +136,7 @@ class Rule:
         return moved, size
 
     def _adam(self, moments: Moments, gradient: Vector, terms: Vector) -> tuple[Vector, Vector]:
-        """Return Adam's direction, and the size of its terms."""
+        """Return Adam's direction, and the sum of its terms' absolute values."""
         beta1, beta2 = self.traits.betas
         moments.first = beta1 * moments.first + (1 - beta1) * gradient
         moments.size = beta1 * moments.size + (1 - beta1) * terms
@@ -149,8 +149,8 @@ class Rule:
 def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
     """Return the rule of the rank that starts: a new one, or after a resume its earlier one.
 
-    A rank that resumes from a checkpoint has the moments of then. A rank that joins has the others'
-    moments.
+    A rank that resumes from a checkpoint has the moments that it had when that was written. A rank
+    that joins has the moments of the others.
     """
     own = rules.get(start.rank)
     if own is not None and start.resumed:
@@ -177,7 +177,7 @@ def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
 def _clip_factor(scenario: Scenario, update: Update) -> float | None:
     """Return the factor by which clipping multiplied the recorded gradient; None if unknown.
 
-    It is 1 for a run that declares no clipping and did not record norms.
+    Without recorded norms it is 1 if the run declares no clipping.
     """
     norm, applied = update.grad_norm, update.applied_norm
     if not update.finite:

@@ -17,10 +17,10 @@ Vectors = Mapping[str, NDArray[Any]]
 
 
 def limit(trace: Trace) -> float | None:
-    """Return the size of the largest gradient element of a run, if it looks like a limit.
+    """Return a run's largest absolute gradient element if it looks like a limit, else None.
 
-    It does if several elements have exactly that size, or if it has three digits or fewer, as
-    people write. Without clipping either happens by chance in about one of ten thousand runs.
+    It does if several elements have exactly that size, or if it has three digits or fewer, like
+    a number that people write. Without clipping either happens in about one of 10,000 runs.
     """
     counts: Counter[float] = Counter()
     for update in trace.of(Update):

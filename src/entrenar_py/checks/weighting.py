@@ -32,7 +32,7 @@ RELATIVE = 1e-5  # the default tolerance; a float32 sum of n terms is off by up 
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that losses (by the shards) and gradients (by the oracle) are means over samples."""
+    """Judge by shards and oracle that losses and gradients are means over samples (or tokens)."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
@@ -56,7 +56,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collection[int]) -> None:
-    """Check that each update's loss and weight are its shards', except in `unknown` steps."""
+    """Check each update's loss and weight by its step's shards, except in `unknown` steps."""
     shards = evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         if step in unknown:
@@ -113,7 +113,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
 
 @dataclass
 class _Divisions:
-    """The divisors by which a run makes averages of sums of gradients, step by step.
+    """The numbers by which a run divides sums of gradients to average them, step by step.
 
     `limit` is the size at which elements are clipped, or None. `first` is the first step's divisor,
     as it is and divided by the step's weight.
@@ -132,7 +132,7 @@ class _Divisions:
         return cls(tally, trace, bound, limit)
 
     def add(self, update: Update, total: Vectors, mean: Vectors) -> None:
-        """Check that a step divided all tensors by one number, and by the same as before."""
+        """Check that a step divided all tensors by one number, the same as in earlier steps."""
         size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
         divisor = _divisor(total, mean) if size and math.isfinite(size) else None
         if divisor is None:
