@@ -13,7 +13,7 @@ from entrenar_py.wording import named
 
 
 def skipped(trace: Trace) -> set[int]:
-    """Return the steps in which no rank changed its weights, all finite, or optimizer state."""
+    """Return the finite steps in which no rank changed its weights or its optimizer state."""
     if trace.scenario.workload != "own":
         return set()
     state_of: dict[int, tuple[Tensors, Tensors]] = {}
