@@ -241,17 +241,17 @@ def test_the_forger_of_these_tests_can_forge(tmp_path: Path) -> None:
 def test_forged_events_are_refused(record: dict[str, Any], tmp_path: Path) -> None:
     """A wrong record in a valid chain raises TraceError that names the line."""
     message = _refused(tmp_path / "t", _chained([HEADER, record, END]))
-    assert "t:2: event can't be read" in message
+    assert "t:2: not an event (" in message
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kind": "end"}, "first line kind='end', not trace"),
-        ({"scenario": None}, "header can't be read"),
-        ({"scenario": {**SCENARIO.to_dict(), "world_size": "1"}}, "header can't be read"),
-        ({"environment": 3}, "header can't be read"),
-        ({"promises": 3}, "header can't be read"),
+        ({"kind": "end"}, "first line kind='end': a trace's is 'trace'; give a trace"),
+        ({"scenario": None}, "not a header ("),
+        ({"scenario": {**SCENARIO.to_dict(), "world_size": "1"}}, "not a header ("),
+        ({"environment": 3}, "not a header ("),
+        ({"promises": 3}, "not a header ("),
     ],
 )
 def test_forged_headers_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_what_is_no_trait_is_refused(record: Any, message: str, tmp_path: Path) 
     """An unknown or wrong trait is refused by name, in a file with its line."""
     with pytest.raises(UsageError, match=message):
         Traits.from_dict(record)
-    with pytest.raises(TraceError, match="1: header can't be read"):
+    with pytest.raises(TraceError, match="1: not a header"):
         trace.load(written(tmp_path / "run.jsonl", OWN, record))
 
 

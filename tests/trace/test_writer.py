@@ -133,7 +133,7 @@ def test_one_that_was_edited_is_not_gone_on_with(tmp_path: Path) -> None:
 def test_one_of_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
     """A ledger of another scenario is refused with the field that differs."""
     other = trace.Trace(scenario=SCENARIO.with_(seed=1), environment={}, promises=(), events=())
-    with pytest.raises(TraceError, match="it is of a run with seed=0, this one has seed=1"):
+    with pytest.raises(TraceError, match="by a run with seed=0, and this run has seed=1"):
         writer.reopen(written(tmp_path / "l"), other)
 
 

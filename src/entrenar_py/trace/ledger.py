@@ -22,6 +22,7 @@ from entrenar_py.trace.run import Trace
 from entrenar_py.untrusted import files
 
 VERSION = 1
+_AGAIN = "record the run again"
 EVENTS_MAX = 2**21  # of a run that is judged; a ledger that is only verified may have any length
 
 
@@ -59,7 +60,8 @@ def save(trace: Trace, path: Path) -> None:
         with path.open("w", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in dump_lines(trace))
     except OSError as error:
-        raise UsageError(f"trace file {path}: can't be written ({error.strerror})") from error
+        problem = f"can't be written ({error.strerror}); give another folder"
+        raise UsageError(f"trace file {path}: {problem}") from error
 
 
 def load(path: Path) -> Trace:
@@ -73,15 +75,16 @@ def load(path: Path) -> Trace:
             reader = Reader(file, path)
             events = tuple(islice(reader, EVENTS_MAX + 1))
     except OSError as error:
-        raise TraceError(f"trace file {path}: can't be read ({error.strerror})") from error
+        problem = f"can't be read ({error.strerror}); give a trace that can be read"
+        raise TraceError(f"trace file {path}: {problem}") from error
     if len(events) > EVENTS_MAX:
         raise TraceError(
             f"{path}: more than {EVENTS_MAX} events: a judge has them all in memory; record fewer "
             "steps"
         )
     if not events or not isinstance(events[-1], End):
-        where = f"{path}:{reader.num_lines}"
-        raise TraceError(f"{where}: the trace is truncated: its last line is no end event")
+        where = f"{path}:{reader.num_lines}: the trace is truncated"
+        raise TraceError(f"{where}: its last line is no end event; {_AGAIN}")
     head = reader.head
     return Trace(
         scenario=head.scenario,
@@ -135,7 +138,7 @@ class Reader:
             try:
                 yield records.from_record(record)
             except UsageError as error:
-                raise TraceError(f"{self._where}: event can't be read ({error})") from error
+                raise TraceError(f"{self._where}: not an event ({error}); {_AGAIN}") from error
 
     @property
     def _where(self) -> str:
@@ -158,7 +161,7 @@ class Reader:
         text = line.decode(errors="backslashreplace").rstrip("\n")
         body, mark, digest = text.rpartition(',"chain":"')
         if not mark or not digest.endswith('"}'):
-            problem = "not a line of a trace (no chain digest at its end)"
+            problem = "not a line of a trace (no chain digest at its end); give it as written"
             if not line.endswith(b"\n"):
                 problem += "; it is incomplete: its writer may have been stopped in the middle"
             wrong = ForeignTrace if self.num_lines == 1 else TraceError
@@ -168,7 +171,7 @@ class Reader:
         if digest[:-2] != self.chain:
             raise TraceError(
                 f"{self._where}: chain digest {digest[:-2]}, expected {self.chain}: this line or "
-                "its place was changed after the run; record the run again"
+                f"its place was changed after the run; {_AGAIN}"
             )
         return record
 
@@ -176,18 +179,18 @@ class Reader:
         try:
             record: dict[str, Any] = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise TraceError(f"{self._where}: not JSON ({error})") from error
+            raise TraceError(f"{self._where}: not JSON ({error}); {_AGAIN}") from error
         if self.num_lines == 1 and record.get("version") != VERSION:
             raise ForeignTrace(
                 f"{self._where}: trace version={record.get('version')!r}: this release reads "
-                f"version {VERSION}; record the run again"
+                f"version {VERSION}; {_AGAIN}"
             )
         return record
 
     def _header(self, record: dict[str, Any]) -> Trace:
         if record.get("kind") != "trace":
-            where = self._where
-            raise ForeignTrace(f"{where}: first line kind={record.get('kind')!r}, not trace")
+            problem = f"first line kind={record.get('kind')!r}: a trace's is 'trace'; give a trace"
+            raise ForeignTrace(f"{self._where}: {problem}")
         try:
             scenario, observed = traits.from_header(record)
             return Trace(
@@ -198,7 +201,7 @@ class Reader:
                 events=(),
             )
         except (AttributeError, KeyError, TypeError, UsageError, ValueError) as error:
-            raise TraceError(f"{self._path}:1: header can't be read ({error!r})") from error
+            raise TraceError(f"{self._path}:1: not a header ({error!r}); {_AGAIN}") from error
 
 
 def _link(chain: str, body: str) -> str:

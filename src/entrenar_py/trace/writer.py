@@ -98,7 +98,8 @@ def create(path: Path, head: Trace) -> Writer:
             f"ledger {path}: it is there already; go on with --resume, or give another path"
         ) from error
     except OSError as error:
-        raise UsageError(f"ledger {path}: can't be made ({error.strerror})") from error
+        problem = f"can't be made ({error.strerror}); give another path"
+        raise UsageError(f"ledger {path}: {problem}") from error
     with _kept(file, path):
         writer = _begun(file, head)
         _sync_folder(path)
@@ -119,7 +120,8 @@ def reopen(path: Path, head: Trace, *, since: Gap | None = None) -> tuple[Writer
         files.open_file(path).close()
         file = FileIO(path, "r+")
     except OSError as error:
-        raise UsageError(f"ledger {path}: can't be written ({error.strerror})") from error
+        problem = f"can't be written ({error.strerror}); give another path"
+        raise UsageError(f"ledger {path}: {problem}") from error
     with _kept(file, path), files.open_file(path) as lines:
         first = next(files.lines(lines), b"")
         if not first.endswith(b"\n"):  # the process that created it died in its first line
@@ -205,9 +207,9 @@ def _require_same(theirs: Scenario, ours: Scenario, path: Path) -> None:
     for name, value in ours.to_dict().items():
         if theirs.to_dict()[name] != value:
             raise TraceError(
-                f"ledger {path}: it is of a run with {name}={theirs.to_dict()[name]!r}, this one "
-                f"has {name}={value!r}; go on with the scenario that it began with, or give "
-                "another path"
+                f"ledger {path}: it was written by a run with {name}={theirs.to_dict()[name]!r}, "
+                f"and this run has {name}={value!r}; go on with the configuration of that run, or "
+                "give another path"
             )
 
 
