@@ -75,10 +75,11 @@ def load(
         with files.open_file(path, bytes_max=bytes_max) as file:
             content = file.read()
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path}: can't be read ({error.strerror})") from error
+        problem = f"can't be read ({error.strerror}); give a checkpoint that can be read"
+        raise CheckpointError(f"checkpoint {path}: {problem}") from error
     header, _, payload = content.partition(b"\n")
     if not header.startswith(MAGIC):
-        raise CheckpointError(f"checkpoint {path}: its first line is not that of a checkpoint")
+        raise CheckpointError(f"checkpoint {path}: its first line is not a checkpoint's; {_ADVICE}")
     if header[len(MAGIC) :] != blake3(payload).hexdigest().encode():
         raise CheckpointError(
             f"checkpoint {path}: its BLAKE3 digest does not match its content: the file is "
@@ -88,7 +89,7 @@ def load(
         return dict(safetensors.load(payload)), _progress(payload)
     except (KeyError, RecursionError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
-            f"checkpoint {path}: its content is not what save writes ({error!r})"
+            f"checkpoint {path}: its content is not a checkpoint's ({error!r}); {_ADVICE}"
         ) from error
 
 
@@ -141,7 +142,7 @@ def require_fitting(
                 f"{_ADVICE}"
             )
     for name in sorted(expected.keys() ^ arrays.keys()):
-        problem = "is not there" if name in expected else "is none of this model's"
+        problem = "is missing" if name in expected else "is not in this run's model"
         raise CheckpointError(f"checkpoint {path}: tensor {name} {problem}; {_ADVICE}")
     for name, model in expected.items():
         array = arrays[name]

@@ -38,7 +38,7 @@ def build(
     name is unknown, the data set has fewer samples, or `terms` are given to another workload.
     """
     if terms is not None and name != "vectors":
-        raise UsageError(f"options terms with workload={name!r}: only vectors has terms")
+        raise UsageError(f"options terms with workload={name!r}: leave it out, or use vectors")
     if name == "linear":
         return LinearRegression(num_samples, data=data)
     if name == "mlp":
