@@ -91,7 +91,7 @@ def test_what_nothing_tries_is_said_of_a_command_too() -> None:
     assert "no check covers it: nothing was compared" in reasons[1]
     assert len(reasons) == 2
     (other,) = judging.elsewhere(clauses)
-    assert other.reason == "it is bound as a statement about ring, mesh"
+    assert other.reason == "its binding is for ring, mesh only"
 
 
 def test_knobs_that_a_command_does_not_have() -> None:

@@ -44,7 +44,7 @@ def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
     return tuple(
         NotApplying(
             invariant=clause,
-            reason=f"it is bound as a statement about {', '.join(clause.binding.systems)}",
+            reason=f"its binding is for {', '.join(clause.binding.systems)} only",
         )
         for clause in selected
         if clause.binding is not None and clause.binding.systems
