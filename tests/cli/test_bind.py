@@ -89,7 +89,7 @@ def test_a_binding_is_of_the_systems_that_it_names(bindings: Path) -> None:
     run = ("--contract", "theirs-v1.yaml", "--examples", 0, "--json", "r.json", "--no-color")
     check(*run, "--system", "ring_simulated", "--only", "replicas-agree")
     told = report(Path("r.json"))["why_not_applying"]
-    assert told == {"replicas-agree": "it is bound as a statement about reference, mesh_simulated"}
+    assert told == {"replicas-agree": "its binding is for reference, mesh_simulated only"}
 
 
 def test_suggest_drafts_what_is_not_bound(

@@ -63,9 +63,9 @@ def edited(change: Any, *, sealed: bool = False) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "can't be read"),
-        ("[" * 100_000, "can't be read"),
-        ("[]", "schema='list', this release reads entrenar-counterexample/1"),
+        ("", "not JSON ("),
+        ("[" * 100_000, "not JSON ("),
+        ("[]", "schema='list': this release reads entrenar-counterexample/1; give a"),
         ("{}", "schema=None"),
         (edited(lambda record: record.update(schema="x/2")), "schema='x/2'"),
         (edited(lambda record: record["scenario"].update(seed=9)), "it was edited by hand"),

@@ -16,7 +16,7 @@ from entrenar_py.reports import github, html, json_format, junit, sarif, termina
 from entrenar_py.reports.report import NotApplying, Report
 
 REASON = "every scenario is with leave, which ddp_canonical can't do"
-ALONE = "every step would have to be one of all workers together"
+ALONE = "it compares steps that all workers make together"
 
 
 def _terminal(report: Report) -> str:

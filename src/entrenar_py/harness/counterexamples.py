@@ -21,6 +21,7 @@ from entrenar_py.verdict import Finding
 VERSION = "entrenar-counterexample/1"
 BYTES_MAX = 2**22
 FOLDER = Path("falsification", "counterexamples")
+_TO_DO = "give a counterexample that entrenar-check saved"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,14 @@ def load(path: Path) -> Saved:
     try:
         record = json.loads(files.read(path, bytes_max=BYTES_MAX).decode("utf-8"))
     except OSError as error:
-        raise TraceError(f"replay file {path}: can't be read ({error.strerror})") from error
+        problem = f"can't be read ({error.strerror}); give a file that can be read"
+        raise TraceError(f"replay file {path}: {problem}") from error
     except (RecursionError, ValueError) as error:
-        raise TraceError(f"replay file {path}: can't be read ({error})") from error
+        raise TraceError(f"replay file {path}: not JSON ({error}); {_TO_DO}") from error
     if not isinstance(record, dict) or record.get("schema") != VERSION:
         schema = record.get("schema") if isinstance(record, dict) else type(record).__name__
-        raise TraceError(f"replay file {path}: schema={schema!r}, this release reads {VERSION}")
+        problem = f"schema={schema!r}: this release reads {VERSION}; {_TO_DO}"
+        raise TraceError(f"replay file {path}: {problem}")
     digest = record.pop("digest", None)
     if digest != digest_of(record):
         raise TraceError(
@@ -71,7 +74,7 @@ def load(path: Path) -> Saved:
     try:
         return _SCHEMA.load({name: value for name, value in record.items() if name != "schema"})
     except UsageError as error:
-        raise TraceError(f"replay file {path}: not a counterexample ({error})") from error
+        raise TraceError(f"replay file {path}: not a counterexample ({error}); {_TO_DO}") from error
 
 
 def known(invariant: str, own: Path = FOLDER) -> Iterator[tuple[Path, Saved]]:

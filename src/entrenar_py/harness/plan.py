@@ -124,7 +124,7 @@ def _lacking(check: Check, system: str | None) -> str:
     """Return which precondition of `check` the `system` does not promise, or an empty text."""
     known = SYSTEMS.get(system or "")
     if known is not None and check.in_step and not known.in_step:
-        return f"every step would have to be one of all workers together, and {system} has none"
+        return f"it compares steps that all workers make together, and {system} makes none"
     if known is not None and check.bitwise and not known.bitwise:
         return f"{system} promises rounding, not the same bits for any number of workers"
     return ""
@@ -135,7 +135,7 @@ def _elsewhere(invariant: Invariant, system: str | None) -> str:
     binding = invariant.binding
     if binding is None or system is None or not binding.systems or system in binding.systems:
         return ""
-    return f"it is bound as a statement about {', '.join(binding.systems)}"
+    return f"its binding is for {', '.join(binding.systems)} only"
 
 
 def systems_of(scenarios: Iterable[Scenario]) -> str:
