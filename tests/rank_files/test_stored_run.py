@@ -179,7 +179,7 @@ def test_how_it_ended(tmp_path: Path) -> None:
         "hung": "completed",  # all steps were made: only taking it down hung
     }
     assert "the files end with rank 0 after 4 steps, rank 1 after 3 steps" in ends["cut"].reason
-    assert ends["failed"].reason == "it ended by ValueError: no"
+    assert ends["failed"].reason == "it ended with ValueError: no"
     (nan,) = stored.load([halted]).values()
     assert [one.kind for one in nan.scenario.faults] == ["non_finite_gradient"]
 
@@ -187,5 +187,5 @@ def test_how_it_ended(tmp_path: Path) -> None:
 def test_a_file_that_no_rank_wrote(tmp_path: Path) -> None:
     """An invalid file is refused by name and line, and nothing is judged."""
     (tmp_path / "00000-000.rank.jsonl").write_text("{}\n", encoding="utf-8")
-    with pytest.raises(TraceError, match=r"00000-000.rank.jsonl:1: no header of a rank's file"):
+    with pytest.raises(TraceError, match=r"rank.jsonl:1: kind=None, version=None: give a rank's"):
         stored.load([tmp_path])

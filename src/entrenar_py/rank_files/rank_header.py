@@ -90,11 +90,12 @@ def require(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     `where`, if `record` is no such header.
     """
     if record.get("kind") != "rank" or record.get("version") != VERSION:
-        raise TraceError(f"{where}: no header of a rank's file of version {VERSION}")
+        given = f"kind={record.get('kind')!r:.40}, version={record.get('version')!r:.40}"
+        raise TraceError(f"{where}: {given}: give a rank's file of version {VERSION}")
     for name, (needed, fits, allowed) in _KEYS.items():
         if name not in record:
             if needed:
-                raise TraceError(f"{where}: header without {name}: it is {allowed}")
+                raise TraceError(f"{where}: header without {name}, {allowed}; record the run again")
         elif not fits(record[name]):
             raise TraceError(f"{where}: {name}={reprlib.repr(record[name])}: use {allowed}")
     if record["rank"] >= record["world_size"]:

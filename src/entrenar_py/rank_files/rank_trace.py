@@ -92,7 +92,7 @@ def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
             continue
         try:
             if rank.ended:
-                raise TraceError("a line after the one that says that training is over")
+                raise TraceError("a line after the end of training; give the file as written")
             note = _NOTES.get(str(record.get("kind")))
             if note is None:
                 events.append(_event(record, len(events)))
@@ -101,7 +101,7 @@ def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
         except UsageError as error:
             raise TraceError(f"{where}: {error}") from error
     if rank is None:
-        raise TraceError(f"{path}: no header: the process died before it wrote one")
+        raise TraceError(f"{path}: no header: the process died before it wrote one; run it again")
     return replace(rank, events=tuple(events))
 
 
@@ -120,7 +120,7 @@ def _event(record: Mapping[str, Any], num_before: int) -> trace.Event:
 def _local(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
     names = record.get("buffers", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TraceError("buffers: use a list of names")
+        raise TraceError(f"buffers={names!r:.80}: use a list of names")
     return replace(rank, local=(rank.local or frozenset()).union(names))
 
 
@@ -178,7 +178,7 @@ def _record(where: str, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where}: no JSON ({error})") from error
+        raise TraceError(f"{where}: no JSON ({error}); give a file that a rank wrote") from error
     if not isinstance(record, dict):
         raise TraceError(f"{where}: not a JSON object; give a file that a rank wrote")
     return record

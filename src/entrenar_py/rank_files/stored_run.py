@@ -56,7 +56,7 @@ def _ending(last: LastLives, world_sizes: Sequence[int]) -> tuple[str, str]:
             f"no file of rank {numbers}: give the files of all ranks; each must call observe()",
         )
     if problem := escaping.shortened(last.problem):
-        return ("halted" if last.met_a_planted_value else "failed"), f"it ended by {problem}"
+        return ("halted" if last.met_a_planted_value else "failed"), f"it ended with {problem}"
     if last.closed == last.ranks.keys() or last.all_made_the_same(world_size):
         return "completed", ""
     steps = ", ".join(f"rank {n} after {last.num_steps.get(n, 0)} steps" for n in last.ranks)
