@@ -84,12 +84,12 @@ def test_who_is_alone_is_open() -> None:
         (
             {"step": 1, "shard": 2},
             {"culprit": 2},
-            "worker 2 was named as the culprit at shard 2 of step 1,",
+            "worker 2 was named as culprit at shard 2 of step 1,",
         ),
         (
             {"step": 1, "shard": 3},
             {"culprit": 1},
-            "worker 1 was named as the culprit at shard 3 of step 1,",
+            "worker 1 was named as culprit at shard 3 of step 1,",
         ),
         ({"step": 2, "shard": 0}, {"ranks": (0, 0)}, "shard 0 of step 2 was audited by no other"),
         (
@@ -117,7 +117,7 @@ def test_too_few_audits() -> None:
     """A step with fewer audits than the scenario requests is falsified."""
     run, model = ran()
     found = traces.broken(traces.judge("audits", [traces.without(run, Audit, step=0), model]))
-    assert (found.message, found.step) == ("of 4 shards of step 0 0 were audited", 0)
+    assert (found.message, found.step) == ("step 0: 0 of 4 shards were audited", 0)
 
 
 def test_other_weights_and_lost_steps() -> None:

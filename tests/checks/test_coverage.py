@@ -242,7 +242,7 @@ def test_a_run_that_ends_early_is_not_completed() -> None:
     kept = tuple(event for event in trace.events if getattr(event, "step", 0) < 4)
     found = broken(traces.judge("coverage", [replace(trace, events=kept)]))
     assert found.step == 4
-    assert "num_steps=6 steps [4, 5] were never made" in found.message
+    assert "steps [4, 5] of num_steps=6 were never made" in found.message
     halted = (*kept[:-1], replace(trace.end, status="halted"))
     assert traces.judge("coverage", [replace(trace, events=halted)]).verdict is Verdict.HELD
 

@@ -131,7 +131,7 @@ def test_a_step_for_every_micro_batch() -> None:
 @pytest.mark.parametrize(
     ("turned", "reason"),
     [
-        (run("accumulation"), "a step has as many micro-batches as that of accumulation=1"),
+        (run("accumulation"), "steps have as many micro-batches as the run with accumulation=1"),
         (run("accumulation", micro_batches=2, ids=(0, 1)), "keep the global batch"),
         (run("loss_scale"), "the loss was not scaled"),
         (run("permute"), "nothing was permuted"),
@@ -151,7 +151,7 @@ def test_without_the_usual_run() -> None:
     """Without the usual run there is nothing to compare with."""
     finding = traces.judge("parity", [run("loss_scale", local=1024.0)])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "there is no run with loss_scale=1" in finding.reason
+    assert "no run with loss_scale=1 to compare with" in finding.reason
 
 
 @pytest.mark.parametrize("check", ["parity", "step_rule"])

@@ -135,7 +135,7 @@ def _enough(tally: Tally, trace: Trace) -> None:
     for step in sorted({update.step for update in trace.of(Update)}):
         tally.check(
             len(audited[step]) >= due,
-            f"of {scenario.num_shards} shards of step {step} {len(audited[step])} were audited",
+            f"step {step}: {len(audited[step])} of {scenario.num_shards} shards were audited",
             step=step,
             expected=f"{due} or more",
             got=str(len(audited[step])),
@@ -157,9 +157,7 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
         message = f"{where} was audited by no other worker, though others were present"
         tally.check(False, message, rank=audit.ranks[0], **place)
     elif audit.culprit is not None:
-        named = (
-            f"worker {audit.culprit} was named as the culprit at {where}, which it computed right"
-        )
+        named = f"worker {audit.culprit} was named as culprit at {where}, which it computed right"
         tally.check(audit.culprit in wrong, named, rank=audit.culprit, **place)
     else:
         message = f"the audit passed {where}, which worker {min(wrong, default=None)} got wrong"

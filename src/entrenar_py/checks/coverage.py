@@ -149,7 +149,7 @@ def _all_made(tally: Tally, trace: Trace) -> None:
     lacking = list(islice(absent, LISTED_MAX))
     tally.check(
         not lacking,
-        f"the run says completed, but of num_steps={num_steps} steps {lacking[:8]} were never made",
+        f"the run says completed, but steps {lacking[:8]} of num_steps={num_steps} were never made",
         step=lacking[0] if lacking else None,
         scenario=trace.scenario,
     )

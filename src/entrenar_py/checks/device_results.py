@@ -47,8 +47,8 @@ def compare_finiteness(tally: Tally, trace: Trace) -> None:
         probes.note_software(tally, poisoned)
         tally.check(
             not poisoned.lost,
-            f"{poisoned.of}: of {poisoned.reached} elements of {poisoned.tensor} that a NaN "
-            f"reaches, {poisoned.lost} are numbers on the device",
+            f"{poisoned.of}: a NaN reaches {poisoned.reached} elements of {poisoned.tensor}, and "
+            f"{poisoned.lost} of them are numbers on the device",
             tensor=poisoned.tensor,
             element=poisoned.element,
             expected="nan",

@@ -62,8 +62,8 @@ def compare_cost(tally: Tally, trace: Trace) -> None:
         most = step.declared_bytes + _ALIGNMENT * step.num_inputs
         tally.check(
             step.declared_bytes <= step.upload_bytes <= most,
-            f"{what} uploaded {step.upload_bytes} bytes of weights, samples and masks that take "
-            f"{step.declared_bytes}",
+            f"{what} uploaded {step.upload_bytes} bytes for weights, samples and masks of "
+            f"{step.declared_bytes} bytes",
             expected=f"{step.declared_bytes} to {most}",
             got=str(step.upload_bytes),
             **place,

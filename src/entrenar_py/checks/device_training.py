@@ -43,7 +43,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 def _compare(tally: Tally, model: Trace, trace: Trace, tolerance: float | None) -> None:
     what = f"{trace.scenario.workload} on {trace.scenario.backends[0]}"
     if tolerance is None:
-        tally.miss("the clause has no tolerance")
+        tally.miss("the clause has no tolerance: give it one, with tolerance_kind: relative")
         return
     expected, got = _losses(model), _losses(trace)
     if len(expected) < trace.scenario.num_steps or expected.keys() != got.keys():

@@ -58,7 +58,7 @@ def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
         tally.miss(f"{trace.scenario.system} promises no bits to compare")
         return None
     if not runs.of(CALM):
-        tally.miss("no undisturbed run of the same training to compare with")
+        tally.miss("no undisturbed run of the same training to compare with: record one, too")
         return None
     return runs.of(CALM)[0]
 

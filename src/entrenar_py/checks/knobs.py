@@ -37,7 +37,7 @@ def compare(tally: Tally, runs: Traces) -> list[int]:
         pair = pair_of(trace.scenario)
         assert pair is not None, "its scenario says so"
         if runs.base is None:
-            tally.miss(f"{pair.words.before}there is no run with {pair.knob}={pair.usual}")
+            tally.miss(f"{pair.words.before}no run with {pair.knob}={pair.usual} to compare with")
             continue
         tally.note(f"compared {pair.knob}={pair.value} with {pair.knob}={pair.usual}")
         compared = KNOBS[name].judge(tally, pair, runs.base, trace)
@@ -85,7 +85,7 @@ def _permuted(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
 
 def _is_normalised_apart(tally: Tally, pair: Pair, trace: Trace) -> bool:
     if trace.traits.batch_norm:
-        why = "batch normalisation is by each micro-batch's own samples, so results differ rightly"
+        why = "batch normalisation uses each micro-batch's own samples, so results differ rightly"
         tally.miss(f"{pair.words.before}{why}")
     return trace.traits.batch_norm
 
@@ -116,7 +116,7 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
         )
         return False
     if before and before == after:
-        tally.miss(f"{pair.words.before}a step has as many micro-batches as {pair.words.its}")
+        tally.miss(f"{pair.words.before}steps have as many micro-batches as {pair.words.who}")
         return False
     return True
 

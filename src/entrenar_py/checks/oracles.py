@@ -71,7 +71,7 @@ def other_masks(trace: Trace) -> str:
     """Return why a run with dropout or batch normalisation is not compared with one device."""
     if trace.traits.batch_norm:
         return (
-            "batch normalisation is by each rank's own samples: on one worker it is another run, "
+            "batch normalisation uses each rank's own samples: on one worker it is another run, "
             "and was not compared"
         )
     if trace.draws_by_shard:

@@ -179,7 +179,7 @@ def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
             message = f"not the bits of {model.scenario.system}"
             evidence.compare_updates(tally, model, trace, "gradient", message)
         if not runs.of(TWIN):
-            tally.miss(f"there is no run to compare the run of {trace.scenario.system} with")
+            tally.miss(f"there is no other run to compare that of {trace.scenario.system} with")
     return tally.finding(nothing=missing.probed(invariant, _MISSING))
 
 
@@ -246,9 +246,7 @@ def _judge_headers(tally: Tally, trace: Trace) -> None:
         if record.message in traffic.BLOCKS:
             most = traffic.beside_bytes_max(record)
             beside = record.bytes - record.payload_bytes
-            tally.at_most(
-                most, beside, f"{what} have {beside} bytes in addition to their payload", **place
-            )
+            tally.at_most(most, beside, f"{what} have {beside} bytes beside their payload", **place)
         elif record.peer == "worker" and record.rank is not None:
             tally.equal(0, record.payload_bytes, f"{what} between workers have a payload", **place)
 

@@ -159,8 +159,8 @@ class _Divisions:
                 abs(now - before) <= self.bound * abs(before)
                 for now, before in zip(divided, first, strict=True)
             ),
-            "the gradient was divided by another number, and another multiple of the step's "
-            "weight, than before",
+            "the gradient was divided by another number than before, and by another multiple of "
+            "the step's weight",
             expected=" or ".join(map(repr, first)),
             got=" or ".join(map(repr, divided)),
             **place,
