@@ -62,12 +62,18 @@ def _bomb(levels: int) -> str:
         ("a: [1", "invalid YAML: while parsing a flow"),
         ("a: 1\n---\nb: 2", "c.yaml:2:1: error: invalid YAML: a second document"),
         ("a: *b", "c.yaml:1:4: error: invalid YAML: alias *b has no anchor &b before it"),
-        ("a: &a [*a]", "c.yaml:1:8: error: invalid YAML: alias *a stands inside its own anchor"),
-        ("a: 1\nb: 2\na: 3", "c.yaml:3:1: error: key 'a' stands twice, on lines 1 and 3; keep one"),
-        ("b: {c: 1, c: 2}", "c.yaml:1:11: error: key 'c' stands twice"),
+        (
+            "a: &a [*a]",
+            "c.yaml:1:8: error: invalid YAML: alias *a is inside its own anchor; remove it",
+        ),
+        (
+            "a: 1\nb: 2\na: 3",
+            "c.yaml:3:1: error: key 'a' is given twice, on lines 1 and 3; keep one",
+        ),
+        ("b: {c: 1, c: 2}", "c.yaml:1:11: error: key 'c' is given twice"),
         ("[1]: a", "c.yaml:1:1: error: a key is one non-empty text"),
         ("? \n: a", "a key is one non-empty text"),
-        ("&a b: {*a : 1, b: 2}", "c.yaml:1:16: error: key 'b' stands twice"),
+        ("&a b: {*a : 1, b: 2}", "c.yaml:1:16: error: key 'b' is given twice"),
         (
             "a: !!python/object:os.system x",
             "c.yaml:1:4: error: tag 'tag:yaml.org,2002:python/object",

@@ -91,7 +91,7 @@ def test_a_foreign_contract_lists_its_warnings_in_order() -> None:
         ("30:7: note", "clauses: not read, but kept as data: owner"),
         ("40:5: warning", "F-NET-001 has no check"),
         ("78:5: warning", "FALSIFY-DP-003: if_fails is missing"),
-        ("97:1: note", "no clause stands in simulation"),
+        ("97:1: note", "no clause is in simulation"),
         ("102:3: note", "no clause decides 'loss_scale', 'every worker agrees after 10 steps'"),
     ]
     found = [one.line.removeprefix(f"{FOREIGN}:") for one in loaded.problems]

@@ -172,5 +172,5 @@ def test_a_slip_in_a_gate_is_a_warning_and_a_sentence_a_note(tmp_path: Path) -> 
     sentence = _gate_naming(tmp_path, "all workers agree")
     assert not any("qa_gate" in line for line in sentence.warnings)
     assert sentence.notes[-1].endswith(
-        ":7:10: note: qa_gate: the gate is undecided: no clause decides 'all workers agree'"
+        ":7:10: note: qa_gate is undecided: no clause decides 'all workers agree'"
     )

@@ -155,9 +155,9 @@ def _refuse(entry: Entry, named: Sequence[Item], known: Sequence[Item]) -> None:
         entry.record.error(entry.kind, f"{entry.name!r} is the name of {ids}; use one of these ids")
         return
     names = [name for item in known if item.kind == entry.kind for name in item.names]
-    none = f"the contract has no {entry.kind}"
-    hint = entry.record.problems.hint(entry.name, names, otherwise=None if names else none)
-    entry.record.error(entry.kind, f"the contract has no such {entry.kind}{hint}")
+    such = "such " if names else ""
+    hint = entry.record.problems.hint(entry.name, names, otherwise=None if names else "remove it")
+    entry.record.error(entry.kind, f"the contract has no {such}{entry.kind}{hint}")
 
 
 def _require_parts(bound: Sequence[Bound]) -> None:

@@ -168,9 +168,10 @@ class _Composer:
 
     def _alias(self, event: yaml.AliasEvent) -> Node:
         if any(top.anchor == event.anchor for top in self._open):
-            raise _stop(f"alias *{event.anchor} stands inside its own anchor", event)
+            raise _stop(f"alias *{event.anchor} is inside its own anchor; remove it", event)
         if event.anchor not in self._anchors:
-            raise _stop(f"alias *{event.anchor} has no anchor &{event.anchor} before it", event)
+            problem = f"alias *{event.anchor} has no anchor &{event.anchor} before it; add one"
+            raise _stop(problem, event)
         node = self._anchors[event.anchor]
         self._count(node.size, event)
         self._check_depth(node.height, event)
@@ -209,7 +210,7 @@ class _Composer:
         text, at = key
         if text in top.fields:
             first = top.keys[text].line
-            message = f"key {text!r} stands twice, on lines {first} and {at.line}; keep one"
+            message = f"key {text!r} is given twice, on lines {first} and {at.line}; keep one"
             self._problems.error(at, message)
         elif text:
             top.fields[text], top.keys[text] = node, at

@@ -67,7 +67,7 @@ def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> No
             problems.warn(item.at, f"qa_gate: {why}{problems.hint(name, known)}")
     if unresolved:
         named = ", ".join(map(repr, unresolved))
-        problems.note(gate.position, f"qa_gate: the gate is undecided: no clause decides {named}")
+        problems.note(gate.position, f"qa_gate is undecided: no clause decides {named}")
 
 
 def demands(contract: Contract) -> Demands:

@@ -81,7 +81,7 @@ def note_blocks(root: MapNode, problems: Problems) -> None:
     others = [key for key in root.fields if key not in known]
     if others:
         at = root.keys.get(others[0], root.at)
-        message = f"no clause stands in {', '.join(others)}: kept as data, not checked"
+        message = f"no clause is in {', '.join(others)}: kept as data, not checked"
         problems.note(at, message)
 
 
@@ -108,7 +108,7 @@ def unique_ids(root: MapNode, problems: Problems) -> None:
     for name, text, here in ids:
         if text in first:
             before, at = first[text]
-            message = f"id {text!r} stands twice, on lines {at.line} and {here.line}; rename one"
+            message = f"id {text!r} is used twice, on lines {at.line} and {here.line}; rename one"
             rule = _RULES_ON_IDS[name] if name and name == before else ""
             problems.error(here, message, rule=rule)
         elif text:

@@ -43,7 +43,7 @@ def distinct(block: str, key: str, what: str) -> Callable[[Outline], Iterator[Br
             if not text or node is None:
                 continue
             if text in first:
-                message = f"{what} {text!r} stands on line {first[text].at.line}, too; change one"
+                message = f"{what} {text!r} is on line {first[text].at.line}, too; change one"
                 yield Breach(at=node.at, item=f"{item.path}.{key}", message=message)
             first.setdefault(text, node)
 
