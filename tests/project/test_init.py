@@ -92,7 +92,7 @@ def test_nothing_is_overwritten(
         (("--contract", "no-such"), "contract='no-such': no such file, and no shipped contract"),
         (("--",), "no command after --; write the command that trains"),
         (("--force",), "unrecognized arguments: --force; see entrenar-check"),
-        (("--", "train\udcff"), "the command contains bytes that are not UTF-8"),
+        (("--", "train\udcff"), "the command has bytes that are not UTF-8"),
     ],
 )
 def test_refused(

@@ -83,9 +83,7 @@ def require_known(exclusions: Sequence[Exclusion], ids: Collection[str]) -> None
             message = f"clause {clause!r} is in none of the contracts{hint}"
             problems.error(exclusion.place, message)
         elif clause in seen:
-            message = (
-                f"clause {clause!r} is excluded twice, first at {seen[clause].place}; keep one"
-            )
+            message = f"clause {clause!r} is excluded at {seen[clause].place}, too; keep one"
             problems.error(exclusion.place, message)
         seen.setdefault(clause, exclusion)
     problems.settle(strict=True)

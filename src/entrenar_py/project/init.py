@@ -139,9 +139,7 @@ def _append(path: Path, before: str | None, lines: Sequence[str]) -> None:
         encoded = text.encode()
         location.parse((before or "") + text)
     except UnicodeEncodeError as error:
-        raise UsageError(
-            "the command contains bytes that are not UTF-8; put it in a script"
-        ) from error
+        raise UsageError("the command has bytes that are not UTF-8; put it in a script") from error
     except ValueError as error:  # `tool` is an inline table, say
         raise UsageError(
             f"{path.name}: a table can't be added at its end ({error}); write one into "

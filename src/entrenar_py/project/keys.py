@@ -58,19 +58,19 @@ KEYS: Mapping[str, Key] = {
     ),
     "knobs": Key(
         "knobs",
-        "their own values",
+        "each knob's own values",
         "how the script spells a [knob](your-trainer.md#knobs)'s values, as in "
         '`knobs.strategy = {on = "ddp", off = "none"}`; a word of the command that is a knob alone '
         'is left out where that is `""`',
     ),
     "steps": Key("count", "`8`", "what `{steps}` stands for in the command"),
-    "deadline": Key("seconds", "`300`", "each run of the command is ended after so long"),
+    "deadline": Key("seconds", "`300`", "a run of the command that takes longer is ended"),
     "system": Key("text", "the contract's own", "the trainer to try, where there is no command"),
     "backend": Key("texts", "`cpu`", "the workers' backends in turn, where there is no command"),
     "examples": Key("count", "`20`", "random scenarios per invariant, where there is no command"),
-    "timeout": Key("seconds", "none", "no new run is started after so long; not for a command"),
-    "world-size": Key("counts", "the contract's; of a command `2`", "numbers of workers"),
-    "seed": Key("count", "`0`", "added to every seed; of a command what `{seed}` stands for"),
+    "timeout": Key("seconds", "none", "no new run is started after this time; not for a command"),
+    "world-size": Key("counts", "the contract's; with a command `2`", "numbers of workers"),
+    "seed": Key("count", "`0`", "added to every seed; with a command what `{seed}` stands for"),
     "only": Key("texts", "all", "ids of the clauses to try"),
     "severity": Key("texts", "all", "severities of the clauses to try: `P0`, `P1`, `P2`"),
     "exclude": Key("exclusions", "none", "clauses that are not tried, and why"),
@@ -79,16 +79,18 @@ KEYS: Mapping[str, Key] = {
     "rule": Key(
         "levels",
         "each rule's own",
-        "how loudly `--validate` tells of [rules](contract-rules.md): `off`, `info`, `warning`, "
-        "`error`; what `--rule` says of one counts before this",
+        "the level that `--validate` gives the findings of each [rule](contract-rules.md): `off`, "
+        "`info`, `warning`, `error`; `--rule` takes precedence",
     ),
-    "suppress": Key("suppressions", "none", "findings of `--validate` that are put aside, and why"),
+    "suppress": Key("suppressions", "none", "findings of `--validate` to suppress, and why"),
     "json": Key("path", "not written", f"the report as JSON{_PER_CONTRACT}"),
-    "junit": Key("path", "not written", "the report as JUnit XML; the same"),
-    "sarif": Key("path", "not written", "the report as SARIF; the same"),
-    "html": Key("path", "not written", "the report as one page; the same"),
+    "junit": Key("path", "not written", "the report as JUnit XML; `{contract}` as in `json`"),
+    "sarif": Key("path", "not written", "the report as SARIF; `{contract}` as in `json`"),
+    "html": Key("path", "not written", "the report as one page; `{contract}` as in `json`"),
     "github": Key("flag", "`false`", "annotations and summary, where a GitHub workflow runs this"),
-    "trace-dir": Key("path", "runs are not kept", "folder for every run's trace; the same"),
+    "trace-dir": Key(
+        "path", "runs are not kept", "folder for every run's trace; `{contract}` as in `json`"
+    ),
     "quiet": Key("flag", "`false`", "show only what did not hold"),
 }
 
@@ -113,7 +115,7 @@ SUPPRESSION: Mapping[str, Key] = {
     "rule": Key("text", "required", "the id of the rule"),
     "file": Key("text", "all", "the contract: its name, the end of its path, or a pattern"),
     "item": Key(
-        "text", "all", "the dotted path of what is put aside, with all below it, or a pattern"
+        "text", "all", "the dotted path of what is suppressed, with all below it, or a pattern"
     ),
     "reason": Key("text", "required", "why; every report repeats it"),
     "until": Key("date", "required", "the last day; from the next on the findings count again"),
