@@ -177,7 +177,7 @@ def test_fixed() -> None:
         ({"workload": "own"}, "workload='own': allowed are linear, mlp, decoder"),
         ({"workload": "mlp", "num_samples": 9999}, "num_samples=9999 with workload=mlp"),
         ({"world_size": 1, "faults": [LEAVE]}, "rank=0 step=1: no other worker would be left"),
-        ({"faults": [{**NAN, "tensor": "nope"}]}, "tensor='nope': linear trains weight, bias"),
+        ({"faults": [{**NAN, "tensor": "nope"}]}, "tensor='nope': allowed are weight, bias"),
         ({"system": "textbook", "faults": [{**NAN, "element": 1}]}, "element=1: weight of linear"),
         ({"system": "manifest", "faults": [LEAVE]}, "kind='leave' on system manifest: allowed are"),
         (

@@ -61,7 +61,7 @@ def test_a_checkpoint_of_another_run(star: Cluster, capsys: pytest.CaptureFixtur
     progress = {"step": 1, "scenario": other.to_dict()}
     checkpoint.save(star.folder / "state", {}, progress)
     said = refusal(star, capsys, "--resume")
-    assert "it is of a run with optimizer='adamw', this one has optimizer='momentum'" in said
+    assert "saved by a run with optimizer='adamw', this one has optimizer='momentum'" in said
     (star.folder / "state").write_bytes(b"nonsense")
     assert "first line is not that of a checkpoint" in refusal(star, capsys, "--resume")
 

@@ -157,7 +157,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     other = host_of(scenario_of(learning_rate=0.1), checkpoint=tmp_path / "c")
     with pytest.raises(CheckpointError) as caught:
         other.resume()
-    assert "it is of a run with learning_rate=0.05, this one has learning_rate=0.1" in str(
+    assert "saved by a run with learning_rate=0.05, this one has learning_rate=0.1" in str(
         caught.value
     )
 
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_names_no_run_is_refused(tmp_path: Path) -> None:
     """A checkpoint without a scenario, as of a trainer in one process, is refused."""
     host = host_of(scenario_of(), checkpoint=tmp_path / "c")
     checkpoint.save(tmp_path / "c", {}, host.server.progress(0))
-    with pytest.raises(CheckpointError, match="it is of a run with system=None"):
+    with pytest.raises(CheckpointError, match="it was saved by a run with system=None"):
         host.resume()
 
 

@@ -31,9 +31,7 @@ def place_of(fault: Fault, model: Workload) -> tuple[str, int]:
     sizes = {spec.name: prod(spec.shape) for spec in model.specs if spec.role == "trainable"}
     tensor, element = fault.tensor or next(iter(sizes)), fault.element or 0
     if tensor not in sizes:
-        raise UsageError(
-            f"fault {fault.kind} tensor={tensor!r}: {model.name} trains {', '.join(sizes)}"
-        )
+        raise UsageError(f"fault {fault.kind} tensor={tensor!r}: allowed are {', '.join(sizes)}")
     if element >= sizes[tensor]:
         raise UsageError(
             f"fault {fault.kind} element={element}: {tensor} of {model.name} has {sizes[tensor]} "

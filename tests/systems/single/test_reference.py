@@ -214,8 +214,11 @@ def test_who_is_there(faults: tuple[Fault, ...], first: list[int], last: list[in
         ([_join(0, 1), _join(1, 1), _join(2, 1)], "faults join for every rank"),
         ([_leave(1, 2), _nan(rank=1)], "gradient rank=1 step=2: that worker is not present"),
         ([Fault(kind="absent", backend="cpu")], "kind='absent' on system reference: allowed are"),
-        ([_nan(tensor="nope")], "tensor='nope': mlp trains hidden1.weight, hidden1.bias, hidden2."),
-        ([_nan(tensor="running_mean")], "tensor='running_mean': mlp trains hidden1.weight"),
+        (
+            [_nan(tensor="nope")],
+            "tensor='nope': allowed are hidden1.weight, hidden1.bias, hidden2.",
+        ),
+        ([_nan(tensor="running_mean")], "tensor='running_mean': allowed are hidden1.weight"),
         ([_nan(tensor="output.bias", element=10)], "element=10: output.bias of mlp has 10 element"),
         ([_nan(element=512)], "element=512: hidden1.weight of mlp has 512 elements; use 0 to 511"),
     ],

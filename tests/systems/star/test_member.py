@@ -159,7 +159,7 @@ def test_a_block_of_another_size_is_refused(block: int, due: int, more: int) -> 
     member = _in_blocks(160)
     average = by_hand.average_of(0, block)
     member.require(average, bytes(due))
-    reason = f"Average with a payload of {due + more} bytes: {due} are due"
+    reason = f"Average with a payload of {due + more} bytes: expected {due}"
     with pytest.raises(ProtocolError, match=reason):
         member.require(average, bytes(due + more))
 
@@ -182,7 +182,7 @@ def test_a_vector_has_no_more_blocks_than_elements() -> None:
     welcome = by_hand.welcome_of(hands.server, 0, 0)
     payload = hands.server.payload(welcome)
     hands.members[0].require(replace(welcome, blocks=151), payload)
-    with pytest.raises(ProtocolError, match="Welcome blocks=152: there are 151 elements"):
+    with pytest.raises(ProtocolError, match="Welcome blocks=152: use 1 to 151"):
         hands.members[0].require(replace(welcome, blocks=152), payload)
 
 
@@ -191,7 +191,7 @@ def test_most_messages_carry_nothing(message: Message) -> None:
     """A payload of a message without one is refused."""
     member = _alone()
     member.require(message, b"")
-    with pytest.raises(ProtocolError, match="with a payload of 1 bytes: 0 are due"):
+    with pytest.raises(ProtocolError, match="with a payload of 1 bytes: expected 0"):
         member.require(message, b"x")
 
 

@@ -68,10 +68,8 @@ class Member(Replicas):
         """Raise ProtocolError unless `message` is possible here and its payload is complete."""
         due = self._sizes.get(type(message), 0)
         if isinstance(message, Welcome) and message.blocks > self.layout.num_elements:
-            num_elements = self.layout.num_elements
-            raise ProtocolError(
-                f"Welcome blocks={message.blocks}: there are {num_elements} elements"
-            )
+            most = self.layout.num_elements
+            raise ProtocolError(f"Welcome blocks={message.blocks}: use 1 to {most}")
         if isinstance(message, Average | Weights) and not isinstance(message, self._comes):
             raise ProtocolError(
                 f"{type(message).__name__}: this run's coordinator sends {self._comes.__name__}"
@@ -81,7 +79,7 @@ class Member(Replicas):
             due = self.held.blocks.num_bytes(message.block) if known else due
         if len(payload) != due:
             raise ProtocolError(
-                f"{type(message).__name__} with a payload of {len(payload)} bytes: {due} are due"
+                f"{type(message).__name__} with a payload of {len(payload)} bytes: expected {due}"
             )
         if isinstance(message, Assign):
             shards, all_shards = set(message.shards), range(self.scenario.num_shards)

@@ -142,7 +142,7 @@ class Server(Replicas):
             self.require_sum(message)
         if isinstance(message, State):
             if len(payload) != self._state_bytes:
-                raise ProtocolError(f"State with {len(payload)} bytes: {self._state_bytes} are due")
+                raise ProtocolError(f"State of {len(payload)} bytes: expected {self._state_bytes}")
             self.require_progress(payload)
         if message.carries == "events":
             events = worker_records.read(rank, message, payload)
@@ -337,7 +337,7 @@ class Server(Replicas):
         if names:
             name = names[0]
             raise CheckpointError(
-                f"checkpoint {self.checkpoint_path}: it is of a run with {name}="
+                f"checkpoint {self.checkpoint_path}: it was saved by a run with {name}="
                 f"{theirs.get(name)!r}, this one has {name}={ours.get(name)!r}; go on with the "
                 "scenario that it was made by, or give another path"
             )
