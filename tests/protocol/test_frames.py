@@ -226,9 +226,9 @@ def test_a_frame_sent_back_is_refused() -> None:
         (16, "<I", 0, "TreeNode header_bytes=0: use 1 to"),
         (16, "<I", 2**21 + 1, "TreeNode header_bytes=2097153: use 1 to 2097152"),
         (16, "<I", 2**32 - 1, "TreeNode header_bytes=4294967295: use 1 to 2097152"),
-        (20, "<I", 0, "chunk_bytes=0 with 8 bytes due"),
-        (20, "<I", 2**32 - 1, "chunk_bytes=4294967295 with 8 bytes due"),
-        (24, "<Q", 7, "chunk_bytes=8 with 7 bytes due"),
+        (20, "<I", 0, "chunk_bytes=0: use 8"),
+        (20, "<I", 2**32 - 1, "chunk_bytes=4294967295: use 8"),
+        (24, "<Q", 7, "chunk_bytes=8: use 7"),
         (24, "<Q", 2**20 + 1, "a payload of 1048577 bytes: 1048576 are allowed now"),
         (24, "<Q", 2**62, "a payload of 4611686018427387904 bytes: 1048576 are allowed now"),
     ],
@@ -302,7 +302,7 @@ def test_a_message_is_finished_before_the_next() -> None:
             (later, "a frame of another message came in between"),
             (changed(second, 16, "<I", 1), "a frame of another message came in between"),
             (changed(second, 24, "<Q", 61), "payload_bytes=61: it began with 60"),
-            (changed(second, 20, "<I", 15), "chunk_bytes=15 with 44 bytes due"),
+            (changed(second, 20, "<I", 15), "chunk_bytes=15: use 44"),
             (changed(second, 6, "B", 1), "a frame out of its turn"),
         ):
             reader = decoder()

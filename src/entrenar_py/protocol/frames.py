@@ -182,9 +182,8 @@ class Decoder:
             due = self._due_first(MESSAGES[tag], header_bytes, whole_bytes)
         else:
             due = self._due_later(self._received, MESSAGES[tag], header_bytes, whole_bytes)
-        _require(
-            chunk_bytes == min(due, CHUNK_BYTES), f"chunk_bytes={chunk_bytes} with {due} bytes due"
-        )
+        most = min(due, CHUNK_BYTES)
+        _require(chunk_bytes == most, f"chunk_bytes={chunk_bytes}: use {most}")
         self._header = bytearray(header_bytes)
         self._rest = memoryview(self._header)
         self._advance = self._end_header

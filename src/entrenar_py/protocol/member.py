@@ -70,7 +70,7 @@ class Member:
         if not under or not due.issuperset(under):
             raise ProtocolError(
                 f"TreeNode block={block} level={node.level} index={node.index}: "
-                "not all of its shards are due"
+                "its shards were not assigned, or came before"
             )
         came.update(under)
 
