@@ -101,7 +101,7 @@ updates: server
         ),
         (
             SMALL + "seed: 2\n",
-            ["run.yaml:5:1: error: key 'seed' stands twice, on lines 3 and 5; keep one"],
+            ["run.yaml:5:1: error: key 'seed' is given twice, on lines 3 and 5; keep one"],
         ),
         (
             SMALL + "batch_size: 0\nlearning_rate: fast\n",
@@ -118,13 +118,13 @@ updates: server
         ),
         (
             SMALL.replace("mlp", "own"),
-            ["run.yaml:1:11: error: workload='own': it is a stored trace's; nothing to train"],
+            ["run.yaml:1:11: error: workload='own': only stored traces have it; use another one"],
         ),
         (
             "workload: mlp\n",
             ["run.yaml:1:1: error: secret_file is missing; give the file of the secret",
-             "run.yaml:1:1: error: seed is missing; say what it is",
-             "run.yaml:1:1: error: world_size is missing; say what it is"],
+             "run.yaml:1:1: error: seed is missing; give it",
+             "run.yaml:1:1: error: world_size is missing; give it"],
         ),
         (
             SMALL + "backends: [cpu]\n",
@@ -148,7 +148,7 @@ updates: server
         ),
         (
             SMALL.replace("mlp", "decoder") + "width: 64\n",
-            ["run.yaml:5:8: error: width=64: decoder has one size; it is of mlp and vectors"],
+            ["run.yaml:5:8: error: width=64: decoder has one size; leave it out, or use mlp or"],
         ),
         (
             SMALL + "topology: ring\n",

@@ -175,7 +175,7 @@ def test_a_checkpoint_of_an_earlier_build(run: Run) -> None:
     run.begin()
     run.change_note(None)
     run.go_on(to=4)
-    assert "was not checked: the checkpoint was written by an earlier build" in run.noted(
+    assert "belongs to the checkpoint: the checkpoint was written by an earlier build" in run.noted(
         "unchecked"
     )
     run.cut(9)

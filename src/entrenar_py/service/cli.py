@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.FAILED
     except Exception:  # noqa: BLE001  (Python would exit with 1, which means a failed run)
         printing.warn_lines(traceback.format_exc().rstrip())
-        _say(f"this is a bug in {options.PROG}")
+        _say(f"this is a bug in {options.PROG}: report it, with the lines above")
         return exit_codes.FAILED
 
 

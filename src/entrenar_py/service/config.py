@@ -79,7 +79,8 @@ def secret(path: Path) -> bytes:
     try:
         value = files.read(path, bytes_max=SECRET_BYTES_MAX).strip()
     except OSError as error:
-        raise UsageError(f"secret_file={path}: can't be read ({error.strerror})") from error
+        problem = f"can't be read ({error.strerror}); give a file that can be read"
+        raise UsageError(f"secret_file={path}: {problem}") from error
     if len(value) < SECRET_BYTES_MIN:
         raise UsageError(
             f"secret_file={path}: {len(value)} bytes; use at least {SECRET_BYTES_MIN}, e.g. of "
@@ -129,7 +130,7 @@ class _Reader:
         nodes = self._root.node.fields
         missing = [name for name in config_keys.REQUIRED if self._root.present(name) is None]
         for name in missing:
-            self._problems.error(self._root.node.at, f"{name} is missing; say what it is")
+            self._problems.error(self._root.node.at, f"{name} is missing; give it")
         named = [name for name in config_keys.TRAINING if name in nodes and name not in missing]
         values = {name: _value(name, nodes[name]) for name in named}
         scenario = self._possible(values)
@@ -139,12 +140,12 @@ class _Reader:
         scenario = self._with_option(scenario, updates.OPTION, updates.by_server)
         workload = scenario.workload
         if workload == "own":
-            self._error("workload", "workload='own': it is a stored trace's; nothing to train")
+            self._error("workload", "workload='own': only stored traces have it; use another one")
             return None
         if "width" in values and workload not in config_keys.SIZED:
-            sized = " and ".join(config_keys.SIZED)
+            sized = " or ".join(config_keys.SIZED)
             width = f"width={scenario.width}"
-            self._error("width", f"{width}: {workload} has one size; it is of {sized}")
+            self._error("width", f"{width}: {workload} has one size; leave it out, or use {sized}")
         return None if missing else scenario
 
     def _possible(self, values: dict[str, Any]) -> Scenario | None:

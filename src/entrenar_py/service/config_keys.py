@@ -34,7 +34,7 @@ SERVICE: Mapping[str, tuple[str, str, str]] = {
         *("`workers` or `server`", "`workers`"),
         "who makes the steps: every worker, or the server, which then sends the new weights",
     ),
-    "timing": ("mapping", "below", "how long is waited"),
+    "timing": ("mapping", "below", "how long either end waits"),
     "checkpoint": ("mapping", "none is written", "the state, to go on from with `--resume`"),
     "metrics": ("path", "none are written", "one JSON object a step"),
     "ledger": ("path", "none is written", "the trace of the run, a chained line an event"),
@@ -49,8 +49,8 @@ TLS: Mapping[str, tuple[str, str, str]] = {
     "ca": ("path", "none is asked for", "who signed the certificates that workers must show"),
 }
 TIMING: Mapping[str, str] = {
-    "heartbeat_s": "either end says that it lives",
-    "dead_after_s": "of silence, and a worker is given up",
-    "hello_s": "from a connection to its proof",
-    "gather_s": "without enough workers, and the run is given up",
+    "heartbeat_s": "time between two signs of life of either end",
+    "dead_after_s": "how long either end may be silent before it is given up",
+    "hello_s": "how long a new connection may take to prove the secret",
+    "gather_s": "how long the run waits for enough workers before it is given up",
 }

@@ -95,7 +95,7 @@ def _run(settings: Config, listeners: Sequence[Listener], *, resume: bool) -> in
         host.finish(finish)
     problem = host.broken or host.unsaved
     if problem is not None:
-        raise SystemFailure(problem)
+        raise SystemFailure(f"{problem}; make room or give access, and start it again")
     return exit_codes.OF_FINISH[finish.status]
 
 
@@ -116,7 +116,7 @@ async def _serve(settings: Config, host: Host, first: int, *, resume: bool) -> F
             settings.ledger.unlink()  # it was just made, and would block the next attempt
         if isinstance(error, UsageError):
             raise
-        problem = f"can't listen there ({error.strerror or error})"
+        problem = f"can't listen there ({error.strerror or error}); use another one"
         raise UsageError(f"listen={settings.listen}: {problem}") from error
     loop = asyncio.get_running_loop()
     host.traffic = lambda: (server.bytes_in, server.bytes_out)
@@ -160,9 +160,8 @@ def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:
         else:
             host.write_to(writer.create(settings.ledger, head), writer.Standing())
     except OSError as error:
-        raise UsageError(
-            f"ledger {settings.ledger}: can't be written ({error.strerror})"
-        ) from error
+        problem = f"can't be written ({error.strerror}); give another path"
+        raise UsageError(f"ledger {settings.ledger}: {problem}") from error
 
 
 def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason: str) -> None:

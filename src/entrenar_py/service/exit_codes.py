@@ -15,7 +15,7 @@ MEANINGS: Mapping[int, str] = {
     DONE: "the run is complete; the ledger is right; the doctor has looked",
     WRONG: "the run was halted or given up, a worker was refused; the ledger is broken or differs",
     INVALID: "the command line or a file that it names is invalid; nothing ran",
-    FAILED: "it failed itself: a device, a full disk, a bug",
+    FAILED: "the program itself failed: a device, a full disk, a bug",
     INCONCLUSIVE: "the ledger can't be replayed here bit for bit",
     STOPPED: "stopped by SIGINT or SIGTERM: the step in work was finished (a second signal gives "
     "it up), the checkpoint written, the workers told; go on with --resume",

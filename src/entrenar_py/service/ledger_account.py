@@ -75,8 +75,8 @@ class Account:
         known = self.weights.setdefault(update.step, digest)
         if known != digest and self.quarrel is None:
             self.quarrel = (
-                f"worker {update.rank} holds weights {digest} after step {update.step}, where "
-                f"another, or the same before a resume, held {known}"
+                f"worker {update.rank} holds weights {digest} after step {update.step}; another "
+                f"worker, or the same one before a resume, held {known}"
             )
 
     # --- its extent -------------------------------------------------------------------------------
@@ -140,7 +140,8 @@ def read(path: Path) -> Account:
             account.num_lines, account.last = reader.num_lines, reader.chain
             return account
     except OSError as error:
-        raise UsageError(f"ledger {path}: can't be read ({error.strerror})") from error
+        problem = f"can't be read ({error.strerror}); give a ledger that can be read"
+        raise UsageError(f"ledger {path}: {problem}") from error
 
 
 def weights_digest(weights: Tensors, buffers: Tensors) -> str:

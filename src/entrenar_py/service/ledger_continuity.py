@@ -62,4 +62,4 @@ def say(gap: trace.Gap) -> str:
 
 def unchecked(gap: trace.Gap) -> str:
     """Return a note that only the number of steps links the ledger to the checkpoint."""
-    return f"whether the ledger is the one of the checkpoint was not checked: {gap.reason}"
+    return f"it was not checked that the ledger belongs to the checkpoint: {gap.reason}"

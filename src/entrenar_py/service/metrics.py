@@ -28,7 +28,8 @@ class Metrics:
             self._file.seek(max(size - 1, 0))
             last = self._file.read(1) if size else b""
         except OSError as error:
-            raise UsageError(f"metrics {path}: can't be written ({error.strerror})") from error
+            problem = f"can't be written ({error.strerror}); give another path"
+            raise UsageError(f"metrics {path}: {problem}") from error
         if last not in (b"", b"\n"):  # the last writer died in the middle of a line
             self._write("\n")
 
