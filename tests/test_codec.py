@@ -92,7 +92,7 @@ def test_records_that_are_none() -> None:
     with pytest.raises(UsageError, match=r"^sample \[\]: use a mapping of count, share, \.\.\.$"):
         SCHEMA.load([])
     with pytest.raises(
-        UsageError, match=r"^sample without count, share: say what it is$"
+        UsageError, match=r"^sample without count, share: add what is missing$"
     ) as caught:
         SCHEMA.load({})
     assert caught.value.field == "count"

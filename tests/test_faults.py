@@ -125,7 +125,7 @@ def test_impossible_faults_are_refused(fields: dict[str, Any], message: str) -> 
     [
         (None, "fault None: use a mapping"),
         (["leave"], r"fault \['leave'\]: use a mapping"),
-        ({}, "fault without kind: say what it is"),
+        ({}, "fault without kind: add what is missing"),
         ({"kind": "leave", "when": 3}, "fault key='when': allowed are kind, step"),
         ({"kind": "leave", 3: 3, None: 1}, "fault key=3: allowed are"),
     ],

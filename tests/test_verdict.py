@@ -69,7 +69,7 @@ def test_a_finding_survives_json(finding: Finding) -> None:
         ({"verdict": "perhaps"}, "verdict='perhaps': use one of held, inconclusive, falsified"),
         ({"colour": "red"}, "key='colour': allowed are invariant, verdict, compared, "),
         ({"counterexample": 5}, "counterexample 5: use a mapping of message, ..."),
-        ({"counterexample": {"rank": 1}}, "counterexample without message: say what it is"),
+        ({"counterexample": {"rank": 1}}, "counterexample without message: add what is missing"),
         ({"notes": 3}, "finding notes=3: use a list"),
         ({"compared": "3"}, "finding compared='3': use a whole number of at most 63 bits"),
     ],

@@ -90,7 +90,7 @@ class Schema(Generic[T]):
         missing = self._required - values.keys()
         if missing:
             names = [name for name in self._readers if name in missing]
-            problem = f"without {', '.join(names)}: say what it is"
+            problem = f"without {', '.join(names)}: add what is missing"
             raise UsageError(self._about(problem), field=names[0])
         return self.kind(**values)
 
