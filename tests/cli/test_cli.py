@@ -78,7 +78,7 @@ def test_the_harness_failing_is_not_falsified(
     assert check("--contract", contract) == 3
     printed = capsys.readouterr().err
     assert "Traceback" in printed
-    assert printed.endswith("the harness itself failed; this is a bug in it\n")
+    assert printed.endswith("which is a bug: report it, with the lines above\n")
 
 
 def test_a_crashed_check_and_a_crashed_run_are_inconclusive(

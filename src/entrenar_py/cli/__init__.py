@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_HARNESS
     except Exception:  # noqa: BLE001  (Python's own exit code would be 1: "falsified")
         printing.warn_lines(traceback.format_exc().rstrip())
-        _say("the harness itself failed; this is a bug in it")
+        _say("the harness itself failed, which is a bug: report it, with the lines above")
         return EXIT_HARNESS
 
 
