@@ -56,7 +56,7 @@ def test_shards_are_named_while_they_are_in_hand(alone: None) -> None:
         seen.append(reducer.shard)
         ddp(batch).sum().backward()
     assert seen == list(reducer.shards) == [0, 1]
-    with pytest.raises(UsageError, match="there is no current micro-batch"):
+    with pytest.raises(UsageError, match="outside of the loop over fold"):
         _ = reducer.shard
 
 

@@ -69,9 +69,7 @@ class Reducer:
     def shard(self) -> int:
         """The global index of the current micro-batch; UsageError outside of a loop over `fold`."""
         if self._shard is None:
-            raise UsageError(
-                "reducer.shard outside of the loop over fold(): there is no current micro-batch"
-            )
+            raise UsageError("reducer.shard outside of the loop over fold(): read it inside of it")
         return self._shard
 
     def fold(self, batches: Iterable[Batch]) -> Iterator[Batch]:
