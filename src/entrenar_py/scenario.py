@@ -150,7 +150,7 @@ class Scenario:
             json.dumps(dict(self.options), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UsageError.of(
-                "options", self.options, f"JSON can't hold them ({error})"
+                "options", self.options, f"JSON can't hold them ({error}); use text and numbers"
             ) from error
 
     def _check_fault(self, fault: Fault) -> None:
