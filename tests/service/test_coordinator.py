@@ -63,7 +63,7 @@ def test_a_checkpoint_of_another_run(star: Cluster, capsys: pytest.CaptureFixtur
     said = refusal(star, capsys, "--resume")
     assert "saved by a run with optimizer='adamw', this one has optimizer='momentum'" in said
     (star.folder / "state").write_bytes(b"nonsense")
-    assert "first line is not that of a checkpoint" in refusal(star, capsys, "--resume")
+    assert "first line is not a checkpoint's" in refusal(star, capsys, "--resume")
 
 
 def test_a_port_that_is_taken(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
