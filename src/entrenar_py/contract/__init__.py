@@ -77,10 +77,10 @@ def load(
 def read(
     path: Path, *, vocabulary: Vocabulary, problems: Problems, bind: Sequence[Path] = ()
 ) -> tuple[MapNode | None, Contract | None]:
-    """Return the tree of the file at `path` and its Contract, each None if it can't be made.
+    """Return the tree of the file at `path` and its Contract; both None if it is no contract.
 
-    Errors, warnings and notes go into `problems`, also for a file that can't be read. If one of
-    them is an error, the contract must not be used.
+    Errors, warnings and notes go into `problems`, also for a file that can't be read. If there is
+    an error among them, the contract must not be used.
     """
     data = composer.read(path, problems)
     root = None if data is None else composer.compose(data, str(path), problems)

@@ -1,6 +1,6 @@
 """The falsification tests of a contract, and the target that each attacks.
 
-A test's `rule` names its target by an id at its beginning, by a name, or by a property. Any other
+A test's `rule` begins with the id of its target, or is the target's name or property. Any other
 rule is kept as free text.
 """
 
@@ -52,7 +52,7 @@ def _normal(text: str) -> str:
 
 
 def read(root: MapNode, targets: Targets, problems: Problems) -> tuple[FalsificationTest, ...]:
-    """Return the tests in the file's order, and note those whose rule is free text."""
+    """Return the tests in the file's order; record a note on those whose rule is free text."""
     nodes = rules.entries(root, "falsification_tests", problems)
     tests = tuple(_test(node, targets, problems) for node in nodes)
     free = [test for test in tests if not test.target]

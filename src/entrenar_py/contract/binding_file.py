@@ -35,9 +35,9 @@ ENTRY_KEYS = (*KINDS, "part", "statement", "gate_names", "not_tried", "guess", *
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One binding: `kind` and `name` identify the statement, `check` or `not_tried` its treatment.
+    """One binding: the statement (`kind` and `name`), and its `check` or why it is `not_tried`.
 
-    `options` in the file are merged into each scenario. `record` is the mapping itself, for
+    The file's key `options` is merged into each scenario. `record` is the mapping itself, for
     messages. If `severity` or `tolerance` is None, the statement's own applies.
     """
 
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class BindingFile:
-    """The bindings in one file, and `contract`, the stem of the contract that they are for."""
+    """The bindings in one file; `contract` is the name of their contract, without its suffix."""
 
     path: Path
     contract: str
@@ -71,7 +71,7 @@ class BindingFile:
 
 
 def read(path: Path, problems: Problems) -> BindingFile | None:
-    """Return the bindings in the file at `path`; None, and a problem, if it has none."""
+    """Return the bindings at `path`. For any other file, record an error and return None."""
     root = composer.load(path, problems, form=_FORM)
     if root is None:
         return None
@@ -101,7 +101,7 @@ def stem(name: str) -> str:
 def for_contract(
     given: Sequence[Path], contract: str, contracts: Collection[str]
 ) -> tuple[Path, ...]:
-    """Return the files in `given`, less those whose `contract` is another one of `contracts`."""
+    """Return `given` without the files that are for one of `contracts` other than `contract`."""
     others = {stem(Path(name).name) for name in contracts} - {stem(Path(contract).name)}
     return tuple(path for path in given if not others or _contract_of(path) not in others)
 
@@ -164,7 +164,7 @@ def _entry(kind: str, name: str, record: Record) -> Entry:
 
 
 def _require_check_or_reason(record: Record) -> None:
-    """Require a check with a reason, or `not_tried` without keys on how to try."""
+    """Require a `check` with a `reason`, or `not_tried` without keys that only a check uses."""
     check, not_tried = record.text("check"), record.text("not_tried")
     if bool(check) == bool(not_tried):
         both = "both are" if check else "neither is"

@@ -1,7 +1,7 @@
 """Applies files of bindings to the statements of a contract.
 
-Bindings come from the shipped file for the contract's name, then the file next to the contract,
-then the files given by the user. For each statement the last of these with a binding wins.
+Bindings have three sources: the shipped file for the contract's name, the file next to the
+contract, and the files given by the user. The last source that binds a statement wins.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def files(contract: Path, given: Sequence[Path]) -> Files:
 
 
 def _says_something(beside: Path) -> bool:
-    """Return whether `beside` exists and isn't the empty file of a shell's `--suggest > FILE`.
+    """Return whether `beside` exists and isn't empty; `--suggest > FILE` first creates it empty.
 
-    A pipe, a folder or a link to itself counts: reading it reports the error.
+    A pipe, a folder or a link to itself counts as not empty: reading it reports the error.
     """
     is_empty = beside.is_file() and beside.stat().st_size == 0
     return os.path.lexists(beside) and not is_empty
@@ -59,7 +59,7 @@ def _says_something(beside: Path) -> bool:
 def bind(
     known: Sequence[Item], files: Files, terms: Vocabulary, problems: Problems
 ) -> tuple[Invariant, ...]:
-    """Return the clauses among the statements `known`: bound ones, and those that need no binding.
+    """Return the clauses: one for each binding, and one for each `known` statement needing none.
 
     Errors in a file of bindings are added to `problems`.
     """

@@ -13,7 +13,7 @@ from entrenar_py.contract.vocabulary import CheckTerms, Vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A binding of a statement. `stale` says that the statement has changed since, or is ""."""
+    """A binding of a statement. `stale` is the message that the statement has changed, or ""."""
 
     entry: Entry
     stale: str
@@ -87,7 +87,7 @@ def _departures(item: Item, entry: Entry) -> dict[str, str]:
 
 
 def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None:
-    """Require a `tolerance_kind` that the check knows, and one at all if it knows several."""
+    """Require that a tolerance's kind is one of the check's, and is given if it has several."""
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
     if entry.tolerance_kind not in (None, *check.tolerance_kinds):
         honoured = " or ".join(check.tolerance_kinds)

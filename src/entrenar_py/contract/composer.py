@@ -36,7 +36,7 @@ def load(path: Path, problems: Problems, *, form: str = CONTRACT_FORM) -> MapNod
 def read(path: Path, problems: Problems) -> bytes | None:
     """Return the file's bytes, at most BYTES_MAX.
 
-    Record a problem and return None if it is larger (before reading), not a file, or unreadable.
+    Record a problem and return None if the file is larger, is a folder or device, or can't be read.
     """
     try:
         return files.read(path, bytes_max=BYTES_MAX)
@@ -51,7 +51,7 @@ def compose(
 ) -> MapNode | None:
     """Return the tree of the only document in `data`, or record a problem and return None.
 
-    `form` describes the expected document in the message on anything other than a mapping.
+    `form` describes the expected document in the message about one that isn't a mapping.
     Duplicate keys, unknown tags and keys that aren't text are problems too, but a tree is returned.
     """
     text = _decode(data, file, problems)
@@ -228,7 +228,7 @@ class _Composer:
         )
 
     def _merge(self, top: _Open, merged: Node) -> None:
-        """Add the keys that the mapping lacks, as `<<` of YAML 1.1 does. The first source wins."""
+        """Add the keys under `<<` that `top` lacks. Of several sources the first wins."""
         for source in merged.items if isinstance(merged, ListNode) else (merged,):
             if not isinstance(source, MapNode):
                 self._problems.error(top.keys["<<"], "<< takes a mapping or a list of mappings")

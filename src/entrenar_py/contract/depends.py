@@ -57,7 +57,7 @@ def _resolve(name: str, folder: Path) -> Path | None:
 
 
 def _follow(start: Path, graph: dict[Path, list[Path]]) -> bool:
-    """Add the files that `start` leads to; return False if `start` is not a readable contract."""
+    """Add to `graph` the files that `start` leads to; return False if that is no contract."""
     waiting = [start]
     while waiting:
         path = waiting.pop()

@@ -41,9 +41,9 @@ class Record:
                 self._warn_unread(key)
 
     def extra(self, kind: str, *, read_elsewhere: Collection[str] = ()) -> dict[str, Any]:
-        """Return the keys that are neither known nor read elsewhere, as plain data.
+        """Return the keys neither known nor read elsewhere, with their values as plain data.
 
-        A key that looks misspelled is a warning; all others of a `kind` of mapping share one note.
+        A key that looks misspelled is a warning. All others in mappings of one `kind` share a note.
         """
         data = {}
         for key, child in self.node.fields.items():
@@ -84,7 +84,7 @@ class Record:
         return tuple(item.text.strip() for item in self.scalars(key, prose=True))
 
     def scalars(self, key: str, *, prose: bool = False) -> tuple[ScalarNode, ...]:
-        """Return the items of `texts` with places; with `prose`, also sentences with a colon."""
+        """Return the texts of `key` and their places; with `prose`, also list items like `a: b`."""
         node = self.present(key)
         if node is None:
             return ()
@@ -97,7 +97,7 @@ class Record:
         return tuple(scalar for scalar in scalars if scalar.text.strip())
 
     def filled(self, key: str, *, rule: str = "") -> str:
-        """Return the same as `text`. An empty or missing text is an error that breaks `rule`."""
+        """Return the text of `key`. If it is empty or missing, record an error citing `rule`."""
         text = self.text(key)
         if not text:
             self.error(key, f"{key} is empty; write it down", rule=rule)
@@ -112,7 +112,7 @@ class Record:
         return ""
 
     def flag(self, key: str) -> bool:
-        """Return true or false, also for a quoted text ('true'); false if the key is missing."""
+        """Return the value of `key`, quoted or not, as a bool; False if it is missing."""
         node = self.present(key)
         if node is None:
             return False
@@ -124,7 +124,7 @@ class Record:
     def choice(
         self, key: str, allowed: Collection[str], *, words: Mapping[str, str] | None = None
     ) -> str | None:
-        """Return the value of `key` if allowed, else None; `words` map others to allowed values."""
+        """Return the value of `key` if allowed, or None; `words` maps synonyms to allowed ones."""
         node = self.present(key)
         if node is None:
             return None
@@ -136,9 +136,9 @@ class Record:
         return None
 
     def read_as(self, kind: type[T], /, **values: Any) -> T:
-        """Return a record of `kind` from the field `values` and, for other fields, the mapping.
+        """Return an instance of the dataclass `kind`. `values` holds fields that were already read.
 
-        A `str` or `tuple[str, ...]` field that is not among the values is read by its name.
+        Any other field of type `str` or `tuple[str, ...]` is read from the key of the same name.
         """
         readers: dict[str, Callable[[str], Any]] = {"str": self.text, "tuple[str, ...]": self.texts}
         for field in fields(kind):  # type: ignore[arg-type]
@@ -147,7 +147,7 @@ class Record:
         return kind(**values)
 
     def number(self, key: str) -> float | None:
-        """Return a finite number >= 0, also if written as text ("1e-4"); None if it is missing."""
+        """Return the number at `key`, even quoted ("1e-4"); None unless it is finite and >= 0."""
         node = self.present(key)
         if node is None:
             return None
@@ -157,7 +157,7 @@ class Record:
         return number
 
     def data(self, key: str) -> dict[str, Any]:
-        """Return the mapping under `key` as plain data; {} if missing, else `{key: value}`."""
+        """Return the mapping at `key` as plain data, other values as `{key: value}`, none as {}."""
         node = self.present(key)
         if node is None:
             return {}
@@ -170,13 +170,13 @@ class Record:
         return isinstance(node, ScalarNode) and _percentage(node) is not None
 
     def amount(self, key: str) -> float | None:
-        """Return the same as `number`, but accept a percentage too: `1%` is 0.01."""
+        """Return the number at `key`, as `number()` does, or a percentage: 0.01 for `1%`."""
         node = self.present(key)
         share = _percentage(node) if isinstance(node, ScalarNode) else None
         return self.number(key) if share is None else share
 
     def maps(self, key: str) -> tuple[MapNode, ...]:
-        """Return the mappings in the list `key`; an empty tuple if it is missing or not a list."""
+        """Return the mappings in the list `key`, () if missing; anything else is an error."""
         node = self.present(key)
         if node is None:
             return ()
@@ -206,7 +206,7 @@ def _percentage(node: ScalarNode) -> float | None:
 
 
 def _sentence(node: Node, *, colon: bool) -> ScalarNode | None:
-    """Return the scalar of `node`; with `colon`, also one that YAML read as a mapping."""
+    """Return `node` if it is a scalar; with `colon`, turn a mapping of one key into text `a: b`."""
     if isinstance(node, ScalarNode):
         return node
     if colon and isinstance(node, MapNode) and len(node.fields) == 1:

@@ -1,4 +1,4 @@
-"""Reads the prose of a gate's `pass_criteria`: the clauses it names by id, severity or kind."""
+"""Reads the prose of a gate's `pass_criteria`: which clauses it names, by id, severity or "all"."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _by_id(text: str, names: Names) -> tuple[dict[str, None], list[str]]:
 
 
 def _by_severity(text: str, names: Names) -> Iterator[str]:
-    """Yield the ids of all clauses, or of the clauses with a severity that `text` names."""
+    """Yield the ids of the clauses with a severity that `text` names, or of all if it says so."""
     severities = {
         severity for match in _ALL_OF.findall(text) for severity in _SEVERITY.findall(match.upper())
     }

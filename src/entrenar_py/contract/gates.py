@@ -46,10 +46,10 @@ def _worded(key: str, node: MapNode) -> str:
 
 
 def tell_unresolved(contract: Contract, root: MapNode, problems: Problems) -> None:
-    """Report each demand of the gate that no clause decides; with one, the gate can't pass.
+    """Report the gate's demands that no clause decides. With such a demand, the gate can't pass.
 
-    A name that is nearly that of a clause is a warning at its place. All other names are reported
-    in one note, because they may be sentences or demands on something other than a trainer.
+    A name in `checks` that looks misspelled is a warning at its place. All other demands share one
+    note, because they may be sentences, or demands on something other than a trainer.
     """
     gate = contract.gate
     if gate is None:

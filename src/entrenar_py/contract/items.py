@@ -25,8 +25,8 @@ TESTS, EQUATIONS = "falsification_tests", "equations"
 class Item:
     """A statement of a contract that can be bound.
 
-    `names` are the names that a binding or a gate may use, `texts` are all its texts. `clause` is
-    the clause it becomes in a run; `counts` says whether it becomes one even without a binding.
+    `names` are those that a binding or a gate may use; the `digest` is over `texts`. `clause` is
+    what the statement becomes in a run; `counts` says whether it does so even without a binding.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class Item:
 
     @property
     def digest(self) -> str:
-        """DIGEST_CHARS hex digits of BLAKE3 of the texts, each run of whitespace as one space."""
+        """BLAKE3 of the texts, in DIGEST_CHARS hex digits; any whitespace counts as one space."""
         said = "\0".join(map(_on_one_line, self.texts))
         return str(blake3(said.encode("utf-8", "backslashreplace")).hexdigest()[:DIGEST_CHARS])
 
@@ -53,8 +53,8 @@ def items(
     obligations: Iterable[Obligation],
     equations: Iterable[Equation],
 ) -> tuple[Item, ...]:
-    """Return every item, the clauses first. `clauses` are the obligations if there are no others;
-    if there are none at all, the tests count as clauses.
+    """Return every item, the clauses first. Obligations count as clauses if `clauses` holds them;
+    tests count as clauses if `clauses` is empty.
     """
     own = tuple(clauses)
     counting = {clause.id: clause for clause in own if clause.group == OBLIGATIONS}

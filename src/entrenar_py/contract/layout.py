@@ -94,7 +94,7 @@ def records_of_work(root: MapNode) -> Iterator[tuple[str, MapNode]]:
 
 
 def named_invariants(root: MapNode) -> Iterator[tuple[str, MapNode]]:
-    """Yield (name, entry) for a top-level `invariants` that maps names to statements."""
+    """Yield the (name, clause) pairs of a top-level `invariants` that maps names to clauses."""
     block = root.fields.get("invariants")
     if isinstance(block, MapNode):
         for name, entry in block.fields.items():
@@ -109,7 +109,7 @@ def _items(root: MapNode) -> Iterator[tuple[str, MapNode]]:
 
 
 def _items_in(node: Node, *, group: str) -> Iterator[tuple[str, MapNode]]:
-    """Yield every mapping with an id in a list under `node`, also one nested in another."""
+    """Yield (group, mapping) for each mapping with an id in a list at any depth of `node`."""
     if isinstance(node, MapNode):
         for key, child in node.fields.items():
             yield from _items_in(child, group=f"{group}.{key}")
@@ -140,7 +140,7 @@ def groups_in(clause: MapNode) -> set[str]:
 
 
 def strays(node: Node) -> Iterator[MapNode]:
-    """Yield the mappings without an id in lists in which others have one."""
+    """Yield each mapping without an id if another mapping in the same list has one."""
     if isinstance(node, MapNode):
         for child in node.fields.values():
             yield from strays(child)
@@ -185,7 +185,7 @@ def _is_listed_clause(item: Node, *, group: str) -> bool:
 
 
 def is_binding_registry(root: MapNode) -> bool:
-    """Return whether the file is a registry of which function implements each equation."""
+    """Return whether the file is a registry: a list of which function implements which equation."""
     bindings = root.fields.get("bindings")
     if not isinstance(bindings, ListNode) or any(name in root.fields for name in RESERVED):
         return False

@@ -18,7 +18,7 @@ from entrenar_py.untrusted import escaping
 MESSAGE_CHARS_MAX = 500
 # Comparisons with known names in one file; after these, unknown names get no more hints.
 COMPARISONS_MAX = 20_000
-# A name is a misspelling of a known one up to this length, from this difflib ratio on.
+# A misspelling is at most this long, and has at least this difflib ratio to a known name.
 SLIP_CHARS_MAX, SLIP = 64, 0.8
 
 Level = Literal["error", "warning", "note"]
@@ -38,7 +38,7 @@ class Position:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Problem:
-    """A message about a place. `message` may quote the file as it is; `line` is safe to print.
+    """A message about a place. `message` may quote the file unescaped; `line` is safe to print.
 
     `rule` is the id of the rule that is broken, "" for a problem that belongs to no rule.
     """

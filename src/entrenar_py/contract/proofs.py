@@ -16,7 +16,7 @@ ID_CHARS_MAX = 28
 def equations(root: MapNode, problems: Problems) -> tuple[Equation, ...]:
     """Return the equations in the file's order. A bare text is a formula.
 
-    They are a mapping from names, or a list of mappings with an `id` or a `name`.
+    The file has a mapping from names to equations, or a list of mappings with `id` or `name`.
     """
     block = Record(root, what="contract", known=(), problems=problems).present("equations")
     if isinstance(block, ListNode):
@@ -95,7 +95,7 @@ def _obligation(record: Record, taken: dict[str, int]) -> Obligation:
 def _id_from(property_text: str, taken: dict[str, int]) -> str:
     """Return an id from the first words of a property, and add it to `taken`.
 
-    If another property began with the same words, the id gets a number, from -2 on.
+    If that id is taken, a number is added to it, from `-2` on.
     """
     spaced = "".join(char if char.isalnum() else " " for char in property_text.lower())
     first, *words = spaced.split() or ["obligation"]

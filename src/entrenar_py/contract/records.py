@@ -24,7 +24,7 @@ class Binding:
     """The binding of one statement: the check that tries it, or the reason why none does.
 
     `kind` and `item` name the statement (`test`, `FALSIFY-RING-004`), `position` is the place of
-    the binding. `untried` is the reason why nothing is compared, empty if a check is bound.
+    the binding. `untried` is the reason why nothing is compared, empty if a check runs.
     `systems` are the systems that the statement is about, empty for all. `departures` are
     descriptions of each value that differs from the contract's (`severity P2 in place of P0`).
     """
@@ -72,7 +72,7 @@ class Invariant:
 
     @property
     def item(self) -> str:
-        """The id of the statement that this clause is, or is part of."""
+        """The id of the statement from which this clause was made, whole or in part."""
         return self.id if self.binding is None else self.binding.item
 
     @property
@@ -141,8 +141,8 @@ class Harness:
 class FalsificationTest:
     """A written attempt to falsify a clause; `rule` is the file's text on what it attacks.
 
-    `target` is the resolved rule: the id of a clause or obligation, the name of an equation, or ""
-    for free text. `obligation` is the obligation that the test names in its own key.
+    `target` is what `rule`, or else the key `obligation`, refers to: the id of a clause or
+    obligation, the name of an equation, or "" if neither refers to any.
     """
 
     id: str

@@ -1,7 +1,7 @@
 """The requirements on each block of a contract.
 
-Each function reads one block, records its problems, and returns the content or the names that
-other parts of the contract may refer to.
+Each function returns the content of one block, or checks something across blocks. All of them
+record problems.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from entrenar_py.contract.tree import MapNode, ScalarNode, plain
 
 
 def block(root: MapNode, name: str, problems: Problems) -> MapNode | None:
-    """Return the mapping under `name`; None if absent, None and an error for anything else."""
+    """Return the mapping under `name`, or None. A value that is not a mapping is an error."""
     node = Record(root, what="contract", known=(), problems=problems).present(name)
     if node is None or isinstance(node, MapNode):
         return node
@@ -73,7 +73,7 @@ def _version(record: Record, root: MapNode, problems: Problems) -> str:
 
 
 def note_blocks(root: MapNode, problems: Problems) -> None:
-    """Note the top-level blocks that contain no clause and are kept as plain data."""
+    """Record a note on the top-level blocks that contain no clause and are kept as plain data."""
     with_clauses = {group.split(".")[0] for group, _ in layout.clauses(root)}
     with_clauses |= {"invariants" for _ in layout.named_invariants(root)}
     work = {group.split(".")[0] for group, _ in layout.records_of_work(root)}
@@ -116,7 +116,7 @@ def unique_ids(root: MapNode, problems: Problems) -> None:
 
 
 def scenarios(root: MapNode, problems: Problems) -> None:
-    """Require that each entry of each clause expands to scenarios, at most SCENARIOS_MAX in all."""
+    """Require that the clauses' `scenarios` are valid, and are at most SCENARIOS_MAX together."""
     room = scenario_counts.Room(problems)
     quiet = Problems()  # the reader of clauses reports wrong shapes
     clauses = [(None, node) for _, node in layout.clauses(root)]

@@ -28,9 +28,9 @@ _BUILDERS: dict[str, Callable[[yaml.ScalarNode], Any]] = {
 
 
 def resolve(event: Any, at: Position, problems: Problems) -> ScalarNode:
-    """Return the scalar of a `yaml.ScalarEvent`; as text, with a problem, if its tag doesn't fit.
+    """Return the scalar of a `yaml.ScalarEvent`. Record an error if its tag doesn't fit.
 
-    Dates and other kinds than str, int, float, bool and null stay text.
+    Only int, float, bool and null are converted. Dates, other kinds and errors stay text.
     """
     text: str = event.value
     tag = event.tag or _implicit_tag(event)

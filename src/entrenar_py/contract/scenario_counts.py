@@ -15,14 +15,14 @@ SCENARIOS_MAX = 10_000  # in one contract; running more would take too long
 
 
 class Room:
-    """The scenarios that a contract may still have: SCENARIOS_MAX, shared by all its entries."""
+    """The number of scenarios that a contract may still have: all entries share SCENARIOS_MAX."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems
         self._left = SCENARIOS_MAX
 
     def take(self, node: MapNode, record: Mapping[str, Any], what: str) -> None:
-        """Count an entry's scenarios; an invalid or empty entry, or one too many, is an error."""
+        """Count an entry's scenarios. Errors are an invalid or empty entry, and too many in all."""
         if self._left < 0:
             return  # already reported
         num = 0

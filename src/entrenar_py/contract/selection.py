@@ -9,7 +9,7 @@ from entrenar_py.errors import UsageError
 
 
 def ids_of(contract: Contract) -> dict[str, None]:
-    """Return the ids that select clauses. A statement's id selects all parts it is bound in."""
+    """Return the ids that select clauses. A statement's id selects all clauses made from it."""
     return {name: None for clause in contract.invariants for name in (clause.id, clause.item)}
 
 

@@ -20,7 +20,7 @@ from entrenar_py.contract.records import Contract
 from entrenar_py.contract.vocabulary import CheckTerms
 
 # Least number of words that a statement and its check share. On 85 statements bound by hand, this
-# gave 22 right guesses and 5 wrong ones. One shared hint gave 36 right and 45 wrong.
+# gave 22 right guesses and 5 wrong ones. Asking for only one shared hint gave 36 and 45.
 SHARED_MIN = 3
 STEM_CHARS_MIN = 4
 _ENDINGS = (
@@ -59,7 +59,7 @@ def draft(contract: Contract, checks: Sequence[CheckTerms]) -> str:
 
 
 def _is_decided(item: Item, contract: Contract, checks: Sequence[CheckTerms]) -> bool:
-    """Return whether `item` has a check by name or id, or is a test that attacks a clause."""
+    """Return whether `item` names a check, has the id of one, or is a test attacking a clause."""
     if item.kind == "clause":
         return item.clause.check is not None or item.id in {check.id for check in checks}
     targets = {test.id: test.target for test in contract.falsification_tests}
@@ -85,15 +85,15 @@ def _entry(item: Item, checks: Sequence[CheckTerms]) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return `text` on one line as a double-quoted YAML scalar; a JSON string is one."""
+    """Return `text` on one line as a JSON string, which YAML reads as a double-quoted scalar."""
     return json.dumps(" ".join(text.split()), ensure_ascii=True)
 
 
 def guess(item: Item, checks: Sequence[CheckTerms]) -> tuple[CheckTerms | None, str]:
     """Return the check that `item` most likely needs, or None, and the reason for the choice.
 
-    The two must share SHARED_MIN words, at least one of them a hint (`CheckTerms.spoken_of`). Hints
-    count twice. No guess is better than a wrong one, which a person has to find and undo.
+    If no ids match, statement and check must share SHARED_MIN words, at least one of them a hint (a
+    word of `CheckTerms.spoken_of`). Hints count twice. A wrong guess is worse than none.
     """
     for check in checks:
         if check.id.lower() in item.id.lower() or _number_of(check.id) == _number_of(item.id):

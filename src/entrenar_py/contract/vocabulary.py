@@ -21,9 +21,9 @@ _NAMES_MAX = 5  # clauses named in one line
 class CheckTerms:
     """The properties of a check that clauses refer to.
 
-    It decides the clause with the same `id`, even unnamed. `decides` is one line on what it
-    decides, `spoken_of` are other words for that. `tolerance_kinds` are the kinds it can judge by.
-    `takes_tolerance` says whether it allows the difference that a clause states.
+    A check decides the clause with the same `id` even if the clause doesn't name the check.
+    `decides` is one line on what it decides, `spoken_of` holds other words for that. It can judge
+    by `tolerance_kinds`; `takes_tolerance` says whether it allows the difference a clause states.
     """
 
     name: str
@@ -38,7 +38,7 @@ class CheckTerms:
 class Vocabulary:
     """The known checks, and the names of the planted bugs.
 
-    `mutants` may load the bugs, so it is called only for a clause that names one. If it returns
+    `mutants` may load the bugs, so it is called only for a clause that names a bug. If it returns
     None, or if `checks` is None, the names are not checked.
     """
 
@@ -54,7 +54,7 @@ class Vocabulary:
 
 
 def check_names(record: Record, clause: Invariant, vocabulary: Vocabulary) -> None:
-    """Record an error for an unknown check or mutant."""
+    """Record an error for an unknown check or mutant, a warning for a tolerance without effect."""
     check = vocabulary.check_of(clause)
     if check is not None:
         _check_tolerance(record, clause, check)

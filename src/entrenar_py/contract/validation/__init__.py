@@ -76,7 +76,7 @@ class Validation:
 
     @property
     def findings(self) -> tuple[RuleFinding, ...]:
-        """All findings, also suppressed ones: those of each contract, then on suppressions."""
+        """All findings, suppressed or not: those in each contract, then those on suppressions."""
         return (*(finding for judged in self.contracts for finding in judged.findings), *self.stale)
 
     @property

@@ -31,8 +31,8 @@ _READER = {"error": UNREADABLE, "warning": OURS, "note": NOTE}
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """A contract's file and the `problems` that its reader found. `contract` is None if one of
-    these is an error, `outline` if the file has no tree.
+    """A contract's file and its `problems`: the reader's, and each clause that can't be tried.
+    `contract` is None if the reader found an error, `outline` is None if the file has no tree.
     """
 
     path: Path
@@ -43,9 +43,9 @@ class Examined:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleFinding:
-    """One breach of `rule`. `at` is None if it is in no file; `item` is a dotted path or "".
+    """One breach of `rule`. `at` is None if no file has its place; `item` is a dotted path or "".
 
-    A `suppressed` finding is reported but does not count.
+    A `suppressed` breach doesn't count. For a stale suppression, `item` is its source.
     """
 
     rule: Rule
@@ -87,7 +87,7 @@ def judge(
     suppressions: Sequence[Suppression],
     today: datetime.date,
 ) -> tuple[RuleFinding, ...]:
-    """Return the findings in one contract, in the file's order, without rules that are off."""
+    """Return the findings in one contract, in the file's order, but none of rules that are off."""
     active = [suppression for suppression in suppressions if not suppression.is_over(today)]
     path = str(examined.path)
 

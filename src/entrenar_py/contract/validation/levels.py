@@ -42,7 +42,7 @@ def resolve(
     """Return rule id -> level, from `given` if it names the rule, else from `defaults`.
 
     Under `strict` each warning becomes an error, even one in `given`. Raises UsageError for an
-    unknown rule or level, and for another level of a `fixed` rule.
+    unknown rule or level, and for a `fixed` rule with a level other than its default.
     """
     levels = dict(defaults)
     for rule, text in given.items():

@@ -59,7 +59,7 @@ class Item:
         return value_node.text.strip() if isinstance(value_node, ScalarNode) else ""
 
     def at(self, key: str) -> Position:
-        """Return the place of the value of `key`, even if empty; of the item if there is none."""
+        """Return the place of the value of `key`, even if empty; the item's if it lacks the key."""
         if isinstance(self.node, MapNode):
             for name in (key, *_ALSO.get(key, ())):
                 if name in self.node.fields:
@@ -71,7 +71,7 @@ class Item:
 class Outline:
     """A contract as the rules see it; `items` are grouped by the names of their blocks.
 
-    `kind` is the kind it is judged as; `declared` says whether the contract names it itself.
+    `kind` is the kind it is judged as; `declared` says whether the contract itself names a kind.
     """
 
     root: MapNode
@@ -86,7 +86,7 @@ class Outline:
         return self.kind not in (*KINDS, CLAUSES) or self.kind in PROVED
 
     def at(self, block: str) -> Position:
-        """Return the place of a top-level key's value; the beginning of the file without one."""
+        """Return the place of the value of the key `block`, or the file's beginning without one."""
         found = self.root.fields.get(block)
         return self.root.at if found is None else found.at
 

@@ -1,4 +1,4 @@
-"""Suppressions: findings of a rule that don't count until a day, with the reason."""
+"""Suppressions: findings of a rule that, for a given reason, don't count up to a last day."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def read(entry: Mapping[str, Any], *, source: str, at: Position | None = None) -
 def parse(text: str) -> Suppression:
     """Return the suppression written in `text` in the form FORM, as on a command line.
 
-    The word after `in` is a file if it ends in .yaml or .yml, else an item. Raises UsageError for a
+    The text after `in` is a file if it ends in .yaml or .yml, else an item. Raises UsageError for a
     text of another form, and for the same errors as `read`.
     """
     source = f"--suppress {text!r}"
