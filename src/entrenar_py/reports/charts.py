@@ -20,7 +20,7 @@ _TICKS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a chart with its label. `colour` is a number of the page's colours, from 0."""
+    """One line of a chart with its label. `colour` is the index of one of the page's colours."""
 
     label: str
     points: Points
@@ -125,7 +125,7 @@ def _value_ticks(axis: _Axis, values: Sequence[float]) -> Iterator[tuple[float, 
 
 
 def _round(span: float) -> float:
-    """Return the smallest 1, 2 or 5 times a power of ten that `span` holds at most _TICKS times."""
+    """Return the smallest 1, 2 or 5 times a power of ten that fits `span` at most _TICKS times."""
     least = span / _TICKS
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))

@@ -28,10 +28,10 @@ Points = tuple[tuple[int, float], ...]  # step and value, ascending
 class Curve:
     """One run: its losses, and its distances from the run with one worker.
 
-    Curves with the same `training` may be drawn together. `distances` are the largest absolute
-    difference of any weight on any rank (`of_weights`), or of the loss if the traces kept no
-    values. They are empty if the run was not judged together with a run on one worker. `strange` is
-    the first step with a loss that is not finite; such losses are not among the points.
+    Curves with the same `training` may be drawn together. A step's distance is the largest absolute
+    difference of any weight on any rank (`of_weights`), or that of the loss if the traces kept no
+    values. Distances exist only if the run was compared with a run on one worker. `strange` is the
+    first step with a loss that is not finite; such losses are not among the points.
     """
 
     scenario: Scenario
@@ -88,7 +88,7 @@ def _curve(trace: Trace) -> Curve | None:
 
 
 def _alone(curve: Curve, others: Sequence[Trace]) -> Trace | None:
-    """Return the undisturbed run of the same training on one worker; None if `curve` is on one."""
+    """Return the run of the same training on one worker, without faults or stops, or None."""
     if curve.scenario.world_size == 1:
         return None
     for other in others:
@@ -124,7 +124,7 @@ def _loss_distances(alone: Trace, trace: Trace) -> Points:
 
 
 def _largest(expected: Tensors, got: Tensors) -> float | None:
-    """Return the largest difference of any element; None if values that differ were not kept."""
+    """Return the largest absolute difference of an element; None if values can't be compared."""
     largest = 0.0
     for name in expected.keys() | got.keys():
         left, right = expected.get(name), got.get(name)

@@ -90,7 +90,7 @@ def note_lines(entry: Entry) -> list[str]:
 def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
     """Return reason -> inconclusive entries without a comparison, if several share the reason.
 
-    The clause's place, with which a reason may begin, is removed.
+    If a reason begins with the clause's place, the place is removed.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in entries:

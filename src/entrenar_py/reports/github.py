@@ -46,7 +46,7 @@ def summary_path(environment: Mapping[str, str]) -> Path:
 def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterator[str]:
     """Yield an annotation for each entry that did not hold, worst first.
 
-    A runner shows ten of a kind. Those outside of the checkout `root` have no file and line.
+    A runner shows ten of each level. One outside of the checkout `root` has no file and line.
     """
     for entry in report.ranked:
         level = evidence.level(entry, allow_inconclusive=allow_inconclusive)

@@ -115,7 +115,7 @@ def _evidence(report: Report, entry: Entry) -> Iterator[str]:
 
 
 def _planted(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield the planted bugs that must break each clause, which show what the checks can detect."""
+    """Yield as HTML a table of planted bugs, each with the clause that it must break."""
     try:
         known = mutants.catalogue()
     except UsageError:  # the package was installed without the planted bugs

@@ -66,7 +66,7 @@ def _add_properties(suite: Element, report: Report) -> None:
 
 
 def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield a property with the ids of all clauses that don't apply, then one with each reason."""
+    """Yield (name, value): the ids of all clauses that don't apply, then each one's reason."""
     ids = [skipped.invariant.id for skipped in report.not_applying]
     if ids:
         yield "not_applying", " ".join(ids)
@@ -76,7 +76,7 @@ def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _case(suite: Element, report: Report, clause: Invariant, elapsed_s: float) -> Element:
-    """Add an empty test case for `clause`."""
+    """Add a test case without a result for `clause`."""
     return SubElement(
         suite,
         "testcase",

@@ -15,7 +15,7 @@ from entrenar_py.untrusted import escaping
 def require_writable(path: Path, option: str, *, variable: str = "") -> None:
     """Require that a file can be written at `path`, without creating or opening it.
 
-    `option` (`json`) gave the path, or the environment's `variable` if it is set. Raises UsageError
+    The path is from `option` (`json`), or the environment's `variable` if given. Raises UsageError
     with field `option` for a directory, a missing folder, a pipe, a socket, or missing permission.
     """
     problem = _problem(path)

@@ -104,7 +104,7 @@ class Configuration:
 class Report:
     """The result of a run over a contract.
 
-    `entries` has one Entry for each selected invariant, in the contract's order. `contract_given`
+    `entries` has one Entry for each judged invariant, in the contract's order. `contract_given`
     and `bindings_given` are the values of `--contract` and `--bind` that find the contract again,
     and `command` repeats the whole run, all as typed in a shell. `environment` holds versions and
     devices. `num_traces` is the number of stored traces judged, None if scenarios were run.
@@ -273,7 +273,7 @@ class Report:
     def meanings(self, entry: Entry) -> tuple[str, ...]:
         """Return the contract's explanations of a failure of `entry`; () if it is not falsified.
 
-        They are the `if_fails` of every falsification test that is the clause or attacks it.
+        They are the `if_fails` of each test that attacks the clause, or of which it was made.
         """
         if entry.verdict is not Verdict.FALSIFIED:
             return ()

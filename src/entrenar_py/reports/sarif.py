@@ -3,7 +3,7 @@
 A falsified clause is an `error`. An inconclusive one is a `warning`, or a `note` under
 `--allow-inconclusive`. Clauses that do not apply, and notes, are notifications: readers take a
 result of any kind for an alert. A run that was interrupted or selected nothing is not successful.
-So a log without errors and warnings of a successful run means exit code 0.
+So the exit code is 0 if the run is successful and the log has no errors and no warnings.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def lines(validation: Validation) -> Iterator[str]:
 
 
 def verdicts(validation: Validation) -> Iterator[str]:
-    """Yield `FILE: valid, 6 invariants, 0 warnings` for each contract, then stale suppressions."""
+    """Yield `FILE: valid, 6 invariants, 0 warnings` per contract, then `suppressions: 2 stale`."""
     for judged in validation.contracts:
         errors = count(judged.findings, Level.ERROR)
         word = "not valid" if errors else "valid"
@@ -72,7 +72,7 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
 def annotate(found: Validation, *, root: Path) -> Iterator[str]:
     """Yield an annotation for each finding that counts, worst first.
 
-    A runner shows ten of a kind. Those outside of the checkout `root` have no file and line.
+    A runner shows ten of each level. One outside of the checkout `root` has no file and line.
     """
     counted_findings = [finding for finding in found.findings if finding.counts]
     for finding in sorted(counted_findings, key=lambda finding: list(LEVELS).index(finding.level)):
