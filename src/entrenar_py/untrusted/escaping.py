@@ -39,12 +39,12 @@ def text(given: object) -> str:
 
 
 def line(given: object) -> str:
-    """Return `given` on one line with single spaces, never as a command of GitHub's runners."""
+    """Return `given` on one line with single spaces, with no command in it for GitHub's runners."""
     return _COMMAND.sub(_disarmed, _joined(given))
 
 
 def exact(given: object) -> str:
-    """Return a command on one line with all its spaces; tabs and line ends are escaped."""
+    """Return `given` on one line with all its spaces; tabs and line ends are escaped."""
     shown = text(given).replace("\t", r"\t").replace("\n", r"\n")
     return _COMMAND.sub(_disarmed, shown)
 
@@ -62,7 +62,7 @@ def shortened(given: str, *, chars_max: int = 400) -> str:
 
 
 def html(given: object) -> str:
-    """Return `given` on one line with all its spaces, none of it HTML markup."""
+    """Return `given` on one line with all its spaces, escaped so that none of it is HTML markup."""
     return escape(exact(given))
 
 
@@ -89,7 +89,7 @@ def _disarmed(found: re.Match[str]) -> str:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """Return the JSON escape of a character. In JSON it can only be part of a string."""
+    """Return the JSON escape of a hidden character, which in JSON can stand only in a string."""
     code = ord(found[0])
     if 0xD800 <= code <= 0xDFFF:
         return rf"\\u{code:04x}"

@@ -31,7 +31,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
     """Open the regular file at `path` for reading; raise OSError at once for anything else.
 
-    A file larger than `bytes_max` is an OSError too. None sets no limit, for reading by lines.
+    A file larger than `bytes_max` is an OSError too. None sets no limit, for use with `lines`.
     """
     handle = _opened(path)
     try:
@@ -49,7 +49,7 @@ def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
 def read(path: Path, *, bytes_max: int) -> bytes:
     """Return the contents of the file at `path`, or of a pipe (`<(command)` in a shell).
 
-    A pipe must end within PIPE_S. Raises OSError for anything else, and for over `bytes_max` bytes.
+    A pipe must end within PIPE_S. Raises OSError for other kinds of file, and over `bytes_max`.
     """
     handle = _opened(path)
     try:
