@@ -41,7 +41,7 @@ MODES: dict[str, tuple[str, ...]] = {
 def require_compatible(options: argparse.Namespace, *, mode: str = "") -> None:
     """Raise UsageError if an option that was typed has no effect with the other options.
 
-    `mode` describes the mode in messages, for callers that set it without a typed option.
+    `mode` describes `options.mode` in messages, if it was set by something other than an option.
     """
     for action in parser.build()._actions:
         name, option = action.dest, action.option_strings[0]
