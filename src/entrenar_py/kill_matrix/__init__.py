@@ -1,8 +1,8 @@
 """The kill matrix: run every planted bug against the clauses that claim to detect it.
 
 A clause kills a mutant when the mutant falsifies it, and for the right reason only when the finding
-names the planted place. A benign variant must be held by every clause it is tried on, and may be
-falsified by none.
+names the planted place. On a benign variant every clause that it lists as `tried` must hold, and no
+clause may be falsified.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(
     invariants: Mapping[str, Invariant],
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Judge each variant by its clauses. Return a row for each, and call `on_row` with it at once.
+    """Judge each variant by its clauses. Return the rows, and pass each to `on_row` at once.
 
     Raises UsageError for a clause that is not in `invariants`.
     """
@@ -124,7 +124,7 @@ def show(console: Console) -> int:
 
 
 def _explores(clause: Invariant, system: str) -> bool:
-    """Return whether `system` is a trainer, and `clause` has its own check for any training."""
+    """Return whether `system` is a trainer, and the clause's own check fits any training of it."""
     check = checks.bind(clause)
     if check is None or check.id != clause.id or system not in systems.TRAINERS:
         return False

@@ -29,7 +29,7 @@ class Row:
 
     @property
     def place_right(self) -> bool:
-        """Return whether the counterexample names the planted place, in each planned field."""
+        """Return whether the counterexample has the value of each field of the planted place."""
         broken = self.finding.counterexample
         return broken is not None and all(
             getattr(broken, name) == value for name, value in self.variant.place.items()
@@ -39,8 +39,8 @@ class Row:
     def right(self) -> bool:
         """Return whether the mutant was killed for the right reason, or the benign variant passed.
 
-        A benign variant must be held by the clauses it is tried on. Every other clause may have
-        nothing to compare in so small a run, but may not be falsified.
+        On a benign variant the clauses in `tried` must hold. All others may also be inconclusive,
+        because so small a run may give them nothing to compare.
         """
         if not self.variant.benign:
             return self.killed and self.place_right
@@ -65,7 +65,7 @@ class Row:
 
 
 def planted(variant: Variant) -> str:
-    """Return the planted place in the words of a counterexample."""
+    """Return the planted place as text, in the words of `Counterexample.place()`."""
     place = Counterexample(message="", **variant.place)
     values = "" if place.got is None else f"{place.got} for {place.expected}"
     return ", ".join(filter(None, (place.place(), values)))
@@ -91,7 +91,7 @@ def all_right(rows: Sequence[Row]) -> bool:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return how many mutants were killed for the right reason, and benign variants silent."""
+    """Return a line: how many mutants were rightly killed, how many benign variants were silent."""
     right: dict[str, bool] = {}
     for row in rows:
         right[row.variant.name] = right.get(row.variant.name, True) and row.right
