@@ -1,7 +1,7 @@
 """Convert dataclasses to plain records that JSON can hold, and back, by their annotations.
 
-This module knows nothing of files, frames or events. A `Form` defines which values a name in an
-annotation stands for.
+This module knows nothing of files, frames or events. A `Form` says how the values of one
+annotation are read and written.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def whole(least: int, most: int = INT_MAX, *, advice: str) -> Form:
 
 
 def many(item: Form, *, most: int | None = None) -> Form:
-    """Return the form of tuples of any length, or of at most `most` items. JSON holds a list."""
+    """Return the form of tuples of `item`s, any number or at most `most`. JSON holds a list."""
     advice = "use a list" if most is None else f"use a list of at most {most}"
 
     def read(value: Any) -> tuple[Any, ...]:
