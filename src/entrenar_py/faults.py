@@ -130,8 +130,8 @@ class Fault:
     """One planned fault. `step` counts from 0. `value` is a number as text ("nan"), so that JSON
     can hold it, or one of LIES or STRANGERS.
 
-    Raises UsageError for an unknown kind, for a field of the wrong type, and for a field that the
-    kind requires and that is not set, or that is set and that the kind does not use.
+    Raises UsageError for an unknown kind, for a field of the wrong type, for a required field that
+    is not set, and for a set field that the kind does not use.
     """
 
     kind: str
