@@ -27,7 +27,7 @@ class Variant:
     """A trainer changed from outside: `plants` maps dotted paths of functions to replacements.
 
     `invariants` are the clauses that the bug must break. A benign variant has none: the clauses in
-    `tried` must hold on it, and no other clause that explores may be falsified. `place` is what the
+    `tried` must hold on it, and no other that judges it may be falsified. `place` is what the
     counterexample must name (step, rank, shard, tensor, ...). `source` says where the bug was seen.
     """
 
@@ -73,7 +73,7 @@ def catalogue() -> dict[str, Variant]:
 class Planting:
     """A planted variant. `struck` is True once one of the replaced functions was called.
 
-    It is True from the start for a variant that replaces nothing, and is a scenario only.
+    It is True from the start for a variant that only has a scenario and replaces no function.
     """
 
     def __init__(self, *, struck: bool = False) -> None:
@@ -92,7 +92,7 @@ class Planting:
 
 @contextmanager
 def planted(name: str | None) -> Iterator[Planting]:
-    """Plant the variant called `name` for the `with` block; UsageError if there is none."""
+    """Plant the variant `name` for the `with` block (None: nothing); UsageError if unknown."""
     if name is None:
         yield Planting()
         return
