@@ -1,4 +1,4 @@
-"""The schedule and the rule of the outer step, by which workers that step alone synchronise."""
+"""The settings and the schedule of the outer step, which synchronises workers after local steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entrenar_py.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Outer:
-    """DiLoCo's settings: each worker makes `inner_steps` alone, then all make one Nesterov step.
+    """DiLoCo's settings: each worker makes `inner_steps` locally, then all make one Nesterov step.
 
     The defaults are the paper's. Raises UsageError when a value is out of range.
     Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
@@ -38,7 +38,7 @@ class Outer:
         return cls(**{name: value for name, value in options.items() if name in names})
 
     def round_end(self, step: int, num_steps: int) -> int:
-        """Return the first step after the round of `step`. The last step of all ends a round."""
+        """Return the first step after the round that `step` is in. The last round may be short."""
         return min((step // self.inner_steps + 1) * self.inner_steps, num_steps)
 
     def ends_round(self, step: int, num_steps: int) -> bool:
