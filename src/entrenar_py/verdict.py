@@ -80,8 +80,8 @@ class Finding:
     """The verdict on one invariant: how many comparisons were made, and what broke or is missing.
 
     `reason` is empty only for HELD. `notes` are facts to print with any verdict (a software
-    adapter, a skipped backend). `vacuous` marks an INCONCLUSIVE for which the runs had nothing to
-    compare; it is False if the runs lack a fact that the comparison needed.
+    adapter, a skipped backend). `vacuous` is True if the verdict is INCONCLUSIVE because there was
+    nothing to compare, False if a comparison lacked a fact that it needed.
     """
 
     invariant: str
@@ -147,8 +147,8 @@ class Tally:
     notes: list[str] = field(default_factory=list)
 
     def check(self, holds: bool, message: str, **place: Any) -> bool:
-        """Count one comparison, and return `holds`. If it is False, keep a counterexample, whose
-        fields are `place`, with `scenario` as a Scenario.
+        """Count one comparison, and return `holds`. If that is False, keep a counterexample with
+        the fields in `place`; a `scenario` among them is given as a Scenario.
         """
         self.compared += 1
         if not holds:
