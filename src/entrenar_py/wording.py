@@ -11,7 +11,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def named(noun: str, numbers: Iterable[int], *, most: int = 8) -> str:
-    """Return `rank 3` or `ranks 0, 1, 2` for distinct numbers, of which `most` are listed."""
+    """Return `rank 3` or `ranks 0, 1, 2` for distinct numbers, listing at most `most`."""
     known = sorted(numbers)
     return f"{noun}{'s' if known[1:] else ''} {listed(known, most=most)}"
 
