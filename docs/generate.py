@@ -257,7 +257,7 @@ def _planned(check: Check, clause: Invariant) -> str:
     planned = check.plan(clause)
     on = " and ".join(dict.fromkeys(f"`{one.system}`" for one in planned))
     said = " ".join((check.plan.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
-    return f"{len(planned)} on {on}: {said[:1].lower()}{said[1:]}"
+    return f"{len(planned)} on {on}: {said.removeprefix('Plan ')}"
 
 
 def fields() -> str:
