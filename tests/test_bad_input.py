@@ -83,7 +83,7 @@ BAD_ARGUMENTS: dict[str, tuple[tuple[str, ...], str]] = {
     "trace is text": (("--judge", "small-v1.yaml"), "small-v1.yaml:1: not a line of a trace"),
     "no replay": (("--replay", "none.json"), "replay file none.json: can't be read"),
     "replay folder": (("--replay", "."), "replay file .: can't be read"),
-    "replay is text": (("--replay", "small-v1.yaml"), "replay file small-v1.yaml: can't be read"),
+    "replay is text": (("--replay", "small-v1.yaml"), "replay file small-v1.yaml: not JSON"),
     "flag": (("--frobnicate",), "unrecognized arguments: --frobnicate"),
 }
 

@@ -302,7 +302,7 @@ def test_a_message_is_finished_before_the_next() -> None:
             (later, "a frame of another message came in between"),
             (changed(second, 16, "<I", 1), "a frame of another message came in between"),
             (changed(second, 24, "<Q", 61), "payload_bytes=61: it began with 60"),
-            (changed(second, 20, "<I", 15), "chunk_bytes=15: use 44"),
+            (changed(second, 20, "<I", 15), "chunk_bytes=15: use 16"),
             (changed(second, 6, "B", 1), "a frame out of its turn"),
         ):
             reader = decoder()

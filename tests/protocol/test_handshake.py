@@ -43,7 +43,9 @@ HELLO = Hello(
 @given(data=st.data())
 def test_it_depends_on_all_that_was_said(use: Use, data: st.DataObject) -> None:
     """Another secret, challenge or hello gives another proof and another key."""
-    heard = st.tuples(st.binary(max_size=40), said(Challenge), said(Hello))
+    # HMAC fills a short key up with zero bytes, so secrets that differ in these alone are one.
+    secrets = st.binary(max_size=40).map(lambda secret: secret.rstrip(b"\0"))
+    heard = st.tuples(secrets, said(Challenge), said(Hello))
     one, other = data.draw(heard), data.draw(heard)
     blank = [(secret, asked, replace(hello, proof="")) for secret, asked, hello in (one, other)]
     assert (use(*one) == use(*other)) == (blank[0] == blank[1])
