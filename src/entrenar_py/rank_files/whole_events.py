@@ -92,7 +92,7 @@ def _of_replica(rank: int, by_rank: Mapping[int, State], layout: Layout) -> list
 def _tensors(
     rank: int, by_rank: Mapping[int, State], ranks: Ranks, layout: Layout
 ) -> dict[str, Any]:
-    """Return the fields of the rank's event that have tensors, with those of the whole model."""
+    """Return the tensor fields of `rank`'s event, filled with the whole model's tensors."""
     return {
         part: whole_tensors.seen_by(
             rank, {other: getattr(event, part) for other, event in by_rank.items()}, ranks, layout
