@@ -26,7 +26,7 @@ class _Open(Vocabulary):
 
 
 def select(named: str | Path | None) -> Mapping[str, str]:
-    """Return, by check, the id of the clause in the contract `named` that the check decides.
+    """Return check -> id of the first clause in the contract `named` that the check decides.
 
     `named` is a file or a shipped contract; None stands for ALL. Raises UsageError if the contract
     has no clause that can be watched, and ContractError if the file is no contract.
