@@ -40,7 +40,7 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The table of a configuration at `path` in `file`; `places` has the places of all keys."""
+    """The table at key path `path` of `file`; `places` has line and column of all its keys."""
 
     file: str
     path: positions.Path
