@@ -1,6 +1,6 @@
 """Both ends prove that they know a secret without sending it, and derive the session's key.
 
-Proofs and key are HMAC-SHA256 over a word for their use, the challenge and the hello. Both messages
+Proofs and key are HMAC-SHA256 over a purpose label, the challenge and the hello. Both messages
 hold fresh nonces, so no proof can be used twice. With an empty secret the proofs still bind a
 session to its nonces, but anyone can compute them.
 """
