@@ -76,7 +76,7 @@ class MicroBatches:
         self._state_before, self._draws, self.samples.ids = "", None, []
 
     def within_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
-        """Add the gradient of a backward pass that was nested in the last one."""
+        """Add the gradient of a nested pass to the last micro-batch done."""
         if self.done:
             last = self.done[-1]
             total = whole_tensors.total([last.gradient, gradient])
