@@ -61,7 +61,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedWire:
-    """Takes the bytes of a simulated end: `send` gets those of a message in one piece."""
+    """A simulated end's wire: `send` gets each message with its bytes in one piece."""
 
     send: Callable[[Peer, Message, bytes], None]
     close: Callable[[Peer, str], None]
