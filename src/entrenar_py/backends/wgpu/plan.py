@@ -18,7 +18,7 @@ ALIGNMENT = 256  # WebGPU's largest min-storage-buffer-offset-alignment
 
 @dataclass(frozen=True)
 class Plan:
-    """The dispatches to compute `once`, which need no input of a run, and the `steps` of a run.
+    """The dispatches: `once` are those that need no input of a run, `steps` those of each run.
 
     `kept` are the buffers that `once` writes. `slots` has the index of the shared piece of memory
     for each buffer that `steps` write, `slot_bytes` the sizes of these pieces.
