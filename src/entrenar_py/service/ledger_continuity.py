@@ -30,9 +30,9 @@ def to_record(last: Mark | None) -> Mapping[str, Any] | None:
 
 
 def since(progress: Mapping[str, Any], path: Path) -> trace.Gap:
-    """Return the gap of a ledger that begins at the checkpoint at `path` with this `progress`.
+    """Return the gap of a new ledger that goes on from the checkpoint at `path`.
 
-    Raises CheckpointError if the entry for the ledger's line is malformed.
+    `progress` is the checkpoint's. Raises CheckpointError if its KEY entry is malformed.
     """
     step = int(progress["step"])
     named = progress.get(KEY)
