@@ -60,10 +60,10 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Average:
-    """One step's average: `mean` is the averaged vector, `clipped` its gradient part, clipped.
+    """One step's average: `mean` is the averaged vector, `clipped` the gradient in it, clipped.
 
-    `loss` is the mean loss over the batch's `weight`, and `rate` the learning rate. `record` is the
-    gradient before clipping. `norm` and `applied_norm` are its L2 norms before and after clipping.
+    `loss` is the batch's summed loss divided by its `weight`, and `rate` the learning rate.
+    `record` is the gradient before clipping. `norm`, `applied_norm`: L2 norms before and after it.
     """
 
     mean: Array
