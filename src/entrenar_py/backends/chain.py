@@ -113,7 +113,7 @@ def _probe_hardware(backend: Backend) -> Tensor:
 
 
 def _reason(name: str, error: Exception) -> str:
-    """Describe `error` without the prefix `backend NAME: `, for a message that has the name."""
+    """Describe `error` without the prefix `backend NAME: `, for messages that begin with NAME."""
     if isinstance(error, BackendUnavailable):
         return str(error).removeprefix(f"backend {name}: ")
     return f"{type(error).__name__}: {error}"

@@ -43,8 +43,8 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
     The graph depends on the shapes, dtypes, strides and `requires_grad` of `inputs`, not on values.
     Tensors that `fn` takes from elsewhere become constants, as do small tensors computed from
     constants alone. No operation of the graph writes to its operands. Every node has `meta["val"]`,
-    a fake tensor, and `meta["line"]`, the model's line that it comes from (`decoder.py:12 in
-    forward`). A node made by autograd has the line of its forward operation.
+    a fake tensor, and `meta["line"]`, the model's source line that it comes from (`decoder.py:12
+    in forward`). A node made by autograd has the line of its forward operation.
     Raises UsageError for operations that can't be in a graph.
     """
     graph = _trace(fn, [one.detach().requires_grad_(one.requires_grad) for one in inputs])
@@ -113,7 +113,7 @@ class _OnHost(TorchFunctionMode):
 
 
 class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives nodes the model's lines. Refuses reads of data, and writes to inputs and constants."""
+    """Gives nodes their source lines. Refuses reads of data, and writes to inputs and constants."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -217,7 +217,7 @@ def _mark(graph: Graph, last: Node, line: str) -> None:
 
 
 def _line_of(frame: FrameType | None) -> str:
-    """Return the model's innermost line among `frame` and its callers."""
+    """Return the innermost source line of the model among `frame` and its callers."""
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith((*_NOT_MODEL, "<")):

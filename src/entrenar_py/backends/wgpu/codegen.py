@@ -34,7 +34,7 @@ class Shader:
 
 
 def thread_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int) -> Shader:
-    """Return a kernel, one row per thread. `value` is the row's element, "" if loops write rows."""
+    """Return a kernel, one row a thread. `value` is a row's one element, "" if loops write rows."""
     size = math.prod(emitter.rows)
     body = [
         *_body(emitter, out, lanes=1),

@@ -125,7 +125,7 @@ class Emitter:
         return loop.total
 
     def columns(self, shape: Sequence[int], body: Callable[[at.Indices], str]) -> None:
-        """Write the row's elements, `body` for each index of `shape` in C order."""
+        """Write the row's elements: `body(indices)` for all indices of `shape`, in C order."""
         loop = self._open(shape)
         loop.value = body(loop.variables())
         self._close(loop)

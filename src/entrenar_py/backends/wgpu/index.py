@@ -16,7 +16,7 @@ ROW = 0  # the level of atoms that no loop of the kernel changes
 
 @dataclass(frozen=True)
 class Atom:
-    """The WGSL expression `text`, or `of / by` or `of % by` if `text` is that operator.
+    """The WGSL expression `text`, or `of / by` or `of % by`: then `text` is "/" or "%".
 
     `level` is the number of the loop that the atom changes with, or `ROW`.
     """

@@ -1,6 +1,6 @@
 """Lowers a graph of core ATen operations to dispatches of kernels.
 
-An operation without a kernel is refused with the model's line that uses it.
+An operation without a kernel is refused with the line of the model's source that uses it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Lowered:
 
 
 def lower(graph: GraphModule, limits: Limits, *, bindings_max: int, fused: bool = True) -> Lowered:
-    """Lower `graph` to dispatches. Without `fused`, each operation but a view has its own.
+    """Lower `graph` to dispatches. Without `fused`, each operation but a view has its own dispatch.
 
     Equal operations in `graph` are merged in place.
-    Raises UsageError, with the model's line, for an operation or a dtype that has no kernel.
+    Raises UsageError, with the model's source line, for operations and dtypes without a kernel.
     """
     _merge_equals(graph)
     return _Lowering(graph, Schedule(limits, bindings_max), fused).run()
@@ -122,7 +122,7 @@ class _Lowering:
         if isinstance(result, Value):
             assert result.shape == shape_of(node), f"{node.target}: {result.shape}"
             if result.dtype != DTYPES.get(node.meta["val"].dtype, result.dtype):
-                raise UsageError(_refusal(node))  # another overload: a view of the bits
+                raise UsageError(_refusal(node))  # another overload, such as view.dtype
             self._settle(node, name, result)
         return result
 

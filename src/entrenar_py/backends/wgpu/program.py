@@ -78,8 +78,8 @@ def compile_graph(
     """Compile a captured function of `inputs` and `resident` for the shapes of `inputs`.
 
     Uploads `resident` once. Without `fused`, each operation is a dispatch of its own. Raises
-    UsageError, with the model's line, for an operation without a kernel, and BackendUnavailable
-    for tensors that are too large for the device.
+    UsageError, with the model's source line, for an operation without a kernel, and
+    BackendUnavailable for tensors that are too large for the device.
     """
     bindings_max = device.handle.limits["max-storage-buffers-per-shader-stage"]
     lowered = lower(graph, device.limits, bindings_max=bindings_max, fused=fused)

@@ -82,7 +82,7 @@ def _fold_twice(
 
 
 def _within_rows(value: Value, over: set[int]) -> bool:
-    """Return whether `over` has all dims within the pending rows, and none that selects a row."""
+    """Return whether `over` has all dims inside a pending row, and no dim that selects a row."""
     if value.rows is None:
         return True
     columns = {dim for dim, size in enumerate(value.shape) if dim >= value.rows and size > 1}

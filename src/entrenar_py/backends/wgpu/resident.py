@@ -34,7 +34,7 @@ class Key:
 class Compiled:
     """The graphs of one workload, and the programs compiled from them.
 
-    A program's key is that of its graph and the BLAKE3 digest of its resident frozen tensors.
+    A program's key is its graph's key and the BLAKE3 digest of the frozen tensors on the device.
     """
 
     graphs: dict[Key, GraphModule] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 NUM_ELEMENTS_MAX = 2**18
 
 _ATEN = torch.ops.aten
-# Operations that are free on the device: a number for all elements, or other indices.
+# Operations that are free on the device: they repeat one number, or only change indices.
 _FREE = frozenset(
     {
         _ATEN.alias.default,
@@ -33,7 +33,7 @@ _FREE = frozenset(
 
 
 def fold(graph: GraphModule) -> None:
-    """Replace operations on constants alone by constants named `_table<i>`."""
+    """Replace operations whose operands are all constants by constants named `_table<i>`."""
     known: dict[Node, Tensor] = {}
     computed: dict[Node, None] = {}  # in order
     for node in graph.graph.nodes:

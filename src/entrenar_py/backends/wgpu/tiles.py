@@ -13,7 +13,7 @@ PADDING = 4  # floats after each row of a tile, so that transposed writes use di
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits of an adapter: bytes, invocations of a workgroup, workgroups of a dimension.
+    """The limits of an adapter: bytes, invocations per workgroup, workgroups per dimension.
 
     `component_writes`: invocations may write to different components of one vector. WGSL allows
     such a write to replace the whole vector, as it does on Metal and Direct3D.
@@ -48,7 +48,7 @@ class Layout:
 class Product:
     """c[i, m, n] = finish(sum over k of a[i, m, k] * b[i, k, n]), with `finish` the epilogue.
 
-    `batch` has the sizes of the batch dimensions, i. Each layout has a stride for each of them.
+    `batch` has the sizes of the dimensions that i indexes. Each layout has a stride for each.
     """
 
     batch: tuple[int, ...] = ()

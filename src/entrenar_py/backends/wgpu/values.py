@@ -108,7 +108,7 @@ class Step:
 
 @dataclass
 class Schedule:
-    """The dispatches so far, in order. `line` is the line of the model that is lowered now."""
+    """The dispatches so far, in order. `line` is the model's source line that is lowered now."""
 
     limits: Limits
     bindings_max: int
@@ -128,7 +128,7 @@ class Schedule:
         return value
 
     def strided(self, value: Value) -> Stored:
-        """Store `value` with any strides, or the recipe that it views. Return its memory."""
+        """Store `value` or what it is a view of. Return the memory of `value`, with any strides."""
         if value.stored is None and value.view is not None:
             base, again = value.view
             if base.size <= value.size:

@@ -1,4 +1,4 @@
-"""Views: of a stored value by new strides and an offset if possible, else by index arithmetic."""
+"""Views: new strides and an offset for a stored value if possible, else index arithmetic."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def reshaped_strides(
         else:
             blocks.append((size, stride))
     result: list[int] = []
-    rest = 1  # of the block being cut, from its end
+    rest = 1  # the size that is cut off so far from the end of the last block
     for size in reversed(to):
         if size == 1:
             result.append(1)
@@ -144,7 +144,7 @@ def _view(
     *,
     ordered: bool = False,
 ) -> Value:
-    """Return a view of `value`. `ordered` says that it has all elements, in the same order."""
+    """Return a view of `value`. `ordered` says that the view has all elements, in order."""
     to = tuple(shape)
     keeps_product = value.product is not None and ordered
     keeps_rows = value.single and math.prod(to) == value.size

@@ -38,7 +38,7 @@ class Interval:
 
     @property
     def terms(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of `total` for one term: low, high, size, and 1.0, or 0.0 for exactly 0."""
+        """The arguments of `total` for one term: low, high, size, count (0.0 if zero, else 1.0)."""
         return self.low, self.high, self.size, (self.size > 0).double()
 
     @property
@@ -49,7 +49,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Bounded:
-    """A `value`, and the `low` and `high` that a device may hold instead, all of one shape.
+    """A `value`, and the bounds `low` and `high` of what a device may hold; all of one shape.
 
     Floats are float64. Integers and bools keep their dtype.
     """
