@@ -31,7 +31,7 @@ class Counter:
         self._levels.append(node)
 
     def complete(self, parameters: Iterable[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Add the pending nodes of `parameters` to `gradients`, those of the last micro-batch."""
+        """Add the pending nodes of `parameters` to the last micro-batch's `gradients`, in place."""
         parameters = list(parameters)
         for waiting in self._levels:
             add(gradients, [waiting.pop(one) for one in parameters])

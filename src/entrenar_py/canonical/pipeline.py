@@ -78,7 +78,7 @@ class Pipeline:
         return future
 
     def _reduce(self, piece: Tensor) -> dist.Work:
-        """Add this rank's chunk of `piece`, and start to gather the sums of all ranks."""
+        """Sum this rank's chunk of `piece` over all ranks, and start to gather all chunks' sums."""
         slot = self._next_slot()
         rows, mine = slot.like(piece), piece.view(self._world_size, -1)[self._rank]
         with torch.cuda.stream(self._sending):

@@ -50,7 +50,7 @@ class Reducer:
         self.shards = range(rank * share, (rank + 1) * share)
         self._shard: int | None = None  # the current micro-batch
         self._model, self._counter = model, gradients.Counter()
-        self._reduced: set[Tensor] = set()  # parameters, in this batch
+        self._reduced: set[Tensor] = set()  # parameters that the hook got in this step
         scale = 1 / micro_batches
         if symmetric_memory is None:
             symmetric_memory = settings.share_memory(device, group)

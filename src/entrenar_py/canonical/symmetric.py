@@ -42,7 +42,7 @@ class _Piece:
 
     puts: list[tuple[Tensor, Tensor]]
     takes: list[tuple[Tensor, Tensor]]
-    rows: Tensor  # uint8 [num_ranks, chunk_bytes], this rank's
+    rows: Tensor  # uint8 [num_ranks, chunk_bytes], put into this rank's memory
     mine: Tensor  # this rank's chunk, a view of the buffer; may be empty
     sums: Tensor  # a copy of the sum, for the other ranks to take
 
@@ -78,7 +78,7 @@ class Symmetric:
             self._handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self._world_size)
         ]
         self._slots = [self._slot(everyone, index) for index in range(_NUM_SLOTS)]
-        self._next = 0  # slot
+        self._next = 0  # the slot of the next piece
         # Each rank starts with the next rank, so that no two access the same rank's memory at once.
         self._others = [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
         # One stream for puts and takes. With two, they would share the links without a gain, and
