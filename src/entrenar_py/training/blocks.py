@@ -38,7 +38,7 @@ def num_blocks(num_elements: int, num_owners: int) -> int:
 
 
 class Blocks:
-    """A vector of `num_elements` float32 in `count` blocks of equal size, give or take one."""
+    """A vector of `num_elements` float32 in `count` blocks; sizes differ by at most one."""
 
     def __init__(self, num_elements: int, count: int) -> None:
         assert 1 <= count <= num_elements, "no part is empty"
@@ -69,8 +69,8 @@ class Blocks:
 class Sums:
     """Collects the tree nodes of one step, block by block, as workers deliver them.
 
-    A worker's nodes count once its delivery is whole (`deliver`), or earlier, in a block that is
-    completed before that (`complete`). Both are right, since any worker would send the same bits.
+    A worker's nodes count once its delivery is whole (`deliver`). `complete` counts those of one
+    block even before that. Both are right, since any worker would send the same bits.
     The memory of summed nodes is reused, because allocating it costs more than filling it.
     """
 

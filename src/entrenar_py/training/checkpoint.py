@@ -68,8 +68,8 @@ def load(
 ) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     """Return the arrays and the progress that `save` wrote.
 
-    Raises CheckpointError if the file is missing, of another kind, truncated or changed, or larger
-    than `bytes_max`, if that is given.
+    Raises CheckpointError if the file is missing, of another kind, truncated, changed, or larger
+    than `bytes_max` (None sets no limit).
     """
     try:
         with files.open_file(path, bytes_max=bytes_max) as file:

@@ -14,7 +14,7 @@ NAMING_NUMBERS = 8  # of 24 random bits each: enough to tell any two streams apa
 
 
 class ShardStreams:
-    """Draws for a whole batch the numbers that its logical shards draw from their own streams.
+    """Draws the random numbers of a whole batch, each logical shard's from the shard's own stream.
 
     `streams` holds a (stream, number of samples) pair for each shard, in the order of the samples.
     Replaces the `numpy.random.Generator` that Dropout takes.
@@ -34,7 +34,7 @@ class ShardStreams:
 class Dropout:
     """Zeroes elements with probability `rate` and scales the rest by 1 / (1 - rate).
 
-    Masks are drawn from `rng` in call order. `digest()` names the stream.
+    Masks are drawn from `rng` in call order. `digest()` identifies the stream.
     """
 
     def __init__(self, rate: float, rng: np.random.Generator | ShardStreams) -> None:

@@ -28,8 +28,8 @@ class Engine:
     """A replica: all tensors of a workload, the trainable ones as one flat vector.
 
     `parameters` is float32 [num_trainable]. `arrays` are views of all tensors by name, for reading,
-    split into `weights` and `buffers`. `tensors` are torch tensors of the same memory, with copies
-    of the initial values. `scale` (`scale_of`) multiplies gradients and statistics, not losses.
+    split into `weights` and `buffers`. `tensors` are the same memory as torch tensors; the values
+    passed are copied. `scale` (`scale_of`) multiplies gradients and statistics, not losses.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Engine:
     def shard(
         self, ids: sharding.Ids, *, accumulation: int, drop: DropFunction
     ) -> tuple[Array, float, float]:
-        """Return the flat vector of `ids` times the scale, their summed loss, and their weight.
+        """Return the flat vector (times the scale), the summed loss and the weight of `ids`.
 
         `ids` are cut into `accumulation` micro-batches, which are added along a fixed tree.
         """

@@ -1,6 +1,6 @@
 """The place of each tensor in the flat vector that is reduced.
 
-The vector holds the gradients of the trainable tensors in manifest order, then the statistics of
+The vector holds the gradients of the trainable tensors in the specs' order, then the statistics of
 the buffers, so that both travel along the same tree.
 """
 

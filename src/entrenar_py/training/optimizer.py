@@ -37,7 +37,7 @@ class Rule:
 
 
 def initial_state(kind: str, num_trainable: int) -> State:
-    """Return zeroed state for optimizer `kind`: float32 [num_trainable] each."""
+    """Return the state of optimizer `kind` before its first step: float32 zeros."""
     shapes = initial_shapes(kind, num_trainable)
     return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
 
@@ -68,7 +68,7 @@ def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
 
 
 def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
-    """Take one step of `rule`, in place on `weights` and `state`, float32 [num_trainable] each.
+    """Take one step of `rule` with learning rate `rate`, in place on `weights` and `state`.
 
     Overflow becomes inf or NaN silently, as in torch. The caller checks the weights.
     """

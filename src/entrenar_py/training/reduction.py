@@ -51,7 +51,7 @@ def fold(nodes: Iterable[Node], num_shards: int) -> list[Node]:
     `nodes` are disjoint, in any order, and taken one at a time. For n consecutive leaves
     in order, at most log2(n) + 1 vectors are alive if the first is shard 0, else 2 log2(n) + 1.
     Writable vectors are added in place. Raises ValueError for a node that is not of a tree over
-    `num_shards` leaves, or has a shard under it that an earlier node had.
+    `num_shards` leaves, or covers a shard that an earlier node covers.
     """
     waiting: dict[tuple[int, int], Node] = {}
     top = height(num_shards)

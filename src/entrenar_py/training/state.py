@@ -44,7 +44,7 @@ def dump(
 ) -> bytearray:
     """Return the state as little-endian bytes. Every array is copied once.
 
-    First come three uint64 (`progress`), then float32: `tensors`, as in `specs`, and `moments`.
+    First come three uint64 (`progress`), then float32: `tensors`, ordered as `specs`, `moments`.
     """
     data = bytearray(num_bytes(specs, kind))
     stands = (progress.position.epoch, progress.position.offset, progress.schedule_step)

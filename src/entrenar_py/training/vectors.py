@@ -26,7 +26,7 @@ from entrenar_py.training.tensors import (
 )
 
 WEIGHTS = 3  # samples weigh 1, 2 or 3 in turn
-DRAWN = "drawn"  # terms that are drawn, and all weigh 1
+DRAWN = "drawn"  # as `terms`: vectors are drawn, and every sample weighs 1
 TERMS_MAX = 1024
 
 
@@ -60,7 +60,7 @@ class GivenVectors(Workload):
         return len(ids) if self._equal else sum(1 + sample % WEIGHTS for sample in ids)
 
     def pieces(self, sample: int) -> Callable[[int], Array]:
-        """Return a function from `count` to the next `count` elements of v_`sample`, float32."""
+        """Return a function: count -> the next `count` elements of v_`sample`, float32."""
         if self._given is not None:
             return _pieces(self._given[sample % len(self._given)])
         stream = np.random.Generator(np.random.PCG64(int(self._seeds[sample])))
