@@ -23,8 +23,8 @@ from entrenar_py.faults import Fault
 class Turn:
     """A knob of the script, set to a value other than its usual one.
 
-    The knobs in `beside` are turned with it. They change no result by themselves, but show a script
-    that applies `knob` too early: that clips each micro-batch's gradient, say, and not their sum.
+    The knobs in `beside` are turned with it. They change no result by themselves, but expose a
+    script that applies `knob` too early: it clips each micro-batch's gradient, say, not their sum.
     """
 
     knob: str
@@ -68,7 +68,7 @@ def judges(check: Check, asked: Asked) -> bool:
 def beside(needs: Collection[Need], asked: Asked) -> Runs[Asked]:
     """Return the settings `asked` and those of the runs that a check with `needs` compares with it.
 
-    If `asked` is itself a needed run (killed, resumed, turned), the base lacks that change.
+    If `asked` is the killed, resumed or turned run, its base is the same run without that change.
     """
     for need in needs:
         base = asked

@@ -1,8 +1,8 @@
 """Determine how a run of a command ended, and why, from exit code, output and ranks' files.
 
 The exit code alone is not enough: a process group may fail or hang while it is taken down, after
-training. Such a run has completed if all ranks recorded the end of training or, where it failed, if
-one rank did and all others made as many steps.
+training. A run that hung has completed if all ranks recorded the end of training; one that failed,
+if one rank did and all others made as many steps.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
 def judge(
     tasks: Sequence[Task], runs: Mapping[Path, Run], *, on_judged: Listener = ignore
 ) -> Iterator[Entry]:
-    """Yield an entry per task that has no check or applies to any of `runs` (keyed by file)."""
+    """Yield an entry per task that has no check, or whose check judges any of `runs` (by file)."""
     for task in tasks:
         check = task.check
         if check is None:
@@ -81,7 +81,7 @@ def _is_for(check: Check, run: Run) -> bool:
 def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
     """Return the files of the run in `file` and of the runs that it is compared with.
 
-    If a script trains on other batches on one worker, that run answers no need: it is in `near`.
+    A run on one worker that trained on other batches isn't compared: it is only put in `near`.
     """
     files = {run.asked: file for file, run in runs.items()}
     chosen = asked.beside(check.needs, runs[file].asked).chosen(files.get)

@@ -87,7 +87,7 @@ def launch(
             stacks.ask(folder, set(processes()))
     finally:
         num_left = _end(leash, processes)
-        keeper.join(MERCY_S)  # in vain where a process can print that this user may not see or end
+        keeper.join(MERCY_S)  # not for ever: another user's process may hold the pipe
     return Ended(code=code, seconds=seconds, tail=keeper.tail, output=output, num_left=num_left)
 
 

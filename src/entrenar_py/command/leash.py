@@ -86,7 +86,7 @@ class Leash:
             self._process.send_signal(signal.SIGCONT)  # the command may have stopped it
             line = self._next("left", MERCY_S + GRACE_S + subreaper.KILLING_S)
             return 0 if line is None else int(line)
-        except BaseException:  # an interrupt: at once, then
+        except BaseException:  # an interrupt: end everything at once
             self._process.send_signal(signal.SIGTERM)
             self._next("left", subreaper.KILLING_S)
             raise

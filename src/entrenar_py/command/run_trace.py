@@ -81,7 +81,7 @@ def _scenario(
         )
     else:
         scenario, traits = shown_scenario.of(ranks, events, asked.world_size)
-        if like is not None:  # the same training is meant: if it has other rates, a check says so
+        if like is not None:  # the intended rate: a check tells if the run had another
             scenario = scenario.with_(learning_rate=like.scenario.learning_rate)
     scenario = scenario.with_(seed=asked.seed, repeat=asked.repeat)
     turn = asked.turn

@@ -112,7 +112,7 @@ class Plan:
 
     @property
     def most(self) -> int:
-        """The largest number of workers; all runs of `others` and `pairs` have this number."""
+        """The largest number of workers, as in all runs of `others()` and `pairs()`."""
         return max(self.world_sizes)
 
     def plain(self) -> dict[str, Asked]:
@@ -172,7 +172,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
     the command can't be started, and KeyboardInterrupt after an interrupt.
     """
     base = plan.folder
-    likes: dict[Turn | None, Trace] = {}  # of the undisturbed runs, by what was turned in them
+    likes: dict[Turn | None, Trace] = {}  # by turn: completed runs without other changes
     planned, first = plan.plain(), True
     while planned:
         name = next(iter(planned))

@@ -64,7 +64,7 @@ class Warden:
             self._wait(grace_s, lambda: False)
         deadline = time.monotonic() + KILLING_S
         while self.reap() and time.monotonic() < deadline:
-            kill(self._left(), signal.SIGKILL)  # and what these leave behind, the next time
+            kill(self._left(), signal.SIGKILL)  # what these leave behind: in the next round
             time.sleep(_POLL_S)
         tell(self._status, f"left {len(left) if was_over else 0}")
 
