@@ -1,7 +1,7 @@
 """The line that a user adds to a training script: `obs = entrenar_py.observe(model, optimizer)`.
 
-It sets no hook and imports nothing but this file, unless entrenar-check runs the script or `every=`
-starts a watch.
+It sets no hook and imports no other module of `observing`, unless entrenar-check runs the script or
+`every=` starts a watch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENCE = 100  # steps in which a tensor that should move has to move, by defau
 
 
 class Observation:
-    """The result of `observe`, to which a script reports what no hook sees. This class ignores it.
+    """The result of `observe`: takes reports of what no hook sees. This class ignores them.
 
     `watch` is the watch of the training, None where `every=` was not given.
     """
@@ -135,7 +135,7 @@ def observe(
     step is checked: all ranks hold the same weights (F-DP-001), these are finite (F-DP-003), and
     each tensor with a gradient and a learning rate moves within `patience` steps (F-TI-004).
 
-    - `contract`: a file, or the name of a shipped contract; only those of its clauses are watched.
+    - `contract`: a file or a shipped contract's name; only its clauses of these kinds are watched.
     - `on_finding`: called with a WatchFinding for each broken clause; training then goes on. By
       default the finding is raised out of `optimizer.step()`, on all ranks; on GPUs, one watched
       step later.

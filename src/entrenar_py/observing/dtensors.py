@@ -51,7 +51,7 @@ def piece_of(tensor: Tensor) -> Piece | None:
     ranks = tuple(mesh.mesh[tuple(sharing)].flatten().tolist())
     if len(ranks) < 2:
         return None
-    offset = tuple(min(at, size) for at, size in zip(offset, whole, strict=True))  # an empty one
+    offset = tuple(min(at, size) for at, size in zip(offset, whole, strict=True))  # an empty piece
     return Piece(offset=offset, shape=tuple(shape), whole=whole, ranks=ranks)
 
 

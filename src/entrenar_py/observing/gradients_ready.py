@@ -79,7 +79,7 @@ class GradientHooks:
         self._begun = True
         try:
             count = sum(map(torch._C._will_engine_execute_node, self._nodes))
-        except RuntimeError:  # torch doesn't tell for torch.autograd.grad
+        except RuntimeError:  # torch can't say in torch.autograd.grad
             count = len(self._nodes) + 1
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
         self._expected[task] = count
@@ -95,7 +95,7 @@ class GradientHooks:
 def call_last(call: Callable[[], None]) -> None:
     """Call `call` when this backward pass is over, after all callbacks that were queued by then.
 
-    Some may be queued later than this, so a callback at the pass's end queues `call`.
+    More may be queued until the pass ends, so only a callback at its end queues `call`.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
     queue(lambda: queue(call))

@@ -164,7 +164,7 @@ class Observer(Observation):
             return
         if next(iter(model._forward_pre_hooks)) == self._first.id:
             self._start()
-        else:  # wrapped since: its own parameters are back later, at the latest in the step
+        else:  # wrapped since: the model's own parameters are back by the step at the latest
             self._first.remove()
             self._hook_first()
         self._gradients.expect()
@@ -193,7 +193,7 @@ class Observer(Observation):
         self._start()
         values = self._values(gradients)
         self._micro_batches.after_backward(self._step.number, values, finite=finite)
-        if not self._recording.life:  # else it has died before, and was started again
+        if not self._recording.life:  # else this rank has died before
             self._faults.perhaps_die()
 
     def _within_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:

@@ -50,7 +50,7 @@ class PlannedFaults:
             if fault.kind in plant
             and fault.rank in (None, self._subject.rank)
             and trained
-            and fault.tensor in (None, *trained)  # else it is in another stage
+            and fault.tensor in (None, *trained)  # else another stage has the tensor
             for handle in plant[fault.kind](fault)
         ]
 
@@ -112,7 +112,7 @@ class PlannedFaults:
 def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...]:
     """Return the index of the element to replace in this rank's part of a gradient.
 
-    Without `fault.element` that is the first one. The index is empty if it isn't on this rank.
+    Without `fault.element` that is the first. The index is empty if this rank lacks the element.
     """
     local = dtensors.local(gradient)
     if fault.element is None:

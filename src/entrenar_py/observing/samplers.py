@@ -28,7 +28,7 @@ class Draws:
     An epoch begins whenever it is iterated anew. `num_samples` is the size of its data set, None if
     unknown. `drop_last` tells whether it drops an incomplete batch, and `replacement` whether it
     may draw a sample again. If one rank iterates it for all (accelerate with `dispatch_batches`),
-    no rank knows its own samples, and none are given. With `in_order` `take` returns every batch.
+    no rank knows its own samples, and none are given. With `in_order`, `take` skips no batch.
 
     Raises UsageError for a `source` that can't be iterated.
     """

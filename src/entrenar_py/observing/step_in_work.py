@@ -63,8 +63,8 @@ def look_before_step(
     """Call `look` when the gradients of a step are there: now, or when its closure has run.
 
     `arguments` and `named` are those of the optimizer's step. If they have a closure, which
-    computes the gradients inside of the step, arguments with another closure are returned. That
-    runs the first one and calls `look`, or `again` if it runs again within the step (in LBFGS).
+    computes the gradients inside of the step, arguments with a wrapped closure are returned. It
+    calls `look` after the closure's first run, `again` after each further one (in LBFGS).
     """
     optimizer, *given = arguments
     closure = given[0] if given else named.get("closure")
