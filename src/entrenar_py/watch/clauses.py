@@ -18,7 +18,7 @@ class _Open(Vocabulary):
     """A vocabulary that accepts any check, so that clauses the watch can't check are no errors."""
 
     def check_of(self, clause: Invariant) -> CheckTerms:
-        """Return the check that `clause` names or, if it names none, the watch's for its id."""
+        """Return the check that `clause` names, else the one that ALL has for the clause's id."""
         named = clause.check or next((name for name, id_ in ALL.items() if id_ == clause.id), "")
         return CheckTerms(
             name=named, id=clause.id, tolerance_kinds=TOLERANCE_KINDS, takes_tolerance=True

@@ -24,7 +24,7 @@ ROW_WORDS = tl.constexpr(4)  # of a tensor's row: low half, high half, flags, on
 # Where the parts of the secret begin in the table (`digest_table.secrets`).
 LAST_STRIPE, LOW, HIGH, START = tl.constexpr(24), tl.constexpr(32), tl.constexpr(40), 48
 _START = tl.constexpr(START)
-# Powers and primes of the specification of XXH3; the last two are of the chunk's length.
+# Powers and primes of the specification of XXH3; the last two include the chunk's length.
 PRIME32_1 = tl.constexpr(0x9E3779B1)
 PRIME_MX1 = tl.constexpr(0x165667919E3779F9)
 LENGTH_LOW = tl.constexpr(8192 * 0x9E3779B185EBCA87 % 2**64)

@@ -88,7 +88,7 @@ class Exchange:
 def _transport(device: torch.device) -> torch.device:
     """Return the device from which the process group sends rows that are on `device`.
 
-    That is `device` itself under NCCL. Else it is the CPU, if it has a backend, or the current GPU.
+    That is `device` under NCCL, else the CPU if the group has a CPU backend, else the current GPU.
     """
     backends = dict(entry.split(":") for entry in dist.get_backend_config().split(","))
     if device.type == "cuda" and backends.get("cuda") == "nccl":

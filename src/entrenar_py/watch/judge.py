@@ -159,7 +159,7 @@ class Judge:
         stuck = self._idle & (rows[:, :, 3] != 0)
         self._since[~stuck] = step
         dead = stuck & (step - self._since >= self._patience)
-        self._since[dead] = step  # reported now, and not again before as many steps
+        self._since[dead] = step  # reported again after `patience` more steps at the earliest
         message = (
             f"did not move in {self._patience} steps or more, though it is trainable and its "
             "gradient was not zero: it is not in the optimizer, or its updates round to nothing"

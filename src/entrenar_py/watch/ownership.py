@@ -18,7 +18,7 @@ from entrenar_py.errors import UsageError
 class Piece:
     """A tensor or a shard that a rank holds; ranks with equal pieces must hold equal values.
 
-    `shard` has a (dimension, place) for each mesh dimension that doesn't replicate the tensor.
+    `shard` has (dimension, coordinate) for each mesh dimension that doesn't replicate the tensor.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The watch of a training in production: weights are the same everywhere, finite, and moving.
 
 After every k-th step of the optimizer, each rank sends the digests of its tensors to all ranks, and
-`judge` compares them. On a GPU nothing waits for that: they are judged in the next watched step.
+`judge` compares them. On a GPU no step waits: digests are judged in the next watched step.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Watch:
         self._look()
 
     def _after_step(self) -> None:
-        if self._judge is None:  # in the first step of all ranks, whatever they watch
+        if self._judge is None:  # in every rank's first step, whatever its `every`
             self._open()
         step = self._step
         self._step += 1
