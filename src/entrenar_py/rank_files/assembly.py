@@ -47,7 +47,7 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
 
 
 def _observed_again(ranks: Sequence[RankTrace]) -> Iterator[str]:
-    """Yield a problem for each process that observed again, from a step that it had recorded."""
+    """Yield a problem for each process that called `observe` again, from a step it had recorded."""
     ends: dict[tuple[int, int], int] = {}  # (rank, process) -> steps
     for life in sorted(ranks, key=lambda life: life.life):
         place = life.rank, int(life.header.get("pid", 0))
@@ -191,11 +191,11 @@ def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
 
 
 class LastLives:
-    """The last life of each rank (`ranks`), and facts about all lives of all ranks.
+    """The last life of each rank (`ranks`), and facts about the lives of all ranks.
 
-    `num_steps` tells how many steps each rank had made at its end, `struck` the kinds of the
-    planted faults, `problem` the first error that ended a rank ("" for none), and `closed` the
-    ranks that came to the end of training without an error.
+    Over all lives, `num_steps` tells how many steps each rank made, and `struck` has the kinds of
+    the planted faults. In the last lives, `problem` is the first error that ended one ("" for
+    none), and `closed` has the ranks that came to the end of training without an error.
     """
 
     def __init__(self, ranks: Sequence[RankTrace], events: Iterable[Event]) -> None:

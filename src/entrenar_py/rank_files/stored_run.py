@@ -37,7 +37,7 @@ def _disturbed(scenario: Scenario, events: Sequence[Event]) -> Scenario:
     faults = tuple(dict.fromkeys(Fault.from_dict(fault) for fault in injected))
     begun = {event.step for event in events if isinstance(event, Start)}
     stops = sorted(step for step in begun if 0 < step < scenario.num_steps)
-    # A rank that was killed or halted did not make the step of the fault, but it was planned.
+    # If a fault killed or halted all ranks, none made its step; the run was meant to have it.
     num_steps = max([scenario.num_steps, *((fault.step or 0) + 1 for fault in faults)])
     return scenario.with_(faults=faults, num_steps=num_steps, stops=() if faults else tuple(stops))
 
