@@ -73,7 +73,7 @@ def apply(
 
 
 def require_known(exclusions: Sequence[Exclusion], ids: Collection[str]) -> None:
-    """Raise ContractError if an exclusion names an unknown clause, or one excluded twice."""
+    """Raise ContractError for an exclusion of an unknown clause, or for two of the same clause."""
     problems = Problems()
     seen: dict[str, Exclusion] = {}
     for exclusion in exclusions:

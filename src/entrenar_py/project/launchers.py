@@ -54,7 +54,7 @@ def is_for_shell(command: Sequence[str]) -> bool:
 
 
 def script(command: Sequence[str], folder: Path) -> tuple[int, Path | None]:
-    """Return the index of the script or module, and its file; without one, the length and None."""
+    """Return the index of the script or module, and its file; `len(command)` and None if none."""
     for at, word in enumerate(command):
         if word.endswith(".py"):
             return at, folder / word
@@ -87,7 +87,7 @@ def replace(
     start: int = 0,
     end: int | None = None,
 ) -> str | None:
-    """Set the first of `options` in the command to `text`; return its old value, or None."""
+    """Replace the first value of any of `options` by `text`; return the old value, or None."""
     for at in range(start, len(command) if end is None else end):
         name, equals, value = command[at].partition("=")
         short = re.fullmatch(r"(-[a-z])(\d+)", command[at])  # -n2

@@ -10,7 +10,7 @@ from entrenar_py.errors import ContractError, EntrenarError, UsageError
 from entrenar_py.options import modes, outputs
 from entrenar_py.project import location
 
-SUMMARY = "GITHUB_STEP_SUMMARY"  # set in a workflow; elsewhere its reports have no reader
+SUMMARY = "GITHUB_STEP_SUMMARY"  # set in a GitHub workflow: elsewhere `github` has no effect
 # The option that chooses a trainer of this package, instead of the configuration's command.
 _CHOOSES = "system"
 

@@ -27,7 +27,7 @@ _STRINGS = (
 
 
 def scan(text: str) -> Mapping[Path, Place]:
-    """Return, by path, the place of each key and of each element of an array."""
+    """Return, by key path, the line and column of each key and of each element of an array."""
     return _Scan(text).places
 
 

@@ -34,7 +34,7 @@ class Project:
     """A configuration as it was read, from a file in `folder`; `command` is empty if it has none.
 
     `values` are keyed by the names of parsed options (`world_size`), and paths in them are relative
-    to the current folder. `places` has the place of each.
+    to the current folder. `places` has the place of each value.
     """
 
     place: Position

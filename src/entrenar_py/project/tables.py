@@ -186,7 +186,7 @@ def _require_end(table: Table, entry: Mapping[str, Any], *path: str | int) -> No
 
 
 def _tables(table: Table, key: str, value: Any, first: str) -> list[dict[str, Any] | None]:
-    """Return the entries of a list of tables; others are reported as problems, and are None.
+    """Return the entries of a list of tables; one that is no table is reported, and is None.
 
     `first` is the first key of an entry, with an example of its value.
     """
