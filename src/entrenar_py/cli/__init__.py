@@ -24,7 +24,7 @@ INIT = "init"
 EXIT_INVALID = 2
 EXIT_HARNESS = 3
 EXIT_INTERRUPTED = 4
-# A job is ended by one of these signals first; the launched processes must not outlive it.
+# These signals interrupt a job, so that it can end the processes that it launched.
 ENDED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

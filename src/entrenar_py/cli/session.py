@@ -34,7 +34,7 @@ from entrenar_py.wording import counted
 
 # The names that contracts may use, without the planted bugs, whose names take an import of torch.
 _LIGHT = contract.Vocabulary(checks=checks.terms(), mutants=lambda: None)
-_WARNINGS_MAX = 5  # a run prints so many of its contract's; --validate all
+_WARNINGS_MAX = 5  # of a contract, printed by a run; --validate prints all
 
 
 def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[], int]:
@@ -128,7 +128,7 @@ def _chosen(
     excludes a clause that none of its contracts has.
     """
     ids = early.require_ids(options, [known for _, known in loaded])
-    if "contract" in options.used:  # the configuration knows these, and all of them
+    if "contract" in options.used:  # the configuration names exactly these contracts
         exclusions.require_known(options.project.exclusions, ids)
     if len(loaded) == 1:
         yield from loaded
@@ -307,11 +307,11 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
 
     def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
         with run_folder.folder(options.trace_dir) as kept:
-            if any(one.check is not None for one in tasks):  # else no run would say anything
+            if any(one.check is not None for one in tasks):  # else no run would be judged
                 try:
                     told = partial(show, "runs", 0, 0)
                     runs_by_file.update(runs.record(make_plan(folder=kept.path), told))
-                except KeyboardInterrupt:  # keep what is falsified: without all runs, nothing held
+                except KeyboardInterrupt:  # only what is falsified: the rest needs all runs
                     known = judging.judge(tasks, runs_by_file, on_judged=judged)
                     broken = (one for one in known if one.finding.verdict is Verdict.FALSIFIED)
                     yield from map(kept.see, broken)
