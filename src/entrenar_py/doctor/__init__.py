@@ -37,8 +37,8 @@ class Trainer:
 class Reach:
     """How many of a clause's own scenarios can be exercised here.
 
-    `can` of the `planned` scenarios can run, some without a part. `lacking` lists what this machine
-    lacks for the others and for these parts. `state` is yes, partly or no.
+    `can` of the `planned` scenarios can run, some though something is missing. `lacking` lists
+    all that this machine lacks for the planned scenarios. `state` is yes, partly or no.
     """
 
     contract: str
@@ -58,7 +58,7 @@ class Reach:
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """The result of an examination; a version is text, `not installed` if the part is missing."""
+    """The result of an examination; `versions` has a text even for a library that is missing."""
 
     versions: dict[str, str]
     backends: Sequence[Found]

@@ -65,7 +65,7 @@ def _reach(name: str, clause: Invariant, found: Sequence[Found]) -> Reach:
 
 
 def _lacks(scenario: Scenario, found: Sequence[Found]) -> tuple[list[str], list[str]]:
-    """Return what keeps `scenario` from running here, and the parts that it runs without."""
+    """Return what keeps `scenario` from running here, and what it lacks but can run without."""
     serving = {_kind(one.name) for one in found if one.serves} | {systems.AUTO}
     named = {one.name for one in found if one.serves}
     missing = [
@@ -84,7 +84,7 @@ def _lacks(scenario: Scenario, found: Sequence[Found]) -> tuple[list[str], list[
 
 
 def _too_few(scenario: Scenario, found: Sequence[Found]) -> Iterator[str]:
-    """Yield a lack of GPUs: torch's own trainers need one for each rank on CUDA."""
+    """Yield a text if there are too few GPUs: on CUDA torch's trainers need one for each rank."""
     num_gpus = sum(one.serves and _kind(one.name) == "cuda" for one in found)
     own = bool(SYSTEMS[scenario.system].only) and scenario.backends[0] == "cuda"
     if own and scenario.world_size > num_gpus:
