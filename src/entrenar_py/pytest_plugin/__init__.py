@@ -104,7 +104,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.fixture
 def finding(request: pytest.FixtureRequest) -> Finding:
-    """Return the finding for the clause that marks the test, with several marks for the nearest."""
+    """Return the finding for the clause of the test's mark, the nearest if it has several."""
     for judged in _judged(request.node):
         return judged.entry.finding
     raise pytest.UsageError(
@@ -121,7 +121,7 @@ class ContractFile(pytest.File):
 
 
 class ContractItem(pytest.Item):
-    """One clause as a test without a body: its mark has the clause judged."""
+    """One clause as a test without a body: `pytest_runtest_call` judges the clause."""
 
     wish: Wish
     line: int
