@@ -21,7 +21,7 @@ class ObserveCallback(Callback):
         self.observation = Observation()
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Observe when the strategy is given the training loader: model and optimizers exist then.
+        """Arrange to observe when the training loader is made: model and optimizers exist by then.
 
         The loader is created after this call, and iterated before any other callback is called.
         """
