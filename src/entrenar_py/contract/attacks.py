@@ -36,7 +36,7 @@ class Targets:
         self._names = {_normal(name): target for name, target in reversed(named)}
 
     def resolve(self, rule: str) -> str:
-        """Return the target of `rule`, an id or the name of an equation; "" if there is none."""
+        """Return the target of `rule`: an id or an equation's name; "" if there is none."""
         if rule in self.ids:
             return rule
         named = self._names.get(_normal(rule))

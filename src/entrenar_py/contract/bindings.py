@@ -59,7 +59,7 @@ def _says_something(beside: Path) -> bool:
 def bind(
     known: Sequence[Item], files: Files, terms: Vocabulary, problems: Problems
 ) -> tuple[Invariant, ...]:
-    """Return the clauses: one for each binding, and one for each `known` statement needing none.
+    """Return the clauses: one for each binding, and one for each unbound statement that `counts`.
 
     Errors in a file of bindings are added to `problems`.
     """

@@ -87,7 +87,7 @@ def _departures(item: Item, entry: Entry) -> dict[str, str]:
 
 
 def _check_tolerance(clause: Invariant, check: CheckTerms, entry: Entry) -> None:
-    """Require that a tolerance's kind is one of the check's, and is given if it has several."""
+    """Require that a tolerance's kind is one of `check`'s, and is stated if `check` has several."""
     kinds = [kind for kind in check.tolerance_kinds if kind not in EQUALITY_KINDS]
     if entry.tolerance_kind not in (None, *check.tolerance_kinds):
         honoured = " or ".join(check.tolerance_kinds)

@@ -157,7 +157,7 @@ class Record:
         return number
 
     def data(self, key: str) -> dict[str, Any]:
-        """Return the mapping at `key` as plain data, other values as `{key: value}`, none as {}."""
+        """Return the mapping at `key` as plain data; {key: value} for any other, {} for none."""
         node = self.present(key)
         if node is None:
             return {}

@@ -66,7 +66,7 @@ def _by_id(text: str, names: Names) -> tuple[dict[str, None], list[str]]:
 
 
 def _by_severity(text: str, names: Names) -> Iterator[str]:
-    """Yield the ids of the clauses with a severity that `text` names, or of all if it says so."""
+    """Yield the ids of the clauses with a severity that `text` names; of all if it demands all."""
     severities = {
         severity for match in _ALL_OF.findall(text) for severity in _SEVERITY.findall(match.upper())
     }

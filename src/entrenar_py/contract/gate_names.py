@@ -38,7 +38,7 @@ class Names:
             self._ruled.setdefault(_words(test.rule), {}).update(attacked)
 
     def _attacked(self, test: FalsificationTest) -> list[str]:
-        """Return the ids of the clauses that `test` attacks, or that bindings made of it."""
+        """Return the ids of the clauses that `test` attacks, or that bindings made from it."""
         return [clause_id for name in (test.id, test.target) for clause_id in self.of_id(name)]
 
     def of_id(self, given: str) -> list[str]:
@@ -73,7 +73,7 @@ class Described:
                 self._texts.setdefault(word, set()).add(clause.id)
 
     def resolve(self, name: str) -> list[str]:
-        """Return [id] of the one clause with all words of `name` in its title, or else its text."""
+        """Return [id] if just one clause has all words of `name` in title (or text), else []."""
         words = _words(name)
         if not words or len(words) > _WORDS_MAX or not self._tries_left:
             return []

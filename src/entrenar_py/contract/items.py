@@ -26,7 +26,7 @@ class Item:
     """A statement of a contract that can be bound.
 
     `names` are those that a binding or a gate may use; the `digest` is over `texts`. `clause` is
-    what the statement becomes in a run; `counts` says whether it does so even without a binding.
+    the clause that it becomes in a run. If `counts`, it becomes one even without a binding.
     """
 
     kind: str

@@ -46,8 +46,8 @@ class Invariant:
     `invariant` text, or else the postcondition or description. `check` names the check that decides
     it; None means the check with the clause's id. `scenarios` are raw mappings for
     `scenario.expand`; empty means the check's own. `binding` is None if no file of bindings names
-    the clause. `aliases` are further names for gates. A proof obligation that counts as a clause
-    has the group `proof_obligations`, its property as `name`, and the id of the obligation.
+    the clause. `aliases` are further names that gates may use. A proof obligation that counts as a
+    clause has the group `proof_obligations`, its property as `name`, and the obligation's id.
     """
 
     id: str
@@ -180,8 +180,8 @@ class Gate:
 class Contract:
     """A loaded contract.
 
-    `invariants` are the clauses: mappings with an id and a statement, or the proof obligations if
-    there are none; and each statement that a file of bindings makes a clause. `blocks` keeps all
+    `invariants` are the clauses: mappings with an id and a statement (if there are none, the proof
+    obligations), and the statements that a file of bindings makes clauses. `blocks` keeps all
     other parts as plain data, also the raw equations, obligations and harnesses. `problems` are the
     warnings and notes on the file. `digest` is BLAKE3 of the file's bytes, 32 hex digits.
     """

@@ -22,7 +22,7 @@ class Room:
         self._left = SCENARIOS_MAX
 
     def take(self, node: MapNode, record: Mapping[str, Any], what: str) -> None:
-        """Count an entry's scenarios. Errors are an invalid or empty entry, and too many in all."""
+        """Count an entry's scenarios. Record an error if they are invalid, none, or too many."""
         if self._left < 0:
             return  # already reported
         num = 0

@@ -16,7 +16,7 @@ def ids_of(contract: Contract) -> dict[str, None]:
 def require_ids(
     wanted: Iterable[str], ids: Collection[str], where: str, *, field: str = ""
 ) -> None:
-    """Raise UsageError, of `field`, for the first of `wanted` that is not in `ids`."""
+    """Raise UsageError about `field` for the first of `wanted` that is not in `ids`."""
     for clause in wanted:
         if clause not in ids:
             message = f"id {clause!r} is not in {where}: it has {', '.join(ids)}"

@@ -1,4 +1,4 @@
-"""Suppressions: findings of a rule that, for a given reason, don't count up to a last day."""
+"""Suppressions: until a last day, and for a given reason, findings of a rule don't count."""
 
 from __future__ import annotations
 
