@@ -44,9 +44,9 @@ def summary_path(environment: Mapping[str, str]) -> Path:
 
 
 def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterator[str]:
-    """Yield an annotation for each entry that did not hold, worst first.
+    """Yield annotations: entries that did not hold, worst first; missing results; an open gate.
 
-    A runner shows ten of each level. One outside of the checkout `root` has no file and line.
+    A runner shows ten of each level. A place outside of the checkout `root` is left out.
     """
     for entry in report.ranked:
         level = evidence.level(entry, allow_inconclusive=allow_inconclusive)

@@ -273,7 +273,7 @@ class Report:
     def meanings(self, entry: Entry) -> tuple[str, ...]:
         """Return the contract's explanations of a failure of `entry`; () if it is not falsified.
 
-        They are the `if_fails` of each test that attacks the clause, or of which it was made.
+        They are the `if_fails` of each test that attacks the clause or that became the clause.
         """
         if entry.verdict is not Verdict.FALSIFIED:
             return ()

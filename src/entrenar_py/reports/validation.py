@@ -72,7 +72,7 @@ def dump(validation: Validation, *, command: str) -> dict[str, Any]:
 def annotate(found: Validation, *, root: Path) -> Iterator[str]:
     """Yield an annotation for each finding that counts, worst first.
 
-    A runner shows ten of each level. One outside of the checkout `root` has no file and line.
+    A runner shows ten of each level. A place outside of the checkout `root` is left out.
     """
     counted_findings = [finding for finding in found.findings if finding.counts]
     for finding in sorted(counted_findings, key=lambda finding: list(LEVELS).index(finding.level)):
