@@ -124,7 +124,7 @@ def show(console: Console) -> int:
 
 
 def _explores(clause: Invariant, system: str) -> bool:
-    """Return whether `system` is a trainer, and the clause's own check fits any training of it."""
+    """Return whether `system` is a trainer, and the clause's check has its id and fits any run."""
     check = checks.bind(clause)
     if check is None or check.id != clause.id or system not in systems.TRAINERS:
         return False
