@@ -36,7 +36,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
     )
     some, few = ({**usual.options, SHARE: share} for share in (0.4, 0.2))
     owner = Fault(kind="corrupt_gradient", step=1, rank=1, shard=2, value="0.5")
-    # Of another worker, and in the last block.
+    # A fault of another worker, and in the last block.
     auditor = replace(owner, rank=2, tensor="output.bias", element=9, value="1e-6")
     lasting = Fault(kind="corrupt_worker", step=1, rank=1, value="0.5")
     killed = Fault(kind="kill", step=1, rank=0, at="Computed")
@@ -80,7 +80,7 @@ def _is_undecided(audit: Audit) -> bool:
 
 
 def first_open(trace: Trace) -> float:
-    """Return the first step with a wrong shard that was not audited; inf if there is none."""
+    """Return the first step in which a wrong shard, and its rank, escaped all audits; else inf."""
     seen = {(audit.step, audit.shard) for audit in trace.of(Audit) if len(set(audit.ranks)) > 1}
     caught = {(audit.step, audit.culprit) for audit in trace.of(Audit)}
     return min(
@@ -126,7 +126,7 @@ def _with_who_was_there(trace: Trace) -> Iterator[tuple[Audit, set[int], set[int
 
 
 def _enough(tally: Tally, trace: Trace) -> None:
-    """Check that every step audited as many shards as the scenario requests."""
+    """Check that every step audited at least as many shards as the scenario requests."""
     scenario = trace.scenario
     due = max(1, round(scenario.options[SHARE] * scenario.num_shards))
     audited: dict[int, set[int]] = defaultdict(set)
@@ -167,7 +167,7 @@ def _right(tally: Tally, trace: Trace, audit: Audit, there: set[int], wrong: set
 def _given_up(
     tally: Tally, trace: Trace, audit: Audit, num_there: int, *, rank: int | None
 ) -> None:
-    """Check that an undecided audit asked a third worker, if there was one, and halted training."""
+    """Check that an undecided audit asked a third worker (or both again), and halted training."""
     place = evidence.place(trace, audit)
     what = f"workers disagreed on shard {audit.shard} of step {audit.step}"
     asked = len(set(audit.ranks))

@@ -41,7 +41,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
 def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
     """Check that each sample is drawn once per epoch. A batch may span two epochs.
 
-    The number that a step draws is checked only before the first step with unknown samples.
+    How many samples a step draws is checked only before the first step with unknown samples.
     """
     scenario = trace.scenario
     unknown = {*missing.require_ids(tally, trace), *missing.require_beginning(tally, trace)}
@@ -156,7 +156,7 @@ def _all_made(tally: Tally, trace: Trace) -> None:
 
 
 def _by_members(tally: Tally, trace: Trace) -> None:
-    """Check that only members compute shards, among them a rank in the step in which it leaves."""
+    """Check that only members compute shards; a rank is one in the step in which it leaves, too."""
     stays = history.stays(trace)
     for step, shards in evidence.shards(trace).items():
         for shard in shards:

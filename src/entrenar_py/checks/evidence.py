@@ -51,7 +51,7 @@ def could_run(tally: Tally, trace: Trace) -> bool:
 
 
 def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
-    """Return the run without faults whose bits `trace` must have. None is counted as missing."""
+    """Return the run without faults whose bits `trace` must have; if None, count why as missing."""
     if not could_run(tally, trace):
         return None
     if "bitwise" not in trace.promises:
@@ -143,7 +143,7 @@ def compare_exact(
 def compare_updates(
     tally: Tally, model: Trace, trace: Trace, part: str, message: str, *, before: float = math.inf
 ) -> None:
-    """Compare `part` of each rank with that of `model`'s lowest, bitwise, before step `before`."""
+    """Compare `part` of each update with `model`'s lowest rank's, bitwise, before step `before`."""
     expected = updates(model)
     for step, by_rank in ranks_by_step(trace):
         for _, update in sorted(by_rank.items()):

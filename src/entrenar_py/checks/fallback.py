@@ -162,7 +162,7 @@ def _miss_unstruck(tally: Tally, trace: Trace) -> None:
 
 
 def _note_devices(tally: Tally, trace: Trace) -> None:
-    """Note backends that failed without a planned fault, and devices that are stand-ins."""
+    """Note backends that failed without a planned fault, and stand-in and software devices."""
     struck = {event.fault.get("backend") for event in trace.of(Injected)}
     for attempt in trace.of(Attempt):
         if not attempt.served and attempt.backend not in struck:

@@ -76,7 +76,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
     disagreed = {audit.step for audit in audits.undecided(trace)}
     for halt in trace.of(Halt):
         if halt.step in disagreed:
-            continue  # another reason, which the trace proves
+            continue  # another reason to halt, which the trace proves
         if unknown := _unknown_at(trace, halt):
             missing.ask(
                 tally,

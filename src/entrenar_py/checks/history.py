@@ -41,7 +41,7 @@ def stays(trace: Trace) -> dict[int, list[Stay]]:
 
 
 def _cut(of_rank: Sequence[Stay], step: int) -> list[Stay]:
-    """Return the stays, with those that are over cut to end by `step`. Others remain open."""
+    """Return the stays. One that has ended is cut to end by `step`; an open one stays open."""
     return [one if one.end == math.inf else one._replace(end=min(one.end, step)) for one in of_rank]
 
 

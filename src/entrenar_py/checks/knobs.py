@@ -206,8 +206,8 @@ class Knob:
     """One setting of a script that can be changed without making it another training.
 
     The command has a placeholder of the knob's name; `says` is what the script does with its value.
-    The value is `usual` except in the knob's own runs. There it is each of `others`, or the result
-    of `limit` for the usual run. The knobs `beside` are turned, too, if the command has them.
+    The value is `usual` except in the knob's own runs. Those have each of `others` in turn, or what
+    `limit` returns for the usual run. The knobs `beside` are turned, too, if the command has them.
     `judge` compares the usual run with such a run. It returns the number of gradients that it
     compared, or None if the knob took no effect.
     """

@@ -100,7 +100,7 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
 
 
 def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that after a NaN in a worker's round all halt before the outer step, and name it."""
+    """Judge that after a NaN in a worker's round all halt before the outer step, and say where."""
     tally = Tally(invariant.id)
     kept = rounds.usable(traces, tally)
     if not kept:

@@ -65,9 +65,9 @@ def recorded(trace: Trace) -> Recorded:
 def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bool:
     """Return True if the empty `part` of `holder` was not recorded, False if the trainer lost it.
 
-    Weights and gradients are never lost. Optimizer state and buffers are: from an update if the
-    rank recorded them in another update, from a start if it recorded them anywhere, and from a
-    checkpoint if any rank recorded them. `known` is the result of `recorded`.
+    Weights and gradients never count as lost. Optimizer state and buffers count as lost from an
+    update if the rank recorded them in another update, from a start if it recorded them anywhere,
+    and from a checkpoint if any rank recorded them. `known` is the result of `recorded`.
     """
     if part in ("weights", "gradient"):
         return True

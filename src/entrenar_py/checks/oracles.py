@@ -16,9 +16,9 @@ def model_of(runs: Traces) -> Trace | None:
 
 
 def missing_model(runs: Traces) -> str:
-    """Return why there was no run on a single device to compare with, and what to record.
+    """Return why no run on a single device can be compared with, and what to record.
 
-    "" if there was one.
+    "" if one can.
     """
     model = model_of(runs)
     for trace in runs.own:
@@ -51,9 +51,9 @@ def same_masks(model: Trace, trace: Trace) -> bool:
     """Return whether dropout, if any, uses the same masks in `trace` as in `model`.
 
     The single device draws by logical shard. A trainer that also draws by shard has the same masks
-    unless its masks are `shard_apart`. For others the first shards' draws are compared, if they
-    were recorded. Micro-batches draw in another order. Batch normalisation by each rank's own
-    samples counts as different masks, since one worker normalises differently.
+    unless its trait `masks` is `shard_apart`. For others the first shards' draws are compared, if
+    they were recorded. Micro-batches (they draw in another order) and batch normalisation by each
+    rank's own samples (one worker normalises differently) count as different masks.
     """
     if trace.traits.batch_norm:
         return False

@@ -114,7 +114,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
 def _mean(
     trace: Trace, there: Mapping[int, Update], earlier: int, step: int, start: Start
 ) -> Vectors | None:
-    """Return the mean of the weights of the workers `there`, by the samples of each in the round.
+    """Return the mean of the workers' weights, weighted by each worker's samples in the round.
 
     None if weights or shards were not recorded. Samples before a worker joined don't count.
     """

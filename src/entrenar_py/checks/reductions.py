@@ -37,8 +37,8 @@ def plan(invariant: Invariant) -> list[Scenario]:
     """Plan two to eight simulated workers, with one element and with more; over TCP, blocks larger
     than a socket's buffer; and 2^24 elements on a mesh, 2^26 on a ring.
 
-    More elements on a mesh would be no new case, and the run to compare with takes as long. A
-    clause that a user's binding gives no scenarios is tried with a few simulated ones.
+    More elements on a mesh would test nothing new, and lengthen both the run and its twin. A clause
+    that a user's binding gives no scenarios is tried with a few simulated ones.
     """
     systems = ("parameter_server", "mesh", "ring")
     if invariant.binding is not None:
@@ -164,7 +164,7 @@ def _gamma(num: int, unit: float) -> float:
 
 
 def judge_bits(invariant: Invariant, runs: Traces) -> Finding:
-    """Judge that all ranks hold the same bits: the tree's, or in a ring those of a second run."""
+    """Judge that ranks hold the same bits, and that a second run of the reduction ends on them."""
     tally = Tally(invariant.id)
     runs = evidence.usable_runs(runs, tally)
     for trace in (run for run in runs if run.traits.topology):
@@ -252,7 +252,7 @@ def _judge_headers(tally: Tally, trace: Trace) -> None:
 
 
 def judge_ends(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge that every run completes, and that only workers struck by a fault leave it."""
+    """Judge that every run completes, and that no worker leaves or joins a run without faults."""
     tally = Tally(invariant.id)
     for trace in traces:
         scenario = trace.scenario

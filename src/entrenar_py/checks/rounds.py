@@ -28,7 +28,7 @@ def are_in(trace: Trace) -> bool:
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
-    """Return the runs in rounds that did not fail. If one doesn't state its rounds, return none."""
+    """Return the runs in rounds that did not fail; [] if one of them doesn't state its rounds."""
     kept = [trace for trace in evidence.usable(traces, tally) if are_in(trace)]
     for trace in kept:
         if trace.scenario.workload == "own" and "inner_steps" not in trace.scenario.options:

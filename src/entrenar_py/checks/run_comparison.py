@@ -197,7 +197,7 @@ class _Comparison:
     def first_step(self, model: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
         """Compare the loss and the parts of one of the first steps, within rounding.
 
-        Parts in `due` that can't be compared are `gaps`. Return whether the gradient was compared.
+        Parts in `due` not compared are added to `gaps`. Return whether the gradient was compared.
         """
         self.losses(model, update)
         compared = self.tensors(model, update)
@@ -238,7 +238,7 @@ class _Comparison:
     def tensors(self, model: Update, update: Update) -> set[str]:
         """Compare one rank's gradient, weights and buffers. Return the parts compared or left out.
 
-        Under Adam weights are left out; so are a user's buffers, which may depend on weights.
+        Under Adam, weights are left out, and a user's buffers, too, which may depend on weights.
         """
         done = {"weights"} if self.bounds.adam else set()
         if done and self.trace.scenario.workload == "own":
@@ -258,7 +258,7 @@ class _Comparison:
         return done
 
     def parts(self, step: int | None, *, skipped: bool, is_enough: bool) -> None:
-        """Report `step`, if any, which only one of the runs skipped: the comparison ended there."""
+        """Report that the comparison ended at `step`, if any, which only one of the two skipped."""
         if step is None:
             return
         who = "this run" if skipped else self.words.who

@@ -25,7 +25,7 @@ def skipped(trace: Trace) -> set[int]:
             now = event.weights, event.optimizer
             before = state_of.get(event.rank)
             rests = before is not None and _same(before, now)
-            rested[event.step, event.rank] = rests and event.finite  # a step can't move a NaN
+            rested[event.step, event.rank] = rests and event.finite  # any step leaves a NaN a NaN
             state_of[event.rank] = now
     ranks = {rank for _, rank in rested}
     steps = {step for step, _ in rested}

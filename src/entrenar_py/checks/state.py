@@ -130,6 +130,6 @@ class Comparison:
 
 
 def _sharers(tensors_of: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:
-    """Return the ranks that hold a tensor of sharded state; all if one of three or more lost it."""
+    """Return the ranks that hold sharded tensor `name`; all if just one of 3 or more lacks it."""
     sharers = {rank: tensors for rank, tensors in tensors_of.items() if name in tensors}
     return dict(tensors_of) if len(tensors_of) - 1 == len(sharers) > 1 else sharers

@@ -85,7 +85,7 @@ def _prepare(rules: dict[int, update_rule.Rule], event: Event, trace: Trace) -> 
 
 
 def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | None:
-    """Return why `rule`, as it was before `update`, can't recompute that, and what to record.
+    """Return why `rule`, as it was before `update`, can't recompute it, and what to record.
 
     None if only the norms are lacking, which `_clipping` reports.
     """
@@ -181,7 +181,7 @@ def _clipping(
 def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -> bool:
     """Check, element by element, that each tensor moved as the optimizer's formula says.
 
-    Return whether some tensor was compared, and each that had a gradient or may have moved.
+    Return True if tensors were compared, among them all with a gradient or that may have moved.
     """
     optimizer, before = trace.scenario.optimizer, rule.weights
     compared: set[str] = set()
