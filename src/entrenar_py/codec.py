@@ -35,7 +35,7 @@ class Form(NamedTuple):
 
 
 class Schema(Generic[T]):
-    """The JSON form of one dataclass. Messages call the dataclass `what`.
+    """The JSON form of one dataclass. Error messages call the dataclass `what`.
 
     `forms` adds Forms to FORMS, or replaces some of them. Its keys are names in annotations, or
     whole annotations. With `sparse`, `dump` omits fields that have their default values.
