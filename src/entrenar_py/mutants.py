@@ -27,7 +27,7 @@ class Variant:
     """A trainer changed from outside: `plants` maps dotted paths of functions to replacements.
 
     `invariants` are the clauses that the bug must break. A benign variant has none: the clauses in
-    `tried` must hold on it, and no other that judges it may be falsified. `place` is what the
+    `tried` must hold on it, and no other clause judging it may be falsified. `place` is what the
     counterexample must name (step, rank, shard, tensor, ...). `source` says where the bug was seen.
     """
 
