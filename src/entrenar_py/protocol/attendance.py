@@ -28,7 +28,7 @@ class Attendance:
         self._convicted: Counter[int] = Counter()  # rank -> how often an audit caught it
 
     def heard(self, peer: Peer, now: float) -> None:
-        """Note that a whole frame of `peer` came. A peer without a proof gains no time by it."""
+        """Note that a whole frame of `peer` came. It counts only once `peer` has proved itself."""
         member = self.peers.get(peer)
         if member is not None and member.phase is not Phase.CHALLENGED:
             member.heard = now
@@ -39,7 +39,7 @@ class Attendance:
         return [do.Send(peer, challenge)]
 
     def _admit(self, peer: Peer, member: Member, hello: say.Hello) -> list[Effect]:
-        """Answer a hello: an admitted worker waits from now on, any other connection ends."""
+        """Answer a hello: put an admitted worker into phase WAITING, close other connections."""
         answer = terms.admit(
             hello,
             member.challenge,

@@ -49,7 +49,7 @@ class Audit:
         return others[turn % len(others)] if others else None
 
     def another(self, present: Collection[int], turn: int) -> int | None:
-        """Return the rank to ask after a dispute: a third, else one of the two again, else None."""
+        """Return who computes one more copy: a third rank, else one of the two again, else None."""
         if len(set(self.copies)) > 2:
             return None
         third = self.second(present, turn)

@@ -102,7 +102,7 @@ class Coordinator(Dealing):
     def _spread(
         self, messages: Sequence[say.Average | say.Weights], *, last: bool, now: float
     ) -> list[Effect]:
-        """Send `messages` to all workers; if they hold the `last` blocks, wait for Staged."""
+        """Send `messages` to all workers; if no block is left after them (`last`), await Staged."""
         members = self._members()
         sends: list[Effect] = [do.Send(peer, message) for message in messages for peer in members]
         if last:
@@ -154,7 +154,7 @@ class Coordinator(Dealing):
         return self._end(do.Finish("failed", reason), say.Shutdown(problem=say.brief(reason)))
 
     def _loads(self) -> bool:
-        """Return whether a worker welcomed in time is loading, for which it has `gather_s`."""
+        """Return whether a worker is loading that was welcomed before `gather_s` were over."""
         until = self._gathering_since + self.timing.gather_s
         return any(
             one.phase is Phase.LOADING and one.welcomed < until for one in self.peers.values()
@@ -255,7 +255,7 @@ class Coordinator(Dealing):
         return None
 
     def _is_staged(self) -> bool:
-        """Return whether every worker was sent all that it must hold for a commit."""
+        """Return whether the run is in the stage that ends with the commit."""
         return self.stage is Stage.STAGING
 
     def _commit(self) -> list[Effect]:

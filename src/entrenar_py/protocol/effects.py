@@ -74,7 +74,7 @@ class Keep(Effect):
 
 
 class Deliver(Effect):
-    """Keep the delivery that `rank` began with its last Computed, even if the worker dies."""
+    """Keep all deliveries that `rank` has completed so far, even if the worker dies."""
 
     rank: int
 
@@ -125,7 +125,7 @@ class Joined(Effect):
 
 
 class Left(Effect):
-    """`rank` left during `step`; what it had not delivered is void."""
+    """`rank` left during `step`; its shards of it are void, except those kept by a Deliver."""
 
     rank: int
     step: int
@@ -164,7 +164,7 @@ class Save(Effect):
 
 
 class Stop(Effect):
-    """Halt before `step`. Worker `rank` `said` why, or `shard` is in dispute; all may be None."""
+    """Halt before `step`: for report `said` of worker `rank`, a disputed `shard`, or neither."""
 
     step: int
     rank: int | None
@@ -186,7 +186,7 @@ class Load(Effect):
 class Compute(Effect):
     """Compute `shards` of `step` in the background; then call `computed` with this effect.
 
-    Every Compute has its own `ticket`, to tell work begun before a reconnection from later work.
+    Every Compute has its own `ticket`, by which work from before a reconnection is recognised.
     """
 
     ticket: int
@@ -215,7 +215,7 @@ class Combine(Effect):
 
 
 class Regroup(Effect):
-    """Forget what other workers sent for a step: `round` begins, or goes on with another step."""
+    """Forget all sums and averages: `round` begins, or goes on with the next step."""
 
     round: int
 

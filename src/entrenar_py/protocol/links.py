@@ -31,7 +31,7 @@ AGAIN = "it has connected again"
 
 @dataclass(slots=True)
 class Link:
-    """One connection. `rank` is the other worker's, None until known; it must send `proof`."""
+    """One connection. `rank` is the other worker's, or None; `proof` is expected in its Accept."""
 
     nonce: str
     heard: float
@@ -133,7 +133,7 @@ class Links:
         raise ProtocolError(f"{type(message).__name__} from a worker that has proved nothing")
 
     def lost(self, peer: Peer, reason: str) -> tuple[list[Effect], int | None]:
-        """Close a link that broke or misbehaved; also return its rank if that is in the group."""
+        """Close a link that broke or misbehaved; also return the other's rank if in the group."""
         rank = self._links[peer].rank
         return self._close(peer, reason), rank if rank in self.addresses else None
 

@@ -34,7 +34,7 @@ class Member:
     address: str = ""  # where other workers of a mesh connect to it
 
     def to_send(self) -> tuple[int, ...]:
-        """Return its shards of the current step: `delivered` ones, and those still to deliver."""
+        """Return the shards that others get if the worker leaves: `delivered` and `assigned`."""
         return (*self.delivered, *(shard for shards in self.assigned for shard in shards))
 
     def in_rank(self) -> int:
@@ -52,12 +52,12 @@ class Member:
             )
 
     def begin_delivery(self, computed: Computed) -> None:
-        """Begin the delivery that `computed` announces; ProtocolError if it is not the one due."""
+        """Begin the delivery that `computed` announces; ProtocolError if it is out of turn."""
         self.require_assigned(computed)
         self.delivering = True
 
     def take(self, node: TreeNode, under: range, num_blocks: int) -> None:
-        """Count a node with the shards `under` it as delivered; ProtocolError if it is not due.
+        """Count a node with the shards `under` it as delivered; ProtocolError if it is out of turn.
 
         The last block must come first and block 0 last, which completes the delivery.
         """

@@ -3,8 +3,8 @@
 As in a star a step is computed, staged by every worker, and then made. All results of a lost worker
 are lost, however: others compute its shards again, and the exchange starts again in a new round.
 The current state is with the workers. The coordinator requests it from one of them to save it, or
-to admit a worker. If all connections break at once, it asks each worker that comes back in turn
-whether it still holds the state.
+to admit a worker. If all connections break at once, it asks those that come back, one at a time,
+whether they still hold the state.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MeshCoordinator(Coordinator):
         self._may_hold: set[int] = set()  # ranks lost since the step was handed out
         self._committed = False  # all were told to make the current step, then all were lost
         self._complaints: Counter[Peer] = Counter()  # by and about each worker, in this step
-        self._num_rounds = 0  # how often complaints were to restart this step's exchange
+        self._num_rounds = 0  # complaints in this step, those of both ends of a link as one
         self._told: tuple[int, int] | None = None  # the last complaint: its sender, and about whom
 
     def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
@@ -94,7 +94,7 @@ class MeshCoordinator(Coordinator):
     def _unreachable(
         self, peer: Peer, member: Member, said: say.Unreachable, now: float
     ) -> list[Effect]:
-        """Begin another round; at the third complaint throw out the worker with most complaints.
+        """Begin another round; at the third complaint throw out the worker that most involve.
 
         Both ends may complain about one broken connection, the second end in the round that began
         with the first end's complaint. Such a pair counts once.

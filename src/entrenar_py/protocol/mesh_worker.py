@@ -1,7 +1,7 @@
 """A worker of a mesh: averages the blocks that it owns, and gets the others from their owners.
 
 To the coordinator it is a worker as in a star, but it sends its gradients to the other workers. An
-exchange belongs to a step and a round. Messages of later ones wait until this worker gets there.
+exchange belongs to a step and a round. Messages of a later one wait until it begins here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class MeshWorker(Worker):
     # --- events -----------------------------------------------------------------------------------
 
     def undialable(self, dial: do.Dial, reason: str) -> list[Effect]:
-        """Complain to the coordinator that `dial` failed, if it is still wanted."""
+        """Complain to the coordinator that `dial` failed, if its connection is still wanted."""
         wanted = self.links.undialable(dial)
         return self._complain(dial.rank, reason) if wanted else []
 
@@ -225,7 +225,7 @@ class MeshWorker(Worker):
         return [do.Hold(self.step, message.block), *self._has(message.block)]
 
     def _postpone(self, peer: Peer) -> list[Effect]:
-        """Postpone a message of a later round; ProtocolError if more come than a round can have."""
+        """Postpone a message that came early; ProtocolError if more do than a round can have."""
         self._num_postponed += 1
         most = self._num_blocks * (len(self._holders) + 1)
         if self._group is not None and self._num_postponed > most:

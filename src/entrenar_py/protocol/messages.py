@@ -148,7 +148,7 @@ class Assign(Message):
 
 
 class Computed(Message):
-    """Worker: `shards` of `step` are computed, their nodes follow; the payload records each."""
+    """Worker: `shards` of `step` are computed, the nodes follow; the payload records each shard."""
 
     tag: ClassVar[int] = 11
     carries: ClassVar[str] = "events"

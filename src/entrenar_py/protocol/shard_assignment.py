@@ -42,7 +42,7 @@ class Dealing(Attendance):
         return [*assigned, *(effect for shard in self._audits for effect in self._pursue(shard))]
 
     def _assign(self, shards: Sequence[int], members: Mapping[Peer, Member]) -> list[Effect]:
-        """Assign adjacent `shards` to each of `members`, after what they are assigned already."""
+        """Divide `shards` among `members`, adjacent ones to each, after what each has already."""
         peer_of = {member.in_rank(): peer for peer, member in members.items()}
         effects: list[Effect] = []
         for rank, run in sharding.runs(shards, peer_of).items():
@@ -87,7 +87,7 @@ class Dealing(Attendance):
         return effects if audit.asked else [*effects, do.Compare(self.step, shard)]
 
     def _witnesses(self, audit: Audit) -> list[int]:
-        """Return the ranks with the backend of those asked before: others round differently."""
+        """Return the ranks with the backend of earlier copies, if any; others round differently."""
         members = {member.in_rank(): member for member in self._members().values()}
         used = {members[rank].backend for rank in (*audit.asked, *audit.copies)}
         return [rank for rank, member in members.items() if not used or member.backend in used]

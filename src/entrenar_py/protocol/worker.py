@@ -1,4 +1,4 @@
-"""A worker of a star: proves itself, loads the state, computes its shards, and steps when told.
+"""A worker of a star: proves itself, loads the state, computes its shards, makes committed steps.
 
 It is a state machine like the coordinator, which is its only peer. Its driver connects it, and
 reconnects when the connection is lost.
@@ -191,7 +191,7 @@ class Worker:
         return self._end(do.Finish("failed", f"refused: {refuse.reason}"))
 
     def _depart(self, reason: str) -> list[Effect]:
-        """End the connection after a breach of protocol; for good after three for one reason."""
+        """End the connection after a breach of protocol; for good after three of the same kind."""
         times = self._thrown_out.count(self.rank, reason)
         if times < THROWN_OUT_MAX:
             return self._drop(reason)
