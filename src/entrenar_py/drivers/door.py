@@ -53,7 +53,7 @@ class Door:
     """Accepts connections from `listeners`, which it owns, until it is closed.
 
     `opened` is called with every socket that is ready for use, and its visit. The callee sets the
-    visit's `end`, and then reports to `proved`, `sent_away` and `left` what becomes of it.
+    visit's `end`, and calls the methods `proved`, `sent_away` and `left` as each happens.
     `patience_s` limits the TLS handshake, if there is a `context`.
 
     There are `strangers_max` `Places` for connections that have proved nothing, and for those that
@@ -108,7 +108,7 @@ class Door:
         self._places.release(visit)
 
     def sent_away(self, visit: Visit, reason: str) -> None:
-        """Note that the connection is being closed; it takes a place until it has `left`."""
+        """Note that the connection is being closed; it takes a place until `left` is called."""
         if not visit.has_proved:
             self._note(visit.host, reason)
         self._places.linger(visit)

@@ -115,7 +115,7 @@ class Connection:
 
 
 class End:
-    """The connections of one state machine, and the effects that every state machine has.
+    """The connections of one state machine, and the effects that coordinator and worker share.
 
     `finished` is the Finish effect, None until the state machine requests it.
     """
@@ -178,7 +178,7 @@ class End:
     def _do(self, wanted: Iterable[Effect], received: Received | None = None) -> None:
         """Carry out the `wanted` effects, and those that follow from them, in order.
 
-        `received` is the message that they follow from.
+        `received` is the message that caused the `wanted` effects, if any.
         """
         waiting = deque((effect, received) for effect in wanted)
         while waiting:
@@ -308,7 +308,7 @@ class CoordinatorEnd(End):
 
 
 class WorkerEnd(End):
-    """A worker's end. The driver's `compute` takes an effect; it calls the method `computed` later.
+    """A worker's end. The driver's `compute` does a Compute, then calls the method `computed`.
     `speak` may change messages into lies. `meter` counts messages from and to the coordinator.
     """
 

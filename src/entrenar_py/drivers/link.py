@@ -241,7 +241,7 @@ class Link:
         self._sending = Task(self._threads, work, done)
 
     def _gather(self) -> bool:
-        """Take as many pieces from the queue as can be sent at once; return whether any can.
+        """Take as many pieces from the queue as one call may send; return whether there are any.
 
         Empty pieces are left out: sending one would make no progress.
         """

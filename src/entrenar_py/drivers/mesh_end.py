@@ -105,7 +105,7 @@ class MeshEnd(WorkerEnd):
         self._do(self.machine.undialable(dial, reason))
 
     def _link(self, peer: Peer, direction: int) -> None:
-        """Set up a connection to another worker, on which this one sends in `direction`."""
+        """Set up a connection to another worker; frames sent on it are marked with `direction`."""
         lost = partial(self.machine.lost_link, peer)
         self._connections[peer] = Connection(
             self._stream(direction, self.links_meter),

@@ -52,7 +52,7 @@ async def ask(
 ) -> Told | do.Finish:
     """Return the coordinator's answer; a `failed` Finish if it refuses, or after `patience_s`.
 
-    A `context` is for TLS. `alone` is called before each new try with the reason for it.
+    A `context` is for TLS. `alone` is called with the problem before each new try.
     """
     since = time.monotonic()
     wait_s = sockets.BACKOFF_S[0]

@@ -200,7 +200,7 @@ class Simulation:
         self.coordinator.connected(connection.peer, self._nonce(), HOST)
 
     def _dial(self, node: Node, dial: do.Dial) -> None:
-        """Connect `node` to another worker, whose port is its number."""
+        """Connect `node` to another worker: the one whose `number` is the port in `dial`."""
         number = int(dial.address.rpartition(":")[2])
         to = next((other for other in self.nodes if other.number == number and other.alive), None)
 
@@ -249,7 +249,7 @@ class Simulation:
             self.later(place * (pace_s or LATENCY_S[1]), partial(arrive, piece))
 
     def _send(self, connection: Connection, up: bool, message: Message, data: bytes) -> None:
-        """Send a message, with any fault of `meddle`: in the worker, or of two in the sender."""
+        """Send a message, with any fault of `meddle`: it hits the worker (of two, the sender)."""
         if connection.dead or connection.ended:
             return
         sender = connection.end(not up)

@@ -13,7 +13,7 @@ from typing import Any
 # The default size of the kernel's buffers: with its usual 128 KiB a large tensor costs hundreds of
 # wake-ups. A connection without traffic uses none of it.
 BUFFER_BYTES = 2**22
-# Seconds from one try to the next, at first and at most. It stays short because a worker may be
+# Seconds from one try to the next, at first and at most. Both are short because a worker may be
 # sent away several times before it gets one of the `Places`.
 BACKOFF_S = (0.05, 0.5)
 # Connections that wait in the kernel: a burst of strangers must not keep a worker out. The kernel
@@ -72,7 +72,7 @@ async def spoken_to(sock: socket.socket, *, patience_s: float) -> None:
 async def ready(
     sock: socket.socket, watch: Callable[..., None], unwatch: Callable[..., bool]
 ) -> None:
-    """Wait for `sock`; `watch` and `unwatch` are the loop's methods for readers, or for writers."""
+    """Wait for `sock` with the loop's add_reader and remove_reader, or with those for writers."""
     event = asyncio.Event()
     watch(sock, event.set)
     try:
