@@ -25,14 +25,14 @@ _NOT_THERE = "the ledger that the checkpoint names was not there"
 
 
 def to_record(last: Mark | None) -> Mapping[str, Any] | None:
-    """Return the entry for the ledger's line `last` in a checkpoint, as JSON can hold it."""
+    """Return what a checkpoint notes of the ledger's line `last`, as JSON can hold it."""
     return None if last is None else {"line": last.line, "chain": last.chain}
 
 
 def since(progress: Mapping[str, Any], path: Path) -> trace.Gap:
-    """Return the gap of a new ledger that goes on from the checkpoint at `path`.
+    """Return the Gap event that begins a new ledger after a resume from the checkpoint at `path`.
 
-    `progress` is the checkpoint's. Raises CheckpointError if its KEY entry is malformed.
+    `progress` is that checkpoint's metadata. Raises CheckpointError if its KEY entry is malformed.
     """
     step = int(progress["step"])
     named = progress.get(KEY)
@@ -52,7 +52,7 @@ def _is_mark(line: object, digest: str) -> bool:
 
 
 def say(gap: trace.Gap) -> str:
-    """Return in words which events a ledger with this gap lacks."""
+    """Return in words which steps a ledger with this gap lacks."""
     steps = f"steps 0 to {gap.step - 1} are not in it" if gap.step else "no step is missing"
     if gap.digest is None:
         return f"{steps}, {escaping.shortened(gap.reason)}"

@@ -48,7 +48,7 @@ class Pace:
 
 
 class Lines:
-    """Prints notes and the last step; other steps and saved checkpoints every LINE_EVERY_S."""
+    """Prints notes and the last step; one other step and one save every LINE_EVERY_S."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
