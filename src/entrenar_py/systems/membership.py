@@ -33,7 +33,7 @@ def require_possible(scenario: Scenario) -> None:
         raise UsageError("faults join for every rank: one worker must be there from the start")
     for fault in _in_order(scenario):
         if fault.value == "one_too_many" and len(present) < scenario.world_size:
-            there = f"{len(present)} of {scenario.world_size} workers are there; use a full step"
+            there = f"{len(present)} of {scenario.world_size} workers are present; use a full step"
             raise UsageError(f"fault stranger value=one_too_many step={fault.step}: {there}")
         if fault.rank is None:
             continue
