@@ -17,14 +17,23 @@ from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 DURATIONS = Path("durations.txt")
 NUM_SLOWEST = 100
 
-# Tests that share a fixture which takes seconds to make: by the beginning of their node id.
+# Tests that share what takes seconds to make, a fixture or a process that has torch loaded and
+# forks others: by the beginning of their node id.
 TOGETHER = {
     "tests/canonical/test_canonical.py": "canonical",
     "tests/checks/test_local_sgd.py": "local SGD",
     "tests/examples/test_own_trainer.py": "own trainer",
     "tests/systems/probes/test_memory.py::test_the_estimate_bounds_the_peak": "memory",
     "tests/network/test_namespaces.py": "namespaces",
+    "tests/observing/test_dtensors.py": "zygote",
+    "tests/command/test_user_trainers.py": "zygote",
+    "tests/docs/test_tutorial.py": "zygote",
+    "tests/examples/test_canonical_all_reduce.py": "zygote",
     "tests/pytest_plugin/test_plugin.py": "plugin",
+    "tests/service/test_coordinator.py": "service",
+    "tests/service/test_file_locks.py": "service",
+    "tests/service/test_mesh.py": "service",
+    "tests/service/test_service.py": "service",
     "tests/test_wheel.py": "wheel",
     "tests/watch/test_watched_ranks.py": "watched ranks",
 }

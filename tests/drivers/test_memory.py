@@ -29,7 +29,7 @@ def _end(*arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    "size", [2**27, pytest.param(2**29, marks=pytest.mark.slow)], ids=["128 MiB", "512 MiB"]
+    "size", [2**26, pytest.param(2**28, marks=pytest.mark.slow)], ids=["64 MiB", "256 MiB"]
 )
 def test_a_large_tensor_crosses_in_bounded_memory(size: int) -> None:
     """State down, tree node up, average down: either end takes one tensor and under 64 MiB."""

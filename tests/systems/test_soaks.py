@@ -35,11 +35,11 @@ def _closer_look(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_some_minutes_of_an_hour() -> None:
     """A short run has the undisturbed bits, and nothing is left open or grows."""
-    star, virtual_s = soak_hour.soak(soak_hour.draw(3, num_steps=120))
+    star, virtual_s = soak_hour.soak(soak_hour.draw(3, num_steps=80))
     assert star.seen.wrong == []
     assert star.seen.struck.total() > 8
     assert star.seen.num_rejoins > 4
-    assert virtual_s > 120
+    assert virtual_s > 80
 
 
 @pytest.mark.usefixtures("_closer_look")
