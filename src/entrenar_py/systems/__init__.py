@@ -247,8 +247,8 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
     """Run `scenario` on one thread, with its mutant planted if it names one.
 
     Raises UsageError for an unknown system or mutant. Any other error ends the trace as `failed`,
-    with the reason. With `every_fault`, a fault that never strikes is such an error in trainers.
-    Pass False where an earlier fault may remove the worker that a later one strikes.
+    with the reason. With `every_fault`, a trainer's trace also fails if a fault never strikes. Pass
+    False where an earlier fault may remove the worker that a later one strikes.
     """
     _require("system", scenario.system, tuple(SYSTEMS))
     module = module_of(scenario.system)
@@ -328,7 +328,7 @@ def require_sizes(scenario: Scenario) -> None:
 def fitted(scenario: Scenario, *, fixed: Collection[str] = ()) -> Scenario:
     """Return `scenario` with sizes rounded up to powers of two, if its system requires these.
 
-    `world_size` is not changed if `fixed` contains its name, even where the system can't have it.
+    If `fixed` contains "world_size", that field is kept, even if the system then refuses it.
     `num_samples` is raised to the number of workers if it is lower.
     """
     known = SYSTEMS.get(scenario.system)

@@ -22,7 +22,7 @@ def initial_ranks(scenario: Scenario) -> list[int]:
 
 
 def require_possible(scenario: Scenario) -> None:
-    """Raise UsageError for the first fault that the workers present in its step make impossible.
+    """Raise UsageError for the first fault that is impossible with the workers in its step.
 
     A worker that joins must be absent, and one that leaves or is struck must be present. At least
     one worker must always remain.

@@ -23,10 +23,10 @@ def model_of(scenario: Scenario) -> Workload:
 
 
 def place_of(fault: Fault, model: Workload) -> tuple[str, int]:
-    """Return the trainable tensor whose gradient `fault` changes, and the element, in C order.
+    """Return the trainable tensor whose gradient `fault` changes, and the element's flat index.
 
-    Each is the first one if the fault names none. Raises UsageError for a tensor that is not
-    trained, and for an element past the end of the tensor.
+    By default each is the first one. Raises UsageError for a tensor that is not trained, and for
+    an element past the end of the tensor.
     """
     sizes = {spec.name: prod(spec.shape) for spec in model.specs if spec.role == "trainable"}
     tensor, element = fault.tensor or next(iter(sizes)), fault.element or 0

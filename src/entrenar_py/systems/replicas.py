@@ -63,7 +63,7 @@ class Average:
     """One step's average: `mean` is the averaged vector, `clipped` the gradient in it, clipped.
 
     `loss` is the batch's summed loss divided by its `weight`, and `rate` the learning rate.
-    `record` is the gradient before clipping. `norm`, `applied_norm`: L2 norms before and after it.
+    `record` is the gradient before clipping, `norm` its L2 norm, `applied_norm` that of `clipped`.
     """
 
     mean: Array

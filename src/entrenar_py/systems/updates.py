@@ -21,10 +21,10 @@ def by_server(scenario: Scenario) -> bool:
 
 
 def held(scenario: Scenario) -> str:
-    """Return the name of the optimizer whose state every worker holds."""
+    """Return the name of the optimizer whose state workers hold: `sgd` if the server steps."""
     return _STATELESS if by_server(scenario) else scenario.optimizer
 
 
 def places(scenario: Scenario, usual: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the messages of a step at which a fault can strike: `usual` if workers make it."""
+    """Return a step's messages at which a fault can strike: `usual` if workers make the step."""
     return SERVED_PLACES if by_server(scenario) else usual

@@ -58,8 +58,8 @@ def run(scenario: Scenario) -> trace.Trace:
     """Record a Memory event for each rank; its shards are those that `reference` would give it.
 
     A rank whose device is unavailable gets a failed Attempt instead. Raises SystemFailure if a
-    process dies or exceeds its deadline. Raises UsageError without a budget, and for a workload,
-    stops or detail that this system does not support.
+    process dies or exceeds its deadline. Raises UsageError without a budget, and for a `workload`,
+    `stops` or `detail` that this system does not support.
     """
     budget = scenario.options.get("budget_bytes")
     if type(budget) is not int:
@@ -317,7 +317,7 @@ def _peak_bytes() -> int:
 def measured(scenario: Scenario, rank: int) -> dict[str, Any]:
     """Measure the share of `rank` in this process; return a record that JSON can hold.
 
-    The record has the bytes, whether the mutant ran (`planted`), why the device is `unavailable`.
+    It has the bytes, `planted` (whether the mutant ran), `unavailable` (why the device is, or "").
     """
     torch.set_num_threads(1)  # as in `systems.run`
     record: dict[str, Any] = {"unavailable": ""}

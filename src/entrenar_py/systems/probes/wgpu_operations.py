@@ -23,7 +23,7 @@ FLOAT64_SLACK = 1e-12
 
 
 def run(scenario: Scenario) -> trace.Trace:
-    """Record Explained and Poisoned events for each result of the operations in options, or of all.
+    """Record Explained and Poisoned events for each result of option `operations`, by default all.
 
     Without an adapter the run ends `failed`, with the reason. Raises UsageError for an operation
     that is not in CASES.
@@ -47,7 +47,7 @@ def run(scenario: Scenario) -> trace.Trace:
 def _tried(
     name: str, case: Case, device: Device, generator: torch.Generator
 ) -> Iterator[trace.Event]:
-    """Yield one operation's events: a program runs it on its operands, then on some with NaNs."""
+    """Run one operation on its operands, then again with NaNs in them; yield the events of both."""
     groups = operation_cases.operands(case, generator)
     flat = [one for group in groups for one in group]
 

@@ -44,15 +44,15 @@ class Call:
 
     @property
     def given(self) -> str:
-        """The name of the step's inputs."""
+        """A name for the step's inputs: equal names mean equal inputs."""
         return f"replica {self.replica}, weights {self.version}, {self.first}+{self.num_samples}"
 
 
 def calls(few: int, *more: int) -> list[Call]:
     """Return the steps of a run, in an order that shows any value left over from an earlier step.
 
-    The first step runs twice. Then come other samples and weights of the same sizes, other numbers
-    of samples (`more`), repetitions, a replica with other frozen weights, and a NaN.
+    The first step, on `few` samples, runs twice. Then come other samples and weights of the same
+    sizes, other sizes (`more`), repetitions, a replica with other frozen weights, and a NaN.
     """
     again = Call(0, few)
     return [
@@ -91,7 +91,7 @@ def run(scenario: Scenario) -> trace.Trace:
 def sizes_of(scenario: Scenario) -> list[int]:
     """Return the batch sizes of the run's steps; two different batches have the first size.
 
-    Raises UsageError unless they are different and positive, and the data set is large enough.
+    Raises UsageError unless the sizes are distinct and positive, and the data set is large enough.
     """
     sizes = scenario.options.get("samples", NUM_SAMPLES)
     whole = isinstance(sizes, list | tuple) and all(type(one) is int and one > 0 for one in sizes)

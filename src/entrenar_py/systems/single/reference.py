@@ -119,7 +119,7 @@ class Trainer(Replicas):
             arrays, progress = checkpoint.load(path)
         for rank in ranks:
             worker = self.new_worker(rank, checkpoint.group_of(arrays, "tensors"))
-            saved = checkpoint.group_of(arrays, "optimizer")  # in any order; a trace needs one
+            saved = checkpoint.group_of(arrays, "optimizer")  # in any order, unlike `state`
             worker.state = {name: saved[name].copy() for name in worker.state}
             self.workers[rank] = worker
         self.position = sharding.Position(progress["epoch"], progress["offset"])

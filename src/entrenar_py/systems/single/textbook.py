@@ -167,7 +167,7 @@ def masks(setup: Setup, replica: Replica, step: int, ids: sharding.Ids) -> dropo
 
 
 def backward(loss: Tensor, weight: float, setup: Setup, ids: sharding.Ids) -> None:
-    """Back-propagate this micro-batch's part of the mean over the global batch's `weight`."""
+    """Back-propagate a micro-batch's summed `loss`, divided by the global batch's `weight`."""
     (loss / weight).backward()  # type: ignore[no-untyped-call]
 
 

@@ -105,9 +105,9 @@ class MicroBatchFaults:
 
 
 def huge_element(before: float, value: float, share: float) -> float:
-    """Return the accumulated element if `value` is the gradient of every sample of a micro-batch.
+    """Return the accumulated element after a micro-batch whose samples all have gradient `value`.
 
-    `before` is the element before this micro-batch, which adds its `share` of the mean.
+    `before` is the element before the micro-batch; `share` is that of `MicroBatchFaults.apply`.
     """
     return before + value * share
 

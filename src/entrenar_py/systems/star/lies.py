@@ -71,7 +71,7 @@ def _name(message: Message) -> str:
 
 
 def _of_another(payload: bytes) -> bytes:
-    """Return the same records with the next rank in place of the worker's own."""
+    """Return the events in `payload` with the next rank in place of the worker's own."""
     events = trace.load_events(payload)
     return trace.dump_events(
         replace(one, rank=one.rank + 1) if isinstance(one, trace.Shard | trace.Update) else one

@@ -105,7 +105,7 @@ class ScenarioRun:
         self._join(run.first_step)
 
     def notify(self, effect: Effect) -> None:
-        """If a step begins, start the workers that join; if an audit ends, count its culprit."""
+        """If a step begins, start the workers that join; count each rank that an audit convicts."""
         if isinstance(effect, Gather):
             self._join(effect.step)
         elif isinstance(effect, Conclude) and effect.culprit is not None:

@@ -178,7 +178,7 @@ class Server(Replicas):
             self._copies.begin(rank, self._events_in(rank, message, payload))
 
     def _events_in(self, rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
-        """Return the events in `payload`; do not read them again if `require` has just done so."""
+        """Return the events in `payload`; reuse them if `require` has just read this message."""
         if self._checked is not None and self._checked[0] is message:
             return self._checked[1]
         return worker_records.read(rank, message, payload)

@@ -28,10 +28,10 @@ def place(
 ) -> list[Fault]:
     """Return `fault` once for each rank that it strikes, with the rank's index and micro-batch.
 
-    A value planted in all ranks is returned unchanged. A logical shard becomes the micro-batch at
-    the same place in its rank's share. Ranks that compute a batch together may hold copies: a huge
-    gradient, or a fault at a shard, strikes all of them. In stages a step is one micro-batch; a
-    loss changes in the last stage, a gradient in the stage with the tensor, by default the first.
+    A fault without rank and shard strikes all: it is returned unchanged. A logical shard becomes
+    the micro-batch at the same place in its rank's share. Ranks that compute a batch together may
+    hold copies: a huge gradient, or a fault at a shard, strikes all. In stages a step is one
+    micro-batch; the last stage gets a loss's fault, the tensor's stage (or the first) a gradient's.
     """
     if fault.kind == "join" or (fault.rank is not None and fault.rank not in workers):
         return []

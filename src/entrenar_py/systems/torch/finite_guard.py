@@ -56,7 +56,7 @@ class FiniteGuard:
         self._flags.append(flags)
 
     def look(self) -> None:
-        """Check the accumulated gradients, as those of the micro-batch begun last."""
+        """Check the accumulated gradients; a bad one is noted for the micro-batch begun last."""
         for index, parameter in self._trainable.items():
             if parameter.grad is not None:
                 self._look(index, parameter)

@@ -107,7 +107,7 @@ def shard(rank: Rank, model: workload_module.Model) -> Sharded:
 def unsharded(model: Sharded) -> dict[str, nn.Parameter]:
     """Return the unsharded trainable parameters.
 
-    They have values only while the rank computes. Their gradient is its own, before the reduction.
+    They have values only while the rank computes. Their `.grad` is this rank's, not yet reduced.
     """
     model.unshard()
     whole = {name: p for name, p in model.named_parameters() if p.requires_grad}

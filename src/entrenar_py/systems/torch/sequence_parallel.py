@@ -38,8 +38,8 @@ def train(rank: Rank) -> None:
 def parallelize(model: workload_layers.Layers, mesh: DeviceMesh) -> None:
     """Cut `model`, in place, over the ranks of `mesh`.
 
-    A model without sequences is cut as in `tensor_parallel`. For a norm's gradient each rank has
-    the term of its part of the sequence; `tensor_parallel.add_terms` adds the terms, undivided.
+    A model without sequences is cut as in `tensor_parallel`. A norm's gradient
+    on a rank covers only its part of the sequence; `tensor_parallel.add_terms` sums over ranks.
     """
     if not isinstance(model, workload_layers.Decoder):
         tensor_parallel.parallelize(model, mesh)

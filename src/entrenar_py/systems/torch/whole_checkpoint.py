@@ -75,7 +75,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def global_name(name: str) -> str:
-    """Return the name in the file of this rank's tensor `name`: the same name, in any stage."""
+    """Return the name in the file for this rank's tensor `name`; the two are equal."""
     return name
 
 

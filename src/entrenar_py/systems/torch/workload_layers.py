@@ -96,7 +96,7 @@ _KINDS: dict[str, type[Layers]] = {
 
 
 def num_units(scenario: Scenario) -> int:
-    """Return the number of units, the most stages possible; raise UsageError without layers."""
+    """Return the number of units (the most stages); UsageError for a workload without layers."""
     if scenario.workload not in _KINDS:
         raise UsageError(
             f"workload={scenario.workload!r} on system {scenario.system}: it has no layers; use "
@@ -134,7 +134,7 @@ class Data:
         self._workload, self.device = workload, device
 
     def batch(self, ids: Sequence[int], num_rows: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of `ids` in `num_rows` rows; the loss ignores the others."""
+        """Return inputs and targets of `ids`, padded to `num_rows`; the loss ignores padding."""
         workload = self._workload
         # The other rows repeat sample 0, with targets that the loss ignores.
         inputs, targets = workload.batch([*ids, *[0] * (num_rows - len(ids))])
