@@ -26,7 +26,7 @@ from entrenar_py.systems import SYSTEMS
 
 _WORKERS = (1, 2, 3, 4, 5, 8)
 _POWERS_OF_TWO = (1, 2, 4, 8)
-# The field in which a disturbed run's scenario has its faults or stops, and the base's has none.
+# Need -> the field of a scenario that makes the run killed or resumed; the base's is empty.
 _DISTURBANCES: Mapping[Need, str] = {KILLED: "faults", RESUMED: "stops"}
 
 
@@ -69,8 +69,8 @@ def plain(scenario: Scenario, **changes: Any) -> Scenario:
 def _undropped(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario] | None:
     """Return the runs without dropout if the runs to compare would draw different masks, else None.
 
-    If each rank draws its masks, they are others on one worker, and after a worker is lost. If the
-    trainer draws them from its own generators, they are others than any single device's.
+    Masks that each rank draws change with the number of workers and with the loss of a worker.
+    Masks from a trainer's own generators differ from those of any single device.
     """
     system = SYSTEMS.get(scenario.system)
     if not scenario.dropout or system is None:
@@ -83,7 +83,7 @@ def _undropped(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario] | 
 
 
 def _oracle(scenario: Scenario) -> list[Scenario]:
-    """Return the same training on a single device, by the independent trainer."""
+    """Return the same training on a single device, by the system `textbook`."""
     single = {"system": "textbook", "world_size": 1, "accumulation": 1, "backends": ("cpu",)}
     return [plain(scenario, **single, options={})]
 
@@ -111,7 +111,7 @@ def _calm(scenario: Scenario) -> list[Scenario]:
 
 
 def _twin(scenario: Scenario) -> list[Scenario]:
-    """Return the same reduction in one process; for a ring, simulated in another network."""
+    """Return the same reduction in one process; for a ring, simulated with another network seed."""
     system = SYSTEMS.get(scenario.system)
     if system is not None and system.traits.topology == "ring":
         options = _kept(scenario, ("block_bytes", "terms"))

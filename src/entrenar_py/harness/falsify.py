@@ -66,7 +66,7 @@ def replay(
     trace_folder: Path | None = None,
     on_judged: runner.Listener = runner.ignore,
 ) -> Entry:
-    """Return the entry of the only scenario of `task`, which was saved in `path`."""
+    """Run and judge the only scenario of `task`, which was saved in `path`; return the entry."""
     started = time.monotonic()
     finding = task.untried()
     if task.check is not None:

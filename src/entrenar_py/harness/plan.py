@@ -103,10 +103,10 @@ def divide(
 ) -> tuple[tuple[Task, ...], tuple[NotApplying, ...]]:
     """Return a task for each clause that applies to the plan's system, and the clauses that don't.
 
-    A clause doesn't apply if its check presupposes that all workers step together, or equal bits
-    for any number of workers, and the system doesn't promise that; if it is bound to other systems;
-    or if each of its scenarios has a fault that the system can't inject. Raises UsageError, naming
-    the place, if a scenario can't be run.
+    A clause doesn't apply if the system lacks what its check presupposes (that workers step
+    together, or equal bits for any number of workers); if the clause is bound to other systems; or
+    if each of its scenarios has a fault that the system can't inject. Raises UsageError, naming the
+    place, if a scenario can't be run.
     """
     outcomes = [_task(invariant, plan) for invariant in invariants]
     return (

@@ -71,8 +71,8 @@ def _nearest(
 ) -> tuple[K, Differences] | None:
     """Return the run nearest to `meant`, and the fields that keep it from answering `need`.
 
-    The run must match `meant` in every field in which `subject` does not, and may differ in few
-    others, apart from those that `need` leaves free. Return None if no run qualifies.
+    The run must equal `meant` in every field where `subject` differs from `meant`. It may differ in
+    few other fields, apart from those that `need` leaves free. Return None if no run qualifies.
     """
     crucial = differences(subject, meant).keys()
     candidates = []

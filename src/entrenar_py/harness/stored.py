@@ -110,7 +110,7 @@ def judge_each(
     *,
     on_judged: Listener = ignore,
 ) -> Entry:
-    """Return the entry of `task` from `runs`, which are keyed by the file of the trace they judge.
+    """Return the entry of `task`; `runs` maps the file of each trace to judge to the runs compared.
 
     In the entry, `num_scenarios` counts the traces judged. No scenario was explored.
     """
@@ -131,7 +131,7 @@ def judge_each(
 
 
 def _unseen(task: Task) -> Finding:
-    """Return the finding if no trace fits the task; a probe's check words it itself."""
+    """Return the finding for a task that no trace fits; a probe's check makes it, given no runs."""
     if task.check is None or task.check.explores:
         return task.untried()
     return task.check.judge(task.invariant, Runs())
@@ -181,8 +181,8 @@ def _judge(
 def _telling(judged: Sequence[_Judged]) -> list[_Judged]:
     """Return the judgements that decide the verdict, or all of them if none decides.
 
-    An inconclusive one decides only if a run failed, or if it is `recorded` and not vacuous. It is
-    dropped if a kept judgement includes its trace, because that is then only a baseline.
+    An inconclusive judgement decides only if a run failed, or if it is `recorded` and not vacuous.
+    It is dropped if its trace is only the baseline of a judgement that is kept.
     """
     decide = [
         candidate
