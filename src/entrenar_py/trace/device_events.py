@@ -44,9 +44,9 @@ class Stepped(Event):
 class Explained(Event):
     """A device's tensor was compared with float64. `of` names the training step or the operation.
 
-    `error` is the deviation at `element`, the one with the largest (in an operation, relative to
-    its bound). `bound` is what rounding explains there. `total_error` is the deviations' sum, and
-    `total_bound` what rounding explains of that (both 0 if each element has its own bound).
+    `error` is the absolute deviation at `element`, the largest one (in an operation, relative to
+    its bound). `bound` is what rounding explains there. `total_error` is the sum of the absolute
+    deviations, `total_bound` what rounding explains of that (both 0 in an operation).
     `num_bounded` of `num_elements` have a bound. `finite` is false if a NaN or infinity stands
     where float64 has none.
     """

@@ -28,7 +28,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start(Event):
-    """Worker `rank` has its state: at the beginning, after joining, or after a resume.
+    """Worker `rank` starts from this state: at the beginning, after joining, or after a resume.
 
     `step` is the next step. `trainable` and `frozen` name parameters in order, `decayed` those with
     weight decay. `progress` is the position that a checkpoint must restore (epoch, offset, schedule
@@ -103,9 +103,9 @@ class Update(Event):
 class Synchronised(Event):
     """Worker `rank` synchronised with the others after `step`, and goes on from `weights`.
 
-    Recorded where workers step alone for a while. `optimizer` is the state of the outer optimizer,
-    which all workers share; the inner one's is in Update. `collectives` counts the collective calls
-    of the synchronisation, `collectives_alone` those while the worker stepped alone.
+    Recorded where workers make some steps without the others. `optimizer` is the outer optimizer's
+    state, which all workers share; the inner one's is in Update. `collectives` counts collective
+    calls of the synchronisation, `collectives_alone` those of the worker's steps before it.
     """
 
     step: int
@@ -143,8 +143,8 @@ class Audit(Event):
 
     `alike` has for each copy the index of the first copy with the same bits. `culprit` is the rank
     that differed from two others, first in `element` of `tensor`; its copy was discarded.
-    `disputed` are the ranks that ever disagreed, even if they have left. A single rank settles the
-    audit, unless it is one of those. The Shard event comes from a rank whose copy counts.
+    `disputed` are the ranks that ever disagreed, even if they have left. Copies of only one
+    rank count unless it is in `disputed`. The Shard event comes from a rank whose copy counts.
     """
 
     step: int
@@ -234,8 +234,8 @@ class Attempt(Event):
 class Product(Event):
     """One matrix product on a backend, compared with the CPU and with float64.
 
-    `shape` is (m, k, n). `error_cpu` and `error_f64` are largest absolute differences. `bound` is
-    the largest absolute difference from float64 that float32 rounding allows for these operands.
+    `shape` is (m, k, n). `error_cpu` is the largest absolute difference from the CPU, `error_f64`
+    that from float64 at `element`, where it is the largest relative to `bound`, its rounding bound.
     `stated` is true at the shape and range for which the contract gives an absolute tolerance.
     """
 
@@ -274,7 +274,7 @@ class Memory(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held(Event):
-    """The bytes of parameters with which worker `rank` starts, in pieces and in whole tensors.
+    """Worker `rank` starts with `held_bytes` of parameters, in pieces and in whole tensors.
 
     `num_parts` ranks together should hold `whole_bytes`, the size of all parameters, only once.
     """

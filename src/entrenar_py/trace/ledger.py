@@ -120,7 +120,7 @@ class Reader:
 
     `num_lines` and `num_bytes` were read so far; `chain` is the last line's. Raises TraceError,
     which names the line, for content that no writer wrote. With `cut`, a last line without a line
-    end is ignored, because its writer may have died in it; else it is read like any other.
+    end is ignored, because its writer may have died writing it; else it is read like others.
     """
 
     def __init__(self, file: BinaryIO, path: Path, *, cut: bool = False) -> None:

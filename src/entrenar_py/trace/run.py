@@ -29,7 +29,7 @@ class Trace:
 
     `environment` holds versions and devices. `promises` are the system's own claims: "bitwise" (the
     same bits for any number of workers of one backend), "draws" (at least samples and masks depend
-    on the logical shard, not on the worker), "rounds" (workers step alone between two meetings).
+    on the logical shard, not on the worker), "rounds" (workers synchronise every few steps).
     `traits` are facts of the run beyond its scenario.
     """
 
@@ -72,8 +72,8 @@ def _standing(events: Sequence[Event]) -> Sequence[Event]:
     """Return `events` without those that a resume undid.
 
     A resumed Start at step s undoes what its rank, and ranks that have left, recorded from step s
-    on. Another Start at step s, if all ranks had left before it, undoes the shards from step s on,
-    because that step was never made. Faults, halts and departures stay.
+    on. If all ranks had left before a Start at step s that is not resumed, it undoes the shards
+    from step s on, because no worker made that step. Faults, halts and departures stay.
     """
     if not any(isinstance(earlier, Membership) or _resumes(earlier) for earlier in events):
         return events
