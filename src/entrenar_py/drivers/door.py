@@ -195,8 +195,8 @@ class Door:
     # --- time -------------------------------------------------------------------------------------
 
     def _seconds(self) -> float:
-        """Return the time by which graces are measured. While there are connections without a
-        proof it advances only in `_look`, after the loop has read what they sent.
+        """Return the clock of the graces. While any connection lacks its proof, only `_look`
+        advances it, a timer that runs after the loop has read what came.
         """
         if self._looking is None:
             self._attention.look(self._loop.time())
