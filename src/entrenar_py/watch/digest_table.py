@@ -52,8 +52,8 @@ _FORMATS = {
 def secrets() -> NDArray[np.int64]:
     """Return the constants of XXH3 that the kernel reads, int64 [56].
 
-    These are the secret's 24 words; 8 words for the last stripe and for each of the two merges,
-    from bytes 121, 11 and 117 of the secret; and the start values of the 8 lanes.
+    The secret's 24 words; its 8 words from byte 121, for the last stripe; 8 from byte 11 and 8 from
+    byte 117, for the merges into the low and the high half; and the start values of the 8 lanes.
     """
     parts = [_SECRET[at : at + 64] for at in (121, 11, 117)]
     words = np.frombuffer(_SECRET + b"".join(parts), dtype="<u8")

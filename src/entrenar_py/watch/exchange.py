@@ -1,7 +1,7 @@
-"""Send every rank's rows of numbers to every rank, without waiting for a GPU.
+"""Send every rank's rows of numbers to every rank.
 
-Under NCCL, rows travel on a stream of their own and are received in the next watched step, long
-after they have arrived. With other backends they are received at once.
+From a GPU they go on a stream of their own, and the host fetches them only in the next watched
+step, so it hardly waits. If the CPU sends them (Gloo), the host waits and fetches them at once.
 """
 
 from __future__ import annotations
