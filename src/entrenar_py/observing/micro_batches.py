@@ -18,9 +18,9 @@ class MicroBatches:
     """The micro-batches of one step; `done` are those whose backward pass is over.
 
     A micro-batch is one backward pass and the forward passes that led to it. Its `gradient` is what
-    the backward pass alone added. Its `draws` is a digest of the random generators' state before
-    the forward pass, if that drew numbers (dropout). The script may report its loss before or after
-    the backward pass. Micro-batches get numbers across ranks when ranks' files are put together.
+    that backward pass added, with any nested in it. Its `draws` is a digest of the generators'
+    state before its first forward pass, if any of them drew numbers (dropout). The script may
+    report its loss before or after the backward pass. It is numbered within its rank.
     """
 
     def __init__(self, model: torch.nn.Module, rank: int, samples: Samples) -> None:
