@@ -60,9 +60,9 @@ class Copy:
         )
 
     def difference(self, other: Copy) -> tuple[int, int] | None:
-        """Return the block and the index in it of the first element that differs, or None.
+        """Return the block, and the index in it, of the first vector element that differs.
 
-        None means that only losses or weights differ.
+        None says nothing about the nodes' losses and weights, which `equals` compares, too.
         """
         for block in sorted(self.nodes):
             ours, theirs = (copy.nodes[block][0].vector for copy in (self, other))
