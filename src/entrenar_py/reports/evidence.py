@@ -88,9 +88,9 @@ def note_lines(entry: Entry) -> list[str]:
 
 
 def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
-    """Return reason -> inconclusive entries without a comparison, if several share the reason.
+    """Return reason -> the inconclusive entries that compared nothing, where several share one.
 
-    If a reason begins with the clause's place, the place is removed.
+    The clause's place, with which some reasons begin, is removed, or else none would be shared.
     """
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
