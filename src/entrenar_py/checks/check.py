@@ -19,7 +19,7 @@ class Check(CheckTerms):
     are the other runs that a run is judged with. `explores`: random scenarios around the plan make
     sense. `in_step`: the check applies only if all workers make every step together. `bitwise`: it
     applies only to trainers whose bits do not depend on the number of workers. `takes_turned`: it
-    also judges each run with a turned knob by itself, like any other run.
+    also judges runs with a turned knob: with the base if `needs` has that knob, else alone.
     """
 
     judge: Callable[[Invariant, Traces], Finding]

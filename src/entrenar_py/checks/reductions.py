@@ -34,11 +34,11 @@ LONG = {"block_bytes": 2**27, "dead_after_s": 60.0, "deadline_s": 110.0}
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
-    """Plan two to eight simulated workers, with one element and with more; over TCP, blocks larger
-    than a socket's buffer; and 2^24 elements on a mesh, 2^26 on a ring.
+    """Plan simulated runs of 2 to 8 workers and 1 to 4,099 elements; TCP runs with blocks larger
+    than a socket's buffer; and long TCP runs: 2^24 elements on a mesh, 2^26 on a ring.
 
-    More elements on a mesh would test nothing new, and lengthen both the run and its twin. A clause
-    that a user's binding gives no scenarios is tried with a few simulated ones.
+    More on a mesh would test nothing new, but lengthen the run and its twin in one process. A
+    clause that a user's binding gives no scenarios is tried with a few simulated ones.
     """
     systems = ("parameter_server", "mesh", "ring")
     if invariant.binding is not None:

@@ -1,7 +1,7 @@
-"""Compare a run's losses, gradients and weights with those of a model run, within rounding.
+"""Compare a run's losses, gradients and weights with a reference run's (`model`), within rounding.
 
-The model run must train equally: on a single device, or with another value of one of the script's
-knobs. This module judges no clause by itself.
+The reference is the same training on a single device, or with the script's knobs at their usual
+values. This module judges no clause by itself.
 """
 
 from __future__ import annotations
