@@ -102,7 +102,7 @@ def _resumes(event: Event) -> bool:
 
 
 def _abandoned(event: Event, step: int) -> bool:
-    """Return whether `event` is a shard of `step`, which no worker made, or of a later step."""
+    """Return whether `event` is a shard of `step` or of a later step."""
     return isinstance(event, Shard) and event.step >= step
 
 
