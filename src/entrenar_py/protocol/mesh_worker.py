@@ -163,7 +163,7 @@ class MeshWorker(Worker):
         return self._start_round()
 
     def _start_round(self) -> list[Effect]:
-        """Begin the exchange of `step` with only the nodes that were computed here."""
+        """Begin a round of this step with only the tree nodes that this worker has computed."""
         group = self._group
         assert group is not None
         self.phase = Phase.COMPUTING if self._work else Phase.READY
