@@ -26,7 +26,7 @@ def layout_of(ranks: Sequence[RankTrace]) -> Layout | None:
 
 
 def of_life(life: Sequence[RankTrace]) -> list[Event]:
-    """Return the events of one life of all ranks, not ordered by step."""
+    """Return the events of `life`, the records of one start of all ranks, not ordered by step."""
     events = [event for rank in life for event in rank.events]
     layout = layout_of(life)
     if layout is None:
