@@ -33,9 +33,9 @@ TERMS_MAX = 1024
 class GivenVectors(Workload):
     """The loss of sample i is the inner product of the tensor `vector` and a known vector v_i.
 
-    If `terms` are vectors, they are the v_i, in turn. Else v_i is normally distributed and not
-    stored: when needed, it is drawn again from its own seed, whole or piece by piece. A sample
-    weighs 1 if `terms` are given (vectors or DRAWN), else 1, 2 or 3 in turn.
+    Vectors as `terms` are the v_i, repeated cyclically. With DRAWN or None, v_i is normally
+    distributed and not stored: its own seed draws it again when needed, whole or in pieces. Samples
+    weigh 1 each; with None they weigh 1, 2 or 3 in turn.
     """
 
     name = "vectors"
