@@ -283,7 +283,7 @@ VARIANTS = (
         scenario=vectors(
             system="ring",
             width=3 * 2**17,
-            options={"block_bytes": 2**19, "socket_bytes": 4_096, "deadline_s": 10.0},
+            options={"block_bytes": 2**19, "socket_bytes": 4_096, "deadline_s": 3.0},
         ),
         invariants=("F-RED-004",),
         place={"expected": "completed", "got": "failed"},

@@ -23,7 +23,7 @@ LONG_S = 20.0
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     """Return a crew for one test; its processes can import this folder's modules."""
     monkeypatch.syspath_prepend(TOP)
-    made = Crew(jobs.main, preload=preloaded.MODULES)
+    made = Crew(jobs.main, preload=preloaded.of_ranks())
     yield made
     made.dismiss()
 

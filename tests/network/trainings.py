@@ -41,7 +41,7 @@ class Staff:
         self.routes: Mapping[int, Route] = {}
         self._crews: dict[int, Crew] = {}
         # Started here, and so outside of every namespace: it outlives them.
-        forkserver.set_forkserver_preload(list(preloaded.MODULES))
+        forkserver.set_forkserver_preload(list(preloaded.of_ranks()))
         forkserver.ensure_running()
 
     def give(self, job: bytes) -> Hand:
@@ -66,7 +66,7 @@ class Staff:
         if rank not in self._crews:
             host = self._hosts.get(rank)
             main = worker_process.main if host is None else partial(_work_in, host.pid)
-            self._crews[rank] = Crew(main, preload=preloaded.MODULES)
+            self._crews[rank] = Crew(main, preload=preloaded.of_ranks())
         return self._crews[rank]
 
 

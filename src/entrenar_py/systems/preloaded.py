@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 
+from entrenar_py import mutants
+
 STAR = (
     "encodings.idna",  # loaded when a host name is first used
     "entrenar_py.backends.cpu",
@@ -21,6 +23,12 @@ MODULES = (
     "torch._dynamo.aot_compile",  # loaded by the first optimizer of a process
     "torch.nn.parallel",
 )
+MUTANTS = "entrenar_py.systems.preloaded_mutants"
+
+
+def of_ranks() -> tuple[str, ...]:
+    """Return the modules that torch ranks need, with the mutants' if this process may plant any."""
+    return (*MODULES, MUTANTS) if mutants.PACKAGE in sys.modules else MODULES
 
 
 def of_star() -> tuple[str, ...]:
@@ -28,4 +36,4 @@ def of_star() -> tuple[str, ...]:
 
     The modules of torch ranks take as long to load as torch itself; a star does not need them.
     """
-    return MODULES if "entrenar_py.systems.torch.ranks" in sys.modules else STAR
+    return of_ranks() if "entrenar_py.systems.torch.ranks" in sys.modules else STAR

@@ -47,7 +47,7 @@ FAULTS = (
 @pytest.fixture
 def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crew]:
     """Return worker processes that only these runs use."""
-    made = Crew(worker_process.main, preload=preloaded.MODULES)
+    made = Crew(worker_process.main, preload=preloaded.of_ranks())
     monkeypatch.setattr(processes, "crew", lambda: made)
     yield made
     made.dismiss()

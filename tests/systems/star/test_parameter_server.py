@@ -36,7 +36,7 @@ class Remembering(Crew):
     """A crew that remembers to which processes it gave jobs."""
 
     def __init__(self) -> None:
-        super().__init__(worker_process.main, preload=preloaded.MODULES)
+        super().__init__(worker_process.main, preload=preloaded.of_ranks())
         self.given: list[Hand] = []
 
     def give(self, job: bytes) -> Hand:

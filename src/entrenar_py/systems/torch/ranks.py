@@ -118,7 +118,7 @@ def write(checkpoint: Path, content: Mapping[str, Any]) -> None:
 @cache
 def crew() -> Crew:
     """Return the processes of the ranks; they end with this process."""
-    made = Crew(main, preload=preloaded.MODULES, one_job=True)
+    made = Crew(main, preload=preloaded.of_ranks(), one_job=True)
     atexit.register(made.dismiss)
     return made
 

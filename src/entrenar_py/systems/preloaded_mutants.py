@@ -1,0 +1,5 @@
+"""Loads the catalogue of mutants on import, for the parent of processes that plant them."""
+
+from entrenar_py import mutants
+
+mutants.catalogue()
