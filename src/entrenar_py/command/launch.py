@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,10 +76,13 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
     environment = {**os.environ, **variables, FOLDER: str(folder)}
-    leash = Leash(command, environment, cwd)
+    with ExitStack() as opened:  # before the command can remove the folder
+        file = opened.enter_context(output.open("wb", buffering=0))
+        leash = Leash(command, environment, cwd)
+        opened.pop_all()
     pipe = os.fstat(leash.output.fileno()).st_ino
     processes = partial(_processes, folder, session=leash.command_pid, pipe=pipe, leash=leash.pid)
-    keeper = _OutputKeeper(leash.output, output)
+    keeper = _OutputKeeper(leash.output, file)
     try:
         code = _wait(leash, deadline_s, is_over)
         seconds = time.monotonic() - started
@@ -147,11 +150,11 @@ def _can_print(entry: Path, pipe: int) -> bool:
 
 
 class _OutputKeeper(threading.Thread):
-    """Writes a command's output to a file, up to OUTPUT_BYTES_MAX, and keeps the last lines."""
+    """Writes a command's output to `file`, up to OUTPUT_BYTES_MAX, and keeps the last lines."""
 
-    def __init__(self, source: IO[bytes], path: Path) -> None:
+    def __init__(self, source: IO[bytes], file: IO[bytes]) -> None:
         super().__init__(daemon=True)
-        self._source, self._path = source, path
+        self._source, self._file = source, file
         self._lines: deque[bytes] = deque(maxlen=TAIL_LINES + 1)
         self.start()
 
@@ -164,7 +167,7 @@ class _OutputKeeper(threading.Thread):
     def run(self) -> None:
         """Read until every process has closed the pipe."""
         kept, rest = 0, b""
-        with self._source, self._path.open("wb", buffering=0) as file:
+        with self._source, self._file as file:
             while piece := self._source.read1(PIECE_BYTES):  # type: ignore[attr-defined]
                 with suppress(OSError):  # a full disk is no reason for the command to die
                     file.write(piece[: max(0, OUTPUT_BYTES_MAX - kept)])
