@@ -55,8 +55,9 @@ twins: setup
 
 # Ten thousand random schedules of faults under the simulator: every run ends right, and every mutant
 # is found. Beside them a thousand random scenarios on the unbroken trainers: no alarm allowed; an
-# hour of virtual training with a fault every few steps: nothing is kept that should have gone; and
-# every reduction of the contract, up to 2^26 elements, which takes 7 GiB. On two cores 8 minutes.
+# hour of virtual training with a fault every few steps: nothing is kept that should have gone; every
+# reduction of the contract, up to 2^26 elements, which takes 7 GiB; and the properties of contracts,
+# protocol and traces on a thousand random examples each. Many minutes.
 soak: setup
 	$(MAKE) --no-print-directory --jobs=2 soak-schedules soak-others
 
@@ -67,6 +68,7 @@ soak-others: setup
 	$(BIN)/entrenar-check --contract reduction-v1.yaml
 	$(BIN)/python -m tests.systems.soak_hour
 	$(BIN)/python -m tests.harness.test_no_false_alarm 1000
+	$(BIN)/python -m pytest -q --hypothesis-profile=soak tests/contract tests/protocol tests/trace
 
 # Real processes over TCP, killed, frozen, cut off and damaged at random, run after run. Then ten
 # thousand strangers at a coordinator's door in the middle of a run, and as many over TLS.

@@ -21,7 +21,8 @@ VARIANTS_AT_ONCE = 6  # of the kill matrix, that a process takes
 
 # A timing is a benchmark, never a test: a slow machine must not fail one.
 # The same examples in every run, so that a gate is not a lottery; `make soak` looks further.
-settings.register_profile("entrenar", deadline=None, derandomize=True)
+settings.register_profile("entrenar", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("entrenar")
 
 # What a shell starts in the background ignores interrupts, and so would all that is tested here.
