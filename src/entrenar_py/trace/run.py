@@ -41,7 +41,7 @@ class Trace:
 
     @property
     def draws_by_shard(self) -> bool:
-        """Whether the system promises the same draws for any number of workers."""
+        """True if the system promises the same draws for any number of workers."""
         return bool({"bitwise", "draws"}.intersection(self.promises))
 
     def of(self, kind: type[E]) -> list[E]:
