@@ -35,7 +35,7 @@ class Trainer:
 
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """How many of a clause's own scenarios can be exercised here.
+    """The number of a clause's own scenarios that can be exercised here.
 
     `can` of the `planned` scenarios can run, some though something is missing. `lacking` lists
     all that this machine lacks for the planned scenarios. `state` is yes, partly or no.
