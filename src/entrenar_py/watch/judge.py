@@ -24,7 +24,7 @@ _SEEN = {"float64", "float32", "bfloat16", "float16", "complex128", "complex64"}
 
 @dataclass(frozen=True)
 class Watched:
-    """How often a clause was checked: in `steps` steps, with `comparisons` comparisons in all.
+    """The times that a clause was checked: in `steps` steps, with `comparisons` comparisons in all.
 
     `note` says what is not checked, and why; "" if everything is.
     """
