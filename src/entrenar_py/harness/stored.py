@@ -156,7 +156,7 @@ class _Judged:
 
     @property
     def is_open(self) -> bool:
-        """Whether the finding is inconclusive."""
+        """True if the finding is inconclusive."""
         return self.finding.verdict is Verdict.INCONCLUSIVE
 
     @property
