@@ -50,7 +50,7 @@ def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> 
 
 @dataclass
 class _Compared:
-    """How many runs and gradients were compared, and the runs that were not, since masks differ."""
+    """The number of runs and gradients compared, and the runs left out since their masks differ."""
 
     num_followed: int = 0
     num_gradients: list[int] = field(default_factory=list)
