@@ -50,7 +50,7 @@ class System:
 
     @property
     def trains(self) -> bool:
-        """Whether the system makes training steps; a probe tests one thing without training."""
+        """True if the system makes training steps; a probe tests one thing without training."""
         return not self.room.startswith("probes")
 
     @property

@@ -32,7 +32,7 @@ class Devices:
 
     @property
     def alike(self) -> bool:
-        """Whether all workers compute on one backend; two backends may round differently."""
+        """True if all workers compute on one backend; two backends may round differently."""
         return len({backend.name for backend in self._opened.values()}) == 1
 
     def _open(self, name: str) -> Backend:

@@ -1,4 +1,4 @@
-"""What a wgpu adapter must refuse: operations without a kernel, and tensors without elements."""
+"""The refusals of a wgpu adapter: operations without a kernel, and tensors without elements."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def crew() -> Crew:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a worker's session ended, `after_s` seconds after the coordinator knew of the run's end.
+    """The end of a worker's session, `after_s` seconds after the coordinator knew of the run's end.
 
     `after_s` is negative if the worker knew first, for example by its own non-finite gradient.
     """

@@ -63,7 +63,7 @@ class Rank:
 
     @property
     def resumes(self) -> bool:
-        """Whether training starts from the checkpoint."""
+        """True if training starts from the checkpoint."""
         return self.life > 0
 
     @property
