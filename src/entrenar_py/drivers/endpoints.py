@@ -43,7 +43,7 @@ def payload_of(received: Received | None) -> Buffer:
 
 
 class Wire(Protocol):
-    """Where an end writes its messages."""
+    """The place to which an end writes its messages."""
 
     def write(self, peer: Peer, message: Message, buffers: Iterable[Buffer]) -> None:
         """Send `message`, which is encoded in `buffers`, after all earlier messages."""
