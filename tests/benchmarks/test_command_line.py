@@ -1,4 +1,4 @@
-"""How long a user waits for `--help`."""
+"""The time that a user waits for `--help`."""
 
 from __future__ import annotations
 

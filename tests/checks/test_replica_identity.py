@@ -33,7 +33,7 @@ def updated(step: int, rank: int, weights: Tensors, optimizer: Tensors | None = 
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_rank_that_differs_is_named(part: str, rank: int) -> None:
-    """Of three workers the one that differs is named, even rank 0, with step and tensor."""
+    """The one of three workers that differs is named, even rank 0, with step and tensor."""
     trace = traces.run(SUBJECT)
     tensors = getattr(traces.one(trace, Update, step=2, rank=rank), part)
     name = list(tensors)[-1]

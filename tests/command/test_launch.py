@@ -217,7 +217,7 @@ def test_an_interrupt(tmp_path: Path) -> None:
 
 
 def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of endless output, the beginning and the last lines are kept."""
+    """The beginning and the last lines of endless output are kept."""
     monkeypatch.setattr(launch, "OUTPUT_BYTES_MAX", 1000)
     ended = launched("print('x' * 10**6); print('last')", tmp_path)
     assert ended.output.stat().st_size == 1000

@@ -177,7 +177,7 @@ def _strikes_last(scenario: Scenario) -> bool:
 
 
 def _places(scenario: Scenario) -> Counter[tuple[int | None, int | None]]:
-    """How many faults befall each worker in each step."""
+    """Return how many faults strike each worker in each step."""
     return Counter((fault.rank, fault.step) for fault in scenario.faults if fault.rank is not None)
 
 
@@ -250,7 +250,7 @@ def test_a_right_run_is_not_complained_of(halted: bool) -> None:
 def test_what_is_complained_of(
     halted: bool, change: Callable[[Trace], Trace], complaint: str
 ) -> None:
-    """How it ended, where it halted, what was made of each step, and what the checks say."""
+    """Return how it ended and halted, what was made of each step, and what the checks say."""
     run, calm = _attempt(halted)
     assert schedules.judge(change(run), calm).startswith(complaint)
 
@@ -311,7 +311,7 @@ def _attempt_with(name: str, seed: int) -> Attempt:
 
 @dataclass
 class Survey:
-    """How often each (kind, place) struck, and the complaints by seed."""
+    """The number of strikes of each (kind, place), and the complaints by seed."""
 
     struck: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: dict[int, str] = field(default_factory=dict)
@@ -336,7 +336,7 @@ def find(name: str, num_schedules: int = NUM_UNTIL_FOUND_MAX) -> Attempt | None:
 
 
 def table(struck: Mapping[tuple[str, str], int]) -> str:
-    """How often each kind of fault (rows) struck at each place (columns)."""
+    """Return a table of how often each kind of fault (rows) struck at each place (columns)."""
     known = ["", "Partial", *faults.PLACES, "Weights"]
     places = sorted({place for _, place in struck}, key=known.index)
     lines = [" " * 20 + "".join(f"{place or 'step':>10}" for place in places)]

@@ -1,4 +1,4 @@
-"""Which worker is asked for a copy of an audited shard, and the verdict on the copies."""
+"""The choice of workers for copies of an audited shard, and the verdict on the copies."""
 
 from __future__ import annotations
 

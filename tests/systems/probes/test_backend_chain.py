@@ -78,7 +78,7 @@ def test_a_fault_strikes_once_and_the_next_serves(kind: str) -> None:
 
 
 def test_everything_fails() -> None:
-    """When no backend is left, the run halts with every reason, and has no product."""
+    """The run halts with every reason and without a product when no backend is left."""
     faults = [Fault(kind="out_of_memory", backend=name) for name in chain.ORDER]
     trace = backend_chain.run(scenario(*faults))
     (halt,) = trace.of(Halt)
