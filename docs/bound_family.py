@@ -31,7 +31,7 @@ SYSTEMS = (AS_BOUND, "parameter_server", "mesh", "ring")
 
 
 def digest(path: Path) -> str:
-    """Of a file of bindings as it is, 32 hex digits."""
+    """Return the digest of a file of bindings as it is, 32 hex digits."""
     return str(blake3(path.read_bytes()).hexdigest(16))
 
 
@@ -81,7 +81,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def run(contract: Path, path: Path) -> dict[str, Any]:
-    """What every system makes of what `path` binds: by the line of the binding, then by system."""
+    """Return what every system makes of the bindings in `path`, by line, then by system."""
     lines: dict[str, dict[str, Any]] = {}
     for system in SYSTEMS:
         for line, told in _results(contract, path, system):

@@ -1,4 +1,4 @@
-"""How runs end that halt, and whose coordinator dies: the last tables of docs/faults.md."""
+"""The ends of runs that halt or lose their coordinator: the last tables of docs/faults.md."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _halt(system: str, kind: str, value: str) -> tuple[str, ...]:
 
 
 def deaths() -> str:
-    """What befalls a coordinator that is a process of its own, and what is left of the run."""
+    """Return what strikes a coordinator in a process of its own, and what is left of the run."""
     rows = []
     for what, story in STORIES.items():
         with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as star:

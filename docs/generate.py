@@ -253,7 +253,7 @@ def checks() -> list[tuple[str, ...]]:
 
 
 def _planned(check: Check, clause: Invariant) -> str:
-    """How many scenarios on which system, and the first paragraph of what the plan says of them."""
+    """Return the number of scenarios, their systems, and the plan's first paragraph."""
     planned = check.plan(clause)
     on = " and ".join(dict.fromkeys(f"`{one.system}`" for one in planned))
     said = " ".join((check.plan.__doc__ or "").split("\n\n")[0].split()).rstrip(".")
