@@ -23,7 +23,7 @@ from entrenar_py.scenario import Scenario
 
 
 def scenario_of(num_ranks: int) -> Scenario:
-    """What is about to be run. Two epochs of two batches; 7 samples never divide evenly."""
+    """The scenario to be run. Two epochs of two batches; 7 samples never divide evenly."""
     return Scenario(
         system="own_trainer",  # any name: judging runs nothing
         workload="own",

@@ -27,7 +27,7 @@ def summed(one: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Of two experts those that this rank has; each sample goes to one of the two."""
+    """The experts of the two that this rank has; each sample goes to one of the two."""
 
     def __init__(self) -> None:
         super().__init__()
