@@ -134,7 +134,8 @@ TWINS = (
         changes=(('    optimizer.load_state_dict(saved["optimizer"])\n', ""),),
         check="resume",
         rank=0,
-        tensor="0.weight",
+        tensor="0.weight/step",
+        words="it has none, so none was loaded",
     ),
     Twin(
         name="a resume at the head of the epoch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def injected(fault: dict[str, object]) -> list[Event]:
 BOTH = [rank(0), rank(1)]
 FAILED = [rank(0), rank(1, problem="ValueError: no")]
 CUT = [rank(0), rank(1, ended=False)]
+AGAIN = [*CUT, *(replace(one, life=1, ended=False) for one in CUT)]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,8 @@ CUT = [rank(0), rank(1, ended=False)]
         (1, FAILED, steps(2, 2), [], "failed", "exit code 1: ValueError: no"),
         (1, FAILED, [*steps(1, 1), *injected(NAN)], [], "halted", "exit code 1: ValueError: no"),
         (0, BOTH, [*steps(2, 2), *injected(NAN)], [], "completed", ""),
-        (1, CUT, [*steps(2, 1), *injected(LEAVE)], [], "failed", "workers (torchrun --max-"),
+        (1, CUT, [*steps(2, 1), *injected(LEAVE)], [], "failed", "the launcher restarted nobody"),
+        (1, AGAIN, [*steps(2, 1), *injected(LEAVE)], [], "failed", "killed and restarted, the run"),
         (0, [], [], [], "failed", "nothing was recorded: add `obs = entrenar_py.observe("),
         (1, [], [], [], "failed", "the script that trains calls `obs = entrenar_py.observe("),
         (0, [], [], ["a: no JSON"], "failed", "what its ranks recorded is damaged: a: no JSON"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from entrenar_py.checks import evidence, missing, plans, replica_identity
+from entrenar_py.checks import evidence, missing, plans, replica_identity, restored_state
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import SAVED, Traces
 from entrenar_py.checks.state import PARTS, Comparison
@@ -12,9 +12,14 @@ from entrenar_py.verdict import Finding, Tally
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
-    """Judge optimizer state across ranks, and the whole state across save and load."""
+    """Judge optimizer state across ranks, and the whole state across save and load.
+
+    A user's checkpoints are not recorded. The state of a rank that resumes is compared with its
+    state before the stop.
+    """
     tally = Tally(invariant.id)
-    for trace in evidence.usable(traces, tally):
+    stopped = traces.of(SAVED)
+    for trace in evidence.usable(stopped or traces, tally):
         comparison = Comparison(tally, trace)
         if _is_the_server_s(trace):
             tally.miss(
@@ -26,6 +31,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         for step, by_rank in evidence.ranks_by_step(trace):
             comparison.compare_ranks(step, by_rank, ("optimizer",))
         _compare_restored(tally, comparison)
+        restored_state.compare(tally, traces.base if stopped else None, trace, ("optimizer",))
         comparison.tell()
     stateless = {trace.scenario.optimizer for trace in traces} == {"sgd"}
     why = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"

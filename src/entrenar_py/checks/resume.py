@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from entrenar_py.checks import evidence, missing, plans, same_bits
+from dataclasses import replace
+
+import numpy as np
+
+from entrenar_py.checks import (
+    evidence,
+    plans,
+    rates,
+    restored_state,
+    resumed_data,
+    same_bits,
+    stopped_run,
+)
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import RESUMED, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Shard, Start, Trace
+from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 
@@ -16,24 +28,46 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     runs = evidence.usable_runs(runs, tally)
     straight = None if runs.base is None or _resumed(runs.base) else runs.base
     for trace in runs:
-        if not _resumed(trace):
+        if not _was_stopped(trace):
             continue
         if straight is None:
             tally.miss(_no_straight_run(trace, runs))
             continue
-        _require_resumes(tally, trace)
-        _same_data(tally, straight, trace)
-        message = "the resumed run differs from the straight one"
-        same_bits.compare_steps(tally, straight, trace, message)
-        _same_rates(tally, straight, trace)
+        stopped_run.require_resumes(tally, trace)
+        if _resumed(trace):
+            _compare(tally, straight, trace)
     return tally.finding(
         nothing="no run was stopped and resumed: record one with stops=(k,) in its scenario, and "
         "in it a Start with resumed=True and step=k on every rank"
     )
 
 
+def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
+    """Compare a resumed run with the `straight` one; the causes of a difference come first."""
+    is_own = trace.scenario.workload == "own"
+    if is_own and not (
+        stopped_run.repeats(tally, straight, trace)
+        and stopped_run.begins_where_it_says(tally, straight, trace)
+    ):
+        return
+    same_samples = resumed_data.compare(tally, straight, trace)
+    restored_state.compare(tally, straight, trace, ("weights", "optimizer"))
+    _same_rates(tally, straight, trace)
+    if not same_samples:
+        return
+    _same_scale(tally, straight, trace)
+    kept = _as_long(tally, straight, trace) if is_own else trace
+    message = "the resumed run differs from the straight one"
+    same_bits.compare_steps(tally, straight, kept, message)
+
+
 def _resumed(trace: Trace) -> bool:
     return any(start.resumed for start in trace.of(Start))
+
+
+def _was_stopped(trace: Trace) -> bool:
+    """Return whether a run was stopped and resumed, or was a command's to be so."""
+    return _resumed(trace) or (trace.scenario.workload == "own" and bool(trace.scenario.stops))
 
 
 def _no_straight_run(trace: Trace, runs: Traces) -> str:
@@ -45,45 +79,85 @@ def _no_straight_run(trace: Trace, runs: Traces) -> str:
     return f"{why}record one with stops=() in its scenario, and all else equal{near}"
 
 
-def _require_resumes(tally: Tally, trace: Trace) -> None:
-    """Count as missing each planned stop without a resume, unless the run ended before it."""
-    seen = {start.step for start in trace.of(Start) if start.resumed}
-    last = max(evidence.updates(trace), default=-1)
-    for stop in trace.scenario.stops:
-        if stop not in seen and stop <= last:
-            missing.ask(
-                tally,
-                f"the run was to stop before step {stop}, and no resume was recorded",
-                "a Start with resumed=True on every rank",
-            )
+def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:
+    """Return `trace` without the steps after the last one of the `straight` run.
 
-
-def _same_data(tally: Tally, straight: Trace, trace: Trace) -> None:
-    bare = missing.bare_fields(tally, straight, trace)
-    expected = {(shard.step, shard.rank, shard.shard): shard for shard in straight.of(Shard)}
-    for shard in trace.of(Shard):
-        model = expected.get((shard.step, shard.rank, shard.shard))
-        if model is None:
-            continue
-        place = evidence.place(trace, shard)
-        moved = tuple(sorted(set(model.ids) ^ set(shard.ids))) or shard.ids
-        if shard.ids != model.ids and "ids" not in bare:
-            message = "after the resume other samples are drawn"
-            tally.check(False, message, sample_ids=moved, **place)
-        if "draws" not in bare:
-            message = "after the resume other random numbers are drawn"
-            tally.equal(model.draws, shard.draws, message, **place)
+    They are missing, not different: {steps} may count those of one launch.
+    """
+    last = max(evidence.updates(straight), default=-1)
+    beyond = max(evidence.updates(trace), default=-1) - last
+    if beyond <= 0 or last < 0:
+        return trace
+    tally.miss(
+        f"the resumed run made {beyond} steps more than the one without stops: {{steps}} is the "
+        "number of steps in all, also after a resume; or the script's count was not restored"
+    )
+    kept = [
+        event
+        for event in trace.events
+        if not (isinstance(event, Shard | Update) and event.step > last)
+    ]
+    return replace(trace, events=tuple(kept))
 
 
 def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
+    """Compare the learning rate of every tensor, in every step."""
     expected = evidence.updates(straight)
     for step, by_rank in evidence.ranks_by_step(trace):
+        if step not in expected:
+            continue
         for rank, update in by_rank.items():
-            if step in expected:
-                model = expected[step].get(rank, evidence.any_rank(expected[step]))
-                message = "the resumed run has another learning rate"
-                rates = model.learning_rate, update.learning_rate
-                tally.equal(*rates, message, **evidence.place(trace, update))
+            model = expected[step].get(rank, evidence.any_rank(expected[step]))
+            place = evidence.place(trace, update)
+            message = f"the resumed run has another learning rate{_begins_anew(update, expected)}"
+            for name, pair in rates.of(model, update).items():
+                tally.equal(*pair, message, tensor=name, **place)
+
+
+def _begins_anew(update: Update, expected: dict[int, dict[int, Update]]) -> str:
+    """Return words on a rate that is the one of step 0."""
+    if 0 not in expected or not update.step:
+        return ""
+    first = evidence.any_rank(expected[0])
+    same = (first.learning_rate, first.rates) == (update.learning_rate, update.rates)
+    return ": that of step 0, as if the schedule began anew" if same else ""
+
+
+def _same_scale(tally: Tally, straight: Trace, trace: Trace) -> None:
+    """Check that gradients are scaled as in the `straight` run.
+
+    A loss scale that was not restored multiplies them by a power of two.
+    """
+    expected = {(shard.step, shard.rank, shard.shard): shard for shard in straight.of(Shard)}
+    for shard in trace.of(Shard):
+        model = expected.get((shard.step, shard.rank, shard.shard))
+        factor = None if model is None else _power_of_two(model.gradient, shard.gradient)
+        if factor is not None:
+            message = (
+                f"after the resume gradients are {factor:g} times those of the straight run: the "
+                "loss scale was not restored"
+            )
+            tally.check(False, message, **evidence.place(trace, shard))
+
+
+def _power_of_two(expected: Tensors, got: Tensors) -> float | None:
+    """Return the power of two, other than 1, by which all gradients are multiplied; else None."""
+    due, now = evidence.vectors(expected), evidence.vectors(got)
+    if due is None or now is None or due.keys() != now.keys():
+        return None
+    largest = max(due, key=lambda name: float(np.abs(due[name]).max(initial=0.0)))
+    at = int(np.abs(due[largest]).argmax()) if due[largest].size else 0
+    if due[largest].shape != now[largest].shape or not due[largest].size or not due[largest][at]:
+        return None
+    factor = float(now[largest][at]) / float(due[largest][at])
+    if factor in (0.0, 1.0) or not np.isfinite(factor) or abs(np.frexp(factor)[0]) != 0.5:
+        return None
+    same = all(
+        due[name].shape == now[name].shape
+        and bool((due[name].astype(np.float64) * factor == now[name].astype(np.float64)).all())
+        for name in due
+    )
+    return factor if same else None
 
 
 ROWS = (

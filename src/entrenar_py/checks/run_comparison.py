@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
-from entrenar_py.checks import evidence, missing, precision, skips
+from entrenar_py.checks import evidence, missing, precision, rates, skips
 from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -225,15 +225,19 @@ class _Comparison:
         self.tally.close(model.loss, update.loss, gap, message, **place)
 
     def rates(self, model: Update, update: Update) -> None:
-        """Compare the learning rates, even of a schedule whose closed form is unknown."""
-        rates = model.learning_rate, update.learning_rate
-        self.tally.check(
-            math.isclose(*rates, rel_tol=RATE_BOUND),
-            f"{self.words.before}the learning rate is not {self.words.its}",
-            expected=repr(rates[0]),
-            got=repr(rates[1]),
-            **evidence.place(self.trace, update),
-        )
+        """Compare the learning rates, even of a schedule whose closed form is unknown.
+
+        That of the first parameter group is compared, and those of tensors in other groups.
+        """
+        for name, pair in rates.of(model, update).items():
+            self.tally.check(
+                math.isclose(*pair, rel_tol=RATE_BOUND),
+                f"{self.words.before}the learning rate is not {self.words.its}",
+                tensor=name,
+                expected=repr(pair[0]),
+                got=repr(pair[1]),
+                **evidence.place(self.trace, update),
+            )
 
     def tensors(self, model: Update, update: Update) -> set[str]:
         """Compare one rank's gradient, weights and buffers. Return the parts compared or left out.

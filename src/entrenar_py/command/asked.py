@@ -74,7 +74,7 @@ def beside(needs: Collection[Need], asked: Asked) -> Runs[Asked]:
         base = asked
         if need is KILLED:
             base = replace(asked, faults=())
-        elif need is RESUMED:
+        elif need in (RESUMED, SAVED):
             base = replace(asked, stops=())
         elif asked.turn is not None and need.knob == asked.turn.knob and not asked.stops:
             base = replace(asked, turn=None)

@@ -73,11 +73,14 @@ def _of_ranks(
         return "completed", ""
     if last.met_a_planted_value:
         return "halted", ended_by
-    if "leave" in last.struck:
+    if "leave" in last.struck and not any(rank.life for rank in last.ranks.values()):
         return "failed", (
-            f"a worker was killed, and the run ended with it: {how}; let the launcher restart "
-            "workers (torchrun --max-restarts=1), and resume from a checkpoint in {workdir}"
+            "a worker was killed, and the launcher restarted nobody: let it restart workers "
+            "(torchrun --max-restarts=1), and let the script go on from a checkpoint in {workdir} "
+            f"(output: {ended.output})"
         )
+    if "leave" in last.struck:
+        return "failed", f"after a worker was killed and restarted, the run failed: {how}"
     if last.all_made_the_same(asked.world_size) and not last.problem:
         return "completed", ""
     return "failed", how

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py.errors import TraceError
-from entrenar_py.rank_files import rank_trace, whole_events
+from entrenar_py.rank_files import rank_trace, resumed_lives, whole_events
 from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import (
@@ -35,7 +35,8 @@ _IN_ORDER = (Start, Shard, Update, Synchronised, Injected, Halt, Membership)
 def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
     """Read the files of all ranks in `folder`; a rank has one for each time that it was started.
 
-    Returns the records that could be read, and descriptions of what is wrong with the files.
+    Returns the records that could be read, and descriptions of what is wrong with the files. A life
+    that resumed without saying at which step is counted from the step that its weights show.
     """
     ranks, problems = [], []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -43,6 +44,7 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
             ranks.append(rank_trace.load(path))
         except TraceError as error:
             problems.append(str(error))
+    ranks = resumed_lives.recognised(ranks)
     return ranks, problems + list(_observed_again(ranks))
 
 

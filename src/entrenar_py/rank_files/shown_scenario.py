@@ -119,7 +119,7 @@ def _optimizer(
         traits["rule"] = "other"
     if decays and name == "Adam" and not first.get("decoupled_weight_decay"):
         traits["decay"] = "coupled"
-    if any(update.learning_rate != rate for update in updates):
+    if any(update.learning_rate != rate for update in updates) or _rates_change(updates):
         traits["schedule"] = "other"
     fields = {
         "optimizer": "sgd" if is_plain else _KINDS.get(name, "momentum"),
@@ -127,6 +127,16 @@ def _optimizer(
         "weight_decay": max(decays, default=0.0),
     }
     return fields, traits
+
+
+def _rates_change(updates: Sequence[Update]) -> bool:
+    """Return whether a tensor has different learning rates in different steps of a rank."""
+    first: dict[tuple[int, str], float] = {}
+    return any(
+        first.setdefault((update.rank, name), update.rate_of(name)) != update.rate_of(name)
+        for update in updates
+        for name in update.weights
+    )
 
 
 def _decays(groups: Sequence[Mapping[str, Any]]) -> set[float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from entrenar_py import trace
 from entrenar_py.faults import Fault
-from entrenar_py.rank_files import assembly, rank_trace, shown_scenario
+from entrenar_py.rank_files import assembly, rank_trace, resumed_lives, shown_scenario
 from entrenar_py.rank_files.assembly import LastLives
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Injected, Start
@@ -23,7 +23,7 @@ def load(files: Iterable[Path]) -> trace.Trace:
     It ends `failed` if a rank is missing, or didn't come to its end. Raises TraceError for a file
     that no rank wrote.
     """
-    ranks = [rank_trace.load(path) for path in sorted(files)]
+    ranks = resumed_lives.recognised([rank_trace.load(path) for path in sorted(files)])
     events = assembly.ordered(ranks)
     world_sizes = sorted({int(rank.header["world_size"]) for rank in ranks})
     scenario, traits = shown_scenario.of(ranks, events, world_sizes[-1])

@@ -1,0 +1,137 @@
+"""Compare the state with which ranks resume with the state that they had before the stop.
+
+This is for users' trainers, whose checkpoints are not recorded. What a rank had before is recorded
+after the optimizer's step. A script may change it between two steps (clamp weights, reset moments).
+So a difference counts only if the next step then ends elsewhere than in the run without stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from entrenar_py.checks import evidence, missing
+from entrenar_py.trace import Saved, Start, Synchronised, TensorRecord, Tensors, Trace, Update
+from entrenar_py.verdict import Tally
+
+# Number formats that moments are cast to when they are loaded for parameters of that format.
+_MANTISSAS = {"bfloat16": 16, "float16": 13}  # name -> how many bits of float32's it has not
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The start of a rank after a stop, and its last update before; None if that is unknown."""
+
+    start: Start
+    before: Update | None
+
+
+def resumes(trace: Trace) -> Iterator[Resume]:
+    """Yield each resume in a run whose checkpoint was not recorded."""
+    saved = {event.step for event in trace.of(Saved)}
+    updates: dict[int, dict[int, Update]] = {}
+    for event in trace.events:
+        if isinstance(event, Update):
+            updates.setdefault(event.rank, {})[event.step] = event
+        elif isinstance(event, Synchronised):
+            _go_on_from(updates.get(event.rank, {}), event)
+        elif isinstance(event, Start) and event.resumed and event.step not in saved:
+            yield Resume(event, updates.get(event.rank, {}).get(event.step - 1))
+
+
+def _go_on_from(made: dict[int, Update], event: Synchronised) -> None:
+    """Give the update of a synchronised step the weights that the rank was given then."""
+    if event.step in made:
+        made[event.step] = replace(made[event.step], weights=event.weights)
+
+
+def compare(tally: Tally, straight: Trace | None, trace: Trace, parts: Sequence[str]) -> None:
+    """Compare `parts` of each resume's state with those of its rank before the stop, bit for bit.
+
+    A rank whose optimizer had no state before has none to restore.
+    """
+    gone_on = (evidence.updates(straight) if straight else {}), evidence.updates(trace)
+    recorded = missing.recorded(trace)
+    for resume in resumes(trace):
+        start = resume.start
+        if resume.before is None:
+            tally.miss(
+                f"rank {start.rank} resumed at step {start.step}, and its state after step "
+                f"{start.step - 1} is unknown"
+            )
+            continue
+        later = [steps.get(start.step, {}).get(start.rank) for steps in gone_on]
+        for part in parts:
+            due, got = getattr(resume.before, part), getattr(start, part)
+            if not due or (not got and missing.is_unknown(recorded, start, part)):
+                continue
+            on_purpose = None not in later and _same(*(getattr(one, part) for one in later))
+            if not on_purpose:
+                _compare(tally, trace, resume, part, due, got)
+
+
+def _compare(
+    tally: Tally, trace: Trace, resume: Resume, part: str, due: Tensors, got: Tensors
+) -> None:
+    start = resume.start
+    message = (
+        f"rank {start.rank} resumed at step {start.step} with other {_WORDS[part]} than it had "
+        f"after step {start.step - 1}"
+    )
+    place = evidence.place(trace, start)
+    if not got:
+        what = f"{message}: it has none, so none was loaded"
+        tally.check(False, what, tensor=next(iter(due)), **place)
+        return
+    for name in [*due, *(name for name in got if name not in due)]:
+        left, right = due.get(name), got.get(name)
+        if left is None or right is None:
+            lacking = "is not there any more" if right is None else "was not there before"
+            tally.check(False, f"{message}: {name} {lacking}", tensor=name, **place)
+        elif left.digest == right.digest:
+            tally.compared += 1
+        else:
+            how = _how_it_differs(name, left, right, due)
+            shown = evidence.difference(left, right)
+            tally.check(False, f"{message}: {name} {how}", tensor=name, **shown, **place)
+
+
+_WORDS = {"weights": "weights", "optimizer": "optimizer state", "buffers": "buffers"}
+
+
+def _how_it_differs(name: str, due: TensorRecord, got: TensorRecord, before: Tensors) -> str:
+    """Return in words what a tensor was restored as, as far as that can be told."""
+    key = name.rpartition("/")[2]
+    for other, record in before.items():
+        if other != name and other.rpartition("/")[2] == key and record.digest == got.digest:
+            return f"has what {other} had: restored in another order of the parameters"
+    left, right = due.values(), got.values()
+    if left is None or right is None:
+        return "differs"
+    if left.size == right.size and left.any() and not right.any():
+        return "is zero: it was not restored"
+    if left.dtype == np.float32 and left.size == right.size:
+        for form, bits in _MANTISSAS.items():
+            if _was_rounded(left, right, bits):
+                return f"was rounded to {form}"
+    return "differs"
+
+
+def _was_rounded(due: Any, got: Any, bits: int) -> bool:
+    """Return whether `got` is `due` with its last `bits` bits rounded away."""
+    wide = got.astype(np.float32)
+    if (wide.view(np.uint32) & np.uint32(2**bits - 1)).any():
+        return False
+    with np.errstate(invalid="ignore", over="ignore"):
+        return bool((np.abs(wide - due) <= np.abs(due) * 2.0 ** (bits - 24) + 1e-37).all())
+
+
+def _same(one: Tensors, other: Tensors) -> bool:
+    return _digests(one) == _digests(other)
+
+
+def _digests(tensors: Tensors) -> Mapping[str, str]:
+    return {name: record.digest for name, record in tensors.items()}

@@ -1,0 +1,84 @@
+"""Compare what a resumed run draws with what the run without stops draws: samples, random numbers.
+
+Findings say where the resumed run goes on, if it is a place that the other run has been to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from entrenar_py.checks import evidence, missing
+from entrenar_py.trace import Shard, Start, Trace
+from entrenar_py.verdict import Tally
+
+Place = tuple[int, int, int]  # step, rank, number of the shard
+
+
+def compare(tally: Tally, straight: Trace, trace: Trace) -> bool:
+    """Compare samples and random numbers of each shard; return whether the samples can be compared.
+
+    They can't if the sampler draws with replacement and the resumed run draws others: that may be
+    on purpose.
+    """
+    bare = missing.bare_fields(tally, straight, trace)
+    expected = {_place(shard): shard for shard in straight.of(Shard)}
+    for shard in trace.of(Shard):
+        model = expected.get(_place(shard))
+        if model is None:
+            continue
+        where = evidence.place(trace, shard)
+        if shard.ids != model.ids and "ids" not in bare:
+            seen = _seen_at(expected, shard)
+            if trace.traits.replacement:
+                tally.miss(_others_on_purpose(shard, seen))
+                return False
+            moved = tuple(sorted(set(model.ids) ^ set(shard.ids))) or shard.ids
+            message = f"after the resume other samples are drawn{_goes_on(shard, seen, trace)}"
+            tally.check(False, message, sample_ids=moved, **where)
+        if "draws" not in bare:
+            message = f"after the resume other random numbers are drawn{_whose(expected, shard)}"
+            tally.equal(model.draws, shard.draws, message, **where)
+    return True
+
+
+def _place(shard: Shard) -> Place:
+    return shard.step, shard.rank, shard.shard
+
+
+def _seen_at(expected: Mapping[Place, Shard], shard: Shard) -> Shard | None:
+    """Return the first shard of the run without stops that has these samples; None if none has."""
+    return next(
+        (model for model in expected.values() if model.ids == shard.ids and shard.ids), None
+    )
+
+
+def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
+    """Return in words where the resumed run goes on in the data, as far as that is known."""
+    back = [start.step for start in trace.of(Start) if start.resumed and start.step <= shard.step]
+    if seen is None or shard.step not in back:
+        return ""
+    if seen.step == 0:
+        return f": the data starts over, step {shard.step} has the samples of step 0"
+    if seen.step == shard.step:
+        return ", in another order, or by another rank"
+    micro = f", micro-batch {seen.shard}" if trace.scenario.accumulation > 1 else ""
+    return f": step {shard.step} has the samples of step {seen.step}{micro}"
+
+
+def _others_on_purpose(shard: Shard, seen: Shard | None) -> str:
+    again = "" if seen is None else f" (those of step {seen.step} again)"
+    return (
+        f"the sampler draws with replacement, and after the resume step {shard.step} has other "
+        f"samples than without stops{again}: to be compared, the script has to restore the "
+        "sampler's generator"
+    )
+
+
+def _whose(expected: Mapping[Place, Shard], shard: Shard) -> str:
+    """Return whose random numbers a rank draws, if another rank drew them in this step."""
+    others: Sequence[int] = [
+        model.rank
+        for model in expected.values()
+        if model.step == shard.step and model.rank != shard.rank and model.draws == shard.draws
+    ]
+    return f": rank {shard.rank} has rank {others[0]}'s" if others and shard.draws else ""

@@ -1,0 +1,170 @@
+"""What a stopped run must show before it can be compared with the same run without stops.
+
+Only for users' commands, of which the harness knows neither whether they repeat themselves nor
+whether `observe(step=...)` says what the script does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from entrenar_py.checks import evidence, missing, rates
+from entrenar_py.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
+from entrenar_py.verdict import Tally
+
+
+def repeats(tally: Tally, straight: Trace, trace: Trace) -> bool:
+    """Return whether the run was the `straight` one until it was stopped; if not, count why.
+
+    Both were launched by the same command, apart from {steps}.
+    """
+    why = next(_differences(straight, trace), "")
+    if why:
+        tally.miss(f"{why}. So the stopped run can't be compared with the one without stops")
+    return not why
+
+
+def _differences(straight: Trace, trace: Trace) -> Iterator[str]:
+    """Yield how the run differs from the `straight` one before its first stop."""
+    updates = evidence.updates(straight)
+    ids = {(shard.step, shard.rank, shard.shard): shard.ids for shard in straight.of(Shard)}
+    for event in first_life(trace):
+        if isinstance(event, Shard):
+            due = ids.get((event.step, event.rank, event.shard), ())
+            if due and event.ids and due != event.ids:
+                yield (
+                    f"before it was stopped, rank {event.rank} drew other samples in step "
+                    f"{event.step} than without stops: seed the order of the samples, and don't "
+                    "let it depend on {steps}"
+                )
+        elif isinstance(event, Update):
+            model = updates.get(event.step, {}).get(event.rank)
+            if model is not None:
+                yield from _moved_otherwise(straight, trace, model, event)
+
+
+def _moved_otherwise(straight: Trace, trace: Trace, model: Update, update: Update) -> Iterator[str]:
+    apart = rates.differ(model, update)
+    if apart is not None:
+        name, due, got = apart
+        until = min(trace.scenario.stops, default=0)
+        yield (
+            f"before it was stopped, step {update.step} had the learning rate {got:.6g}"
+            f"{f' for {name}' if name else ''}, and without stops {due:.6g}: the schedule depends "
+            f"on {{steps}}, which is {until} until the stop and {straight.scenario.num_steps} "
+            "without one; give the schedule's length by an option of its own"
+        )
+    tensor = first_difference(model.weights, update.weights)
+    if tensor is not None:
+        yield (
+            f"before it was stopped, {tensor} differed after step {update.step} from the run "
+            "without stops: two launches of this command are not the same run; seed it (F-TI-007), "
+            "and leave no file outside of {workdir}"
+        )
+
+
+def first_life(trace: Trace) -> Iterator[Event]:
+    """Yield the events before any rank was started a second time."""
+    begun: set[int] = set()
+    for event in trace.events:
+        if isinstance(event, Start):
+            if event.rank in begun:
+                return
+            begun.add(event.rank)
+        yield event
+
+
+def first_difference(expected: Tensors, got: Tensors) -> str | None:
+    """Return the first tensor that both sides hold with other bits; None if there is none."""
+    return next(
+        (n for n in expected if n in got and expected[n].digest != got[n].digest),
+        None,
+    )
+
+
+# --- the step at which a resume says to go on -----------------------------------------------------
+
+
+def begins_where_it_says(tally: Tally, straight: Trace, trace: Trace) -> bool:
+    """Return whether each resume has the weights of the step that it says, as far as known.
+
+    If it has those of another step, either the script counts wrongly, which is falsified, or
+    `observe` was told another step than the script's, which is missing. The script counts so itself
+    if it ends after as many steps as the `straight` run.
+    """
+    weights: dict[int, dict[int, Tensors]] = {}  # rank -> step -> weights after it
+    for event in trace.events:
+        if isinstance(event, Update | Synchronised):
+            weights.setdefault(event.rank, {})[event.step] = event.weights
+        elif isinstance(event, Start) and event.resumed:
+            before = weights.get(event.rank, {})
+            other = _other_step(event, before)
+            if other is not None:
+                _tell_other_step(tally, straight, trace, event, other)
+                return False
+            weights[event.rank] = {at: held for at, held in before.items() if at < event.step}
+    return True
+
+
+def _other_step(start: Start, before: dict[int, Tensors]) -> int | None:
+    """Return the one step, but not the last before `start`, after which its weights were held."""
+    if not start.weights:
+        return None
+    held = [step for step, weights in before.items() if _same(weights, start.weights)]
+    return held[0] if len(held) == 1 and held[0] != start.step - 1 else None
+
+
+def _same(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and first_difference(one, other) is None
+
+
+def _tell_other_step(tally: Tally, straight: Trace, trace: Trace, start: Start, step: int) -> None:
+    made = step + 1
+    message = f"rank {start.rank} resumed at step {start.step} with the weights after step {step}"
+    last = max(evidence.updates(straight), default=-1)
+    if max(evidence.updates(trace), default=-1) == last:
+        what = f"{message}: its count of steps is {start.step}, and {made} were made"
+        tally.check(False, what, **evidence.place(trace, start))
+    else:
+        tally.miss(
+            f"{message}: say how many optimizer steps (not micro-batches, not epochs) were made "
+            f"before, observe(..., step={made})"
+        )
+
+
+def require_resumes(tally: Tally, trace: Trace) -> None:
+    """Count as missing each planned stop after which no rank resumed, unless the run ended before.
+
+    A resume may go back to an earlier step than the stop, if its checkpoint is older.
+    """
+    last = max(evidence.updates(trace), default=-1)
+    starts: dict[int, list[Start]] = {}
+    for start in trace.of(Start):
+        starts.setdefault(start.rank, []).append(start)
+    lives = max(starts.values(), key=len, default=[])
+    resumed = {start.step for start in trace.of(Start) if start.resumed}
+    for number, stop in enumerate(trace.scenario.stops, start=1):
+        anew = [lives[number]] if number < len(lives) and not lives[number].resumed else []
+        if anew and trace.scenario.workload == "own":
+            tally.miss(_anew(stop, lives[0], anew[0]))
+        elif stop not in resumed and len(lives) <= number and stop <= last:
+            missing.ask(
+                tally,
+                f"the run was to stop before step {stop}, and no resume was recorded",
+                "a Start with resumed=True on every rank",
+            )
+
+
+def _anew(stop: int, first: Start, start: Start) -> str:
+    """Return why a rank that was started again after a stop has not resumed."""
+    if _same(first.weights, start.weights):
+        return (
+            f"after the stop before step {stop} the script began anew, with its initial weights: "
+            "it found no checkpoint in {workdir}, or loads none; save one at the latest when "
+            "{steps} steps are made"
+        )
+    return (
+        f"after the stop before step {stop} the script began at step {start.step}, with weights of "
+        "no earlier step: if it resumes, say how many optimizer steps were made before, "
+        "observe(..., step=...)"
+    )

@@ -1,0 +1,77 @@
+"""Recognise the step from which a rank goes on that was started again without saying so.
+
+A script that loads a checkpoint tells `observe` how many steps were made before (`step=`). If it
+doesn't, its weights may: they are those of an earlier step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from entrenar_py.rank_files.rank_trace import RankTrace
+from entrenar_py.trace import Event, Start, Synchronised, Tensors, Update
+
+
+def recognised(ranks: Sequence[RankTrace]) -> list[RankTrace]:
+    """Return `ranks`, with the steps of those that go on from a checkpoint and said no step.
+
+    A later life of a rank that begins at step 0 with the weights which the rank had after step k,
+    and not after any other, begins at step k + 1. All ranks of that life must show the same step.
+    Nothing is changed if the weights are the initial ones: then the script began anew.
+    """
+    memories: dict[int, _Memory] = defaultdict(_Memory)
+    known: dict[tuple[int, int], RankTrace] = {}
+    for life in sorted({rank.life for rank in ranks}):
+        lives = [rank for rank in ranks if rank.life == life]
+        shown = {memories[rank.rank].step_before(rank) for rank in lives}
+        ahead = shown.pop() if len(shown) == 1 else None
+        for rank in lives:
+            moved = rank if not ahead else _moved(rank, ahead)
+            memories[rank.rank].add(moved)
+            known[rank.rank, rank.life] = moved
+    return [known[rank.rank, rank.life] for rank in ranks]
+
+
+class _Memory:
+    """The weights that a rank had in its lives so far: the initial ones, and those after steps."""
+
+    def __init__(self) -> None:
+        self._first: tuple[str, ...] | None = None
+        self._steps: dict[tuple[str, ...], set[int]] = defaultdict(set)
+
+    def step_before(self, rank: RankTrace) -> int | None:
+        """Return the step that a life goes on with; None if it says so itself, or can't be told."""
+        start = next((event for event in rank.events if isinstance(event, Start)), None)
+        if start is None or start.step or not start.weights:
+            return None
+        weights = fingerprint(start.weights)
+        made = self._steps.get(weights, set())
+        return None if weights == self._first or len(made) != 1 else min(made) + 1
+
+    def add(self, rank: RankTrace) -> None:
+        for event in rank.events:
+            if isinstance(event, Start) and self._first is None:
+                self._first = fingerprint(event.weights)
+            elif isinstance(event, Update | Synchronised):
+                self._steps[fingerprint(event.weights)].add(event.step)
+
+
+def fingerprint(tensors: Tensors) -> tuple[str, ...]:
+    """Return names and digests: equal for equal tensors."""
+    return tuple(f"{name} {tensors[name].digest}" for name in sorted(tensors))
+
+
+def _moved(rank: RankTrace, ahead: int) -> RankTrace:
+    """Return the record of a life that resumed after `ahead` steps, counted from there."""
+    return replace(rank, events=tuple(_later(event, ahead) for event in rank.events))
+
+
+def _later(event: Event, ahead: int) -> Event:
+    step = getattr(event, "step", None)
+    if step is None:
+        return event
+    if isinstance(event, Start):
+        return replace(event, step=step + ahead, resumed=True)
+    return replace(event, step=step + ahead)  # type: ignore[call-arg]  # every kind with a step
