@@ -137,10 +137,13 @@ class Tally:
     """The comparisons that a judge has made so far, to be turned into a finding at the end.
 
     It is mutable, since a judge adds comparisons one by one. If several fail, it keeps the one with
-    the lowest step, and of several in that step the one that was added first.
+    the lowest step, and of several in that step the one that was added first. `observed` says that
+    the runs are of a script with the line `observe`: reasons then name calls of the script, not
+    records of a trace (`checks.missing`).
     """
 
     invariant: str
+    observed: bool = False
     compared: int = 0
     broken: Counterexample | None = None
     missing: list[str] = field(default_factory=list)

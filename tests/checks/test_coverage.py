@@ -289,9 +289,8 @@ def test_samples_that_are_counted_and_not_named() -> None:
     for found in ([bare], [bare, traces.run(SUBJECT.with_(world_size=1))]):
         finding = traces.judge("coverage", found)
         assert finding.verdict is Verdict.INCONCLUSIVE
-        assert finding.reason == (
-            "shards of steps 0, 1, 2, 3, 4 have a weight and no sample ids: record Shard.ids"
-        )
+        unknown = "the samples of steps 0, 1, 2, 3, 4 and later are unknown"
+        assert finding.reason == f"{unknown}: record Shard.ids"
 
 
 def test_updates_alone_cover_nothing() -> None:
@@ -304,7 +303,7 @@ def test_updates_alone_cover_nothing() -> None:
     assert found.message.endswith("; ranks 1 recorded no Shard of it")
     finding = traces.judge("coverage", [without(trace, Shard, rank=1)])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("rank 1 made steps and recorded no Shard: record a Shard")
+    assert finding.reason.startswith("rank 1 made steps without a micro-batch: record a Shard")
 
 
 @pytest.mark.parametrize("others", [(), (1,)])

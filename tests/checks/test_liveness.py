@@ -179,7 +179,7 @@ def test_one_rank_without_a_start() -> None:
     finding = traces.judge("liveness", [trace])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason.startswith(
-        "rank 1 made updates without a recorded Start in step 0: record a Start"
+        "rank 1 made updates from an unknown start in step 0: record a Start"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from entrenar_py.checks import missing
+from entrenar_py.checks import facts, missing
 from entrenar_py.trace import End, Update
 from entrenar_py.verdict import Tally
 from tests.checks.test_evidence import shard, update
@@ -15,11 +15,11 @@ def test_what_to_record_is_asked_for_once() -> None:
     """Gaps that the same recording would fill are reported once, for the first place."""
     tally = Tally("F-XX-001")
     for step in range(3):
-        missing.ask(tally, f"nothing in step {step}", "Shard.ids")
-    missing.ask(tally, "no norm", "Update.grad_norm")
+        missing.ask(tally, f"nothing in step {step}", facts.IDS)
+    missing.ask(tally, "no loss", facts.LOSS)
     assert tally.missing == [
         "nothing in step 0: record Shard.ids",
-        "no norm: record Update.grad_norm",
+        "no loss: record Shard.loss_sum",
     ]
 
 
@@ -28,7 +28,10 @@ def test_steps_without_updates_or_shards() -> None:
     for trace, reason in (
         (hand_written(), "no step was recorded"),
         (hand_written(shard(0, 0), update(0, 0)), ""),
-        (hand_written(shard(0, 0), update(0, 0), update(3, 0)), "no shard of steps 3 was recorded"),
+        (
+            hand_written(shard(0, 0), update(0, 0), update(3, 0)),
+            "no micro-batch of step 3 was recorded",
+        ),
     ):
         tally = Tally("F-XX-001")
         assert missing.require_updates(tally, trace) == bool(trace.of(Update))
@@ -42,11 +45,11 @@ def test_fields_that_one_run_never_fills_in() -> None:
     """Fields empty in one run are not compared, and are missing if the other run has them."""
     drawn = replace(shard(0, 0), draws="d", ids=())
     for dropout, bare, reasons in (
-        (0.0, {"gradient": {}, "ids": ()}, ["only one run has ids in its shards"]),
+        (0.0, {"gradient": {}, "ids": ()}, ["only one run has known samples"]),
         (
             0.3,
             {"gradient": {}, "ids": (), "draws": None},
-            ["only one run has ids in its shards", "only one run has draws in its shards"],
+            ["only one run has known samples", "only one run has known random draws"],
         ),
     ):
         subject, tally = scenario(dropout=dropout), Tally("F-XX-001")

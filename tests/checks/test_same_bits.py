@@ -179,7 +179,7 @@ def test_shards_that_one_run_did_not_record() -> None:
     first, second = pair()
     finding = traces.judge("determinism", [first, without(second, Shard, step=3)])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "only one run has shards of step 3: record a Shard of each step in both" in (
+    assert "only one run has micro-batches of step 3: record a Shard of each step in both" in (
         finding.reason
     )
     many, one = traces.run(SUBJECT), traces.run(SUBJECT.with_(world_size=1))

@@ -86,7 +86,7 @@ def test_what_was_not_recorded() -> None:
             "record Update.gradient in both runs with values, record_tensor(array, values=True)",
         ),
         ([without(own, Update), *others], "record an Update for every rank and step"),
-        ([without(own, Shard), *others], "no shard of steps 0, 1, 2, 3, 4 was recorded"),
+        ([without(own, Shard), *others], "no micro-batch of steps 0, 1, 2, 3, 4"),
         ([altered(own, Shard, {}, weight=0.0), *others], "no weight: record Shard.weight"),
     ):
         finding = traces.judge("weighting", found)
@@ -105,7 +105,7 @@ def test_one_comparison_excuses_no_gap() -> None:
         ([altered(own, Update, {"rank": 1}, gradient={}), oracle], "rank 1 was not compared by gr"),
         ([bare, one, oracle], "record Update.gradient in both runs with values"),
         ([altered(own, Shard, {"step": 4}, gradient={}), oracle], "step 4 could not be added"),
-        ([without(own, Shard, rank=1), oracle], "rank 1 made steps and recorded no Shard"),
+        ([without(own, Shard, rank=1), oracle], "rank 1 made steps without a micro-batch"),
     ):
         finding = traces.judge("weighting", found)
         assert finding.verdict is Verdict.INCONCLUSIVE

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from entrenar_py.checks import evidence, history, missing, plans
+from entrenar_py.checks import evidence, facts, history, missing, plans
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
 from entrenar_py.contract import Invariant
@@ -18,7 +18,7 @@ LISTED_MAX = 1000  # the most missing sample ids, or steps, that a finding lists
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that each run draws every sample once per epoch, and all runs the same in each step."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
         missing.require_updates(tally, trace)
@@ -32,10 +32,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _by_members(tally, trace)
     if tally.broken is None:  # a run that is wrong by itself differs from others because of that
         _stable(tally, [trace for trace in runs.own if evidence.is_as_trained(trace)])
-    return tally.finding(
-        nothing="no sample ids were recorded: record a Shard with ids for every rank and step, and "
-        "an Update for the step"
-    )
+    why = "no samples are known"
+    return tally.finding(nothing=missing.nothing(tally, why, facts.IDS_AND_UPDATE))
 
 
 def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from entrenar_py.checks import run_names
 from entrenar_py.checks.needs import CALM, Traces
 from entrenar_py.faults import SURVIVED
 from entrenar_py.trace import Event, Shard, Start, TensorRecord, Tensors, Trace, Update
@@ -22,10 +23,10 @@ def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
     for trace in traces:
         if trace.end.status == "failed":
             scenario = trace.scenario
-            tally.miss(
-                f"{scenario.system} with {scenario.world_size} workers did not run to an end: "
-                f"{trace.end.reason}"
-            )
+            who = f"{scenario.system} with {scenario.world_size} workers did not run to an end"
+            if tally.observed:
+                who = f"{run_names.of(scenario)} failed"
+            tally.miss(f"{who}: {trace.end.reason}")
         else:
             kept.append(trace)
     return kept

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from entrenar_py.checks import audits, evidence, history, missing, plans, skips
+from entrenar_py.checks import audits, evidence, facts, history, missing, plans, skips
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import POISONED, Traces
 from entrenar_py.contract import Invariant
@@ -21,13 +21,11 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that a run halts at its first non-finite value (a user's trainer may skip the step),
     and that a run without such a value stays finite and never halts.
     """
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, traces)
     for trace in evidence.usable(traces, tally):
         compare(tally, trace)
-    return tally.finding(
-        nothing="no update and no halt was recorded: record a Shard (with finite) and an Update "
-        "(with finite) for every rank and step, and a Halt where a run stops at a NaN or Inf"
-    )
+    why = "no update and no halt was recorded"
+    return tally.finding(nothing=missing.nothing(tally, why, facts.FINITE_AND_HALT))
 
 
 def compare(tally: Tally, trace: Trace) -> None:
@@ -81,7 +79,7 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
             missing.ask(
                 tally,
                 f"the run halted in step {halt.step}, of which {unknown}",
-                "a Shard for each, with finite=False for the one at fault",
+                facts.FINITE_OF_ALL,
             )
             continue
         message = f"halted though every shard was finite: {halt.reason}"
@@ -92,11 +90,8 @@ def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
     updates = evidence.updates(trace)
     for step, shards in evidence.shards(trace).items():
         if missing.lacks_samples(shards, updates[step]):
-            missing.ask(
-                tally,
-                f"the shards of step {step} count fewer samples than its updates",
-                "a Shard with finite for every rank and step",
-            )
+            why = f"the shards of step {step} count fewer samples than its updates"
+            missing.ask(tally, why, facts.FINITE)
 
 
 def _unknown_at(trace: Trace, halt: Halt) -> str:
@@ -193,7 +188,8 @@ def _names(
         tally.equal(culprit.ids, halt.ids, "the halt names other samples", **place)
     if unnamed:
         unknown = ", ".join(unnamed)
-        tally.miss(f"the halt in step {halt.step} does not name its {unknown}: record them in it")
+        why = f"the halt in step {halt.step} does not name its {unknown}"
+        missing.ask(tally, why, facts.NAMED_BY_HALT)
     planted = _planted_tensors(trace, culprit)
     if halt.tensor is not None and planted:
         right_one = halt.tensor if halt.tensor in planted else planted[0]

@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from entrenar_py.checks import run_comparison
+from entrenar_py.checks import run_comparison, run_names
 from entrenar_py.codec import Schema
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 
 # The option that says which knob was turned. Earlier releases also wrote there, by the key `model`,
 # how the usual run differs.
-OPTION = "pair"
+OPTION = run_names.KNOB
 # The knobs whose values are used as numbers, and which numbers are allowed.
 _NUMBERS = {"accumulation": "a whole number >= 1", "clip": "a number > 0"}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from entrenar_py.checks import evidence, missing, oracles, run_comparison
+from entrenar_py.checks import evidence, facts, missing, oracles, run_comparison
 from entrenar_py.checks.knob_pairs import Pair, pair_of
 from entrenar_py.checks.needs import Need, Traces, turned
 from entrenar_py.trace import Shard, Tensors, Trace, Update, record_tensor
@@ -131,7 +131,7 @@ def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
     first_update = evidence.any_rank(expected) if expected else None
     whole = evidence.norm_l2(first_update.gradient) if first_update is not None else None
     if first_update is None or whole is None:
-        missing.ask(tally, "clipping was not judged", f"Update.gradient {missing.WITH_VALUES}")
+        missing.ask(tally, "clipping was not judged", facts.values_of("Update.gradient"))
         return 0
     if whole <= limit:
         tally.miss(

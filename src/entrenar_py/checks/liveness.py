@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, missing, plans
+from entrenar_py.checks import evidence, facts, missing, plans
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
@@ -22,12 +22,11 @@ STEPS_TO_MOVE = 3
 # A float32 weight w changes if its step is larger than this times |w|. A step of any optimizer here
 # is at least rate times gradient, unless larger gradients came before, which then changed w.
 HALF_ULP = 2.0**-24
-_WEIGHTS = "Start.weights and Update.weights, with all tensors, frozen ones too"
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Judge the tensors that each rank's Start declared as trainable and as frozen."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, traces)
     for trace in (run.standing for run in evidence.usable(traces, tally)):
         missing.require_updates(tally, trace)
         gaps = missing.Gaps()
@@ -40,13 +39,18 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             _moving(tally, gaps, trace, start, by_rank[rank])
         for rank in by_rank.keys() - starts.keys():
             first = by_rank[rank][0].step
-            what = "a Start with weights and trainable on every rank"
-            gaps.add("made updates without a recorded Start", what, rank=rank, step=first)
+            why = "made updates from an unknown start"
+            gaps.add(why, facts.START, rank=rank, step=first)
         gaps.tell(tally)
+    long = f"that many steps with a {missing.told(tally, trace='learning_rate', script='rate')}"
     return tally.finding(
-        nothing=f"no run declared its trainable tensors and made {STEPS_TO_MOVE} steps: record "
-        "Start.trainable (and frozen), Start.weights and Update.weights, and run that many steps "
-        "with a learning_rate above 0"
+        nothing=f"no run with trainable tensors made {STEPS_TO_MOVE} steps: "
+        + missing.told(
+            tally,
+            trace="record Start.trainable (and frozen), Start.weights and Update.weights, and run "
+            f"{long} above 0",
+            script=f"let the script make {long} above 0",
+        )
     )
 
 
@@ -57,7 +61,7 @@ def _frozen(
     for step, weights in known:
         if unknown := [name for name in start.frozen if name not in weights]:
             why = f"recorded no weights of frozen {unknown[0]}"
-            gaps.add(why, _WEIGHTS, rank=start.rank, step=step)
+            gaps.add(why, facts.ALL_WEIGHTS, rank=start.rank, step=step)
     for update in updates:
         kept = [name for name in start.frozen if name in start.weights and name in update.weights]
         before = {name: start.weights[name] for name in kept}
@@ -71,7 +75,7 @@ def _moving(
 ) -> None:
     if not start.trainable:
         why = "named no trainable tensor"
-        gaps.add(why, "Start.trainable", rank=start.rank, step=start.step - 1)
+        gaps.add(why, facts.TRAINABLE, rank=start.rank, step=start.step - 1)
     for name in start.trainable:
         live = [update for update in updates if update.rate_of(name) > 0]
         if len(live) < STEPS_TO_MOVE:
@@ -79,7 +83,7 @@ def _moving(
         first = [start.weights, *(update.weights for update in live[:STEPS_TO_MOVE])]
         if not all(name in weights for weights in first):
             why = f"recorded no weights of {name}"
-            gaps.add(why, _WEIGHTS, rank=start.rank, step=start.step - 1)
+            gaps.add(why, facts.ALL_WEIGHTS, rank=start.rank, step=start.step - 1)
             continue
         rest = _rest(start, name, live)
         moved = len(rest) < sum(name in update.weights for update in live)
@@ -137,10 +141,8 @@ def _may_rest(
         record = update.gradient.get(name)
         gradient = local.get(update.step) if record is None else record.values()
         if weight is None or gradient is None or gradient.size != weight.size:
-            tally.miss(
-                f"{name} did not move, and its weight or gradient is unknown: record "
-                f"Start.weights and Update.gradient {missing.WITH_VALUES}"
-            )
+            why = f"{name} did not move, and its weight or gradient is unknown"
+            missing.ask(tally, why, facts.values_of("Start.weights and Update.gradient"))
             return True
         step = update.rate_of(name) * _shrunk(update) * np.abs(gradient.astype(np.float64))
         if (step > HALF_ULP * np.abs(weight)).any():

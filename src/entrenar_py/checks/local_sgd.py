@@ -8,6 +8,7 @@ from typing import Any
 from entrenar_py.checks import (
     evidence,
     finiteness,
+    missing,
     oracles,
     outer_step,
     parity,
@@ -59,7 +60,7 @@ def plan_non_finite(invariant: Invariant) -> list[Scenario]:
 
 def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that workers hold equal tensors after an outer step, and joiners begin with those."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, traces)
     for trace in rounds.usable(traces, tally):
         replica_identity.compare(tally, rounds.as_steps(trace))
         _joined(tally, trace)
@@ -82,7 +83,7 @@ def _joined(tally: Tally, trace: Trace) -> None:
 
 def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
     """Judge runs in rounds of one step by the oracle's losses, and its weights after each step."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     base = None
     for trace in rounds.usable(() if runs.base is None else (runs.base,), tally):
@@ -96,12 +97,12 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
     runs = replace(runs, base=base)
     if base is not None:
         parity.compare_with_oracle(tally, runs, None)
-    return tally.finding(nothing=oracles.missing_model(runs) or rounds.NOTHING)
+    return tally.finding(nothing=oracles.missing_model(tally, runs) or rounds.NOTHING)
 
 
 def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that after a NaN in a worker's round all halt before the outer step, and say where."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, traces)
     kept = rounds.usable(traces, tally)
     if not kept:
         return tally.finding(nothing=rounds.NOTHING)

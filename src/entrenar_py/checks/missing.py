@@ -1,6 +1,8 @@
-"""Find facts that a trace lacks, and say what to record. Judges nothing.
+"""Find facts that a trace lacks, and say what to do about it. Judges nothing.
 
-Reasons name events and fields as `entrenar_py.trace` does. docs/traces.md lists them all.
+`tally_for` chooses the vocabulary of reasons. For a trace that somebody wrote they name events and
+fields as `entrenar_py.trace` does (docs/traces.md lists them all). For a script that is observed
+they name its calls. `checks.facts` has both.
 """
 
 from __future__ import annotations
@@ -9,38 +11,58 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from entrenar_py import wording
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, facts
+from entrenar_py.checks.facts import Fact
+from entrenar_py.checks.needs import Need, Traces
 from entrenar_py.contract import Invariant
+from entrenar_py.rank_files.shown_scenario import SYSTEM
 from entrenar_py.trace import Event, Gap, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Tally
 
-# The advice to record a tensor with its values, not only its digest.
-WITH_VALUES = "with values, record_tensor(array, values=True)"
+
+def tally_for(invariant: Invariant, runs: Iterable[Trace]) -> Tally:
+    """Return an empty tally for `runs`, in whose reasons a script is told its own calls."""
+    return Tally(invariant.id, observed=any(run.scenario.system == SYSTEM for run in runs))
 
 
-def ask(tally: Tally, why: str, what: str) -> None:
-    """Count `why` as missing, with the advice to record `what`; only once for the same `what`."""
-    advice = f": record {what}"
+def ask(tally: Tally, why: str, fact: Fact) -> None:
+    """Count `why` as missing, with the advice how to reveal `fact`; only once for the same fact."""
+    advice = f": {fact.advice(observed=tally.observed)}"
     if not any(reason.endswith(advice) for reason in tally.missing):
         tally.miss(why + advice)
+
+
+def nothing(tally: Tally, why: str, fact: Fact) -> str:
+    """Return the reason of a judge that compared nothing: `why`, and how to reveal `fact`."""
+    return f"{why}: {fact.advice(observed=tally.observed)}"
+
+
+def nearest(tally: Tally, runs: Traces, need: Need) -> str:
+    """Return how the run nearest to `need` differs, to end a reason about traces; else ""."""
+    return "" if tally.observed else runs.nearly(need)
+
+
+def told(tally: Tally, *, trace: str, script: str) -> str:
+    """Return the text `trace` for a trace that somebody wrote, `script` for an observed script."""
+    return script if tally.observed else trace
 
 
 class Gaps:
     """Facts that ranks did not record. Ranks that lack the same fact share one reason."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        self._found: dict[tuple[str, Fact], list[tuple[int, int]]] = {}
 
-    def add(self, why: str, what: str, *, rank: int, step: int) -> None:
-        """Add that `rank` lacks `what` in `step` (-1: before the first); `why` is the predicate."""
-        self._found.setdefault((why, what), []).append((step, rank))
+    def add(self, why: str, fact: Fact, *, rank: int, step: int) -> None:
+        """Add that `rank` lacks `fact` in `step` (-1: before the first); `why` is the predicate."""
+        self._found.setdefault((why, fact), []).append((step, rank))
 
     def tell(self, tally: Tally) -> None:
         """Count each gap as missing: `ranks 0, 2 recorded no weights in step 3: record ...`."""
-        for (why, what), places in self._found.items():
+        for (why, fact), places in self._found.items():
             steps, ranks = ({place[at] for place in places} for at in (0, 1))
             later = " and later" if len(steps) > 1 else ""
-            ask(tally, f"{named(ranks)} {why} {when(min(steps))}{later}", what)
+            ask(tally, f"{named(ranks)} {why} {when(min(steps))}{later}", fact)
 
 
 def named(ranks: Iterable[int]) -> str:
@@ -49,6 +71,8 @@ def named(ranks: Iterable[int]) -> str:
 
 
 Recorded = Set[tuple[type[Event], int, str]]
+# Field of Shard -> what it holds, in words.
+_FIELDS = {"ids": "known samples", "draws": "known random draws", "gradient": "local gradients"}
 
 
 def recorded(trace: Trace) -> Recorded:
@@ -82,11 +106,10 @@ def is_unknown(known: Recorded, holder: Start | Update | Saved, part: str) -> bo
 def require_shards(tally: Tally, trace: Trace) -> set[int]:
     """Return the steps that were made with unknown shards, and count them as missing."""
     bare = _unsharded(trace)
-    advice = "a Shard with ids, loss_sum, weight and finite for every rank and step"
     if lacking := sorted(bare - evidence.shards(trace).keys()):
-        ask(tally, f"no shard of steps {str(lacking[:5])[1:-1]} was recorded", advice)
+        ask(tally, f"no micro-batch of {_steps(lacking)} was recorded", facts.SHARDS)
     elif bare:
-        ask(tally, f"{named(_silent(trace))} made steps and recorded no Shard", advice)
+        ask(tally, f"{named(_silent(trace))} made steps without a micro-batch", facts.SHARDS)
     return bare
 
 
@@ -128,12 +151,14 @@ def require_ids(tally: Tally, trace: Trace) -> set[int]:
     """Return the steps that were made with unknown samples, and count them as missing."""
     bare = require_shards(tally, trace)
     if nameless := _unnamed(trace):
-        ask(
-            tally,
-            f"shards of steps {str(sorted(nameless)[:5])[1:-1]} have a weight and no sample ids",
-            "Shard.ids",
-        )
+        ask(tally, f"the samples of {_steps(sorted(nameless))} are unknown", facts.IDS)
     return bare | nameless
+
+
+def _steps(steps: Sequence[int]) -> str:
+    """Return `step 3`, or `steps 0, 1, 2 and later`."""
+    later = " and later" if steps[5:] else ""
+    return f"{wording.named('step', steps[:5])}{later}"
 
 
 def unknown_steps(trace: Trace) -> set[int]:
@@ -155,7 +180,7 @@ def require_updates(tally: Tally, *traces: Trace) -> bool:
     """Return whether every completed run recorded steps. Count the first without any as missing."""
     for trace in traces:
         if trace.end.status == "completed" and not trace.of(Update):
-            ask(tally, "no step was recorded", "an Update for every rank and step")
+            ask(tally, "no step was recorded", facts.UPDATES)
             return False
     return True
 
@@ -173,13 +198,13 @@ def bare_fields(tally: Tally, model: Trace, trace: Trace) -> dict[str, Any]:
         if not all(filled):
             bare[name] = unknown
         if any(filled) and not all(filled):
-            ask(tally, f"only one run has {name} in its shards", f"Shard.{name} in both")
+            ask(tally, f"only one run has {_FIELDS[name]}", facts.of_shards(name))
     steps = [
         evidence.shards(run).keys() & evidence.updates(other).keys()
         for run, other in ((model, trace), (trace, model))
     ]
     if lacking := sorted(steps[0] ^ steps[1]):
-        ask(tally, f"only one run has shards of step {lacking[0]}", "a Shard of each step in both")
+        ask(tally, f"only one run has micro-batches of step {lacking[0]}", facts.SHARDS_IN_BOTH)
     return bare
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from entrenar_py.checks import evidence, missing, plans, replica_identity, restored_state
+from entrenar_py.checks import evidence, facts, missing, plans, replica_identity, restored_state
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import SAVED, Traces
 from entrenar_py.checks.state import PARTS, Comparison
@@ -17,7 +17,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     A user's checkpoints are not recorded. The state of a rank that resumes is compared with its
     state before the stop.
     """
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, traces)
     stopped = traces.of(SAVED)
     for trace in evidence.usable(stopped or traces, tally):
         comparison = Comparison(tally, trace)
@@ -36,9 +36,13 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     stateless = {trace.scenario.optimizer for trace in traces} == {"sgd"}
     why = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"
     return tally.finding(
-        nothing=f"{why}, and no checkpoint was recorded: record, with an optimizer that has state, "
-        "Update.optimizer on two ranks or more; or a Saved where a checkpoint is written, and a "
-        "Start with resumed=True on every rank that loads it"
+        nothing=missing.told(
+            tally,
+            trace=f"{why}, and no checkpoint was recorded: record, with an optimizer that has "
+            "state, Update.optimizer on two ranks or more; or a Saved where a checkpoint is "
+            "written, and a Start with resumed=True on every rank that loads it",
+            script=f"{why}: try the script with an optimizer that keeps some, such as momentum",
+        )
     )
 
 
@@ -59,11 +63,9 @@ def _compare_restored(tally: Tally, comparison: Comparison) -> None:
         holders = updates.get(saved.step - 1, {})
         sharded = comparison.is_sharded(holders)
         if holders and saved.rank not in holders:
-            missing.ask(
-                tally,
-                f"rank {saved.rank} saved before step {saved.step}, and its own state is unknown",
-                f"its Update of step {saved.step - 1}",
-            )
+            why = f"rank {saved.rank} saved before step {saved.step}"
+            fact = facts.of_step(saved.step - 1)
+            missing.ask(tally, f"{why}, and its own state is unknown", fact)
         for part in _parts(comparison.trace) if saved.rank in holders else ():
             message = f"the checkpoint holds other {part} than rank {saved.rank} had"
             own, step = holders[saved.rank], saved.step

@@ -6,8 +6,25 @@ reproduce, it is the user's run on one worker.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+from entrenar_py.checks import facts, missing
 from entrenar_py.checks.needs import ALONE, ORACLE, Traces
 from entrenar_py.trace import Shard, Trace
+from entrenar_py.verdict import Tally
+
+# Field of a scenario -> how runs of one command differ in it, with the advice. In this order: the
+# first one often causes the others.
+_DIFFERENT: Mapping[str, str] = {
+    "batch_size": "one worker trains on batches of {alone} samples, {workers} on {several}: divide "
+    "the global batch by the number of workers ({{share:GLOBAL}} in the command does)",
+    "num_samples": "one worker has a data set of {alone} samples, {workers} workers one of "
+    "{several}: give all runs the same data",
+    "num_steps": "one worker makes {alone} steps, {workers} make {several}: make the same number "
+    "of steps with any number of workers ({{steps}} in the command says how many)",
+    "learning_rate": "one worker begins with learning rate {alone}, {workers} with {several}: if "
+    "it is scaled by the number of workers, leave that out for the check",
+}
 
 
 def model_of(runs: Traces) -> Trace | None:
@@ -15,8 +32,8 @@ def model_of(runs: Traces) -> Trace | None:
     return next(iter(runs.of(ORACLE, ALONE)), None)
 
 
-def missing_model(runs: Traces) -> str:
-    """Return why no run on a single device can be compared with, and what to record.
+def missing_model(tally: Tally, runs: Traces) -> str:
+    """Return why no run on a single device can be compared with, and what to do about it.
 
     "" if one can.
     """
@@ -24,27 +41,43 @@ def missing_model(runs: Traces) -> str:
     for trace in runs.own:
         if model is not None and trace is not model:
             return "" if same_masks(model, trace) else other_masks(trace) + _instead(trace)
+    if tally.observed:
+        return _another_training(tally, runs)
+    if why := _difference(runs, ["batch_size"]):
+        return why
     why = "no run of the same training on one worker to compare with: record one with world_size=1"
     if runs.base is not None and runs.base.scenario.world_size == 1:
         why = "no run on several workers: record the same training with a larger world_size"
-    return _other_batches(runs) or f"{why}, and all else equal{runs.nearly(ALONE)}"
+    return f"{why}, and all else equal{runs.nearly(ALONE)}"
 
 
-def _other_batches(runs: Traces) -> str:
-    """Return a reason if a user's run on one worker has another global batch; else "".
+def _another_training(tally: Tally, runs: Traces) -> str:
+    """Return why a script's run on one worker can't be compared with its run on several.
 
-    It often has, since most scripts have an option for the batch of a worker, not the global one.
+    It often has another global batch: most scripts have an option for the batch of a worker.
     """
+    near = runs.near.get(ALONE)
+    if near is None or runs.base is None:
+        return "no run on several workers beside one on one worker, of those that did not fail"
+    for run in (runs.base, near.run):
+        if not any(shard.ids for shard in run.of(Shard)):  # sizes of batch and data are guesses
+            return missing.nothing(tally, "the samples of each step are unknown", facts.IDS)
+    others = ", ".join(near.fields)
+    otherwise = f"one worker trains otherwise than {runs.base.scenario.world_size}, in its {others}"
+    return _difference(runs, _DIFFERENT) or otherwise
+
+
+def _difference(runs: Traces, names: Iterable[str]) -> str:
+    """Return how a user's run on one worker differs, in the first of `names` that does; else ""."""
     near = runs.near.get(ALONE)
     if runs.base is None or runs.base.scenario.workload != "own" or near is None:
         return ""
-    alone, several = near.fields.get("batch_size", (0, 0))
-    if alone == several:
-        return ""
-    return (
-        f"one worker trains on batches of {alone} samples, {runs.base.scenario.world_size} on "
-        f"{several}: divide the global batch by the number of workers"
-    )
+    for name in names:
+        alone, several = near.fields.get(name, (0, 0))
+        if alone != several:
+            workers = runs.base.scenario.world_size
+            return _DIFFERENT[name].format(alone=alone, several=several, workers=workers)
+    return ""
 
 
 def same_masks(model: Trace, trace: Trace) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import evidence, missing, rounds
+from entrenar_py.checks import evidence, facts, missing, rounds
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import (
@@ -72,7 +72,7 @@ def _none_within(tally: Tally, trace: Trace) -> None:
             tally.equal(0, called, message, **evidence.place(trace, event))
     if meetings and not any(event.collectives_alone is not None for event in meetings):
         why = "how many collectives were called within rounds is unknown"
-        missing.ask(tally, why, "Synchronised.collectives_alone")
+        missing.ask(tally, why, facts.COLLECTIVES_ALONE)
     if counts := [event.collectives for event in meetings if event.collectives is not None]:
         tally.note(f"the largest number of collectives at the end of a round: {max(counts)}")
 
@@ -89,8 +89,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
     start = next((begin for begin in trace.of(Start) if begin.step == 0), None)
     before = None if start is None else evidence.vectors(_trained(start.weights, start))
     if start is None or before is None:
-        what = f"a Start of each rank, its weights {missing.WITH_VALUES}"
-        missing.ask(tally, "the initial weights are unknown", what)
+        missing.ask(tally, "the initial weights are unknown", facts.START_WITH_VALUES)
         return
     momentum: Vectors = {}
     earlier = -1
@@ -99,8 +98,8 @@ def _follow(tally: Tally, trace: Trace) -> None:
         there = updates.get(step, {})
         mean = _mean(trace, there, earlier, step, start)
         if mean is None:
-            what = f"Update.weights {missing.WITH_VALUES}, and Shards, of each rank"
-            missing.ask(tally, f"the outer step after step {step} can't be recomputed", what)
+            why = f"the outer step after step {step} can't be recomputed"
+            missing.ask(tally, why, facts.WEIGHTS_AND_SHARDS)
             return
         weights, kept = _outer(trace, before, momentum, mean)
         for event in (by_rank[rank] for rank in sorted(by_rank)):
@@ -179,8 +178,8 @@ def _compare(
             tally, _records(momentum), own, BOUND, message, floor, **place
         )
     if not done:
-        what = f"Synchronised.weights and .optimizer {missing.WITH_VALUES}"
-        missing.ask(tally, f"the outer step after step {event.step} was not compared", what)
+        fact = facts.values_of("Synchronised.weights and .optimizer")
+        missing.ask(tally, f"the outer step after step {event.step} was not compared", fact)
 
 
 def _momentum(event: Synchronised) -> Vectors:

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from entrenar_py.checks import evidence, knobs, oracles, plans, run_comparison, same_bits
+from entrenar_py.checks import (
+    evidence,
+    knobs,
+    missing,
+    oracles,
+    plans,
+    run_comparison,
+    same_bits,
+)
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import ALONE, ORACLE, Traces
 from entrenar_py.contract import Invariant
@@ -21,12 +29,12 @@ PUBLISHED_TOLERANCE = 0.01  # relative
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Compare every run with the oracle's, and runs that promise equal bits with each other."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     tolerance = PUBLISHED_TOLERANCE if invariant.tolerance is None else invariant.tolerance
     compare_with_oracle(tally, runs, tolerance)
     same_bits.compare_worker_counts(tally, runs.own)
-    return tally.finding(nothing=oracles.missing_model(runs))
+    return tally.finding(nothing=oracles.missing_model(tally, runs))
 
 
 def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> list[int]:

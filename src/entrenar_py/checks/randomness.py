@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from entrenar_py.checks import evidence, missing, plans
+from entrenar_py.checks import evidence, facts, missing, plans
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import ALONE, Traces
 from entrenar_py.contract import Invariant
@@ -18,7 +18,7 @@ DRAWING = ("mlp", "decoder", "decoder_full", "own")  # workloads in which dropou
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that dropout differs by step and shard, order by epoch, and that ranks start alike."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
         _dropout_differs(tally, trace)
@@ -26,8 +26,13 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _initial_agrees(tally, trace)
     _same_for_any_worker_count(tally, runs)
     return tally.finding(
-        nothing="no random draws, no second epoch and no second worker were seen: record "
-        "Start.weights on two ranks, Shard.draws under dropout, or Shard.ids over two epochs"
+        nothing="no random draws, no second epoch and no second worker were seen: "
+        + missing.told(
+            tally,
+            trace="record Start.weights on two ranks, Shard.draws under dropout, or Shard.ids over "
+            "two epochs",
+            script="run it with two workers or more (--world-size), or for more than one epoch",
+        )
     )
 
 
@@ -36,10 +41,8 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
     owner: dict[str, Shard] = {}
     drew = any(shard.draws is not None for shard in trace.of(Shard))
     if trace.scenario.dropout and not drew and trace.scenario.workload in DRAWING:
-        tally.miss(
-            f"dropout={trace.scenario.dropout} and no shard drew a random number: record "
-            "Shard.draws, a digest of the first numbers that dropout drew for the shard"
-        )
+        why = f"dropout={trace.scenario.dropout} and no shard drew a random number"
+        missing.ask(tally, why, facts.DRAWS)
     for shard in trace.of(Shard):
         if not shard.ids or not drew:
             continue
@@ -98,11 +101,8 @@ def _initial_agrees(tally: Tally, trace: Trace) -> None:
     first = evidence.updates(trace).get(0, {})
     unknown = (first.keys() | {start.rank for start in starts}) - {start.rank for start in known}
     if unknown and len(first) > 1:
-        missing.ask(
-            tally,
-            f"initial weights of {missing.named(unknown)} were not recorded",
-            "Start.weights on every rank",
-        )
+        why = f"initial weights of {missing.named(unknown)} were not recorded"
+        missing.ask(tally, why, facts.START_WEIGHTS)
     for start in known[1:]:
         message = f"rank {start.rank} starts from other weights than rank {known[0].rank}"
         place = {**evidence.place(trace, start), "step": -1}

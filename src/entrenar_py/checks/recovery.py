@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from entrenar_py.checks import evidence, history, missing, plans, same_bits
+from entrenar_py.checks import evidence, facts, history, missing, plans, same_bits
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import KILLED, Traces
 from entrenar_py.contract import Invariant
@@ -17,11 +17,15 @@ ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that no sample or step is lost, and the loss returns within the tolerated steps."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, runs)
     _compare(tally, evidence.usable_runs(runs, tally), int(invariant.tolerance or 0))
     return tally.finding(
-        nothing="no worker left in any run: record one with a fault of kind leave in its scenario, "
-        "and in it a Membership with change='left' where the worker is gone"
+        nothing=missing.told(
+            tally,
+            trace="no worker left in any run: record one with a fault of kind leave in its "
+            "scenario, and in it a Membership with change='left' where the worker is gone",
+            script="no worker was killed in any run that went on",
+        )
     )
 
 
@@ -35,7 +39,7 @@ def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
         if not left or not evidence.is_as_trained(trace):
             continue
         if calm is None:
-            tally.miss(_no_calm_run(trace, runs))
+            tally.miss(_no_calm_run(tally, trace, runs))
             continue
         if not missing.require_updates(tally, calm, trace):
             continue
@@ -60,11 +64,8 @@ def _require_departures(tally: Tally, trace: Trace, left: Sequence[Membership]) 
     planned = {fault.rank for fault in trace.scenario.faults if fault.kind == "leave"}
     silent = {rank for rank in planned if rank is not None} - {change.rank for change in left}
     if silent:
-        missing.ask(
-            tally,
-            f"{missing.named(silent)} was to leave, and no departure was recorded",
-            "a Membership with change='left' where a worker is gone",
-        )
+        why = f"{missing.named(silent)} was to leave, and no departure was recorded"
+        missing.ask(tally, why, facts.DEPARTURE)
 
 
 def _tell_masks(tally: Tally, *, is_followed: bool) -> None:
@@ -76,13 +77,15 @@ def _tell_masks(tally: Tally, *, is_followed: bool) -> None:
         tally.miss(f"{why}, so that losses differ: use dropout 0 in both runs")
 
 
-def _no_calm_run(trace: Trace, runs: Traces) -> str:
+def _no_calm_run(tally: Tally, trace: Trace, runs: Traces) -> str:
+    if tally.observed:
+        return "the undisturbed run, with which it would be compared, failed"
     why = "no undisturbed run of the same training to compare with: "
     if not trace.scenario.faults:
         departure = _departures(trace)[0]
         fault = f"Fault(kind='leave', rank={departure.rank}, step={departure.step})"
         return f"{why}the run that a worker left must say so by faults=({fault},) in its scenario"
-    near = runs.nearly(KILLED)
+    near = missing.nearest(tally, runs, KILLED)
     return f"{why}record one with faults=() in its scenario, and all else equal{near}"
 
 
@@ -99,7 +102,7 @@ def _continues(tally: Tally, calm: Trace, trace: Trace, left: Sequence[Membershi
         for step in sorted(step for step in model_updates if step >= change.step):
             if step in unknown:
                 why = f"the samples of step {step} are unknown"
-                missing.ask(tally, why, "Shard.ids in both runs")
+                missing.ask(tally, why, facts.IDS_IN_BOTH)
                 continue
             before = sorted(i for shard in expected[step] for i in shard.ids)
             after = sorted(i for shard in got.get(step, ()) for i in shard.ids)
@@ -129,7 +132,7 @@ def _on_trajectory(
             place = {"step": step, "rank": change.rank, "scenario": trace.scenario}
             if step not in expected:
                 why = f"the undisturbed run has no step {step}"
-                missing.ask(tally, why, "an Update for every step")
+                missing.ask(tally, why, facts.UPDATES_OF_CALM)
                 continue
             if step not in got:
                 tally.check(False, f"no step {step} after worker {change.rank} left", **place)
@@ -137,7 +140,7 @@ def _on_trajectory(
             model_loss = evidence.any_rank(expected[step]).loss
             loss = evidence.any_rank(got[step]).loss
             if model_loss is None or loss is None:
-                missing.ask(tally, f"the loss of step {step} is unknown", "Update.loss in both")
+                missing.ask(tally, f"the loss of step {step} is unknown", facts.LOSS_OF_UPDATE)
                 continue
             if not math.isfinite(model_loss):
                 tally.miss(f"the undisturbed run's loss of step {step} is not finite")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from entrenar_py.checks import evidence, missing, traffic
+from entrenar_py.checks import evidence, facts, missing, traffic
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import TWIN, Traces
 from entrenar_py.contract import Invariant
@@ -98,7 +98,7 @@ def judge_mean(invariant: Invariant, traces: Traces) -> Finding:
         for step, by_rank in evidence.ranks_by_step(trace):
             if lacking := by_rank.keys() - {rank for at, rank in seen if at == step}:
                 why = f"{missing.named(lacking)} measured nothing in step {step}"
-                missing.ask(tally, why, "a Reduced for every rank and step")
+                missing.ask(tally, why, facts.only_in_traces("a Reduced for every rank and step"))
         for reduced in seen.values():
             if allowed is None:
                 _judge_error(tally, invariant, trace, reduced)
@@ -133,7 +133,8 @@ def _explained(invariant: Invariant) -> str:
 
 def _judge_error(tally: Tally, invariant: Invariant, trace: Trace, reduced: Reduced) -> None:
     if reduced.error is None:
-        missing.ask(tally, "how far the average is off was not measured", "Reduced.error")
+        why = "how far the average is off was not measured"
+        missing.ask(tally, why, facts.only_in_traces("Reduced.error"))
         return
     message = f"the average of {reduced.num_elements} elements is off by {reduced.error:.3g}"
     place = {"tensor": "vector", **evidence.place(trace, reduced)}
@@ -190,7 +191,7 @@ def _is_whole(tally: Tally, trace: Trace) -> bool:
         lacking = set(range(scenario.world_size)) - made.get(step, {}).keys()
         if lacking and (step not in made or not scenario.faults):
             why = f"{missing.named(lacking)} recorded nothing of step {step}"
-            missing.ask(tally, why, "an Update for every rank and step")
+            missing.ask(tally, why, facts.UPDATES)
             return False
     return True
 
@@ -227,7 +228,8 @@ def judge_traffic(invariant: Invariant, traces: Traces) -> Finding:
         for (rank, peer, direction), num_bytes in expected.items():
             name = "the coordinator" if rank is None else f"rank {rank}"
             if not any(record.rank == rank for record in trace.of(Traffic)):
-                missing.ask(tally, f"what {name} sent is unknown", "a Traffic for every rank")
+                fact = facts.only_in_traces("a Traffic for every rank")
+                missing.ask(tally, f"what {name} sent is unknown", fact)
                 continue
             end = {"sent": "to", "got": "from"}[direction]
             bytes_recorded = got.get((rank, peer, direction), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from entrenar_py.checks import evidence, history, missing, plans
+from entrenar_py.checks import evidence, facts, history, missing, plans
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces
 from entrenar_py.checks.state import PARTS, Comparison
@@ -13,13 +13,11 @@ from entrenar_py.verdict import Finding, Tally
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Judge every tensor of every rank, before the first step and after each step."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, traces)
     for trace in evidence.usable(traces, tally):
         compare(tally, trace)
-    return tally.finding(
-        nothing="no two workers of one run were recorded: record, with world_size >= 2, a Start "
-        "and Updates with weights on every rank"
-    )
+    why = "no two workers of one run were recorded"
+    return tally.finding(nothing=missing.nothing(tally, why, facts.TWO_WORKERS))
 
 
 def compare(tally: Tally, trace: Trace) -> None:
@@ -46,10 +44,8 @@ def require_ranks(tally: Tally, trace: Trace) -> None:
     world_size = trace.scenario.world_size
     silent = {rank for rank in range(world_size) if first.get(rank) != "join"} - seen
     if seen and silent:
-        tally.miss(
-            f"of world_size={world_size} workers {missing.named(silent)} never started: record a "
-            "Start and Updates on every rank, or a world_size that counts only those that started"
-        )
+        why = f"of world_size={world_size} workers {missing.named(silent)} never started"
+        missing.ask(tally, why, facts.ALL_RANKS)
 
 
 def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
@@ -80,7 +76,9 @@ def _all_updated(tally: Tally, trace: Trace) -> None:
     always = {update.rank for update in trace.of(Update)} - stays.keys() - moved
     for step, by_rank in evidence.ranks_by_step(trace):
         for rank in sorted((history.members(stays, step) | always) - by_rank.keys()):
-            message = f"rank {rank} made no optimizer step, the others did: it recorded no Update"
+            message = f"rank {rank} made no optimizer step, the others did"
+            if not tally.observed:
+                message += ": it recorded no Update"
             tally.check(False, message, step=step, rank=rank, scenario=scenario)
     for ghost in history.ghosts(trace):
         message = f"rank {ghost.rank} had left and yet updated in step {ghost.step}"

@@ -8,6 +8,7 @@ import numpy as np
 
 from entrenar_py.checks import (
     evidence,
+    missing,
     plans,
     rates,
     restored_state,
@@ -24,21 +25,26 @@ from entrenar_py.verdict import Finding, Tally
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that a resumed run has the unstopped run's samples, draws, rates, losses and states."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     straight = None if runs.base is None or _resumed(runs.base) else runs.base
     for trace in runs:
         if not _was_stopped(trace):
             continue
         if straight is None:
-            tally.miss(_no_straight_run(trace, runs))
+            tally.miss(_no_straight_run(tally, trace, runs))
             continue
         stopped_run.require_resumes(tally, trace)
         if _resumed(trace):
             _compare(tally, straight, trace)
     return tally.finding(
-        nothing="no run was stopped and resumed: record one with stops=(k,) in its scenario, and "
-        "in it a Start with resumed=True and step=k on every rank"
+        nothing=missing.told(
+            tally,
+            trace="no run was stopped and resumed: record one with stops=(k,) in its scenario, and "
+            "in it a Start with resumed=True and step=k on every rank",
+            script="the run that was stopped did not go on where it stopped: after loading a "
+            "checkpoint, tell observe(..., step=k) how many steps were made before",
+        )
     )
 
 
@@ -70,12 +76,14 @@ def _was_stopped(trace: Trace) -> bool:
     return _resumed(trace) or (trace.scenario.workload == "own" and bool(trace.scenario.stops))
 
 
-def _no_straight_run(trace: Trace, runs: Traces) -> str:
+def _no_straight_run(tally: Tally, trace: Trace, runs: Traces) -> str:
+    if tally.observed:
+        return "the run without a stop, with which it would be compared, failed"
     why = "no straight run of the same training to compare with: "
     if not trace.scenario.stops:
         back_to = next(start.step for start in trace.of(Start) if start.resumed)
         return f"{why}the run that resumed must say so by stops=({back_to},) in its scenario"
-    near = runs.nearly(RESUMED)
+    near = missing.nearest(tally, runs, RESUMED)
     return f"{why}record one with stops=() in its scenario, and all else equal{near}"
 
 

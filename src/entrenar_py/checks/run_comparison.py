@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
-from entrenar_py.checks import evidence, missing, precision, rates, skips
+from entrenar_py.checks import evidence, facts, missing, precision, rates, skips
 from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -122,7 +122,7 @@ def _comparable(
         if step not in expected:
             tally.miss(f"{words.who} has no step {step}")
         elif step in unknown or not samples.get(step) or not model_samples.get(step):
-            missing.ask(tally, f"the samples of step {step} are unknown", "Shard.ids in both runs")
+            missing.ask(tally, f"the samples of step {step} are unknown", facts.IDS_IN_BOTH)
         elif samples[step] != model_samples[step]:
             tally.miss(
                 f"{words.before}step {step} draws other samples than {words.its}{words.elsewhere}"
@@ -202,17 +202,16 @@ class _Comparison:
         self.losses(model, update)
         compared = self.tensors(model, update)
         for part in sorted(due - compared):
-            what = f"Update.{part} in both runs {missing.WITH_VALUES}"
-            gaps.add(f"was not compared by {part}", what, rank=update.rank, step=update.step)
+            fact = facts.values_of(f"Update.{part} in both runs")
+            gaps.add(f"was not compared by {part}", fact, rank=update.rank, step=update.step)
         return "gradient" in compared
 
     def losses(self, model: Update, update: Update, tolerance: float | None = None) -> None:
         """Compare the losses within `tolerance`, or if it is None, within rounding."""
         if model.loss is None or update.loss is None:
             if model.loss != update.loss:
-                what = "Shard.loss_sum, or Update.loss, in both runs"
                 why = f"the loss of step {model.step} is known in one run only"
-                missing.ask(self.tally, why, what)
+                missing.ask(self.tally, why, facts.LOSS_IN_BOTH)
             return
         if not math.isfinite(model.loss):
             self.tally.miss(f"{self.words.its} loss of step {model.step} is not finite")
@@ -296,8 +295,8 @@ class _Comparison:
             mine, theirs, bound = model_start.weights, start.weights, self.bounds.start
             compared = evidence.compare_close(self.tally, mine, theirs, bound, message, **place)
             if valued and not compared:
-                what = f"Start.weights in both runs {missing.WITH_VALUES}"
-                gaps.add("was not compared by weights", what, rank=start.rank, step=-1)
+                fact = facts.values_of("Start.weights in both runs")
+                gaps.add("was not compared by weights", fact, rank=start.rank, step=-1)
 
 
 def _samples(trace: Trace) -> dict[int, Counter[int]]:

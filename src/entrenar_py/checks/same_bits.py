@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.checks import evidence, missing, plans, rounds
+from entrenar_py.checks import evidence, facts, missing, plans, rounds
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import COUNTS, REPEATED, Traces
 from entrenar_py.contract import Invariant
@@ -17,7 +17,7 @@ from entrenar_py.verdict import Finding, Tally
 
 def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
     """Judge trainers that promise equal bits for any number of workers. Others are inconclusive."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs:
         if "bitwise" not in trace.promises:
@@ -30,21 +30,25 @@ def judge_worker_count(invariant: Invariant, runs: Traces) -> Finding:
     compare_worker_counts(tally, runs.own)
     return tally.finding(
         nothing="no two runs that differ in world_size alone: record another with world_size=1, "
-        f"say, and all else equal{runs.nearly(COUNTS)}"
+        f"say, and all else equal{missing.nearest(tally, runs, COUNTS)}"
     )
 
 
 def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that two runs of one scenario are equal in every shard and every update."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs.of(REPEATED):
         if runs.base is not None:
             _compare_shards(tally, runs.base, trace)
             compare_steps(tally, runs.base, trace, "two runs of one scenario differ")
     return tally.finding(
-        nothing="no scenario was run twice: record a second run of it, its scenario with repeat=1 "
-        f"and all else equal{runs.nearly(REPEATED)}"
+        nothing=missing.told(
+            tally,
+            trace="no scenario was run twice: record a second run of it, its scenario with "
+            f"repeat=1 and all else equal{missing.nearest(tally, runs, REPEATED)}",
+            script="the command was not run twice in the same way, or the second run failed",
+        )
     )
 
 
@@ -106,7 +110,7 @@ def compare_steps(tally: Tally, model: Trace, trace: Trace, message: str) -> Non
             continue
         if same_workers and (alone := expected[step].keys() ^ by_rank.keys()):
             why = f"{missing.named(alone)} recorded step {step} in one run only"
-            missing.ask(tally, why, "an Update for every rank and step in both")
+            missing.ask(tally, why, facts.UPDATES_IN_BOTH)
         lowest = evidence.any_rank(expected[step])
         for rank, update in by_rank.items():
             is_own = same_workers or rounds.are_in(trace)
@@ -141,7 +145,7 @@ def _compare_update(
         if any(bare) and (part == "weights" or not all(bare)):
             who = "neither run" if all(bare) else "one run only"
             why = f"{who} recorded the {part} of step {update.step}"
-            missing.ask(tally, why, f"Update.{part} in both")
+            missing.ask(tally, why, facts.of_update(part))
             continue
         evidence.compare_exact(tally, left, right, f"{message} ({part})", **place)
     if (model.loss, update.loss) != (None, None):
@@ -172,7 +176,7 @@ def _compare_local(tally: Tally, model: Trace, trace: Trace, message: str) -> No
             continue
         if bool(model_shard.gradient) != bool(shard.gradient):
             why = f"one run only recorded the gradients of shards in step {shard.step}"
-            missing.ask(tally, why, "Shard.gradient in both")
+            missing.ask(tally, why, facts.of_shards("gradient"))
             continue
         what, place = f"{message} (gradient of shard {shard.shard})", evidence.place(trace, shard)
         evidence.compare_exact(tally, model_shard.gradient, shard.gradient, what, **place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import evidence, facts, missing
 from entrenar_py.trace import Saved, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -112,8 +112,8 @@ class Comparison:
         return stepped and (stateful or recorded)
 
     def _miss(self, holder: Holder, part: str, step: int) -> None:
-        what = f"{type(holder).__name__}.{part}"
-        self._gaps.add(f"recorded no {part}", what, rank=holder.rank, step=step)
+        fact = facts.of_state(type(holder).__name__, part)
+        self._gaps.add(f"recorded no {part}", fact, rank=holder.rank, step=step)
 
     def _compare_tensor(self, step: int, part: str, name: str, held: Mapping[int, Tensors]) -> None:
         digests = {rank: t[name].digest if name in t else "absent" for rank, t in held.items()}

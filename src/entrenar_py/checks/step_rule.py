@@ -13,7 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, knobs, missing, plans, precision, skips, update_rule
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    knobs,
+    missing,
+    plans,
+    precision,
+    skips,
+    update_rule,
+)
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces, turned
 from entrenar_py.contract import Invariant
@@ -31,7 +40,7 @@ UPDATE_ULPS = 8
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge every update of every rank."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, runs)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     runs = evidence.usable_runs(runs, tally)
     knobs.compare(tally, runs)
@@ -41,16 +50,22 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             _rate(tally, trace, update, relative, place)
             _clipping(tally, trace, update, relative, place)
         _follow(tally, trace)
-    return tally.finding(
-        nothing="no step was recorded: record a Start and Updates for every rank, weights and "
-        f"gradient {missing.WITH_VALUES}"
-    )
+    why = "no step was recorded"
+    return tally.finding(nothing=missing.nothing(tally, why, facts.START_AND_UPDATES))
 
 
 def _follow(tally: Tally, trace: Trace) -> None:
     """Recompute all updates. Count as missing each rank's first one that can't be recomputed."""
     if trace.traits.rule == "other":
-        tally.miss("the optimizer's rule is not one that is known here (traits: rule: other)")
+        tally.miss(
+            "the optimizer's rule is not one that is known here"
+            + missing.told(
+                tally,
+                trace=" (traits: rule: other)",
+                script=": those of torch.optim's SGD, Adam and AdamW are, with constants that stay "
+                "as they are and are equal for all parameter groups",
+            )
+        )
         return
     rules: dict[int, update_rule.Rule] = {}
     rested = skips.without_gradients(trace)
@@ -84,14 +99,14 @@ def _prepare(rules: dict[int, update_rule.Rule], event: Event, trace: Trace) -> 
         rules[event.rank].weights = event.weights  # its moments are kept
 
 
-def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | None:
-    """Return why `rule`, as it was before `update`, can't recompute it, and what to record.
+def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, facts.Fact] | None:
+    """Return why `rule`, as it was before `update`, can't recompute it, and the fact it lacks.
 
     None if only the norms are lacking, which `_clipping` reports.
     """
     why = "made an update that can't be recomputed"
     if rule is None:
-        return why, f"a Start of each rank, its weights {missing.WITH_VALUES}"
+        return why, facts.START_WITH_VALUES
     parts = {
         "Start.weights": rule.weights,
         "Update.weights": update.weights,
@@ -100,16 +115,16 @@ def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, str] | No
     bare = [name for name, tensors in parts.items() if evidence.vectors(tensors) is None]
     scenario = rule.scenario
     if bare:
-        return why, f"{' and '.join(bare)} {missing.WITH_VALUES}"
+        return why, facts.values_of(" and ".join(bare))
     if scenario.clip_norm is not None and None in (update.grad_norm, update.applied_norm):
         return None
     if scenario.weight_decay and rule.decayed is None:
         why += f" under weight_decay={scenario.weight_decay}"
-        return why, "Start.decayed, the tensors it acts on"
+        return why, facts.DECAYED
     if not rule.follows(update):
         why += f", since {scenario.optimizer} has state,"
-        return why, "the run from step 0 on, every step"
-    return why, "weights and gradient of the same names and sizes, and finite=True where they are"
+        return why, facts.FROM_STEP_0
+    return why, facts.SAME_TENSORS
 
 
 def expected_rate(scenario: Scenario, step: int) -> float:
@@ -135,8 +150,13 @@ def _rate(
     scenario = trace.scenario
     if trace.traits.schedule == "other":
         tally.miss(
-            "the schedule is not one that is known here (traits: schedule: other): the learning "
-            "rate was not judged"
+            missing.told(
+                tally,
+                trace="the schedule is not one that is known here (traits: schedule: other): the "
+                "learning rate was not judged",
+                script="the learning rate changes by a schedule that is not known here: as a "
+                "function of the step it was not judged",
+            )
         )
         return
     expected, allowed = expected_rate(scenario, update.step), relative * scenario.learning_rate
@@ -150,10 +170,8 @@ def _clipping(
     scenario = trace.scenario
     if update.grad_norm is None or update.applied_norm is None:
         if scenario.clip_norm is not None:
-            tally.miss(
-                f"clip_norm={scenario.clip_norm}, and the norms before and after clipping were not "
-                "recorded: record Update.grad_norm and Update.applied_norm"
-            )
+            why = "the norms before and after clipping were not recorded"
+            missing.ask(tally, f"clip_norm={scenario.clip_norm}, and {why}", facts.NORMS)
         return
     if not (math.isfinite(update.grad_norm) and math.isfinite(update.applied_norm)):
         return  # for F-DP-003 to judge

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from entrenar_py.checks import evidence, missing, rates
+from entrenar_py.checks import evidence, facts, missing, rates
 from entrenar_py.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -148,11 +148,8 @@ def require_resumes(tally: Tally, trace: Trace) -> None:
         if anew and trace.scenario.workload == "own":
             tally.miss(_anew(stop, lives[0], anew[0]))
         elif stop not in resumed and len(lives) <= number and stop <= last:
-            missing.ask(
-                tally,
-                f"the run was to stop before step {stop}, and no resume was recorded",
-                "a Start with resumed=True on every rank",
-            )
+            why = f"the run was to stop before step {stop}, and no resume was recorded"
+            missing.ask(tally, why, facts.RESUMED_START)
 
 
 def _anew(stop: int, first: Start, start: Start) -> str:

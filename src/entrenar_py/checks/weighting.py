@@ -11,6 +11,7 @@ import numpy as np
 
 from entrenar_py.checks import (
     evidence,
+    facts,
     knobs,
     missing,
     oracles,
@@ -33,7 +34,7 @@ RELATIVE = 1e-5  # the default tolerance; a float32 sum of n terms is off by up 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge by shards and oracle that losses and gradients are means over samples (or tokens)."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in runs:
@@ -45,14 +46,11 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
     gradients = parity.compare_with_oracle(tally, runs, tolerance=None)
     if shared and not (gradients and all(gradients)):
-        why = (not gradients and oracles.missing_model(runs)) or (
-            f"record Update.gradient in both runs {missing.WITH_VALUES}"
-        )
+        advice = facts.values_of("Update.gradient in both runs").advice(observed=tally.observed)
+        why = (not gradients and oracles.missing_model(tally, runs)) or advice
         tally.miss(f"the gradient's weighting is unknown: {why}")
-    return tally.finding(
-        nothing="no loss with its weight was recorded: record a Shard with loss_sum and weight, "
-        "and an Update with loss and weight, for every rank and step"
-    )
+    why = "no loss with its weight was recorded"
+    return tally.finding(nothing=missing.nothing(tally, why, facts.LOSS_AND_WEIGHT))
 
 
 def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collection[int]) -> None:
@@ -63,11 +61,11 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
             continue
         weight = sum(shard.weight for shard in shards[step])
         if not weight:
-            missing.ask(tally, f"the shards of step {step} have no weight", "Shard.weight")
+            missing.ask(tally, f"the micro-batches of step {step} have no weight", facts.WEIGHT)
             continue
         sums = [shard.loss_sum for shard in shards[step] if shard.loss_sum is not None]
         if len(sums) < len(shards[step]):
-            missing.ask(tally, f"the shards of step {step} have no loss", "Shard.loss_sum")
+            missing.ask(tally, f"the micro-batches of step {step} have no loss", facts.LOSS)
             continue
         mean = sum(sums) / weight
         # Losses may have both signs: rounding is relative to their sizes, not to their sum.
@@ -107,8 +105,8 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         if total and mean is not None and _shapes(total) == _shapes(mean):
             divisions.add(update, total, mean)
         elif valued:
-            what = f"Shard.gradient and Update.gradient of all tensors {missing.WITH_VALUES}"
-            missing.ask(tally, f"the gradients of step {step} could not be added", what)
+            fact = facts.values_of("Shard.gradient and Update.gradient of all tensors")
+            missing.ask(tally, f"the gradients of step {step} could not be added", fact)
 
 
 @dataclass

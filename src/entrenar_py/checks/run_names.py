@@ -1,0 +1,32 @@
+"""Name the runs of a user's command in sentences: `the run on 2 workers, with a worker killed`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from entrenar_py.scenario import Scenario
+from entrenar_py.wording import counted, listed
+
+# The option of a scenario that says which knob was turned (`checks.knob_pairs`).
+KNOB = "pair"
+# Kind of a planted fault -> what was done to the run.
+_DONE: Mapping[str, str] = {
+    "non_finite_gradient": "with a NaN in a gradient",
+    "leave": "with a worker killed",
+}
+
+
+def of(scenario: Scenario) -> str:
+    """Return the name of a run, with everything in which it differs from the plain one."""
+    parts = [f"the run on {counted(scenario.world_size, 'worker')}"]
+    turn = scenario.options.get(KNOB)
+    if isinstance(turn, Mapping):
+        turned = {turn.get("knob"): turn.get("value"), **turn.get("beside", {})}
+        parts.append(f"with {', '.join(f'{knob}={value}' for knob, value in turned.items())}")
+    parts += [_DONE.get(fault.kind, f"with the fault {fault.kind}") for fault in scenario.faults]
+    if scenario.stops:
+        before = listed(scenario.stops, most=4)
+        parts.append(f"stopped before step {before} and resumed")
+    if scenario.repeat:
+        parts.append("the same again")
+    return ", ".join(parts)
