@@ -37,6 +37,7 @@ def launch(
     variables: Mapping[str, str],
     deadline_s: float,
     is_over: Callable[[], bool],
+    cwd: Path | None = None,
 ) -> Ended:
     """Run the ranks of a script to their end or their deadline."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,8 @@ def launch(
     zygote = _zygote()
     assert zygote.stdout is not None, "it was asked for"
     told = {**variables, FOLDER: str(folder)}
-    request = {"arguments": command[1:], "output": str(output), "variables": told}
+    here = str(cwd or Path.cwd())
+    request = {"arguments": command[1:], "output": str(output), "variables": told, "cwd": here}
     _write(zygote.stdin, request)
     pid = _read(zygote.stdout)["pid"]
     deadline, leaving, in_time = started + deadline_s, False, True
@@ -134,6 +136,7 @@ def _become(main: Callable[[], int], request: Mapping[str, Any]) -> NoReturn:
         for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, printed), (2, printed)):
             os.dup2(source, stream)
         os.environ.update(request["variables"])
+        os.chdir(request["cwd"])
         sys.argv = list(request["arguments"])
         code = main()
     except Exception:  # noqa: BLE001  (told as Python tells it)

@@ -28,7 +28,7 @@ FLAGS = [
         "--severity",
     ),
     *("--system", "--world-size", "--backend", "--seed", "--examples", "--timeout"),
-    *("--deadline", "--steps", "-x"),
+    *("--deadline", "--steps", "--in-place", "-x"),
     *(
         "--allow-inconclusive",
         "--list",

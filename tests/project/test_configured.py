@@ -165,16 +165,19 @@ def test_refused(
 def test_a_command_runs_in_the_folder_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command runs in the configuration's folder; --system tries a trainer of ours instead."""
+    """Runs work in copies of the configuration's folder; --system tries a trainer of ours."""
     script = "import os; print(os.getcwd(), {steps}, {seed})"
     command = [sys.executable, "-c", script]
     configure(f"command = {command}\nsteps = 5\nseed = 1\ntrace-dir = 'runs'\n", base=BASE)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     assert check("--only", "F-DP-001", "--seed", 7) == 4
-    printed = (tmp_path / "runs" / "2-workers" / "output.txt").read_text(encoding="utf-8")
-    assert printed == f"{tmp_path} 5 7\n"
+    run = tmp_path / "runs" / "2-workers"
+    printed = (run / "output.txt").read_text(encoding="utf-8")
+    assert printed == f"{run}/root{tmp_path} 5 7\n"
     assert f"command {sys.executable} -c" in capsys.readouterr().out
+    assert check("--only", "F-DP-001", "--in-place") == 4
+    assert (run / "output.txt").read_text(encoding="utf-8") == f"{tmp_path} 5 1\n"
     assert check("--system", "textbook", "--examples", 0, "--json", "r.json") == 0
     assert report(Path("r.json"))["configuration"]["overruled"] == ["command"]
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from entrenar_py import backends, checks, contract, kill_matrix, shipped
 from entrenar_py.cli import console, early, reporting, validation
 from entrenar_py.cli.reporting import Work
-from entrenar_py.command import judging, launch, run_folder, runs
+from entrenar_py.command import judging, launch, own_folder, run_folder, runs
 from entrenar_py.contract import Contract, Invariant, selection, suggestions
 from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.harness import counterexamples, falsify, plan, stored
@@ -300,6 +300,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         num_steps=options.steps,
         deadline_s=options.deadline,
         launch=partial(launch.launch, cwd=options.command_folder),
+        source=_copied_folder(options),
         spelled=options.knobs,
     )
     make_plan(folder=Path())  # raises UsageError if it can't be run
@@ -325,6 +326,13 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         seed=options.seed,
         not_applying=judging.elsewhere(selected),
     )
+
+
+def _copied_folder(options: argparse.Namespace) -> Path | None:
+    """Return the folder of which each run gets a copy to work in; None if runs are to share it."""
+    folder: Path = (options.command_folder or Path.cwd()).resolve()
+    shared = options.in_place or own_folder.runs_elsewhere(options.command)
+    return None if shared or folder == Path(folder.anchor) else folder
 
 
 def _environment() -> dict[str, str]:

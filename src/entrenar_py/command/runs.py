@@ -24,8 +24,9 @@ from entrenar_py.checks.needs import (
     SAVED,
     Need,
 )
-from entrenar_py.command import run_trace
+from entrenar_py.command import own_folder, run_trace
 from entrenar_py.command.asked import Asked, Turn
+from entrenar_py.command.beginnings import Beginnings, first_step
 from entrenar_py.command.launch import OUTPUT, Ended, launch
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
@@ -33,6 +34,7 @@ from entrenar_py.harness import interrupts
 from entrenar_py.observing import FAULTS
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
+from entrenar_py.untrusted import printing
 
 WORLD_SIZES = (2,)  # and 1, where a check compares with one worker
 DEADLINE_S = 300.0
@@ -63,7 +65,8 @@ class Run:
 class Plan:
     """The runs of a command for checks with these `needs`, recorded below `folder`.
 
-    `spelled` has, by knob and value, the text that is filled in instead of the value.
+    `spelled` has, by knob and value, the text that is filled in instead of the value. Each run has
+    a copy of the folder `source` to work in. If that is None, all run in the launcher's folder.
 
     Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
     doesn't have, and for a seed or number of steps without a placeholder to put it in.
@@ -77,6 +80,7 @@ class Plan:
     num_steps: int = NUM_STEPS
     deadline_s: float = DEADLINE_S
     launch: Launcher = launch
+    source: Path | None = None
     spelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -173,6 +177,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
     """
     base = plan.folder
     likes: dict[Turn | None, Trace] = {}  # by turn: completed runs without other changes
+    beginnings = Beginnings()
     planned, first = plan.plain(), True
     while planned:
         name = next(iter(planned))
@@ -183,11 +188,17 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
         show(f"{shlex.join(plan.command)} ({name})")
         like = likes.get(asked.turn if asked.stops else None)
         recorded = _run(plan, asked, (base / name).absolute(), like)
+        recorded = beginnings.seen(name, recorded)
         base.mkdir(parents=True, exist_ok=True)  # the command may have removed it
         trace.save(recorded, base / f"{name}.jsonl")
         yield base / f"{name}.jsonl", Run(asked=asked, trace=recorded)
         if first:
             first = False
+            if begun := first_step(recorded):
+                printing.warn(
+                    f"{name} began at step {begun}, not at 0: it found a checkpoint of before; all "
+                    "runs begin with it. Move it out of the way to see the training's beginning"
+                )
             if recorded.end.status == "failed":
                 return
             planned |= plan.others(recorded.scenario) | plan.pairs(recorded)
@@ -201,26 +212,28 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
     _clear(folder)
     (folder / "work").mkdir(parents=True)
     ended: Ended | None = None
-    for life, num_steps in enumerate((*asked.stops, plan.num_steps)):
-        values = {
-            "world_size": str(asked.world_size),
-            "seed": str(asked.seed),
-            "steps": str(num_steps),
-            "trace_dir": str(folder),
-            "workdir": str(folder / "work"),
-            **{name: knob.usual for name, knob in KNOBS.items()},
-            **(asked.turn.values if asked.turn else {}),
-        }
-        closed = partial(run_trace.have_closed, folder, asked.world_size, life)
-        ended = plan.launch(
-            _words(plan.command, values, plan.spelled),
-            folder=folder,
-            variables={FAULTS: json.dumps([fault.to_dict() for fault in asked.faults])},
-            deadline_s=plan.deadline_s,
-            is_over=closed,
-        )
-        if ended.code is None and not closed():
-            break  # else it hung only after training, and can go on
+    with own_folder.of(plan.source, folder / "root") as own:
+        launched = own.launched(plan.launch) if own else plan.launch
+        for life, num_steps in enumerate((*asked.stops, plan.num_steps)):
+            values = {
+                "world_size": str(asked.world_size),
+                "seed": str(asked.seed),
+                "steps": str(num_steps),
+                "trace_dir": str(folder),
+                "workdir": str(folder / "work"),
+                **{name: knob.usual for name, knob in KNOBS.items()},
+                **(asked.turn.values if asked.turn else {}),
+            }
+            closed = partial(run_trace.have_closed, folder, asked.world_size, life)
+            ended = launched(
+                _words(plan.command, values, plan.spelled),
+                folder=folder,
+                variables={FAULTS: json.dumps([fault.to_dict() for fault in asked.faults])},
+                deadline_s=plan.deadline_s,
+                is_over=closed,
+            )
+            if ended.code is None and not closed():
+                break  # else it hung only after training, and can go on
     assert ended is not None, "it was launched"
     return run_trace.of(folder, asked, ended, like, unclipped=plan.can_say("clip"))
 

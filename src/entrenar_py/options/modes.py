@@ -8,7 +8,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.options import parser
 from entrenar_py.options.outputs import FILES
 
-COMMANDED = ("steps", "deadline")  # only with a user's command behind --
+COMMANDED = ("steps", "deadline", "in_place")  # only with a user's command behind --
 _RULES = ("rule", "suppress")  # only with --validate
 # Option that has an effect only in one mode -> description of that mode.
 _ALONE = {
@@ -32,7 +32,7 @@ MODES: dict[str, tuple[str, ...]] = {
     "replay": (*_CONTRACT, "trace_dir", *_CONFIGURED, *_REPORT),
     "mutants": ("no_color",),
     "command": (
-        *(*_CONTRACT, "world_size", "seed", "steps", "deadline", "trace_dir"),
+        *(*_CONTRACT, "world_size", "seed", *COMMANDED, "trace_dir"),
         *(*_CONFIGURED, *_SELECTION, *_REPORT),
     ),
 }

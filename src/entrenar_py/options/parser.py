@@ -121,6 +121,8 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     add("--deadline S", deadline, type=values.seconds, default=300.0)
     steps = "the value of {steps} in a command: optimizer steps of a run (default 8)"
     add("--steps N", steps, type=lambda text: values.natural(text, least=1), default=8)
+    own = "run a command in this folder itself, instead of in a copy of it for each run"
+    add("--in-place", own)
     add("-x", "stop at the first falsified invariant", dest="stop_early")
     add("--allow-inconclusive", "exit 0 instead of 4 if nothing broke")
 

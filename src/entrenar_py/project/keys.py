@@ -65,6 +65,12 @@ KEYS: Mapping[str, Key] = {
     ),
     "steps": Key("count", "`8`", "what `{steps}` stands for in the command"),
     "deadline": Key("seconds", "`300`", "a run of the command that takes longer is ended"),
+    "in-place": Key(
+        "flag",
+        "`false`",
+        "all runs of the command work in the file's folder itself, instead of in "
+        "[a copy of it](your-trainer.md#where-a-run-works) each",
+    ),
     "system": Key("text", "the contract's own", "the trainer to try, where there is no command"),
     "backend": Key("texts", "`cpu`", "the workers' backends in turn, where there is no command"),
     "examples": Key("count", "`20`", "random scenarios per invariant, where there is no command"),
