@@ -34,12 +34,22 @@ def command(script: Path, turned: Collection[str] = ()) -> tuple[str, ...]:
 
 
 def record(
-    told: Sequence[str], wanted: Collection[str], folder: Path, **changes: object
+    told: Sequence[str],
+    wanted: Collection[str],
+    folder: Path,
+    *,
+    witnesses: bool = False,
+    **changes: object,
 ) -> dict[Path, runs.Run]:
-    """Return, by file, the runs of a command that the checks in `wanted` need."""
+    """Return, by file, the runs of a command that the checks in `wanted` need.
+
+    With `witnesses` also those that show what comparisons presuppose, as for a user's command.
+    """
+    needs = {need for name in wanted for need in CHECKS[name].needs}
+    needs |= {need for name in wanted for need in CHECKS[name].witnesses if witnesses}
     plan = runs.Plan(
         command=tuple(told),
-        needs={need for name in wanted for need in CHECKS[name].needs},
+        needs=needs,
         folder=folder,
         **{"deadline_s": DEADLINE_S, **changes},  # type: ignore[arg-type]
     )

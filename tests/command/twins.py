@@ -23,9 +23,12 @@ WANTED = (
 
 
 def findings(
-    twin: Twin, folder: Path, *, deadline_s: float = scripts.DEADLINE_S
+    twin: Twin, folder: Path, *, witnesses: bool = False, deadline_s: float = scripts.DEADLINE_S
 ) -> dict[str, Finding]:
-    """Return the findings on the runs of the changed script, by its check or by all checks."""
+    """Return the findings on the runs of the changed script, by its check or by all checks.
+
+    With `witnesses` all runs of a user's command are made, without it only those to be compared.
+    """
     text = (scripts.EXAMPLES / twin.script).read_text()
     for before, after in twin.changes:
         assert text.count(before) == 1, before
@@ -40,6 +43,7 @@ def findings(
         folder / "runs",
         world_sizes=(twin.world_size,),
         launch=zygote.launch,
+        witnesses=witnesses,
         deadline_s=deadline_s,
     )
     return scripts.findings(traces, wanted)
@@ -77,7 +81,7 @@ def main() -> int:
     for twin in chosen:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            found = findings(twin, Path(folder))
+            found = findings(twin, Path(folder), witnesses=True)
         wrong = problem(twin, found)
         missed += bool(wrong)
         told = found.get(twin.check) if twin.check else None

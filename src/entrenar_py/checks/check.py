@@ -16,15 +16,18 @@ class Check(CheckTerms):
     """A row of the table: how one kind of clause is decided.
 
     `judge` compares the runs. `plan` returns the scenarios for a clause that lists none. `needs`
-    are the other runs that a run is judged with. `explores`: random scenarios around the plan make
-    sense. `in_step`: the check applies only if all workers make every step together. `bitwise`: it
-    applies only to trainers whose bits do not depend on the number of workers. `takes_turned`: it
-    also judges runs with a turned knob: with the base if `needs` has that knob, else alone.
+    are the other runs that a run is judged with, `witnesses` the runs of a user's own trainer that
+    show whether the comparisons' presuppositions hold. `explores`: random scenarios around the plan
+    make sense. `in_step`: the check applies only if all workers make every step together.
+    `bitwise`: it applies only to trainers whose bits do not depend on the number of workers.
+    `takes_turned`: it also judges runs with a turned knob: with the base if `needs` has that knob,
+    else alone.
     """
 
     judge: Callable[[Invariant, Traces], Finding]
     plan: Callable[[Invariant], list[Scenario]]
     needs: tuple[Need, ...] = ()
+    witnesses: tuple[Need, ...] = ()
     explores: bool = False
     tolerance_kinds: tuple[str, ...] = EQUALITY_KINDS
     takes_tolerance: bool = False

@@ -14,7 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from entrenar_py.checks import evidence, facts, missing, oracles, run_comparison
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    missing,
+    oracles,
+    presuppositions,
+    run_comparison,
+)
+from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.knob_pairs import Pair, pair_of
 from entrenar_py.checks.needs import Need, Traces, turned
 from entrenar_py.trace import Shard, Tensors, Trace, Update, record_tensor
@@ -40,9 +48,13 @@ def compare(tally: Tally, runs: Traces) -> list[int]:
             tally.miss(f"{pair.words.before}no run with {pair.knob}={pair.usual} to compare with")
             continue
         tally.note(f"compared {pair.knob}={pair.value} with {pair.knob}={pair.usual}")
-        compared = KNOBS[name].judge(tally, pair, runs.base, trace)
-        if compared is not None:
-            counts.append(compared)
+        compared = Compared(runs=runs, model=runs.base, trace=trace)
+        left = presuppositions.comparable(tally, presuppositions.WITH_A_KNOB, compared)
+        if left is None:
+            continue
+        count = KNOBS[name].judge(tally, pair, left.model, left.trace)
+        if count is not None:
+            counts.append(count)
     return counts
 
 

@@ -74,13 +74,15 @@ class Runs(Generic[T]):
 
     `base` is None if there is no such run. `undropped` are the runs of the same training without
     dropout, for trainings whose dropout masks make runs incomparable. `near` has, for a need that
-    no run answers, the most similar run.
+    no run answers, the most similar run. `witnesses` are runs of a user's own trainer that show
+    whether a comparison's presuppositions hold. They are not judged.
     """
 
     base: T | None = None
     beside: Mapping[Need, tuple[T, ...]] = field(default_factory=dict)
     undropped: Runs[T] | None = None
     near: Mapping[Need, Near[T]] = field(default_factory=dict)
+    witnesses: Mapping[Need, tuple[T, ...]] = field(default_factory=dict)
 
     def of(self, *needs: Need) -> tuple[T, ...]:
         """Return the runs that answer any of `needs`."""
@@ -93,7 +95,7 @@ class Runs(Generic[T]):
                 yield from ((need.knob, run) for run in runs)
 
     def __iter__(self) -> Iterator[T]:
-        """Yield every run once: the base, the runs for needs, and the runs without dropout."""
+        """Yield every judged run once: the base, the runs for needs, and those without dropout."""
         yield from self.own
         if self.undropped is not None:
             yield from self.undropped
@@ -107,13 +109,16 @@ class Runs(Generic[T]):
 
     def chosen(self, choose: Callable[[T], U | None]) -> Runs[U]:
         """Return Runs with `choose(run)` for each run, leaving out runs for which it is None."""
-        beside = {need: tuple(map(choose, runs)) for need, runs in self.beside.items()}
+
+        def chosen(answers: Mapping[Need, tuple[T, ...]]) -> dict[Need, tuple[U, ...]]:
+            mapped = {need: map(choose, runs) for need, runs in answers.items()}
+            return {need: tuple(r for r in runs if r is not None) for need, runs in mapped.items()}
+
         return Runs(
             base=None if self.base is None else choose(self.base),
-            beside={
-                need: tuple(run for run in runs if run is not None) for need, runs in beside.items()
-            },
+            beside=chosen(self.beside),
             undropped=None if self.undropped is None else self.undropped.chosen(choose),
+            witnesses=chosen(self.witnesses),
             near={
                 need: Near(run, near.fields)
                 for need, near in self.near.items()

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from entrenar_py.checks import evidence, facts, missing, plans, replica_identity, restored_state
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    missing,
+    plans,
+    presuppositions,
+    replica_identity,
+    restored_state,
+)
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.needs import SAVED, Traces
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import ALONE, SAVED, Traces
 from entrenar_py.checks.state import PARTS, Comparison
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Saved, Start, Trace
@@ -19,7 +28,12 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     """
     tally = missing.tally_for(invariant, traces)
     stopped = traces.of(SAVED)
-    for trace in evidence.usable(stopped or traces, tally):
+    for run in evidence.usable(stopped or traces, tally):
+        compared = Compared(runs=traces, model=run, trace=run)
+        left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
+        if left is None:
+            continue
+        trace = left.trace
         comparison = Comparison(tally, trace)
         if _is_the_server_s(trace):
             tally.miss(
@@ -104,6 +118,7 @@ ROWS = (
         plan=plans.stops,
         explores=True,
         needs=(SAVED,),
+        witnesses=(ALONE,),
         in_step=True,
         takes_turned=True,
     ),

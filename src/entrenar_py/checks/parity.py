@@ -15,11 +15,13 @@ from entrenar_py.checks import (
     missing,
     oracles,
     plans,
+    presuppositions,
     run_comparison,
     same_bits,
 )
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.needs import ALONE, ORACLE, Traces
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import ALONE, ORACLE, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -45,10 +47,10 @@ def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> 
     with a turned knob is compared with the base. Return the number of averaged gradients compared
     in each run that made a step.
     """
-    first = _Compared.of(tally, runs, tolerance)
-    second = _Compared()
+    first = _Followed.of(tally, runs, tolerance)
+    second = _Followed()
     if runs.undropped is not None:
-        second = _Compared.of(tally, runs.undropped, tolerance)
+        second = _Followed.of(tally, runs.undropped, tolerance)
     for trace in first.masked + second.masked:
         excused = trace.draws_by_shard or second.num_followed or not first.num_followed
         told = oracles.other_masks(trace)
@@ -57,7 +59,7 @@ def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> 
 
 
 @dataclass
-class _Compared:
+class _Followed:
     """The number of runs and gradients compared, and the runs left out since their masks differ."""
 
     num_followed: int = 0
@@ -65,7 +67,7 @@ class _Compared:
     masked: list[Trace] = field(default_factory=list)
 
     @classmethod
-    def of(cls, tally: Tally, runs: Traces, tolerance: float | None) -> _Compared:
+    def of(cls, tally: Tally, runs: Traces, tolerance: float | None) -> _Followed:
         done, model = cls(), oracles.model_of(runs)
         base = () if runs.base is None else (runs.base,)
         for trace in (*base, *runs.of(ALONE)):
@@ -76,11 +78,17 @@ class _Compared:
                 continue
             if not runs.of(ORACLE):
                 tally.note("compared with its own run on one worker, which may have the same bug")
-            count = run_comparison.compare(tally, model, trace, tolerance)
+            count = _compare(tally, Compared(runs=runs, model=model, trace=trace), tolerance)
             if trace.of(Update):
                 done.num_gradients.append(count)
             done.num_followed += 1
         return done
+
+
+def _compare(tally: Tally, compared: Compared, tolerance: float | None) -> int:
+    """Compare a run with its model, if it can be compared; return how many gradients were."""
+    left = presuppositions.comparable(tally, presuppositions.WITH_ONE_WORKER, compared)
+    return 0 if left is None else run_comparison.compare(tally, left.model, left.trace, tolerance)
 
 
 ROWS = (
@@ -94,6 +102,7 @@ ROWS = (
         plan=plans.parity,
         explores=True,
         needs=(ALONE, ORACLE, *knobs.TURNED),
+        witnesses=(REPEATED,),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         in_step=True,

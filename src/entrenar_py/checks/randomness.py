@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from entrenar_py.checks import evidence, facts, missing, plans
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    missing,
+    plans,
+    presuppositions,
+)
 from entrenar_py.checks.check import Check
+from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace
@@ -23,7 +30,10 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     for trace in runs:
         _dropout_differs(tally, trace)
         _orders_differ(tally, trace)
-        _initial_agrees(tally, trace)
+        compared = Compared(runs=runs, model=trace, trace=trace)
+        left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
+        if left is not None:
+            _initial_agrees(tally, left.trace)
     _same_for_any_worker_count(tally, runs)
     return tally.finding(
         nothing="no random draws, no second epoch and no second worker were seen: "

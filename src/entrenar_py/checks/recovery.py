@@ -5,9 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from entrenar_py.checks import evidence, facts, history, missing, plans, same_bits
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    history,
+    missing,
+    plans,
+    presuppositions,
+    same_bits,
+)
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.needs import KILLED, Traces
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import KILLED, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Membership, Trace
 from entrenar_py.verdict import Finding, Tally
@@ -44,6 +53,9 @@ def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
         if not missing.require_updates(tally, calm, trace):
             continue
         _require_departures(tally, trace, left)
+        compared = Compared(runs=runs, model=calm, trace=trace)
+        if presuppositions.comparable(tally, presuppositions.KILLED, compared) is None:
+            continue
         _continues(tally, calm, trace, left)
         if trace.scenario.dropout and not trace.draws_by_shard:  # masks depend on the ranks present
             _tell_masks(tally, is_followed=undropped)
@@ -161,6 +173,7 @@ ROWS = (
         plan=plans.departures,
         explores=True,
         needs=(KILLED,),
+        witnesses=(REPEATED,),
         tolerance_kinds=("steps",),
         takes_tolerance=True,
         in_step=True,

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from entrenar_py.checks import evidence, facts, history, missing, plans
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    history,
+    missing,
+    plans,
+    presuppositions,
+)
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.needs import Traces
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import ALONE, Traces
 from entrenar_py.checks.state import PARTS, Comparison
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Membership, Start, Trace, Update
@@ -15,7 +23,10 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Judge every tensor of every rank, before the first step and after each step."""
     tally = missing.tally_for(invariant, traces)
     for trace in evidence.usable(traces, tally):
-        compare(tally, trace)
+        compared = Compared(runs=traces, model=trace, trace=trace)
+        left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
+        if left is not None:
+            compare(tally, left.trace)
     why = "no two workers of one run were recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.TWO_WORKERS))
 
@@ -108,6 +119,7 @@ ROWS = (
         judge=judge,
         plan=plans.training,
         explores=True,
+        witnesses=(ALONE,),
         in_step=True,
         takes_turned=True,
     ),

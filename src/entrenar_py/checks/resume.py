@@ -10,6 +10,7 @@ from entrenar_py.checks import (
     evidence,
     missing,
     plans,
+    presuppositions,
     rates,
     restored_state,
     resumed_data,
@@ -17,7 +18,8 @@ from entrenar_py.checks import (
     stopped_run,
 )
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.needs import RESUMED, Traces
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import REPEATED, RESUMED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -35,8 +37,12 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             tally.miss(_no_straight_run(tally, trace, runs))
             continue
         stopped_run.require_resumes(tally, trace)
-        if _resumed(trace):
-            _compare(tally, straight, trace)
+        compared = Compared(runs=runs, model=straight, trace=trace)
+        if not _resumed(trace):
+            continue
+        left = presuppositions.comparable(tally, presuppositions.RESUMED, compared)
+        if left is not None:
+            _compare(tally, left.model, left.trace)
     return tally.finding(
         nothing=missing.told(
             tally,
@@ -178,6 +184,7 @@ ROWS = (
         plan=plans.stops,
         explores=True,
         needs=(RESUMED,),
+        witnesses=(REPEATED,),
         takes_turned=True,
     ),
 )

@@ -6,8 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.checks import evidence, facts, missing, plans, rounds
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    missing,
+    plans,
+    presuppositions,
+    rounds,
+)
 from entrenar_py.checks.check import Check
+from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import COUNTS, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
@@ -39,9 +47,13 @@ def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
     for trace in runs.of(REPEATED):
-        if runs.base is not None:
-            _compare_shards(tally, runs.base, trace)
-            compare_steps(tally, runs.base, trace, "two runs of one scenario differ")
+        if runs.base is None:
+            continue
+        compared = Compared(runs=runs, model=runs.base, trace=trace)
+        left = presuppositions.comparable(tally, presuppositions.REPEATED, compared)
+        if left is not None:
+            _compare_shards(tally, left.model, left.trace)
+            compare_steps(tally, left.model, left.trace, "two runs of one scenario differ")
     return tally.finding(
         nothing=missing.told(
             tally,

@@ -20,11 +20,13 @@ from entrenar_py.checks import (
     missing,
     plans,
     precision,
+    presuppositions,
     skips,
     update_rule,
 )
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.needs import Traces, turned
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import REPEATED, Traces, turned
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Saved, Start, Synchronised, Tensors, Trace, Update
@@ -49,7 +51,10 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             place = evidence.place(trace, update)
             _rate(tally, trace, update, relative, place)
             _clipping(tally, trace, update, relative, place)
-        _follow(tally, trace)
+        compared = Compared(runs=runs, model=trace, trace=trace)
+        left = presuppositions.comparable(tally, presuppositions.UPDATES, compared)
+        if left is not None:
+            _follow(tally, trace)
     why = "no step was recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.START_AND_UPDATES))
 
@@ -252,6 +257,7 @@ ROWS = (
         plan=plans.step_rules,
         explores=True,
         needs=(turned("clip"),),
+        witnesses=(REPEATED,),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         takes_turned=True,

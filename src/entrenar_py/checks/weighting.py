@@ -17,12 +17,14 @@ from entrenar_py.checks import (
     oracles,
     parity,
     plans,
+    presuppositions,
     run_comparison,
     skips,
     value_clipping,
 )
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.needs import ALONE, ORACLE, Traces
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import ALONE, ORACLE, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -40,8 +42,11 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     for trace in runs:
         missing.require_updates(tally, trace)
         unknown = missing.require_shards(tally, trace)
-        _weighted_loss(tally, trace, relative, unknown)
-        _summed_gradient(tally, trace, unknown)
+        compared = Compared(runs=runs, model=trace, trace=trace)
+        left = presuppositions.comparable(tally, presuppositions.SUMS, compared)
+        if left is not None:
+            _weighted_loss(tally, left.trace, relative, unknown)
+            _summed_gradient(tally, left.trace, unknown)
     oracle = runs.of(ORACLE)
     shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
     gradients = parity.compare_with_oracle(tally, runs, tolerance=None)
@@ -224,6 +229,7 @@ ROWS = (
         plan=plans.weightings,
         explores=True,
         needs=(ALONE, ORACLE, *knobs.TURNED),
+        witnesses=(REPEATED,),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         in_step=True,

@@ -294,7 +294,12 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
     make_plan = partial(
         runs.Plan,
         command=options.command,
-        needs={need for one in tasks if one.check is not None for need in one.check.needs},
+        needs={
+            need
+            for one in tasks
+            if one.check is not None
+            for need in (*one.check.needs, *one.check.witnesses)
+        },
         world_sizes=options.world_size or runs.WORLD_SIZES,
         seed=options.seed,
         num_steps=options.steps,

@@ -52,6 +52,11 @@ class Asked:
     stops: tuple[int, ...] = ()
     turn: Turn | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing was made to go wrong and no knob was turned."""
+        return not (self.faults or self.stops or self.turn)
+
 
 def judges(check: Check, asked: Asked) -> bool:
     """Return whether `check` judges a run with these settings.

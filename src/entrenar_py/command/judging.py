@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py.checks import Check
-from entrenar_py.checks.needs import ALONE, KILLED, RESUMED, Near, Need, Runs
+from entrenar_py.checks.needs import ALONE, KILLED, REPEATED, RESUMED, Near, Need, Runs
 from entrenar_py.command import asked
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.runs import Run
@@ -85,6 +85,7 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
     """
     files = {run.asked: file for file, run in runs.items()}
     chosen = asked.beside(check.needs, runs[file].asked).chosen(files.get)
+    chosen = replace(chosen, witnesses=_witnesses(runs))
     for alone in chosen.of(ALONE):
         meant = companions.plain(runs[file].trace.scenario, world_size=1)
         fields = roles.differences(runs[alone].trace.scenario, meant)
@@ -93,6 +94,16 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
             rest = {need: those for need, those in chosen.beside.items() if need is not ALONE}
             return replace(chosen, beside=rest, near={ALONE: Near(alone, unlike)})
     return chosen
+
+
+def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
+    """Return the files of two runs that should be equal, and of the run on one worker, if any."""
+    plain = {run.asked: file for file, run in runs.items() if run.asked.is_plain}
+    pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
+    twice = next((pair for pair in pairs if pair[0] in plain), ())
+    alone = [run for run in plain if run.world_size == 1 and not run.repeat]
+    witnesses = {REPEATED: twice, ALONE: alone}
+    return {need: tuple(plain[run] for run in some) for need, some in witnesses.items()}
 
 
 def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:

@@ -20,16 +20,24 @@ from entrenar_py.trace import Event, Traits, Update
 
 
 def of(
-    folder: Path, asked: Asked, ended: Ended, like: trace.Trace | None, *, unclipped: bool
+    folder: Path,
+    asked: Asked,
+    ended: Ended,
+    like: trace.Trace | None,
+    *,
+    unclipped: bool,
+    seeded: bool,
 ) -> trace.Trace:
     """Return the trace of the run whose ranks' files are in `folder`.
 
     A run may end too early to show its number of steps or its data. These are then taken from
     `like`, a run without faults or stops. `unclipped`: the command was told to clip nothing.
+    `seeded`: it was told its seed.
     """
     ranks, problems = assembly.load(folder)
     events = assembly.ordered(ranks)
     scenario, traits = _scenario(ranks, events, asked, like, unclipped=unclipped)
+    traits = replace(traits, seeded=seeded)
     how = ending.of(ranks, events, asked, ended, problems)
     recorded = shown_scenario.trace_of(ranks, events, scenario, traits, how)
     if ended.num_left:

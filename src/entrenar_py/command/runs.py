@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from entrenar_py import trace
-from entrenar_py.checks.knobs import KNOBS
+from entrenar_py.checks.knobs import KNOBS, UNCLIPPED
 from entrenar_py.checks.needs import (
     ALONE,
     COUNTS,
@@ -235,7 +235,14 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
             if ended.code is None and not closed():
                 break  # else it hung only after training, and can go on
     assert ended is not None, "it was launched"
-    return run_trace.of(folder, asked, ended, like, unclipped=plan.can_say("clip"))
+    return run_trace.of(
+        folder,
+        asked,
+        ended,
+        like,
+        unclipped=plan.can_say("clip") and UNCLIPPED not in plan.spelled.get("clip", {}),
+        seeded=plan.can_say("seed"),
+    )
 
 
 def _stops(like: Scenario) -> tuple[int, ...]:

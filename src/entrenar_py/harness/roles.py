@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from entrenar_py.checks.needs import ORACLE, Near, Need, Runs
+from entrenar_py.checks import knob_pairs
+from entrenar_py.checks.needs import ALONE, ORACLE, REPEATED, Near, Need, Runs
 from entrenar_py.harness import companions
 from entrenar_py.scenario import Scenario
 
@@ -63,7 +64,23 @@ def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs
         beside=beside,
         undropped=None if meant.undropped is None else meant.undropped.chosen(keys.get),
         near={need: run for need, run in near.items() if not (base and beside[need])},
+        witnesses=_witnesses(subject, scenarios) if subject.workload == "own" else {},
     )
+
+
+def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need, tuple[K, ...]]:
+    """Return two runs of a user's trainer that should be equal, and its run on one worker, if any.
+
+    A run on one worker is also found if it had another batch.
+    """
+    plain = companions.plain(knob_pairs.unturned(subject), repeat=0)
+    keys = {scenario: key for key, scenario in scenarios.items()}
+    alone = _nearest(subject, plain.with_(world_size=1), ALONE, scenarios)
+    twice: tuple[K, ...] = ()
+    if again := _nearest(subject, plain.with_(repeat=1), REPEATED, scenarios):
+        first = keys.get(scenarios[again[0]].with_(repeat=0))
+        twice = () if first is None else (first, again[0])
+    return {ALONE: () if alone is None else (alone[0],), REPEATED: twice}
 
 
 def _nearest(

@@ -250,7 +250,7 @@ class Observer(Observation):
         if not self._step.stepped:
             return
         self._write_shards()
-        self._recording.look_at_constants()
+        self._recording.look_at_optimizers()
         self._recording.write([self._step.end()])
         self._synchronisations.stepped()
         self._micro_batches.end_step()

@@ -28,6 +28,7 @@ class Recording:
         self._subject = subject
         self._constants = tensors.constants(subject.optimizers)
         self._compression = ""
+        self._steps_copies = False
         self._file = RankFile(
             Path(os.environ[FOLDER]),
             {
@@ -54,8 +55,11 @@ class Recording:
             self._compression = compression
             self._file.note("compressed", to=compression)
 
-    def look_at_constants(self) -> None:
-        """Write that the optimizers' constants have changed, if they have."""
+    def look_at_optimizers(self) -> None:
+        """Write that the optimizers' constants have changed, or that they step copies, once."""
+        if not self._steps_copies and self._subject.is_stepped_as_copies:
+            self._steps_copies = True
+            self._file.note("copies")
         constants = tensors.constants(self._subject.optimizers)
         if constants != self._constants:
             self._constants = constants

@@ -188,6 +188,12 @@ class Subject:
             if p in stepped[index] or (alone and not any(p in own for own in stepped))
         ]
 
+    @property
+    def is_stepped_as_copies(self) -> bool:
+        """True if optimizers hold tensors of others in place of parameters of the model."""
+        stepped = {p for group in self._groups() for p in group["params"]}
+        return not stepped <= self._names.keys() and not stepped.issuperset(self.trained.values())
+
     def first_held(self) -> str:
         """Return the name of the first trained parameter of which this rank has a non-empty piece.
 

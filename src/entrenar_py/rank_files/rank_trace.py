@@ -53,6 +53,7 @@ class RankTrace:
     pieces: dict[str, Piece] = field(default_factory=dict)
     local: frozenset[str] | None = None
     changed: bool = False
+    copies: bool = False
     compression: str = ""
 
     @property
@@ -143,6 +144,7 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
     "layout": _layout,
     "local": _local,
     "changed": lambda rank, _: replace(rank, changed=True),
+    "copies": lambda rank, _: replace(rank, copies=True),
     "compressed": lambda rank, record: replace(rank, compression=str(record.get("to", ""))),
 }
 

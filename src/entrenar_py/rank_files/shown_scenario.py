@@ -121,6 +121,8 @@ def _optimizer(
         traits["decay"] = "coupled"
     if any(update.learning_rate != rate for update in updates) or _rates_change(updates):
         traits["schedule"] = "other"
+    if any(rank.copies for rank in ranks):
+        traits["steps"] = "copies"
     fields = {
         "optimizer": "sgd" if is_plain else _KINDS.get(name, "momentum"),
         "learning_rate": rate,

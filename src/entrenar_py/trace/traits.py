@@ -23,6 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "rule": ("known", "other"),
     "decay": ("decoupled", "coupled"),
     "schedule": ("known", "other"),
+    "steps": ("model", "copies"),
 }
 
 
@@ -45,12 +46,14 @@ class Traits:
     - `batch_norm`: batch normalisation uses each rank's own samples.
     - `drop_last`: the last batch of an epoch is left out if it would be short.
     - `replacement`: a sample may be drawn again within an epoch.
+    - `seeded`: the run was given the seed that its scenario states.
 
     Of the optimizer: the constants of its rule as torch.optim has them, and
 
     - `rule`: `other` if it is not one of the scenario's optimizers as torch has them.
     - `decay`: `coupled` if Adam's weight decay is a part of the gradient.
     - `clipping`: `other` if gradients were recorded only as applied, maybe clipped.
+    - `steps`: `copies` if it steps copies of the weights, which are written back later.
     - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't state.
 
     Raises UsageError for a value that is not among a field's CHOICES.
@@ -64,6 +67,7 @@ class Traits:
     batch_norm: bool = False
     drop_last: bool = False
     replacement: bool = False
+    seeded: bool = False
     rule: str = "known"
     momentum: float = 0.9
     dampening: float = 0.0
@@ -73,6 +77,7 @@ class Traits:
     decay: str = "decoupled"
     clipping: str = "told"
     schedule: str = "known"
+    steps: str = "model"
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

@@ -1,0 +1,92 @@
+"""Whether the recorded gradients are those that moved the weights.
+
+They are read as a step begins. Some optimizers reduce them inside of the step, or step copies of
+the weights (in float32, or of other shapes) that are written back later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from entrenar_py.checks import evidence
+from entrenar_py.checks.compared import Compared, run_name
+from entrenar_py.trace import Event, Shard, Start, Tensors, Trace, Update
+
+
+def unreduced(compared: Compared) -> str:
+    """Return why a run's gradients were not reduced when the optimizer got them; "" if they were.
+
+    They differ between ranks then, and yet all ranks move a tensor to the same values.
+    """
+    for trace in (compared.trace, compared.model):
+        if place := _reduced_later(trace):
+            step, name = place
+            return (
+                f"in {run_name(trace)} ranks hand different gradients of {name} to the optimizer "
+                f"in step {step}, and move it alike: it reduces them itself; call obs.reduced() "
+                "where they are reduced, before they are clipped"
+            )
+    return ""
+
+
+def _reduced_later(trace: Trace) -> tuple[int, str] | None:
+    """Return the first step and tensor of which ranks had different gradients and equal moves."""
+    before: Mapping[int, Tensors] = {
+        start.rank: start.weights for start in reversed(trace.of(Start)) if start.step == 0
+    }
+    for step, by_rank in evidence.ranks_by_step(trace):
+        for name in evidence.any_rank(by_rank).gradient:
+            if (
+                _num_values(name, [update.gradient for update in by_rank.values()]) > 1
+                and _num_values(name, [update.weights for update in by_rank.values()]) == 1
+                and _has_moved(name, before, by_rank)
+            ):
+                return step, name
+        before = {rank: update.weights for rank, update in by_rank.items()}
+    return None
+
+
+def _num_values(name: str, held: list[Tensors]) -> int:
+    """Return how many different values of a tensor there are; 0 if one lacks it."""
+    if not all(name in tensors for tensors in held):
+        return 0
+    return len({tensors[name].digest for tensors in held})
+
+
+def _has_moved(name: str, before: Mapping[int, Tensors], by_rank: Mapping[int, Update]) -> bool:
+    """Return whether every rank changed a tensor to the values after the step."""
+    return all(
+        rank in before
+        and name in before[rank]
+        and before[rank][name].digest != update.weights[name].digest
+        for rank, update in by_rank.items()
+    )
+
+
+def without_gradients(compared: Compared) -> Compared:
+    """Return the comparison without gradients: losses, weights and learning rates are left."""
+    trace = _bare(compared.trace)
+    return replace(
+        compared, trace=trace, model=trace if compared.is_one_run else _bare(compared.model)
+    )
+
+
+def _bare(trace: Trace) -> Trace:
+    return replace(trace, events=tuple(map(_event_without, trace.events)))
+
+
+def _event_without(event: Event) -> Event:
+    if isinstance(event, Update):
+        return replace(event, gradient={}, grad_norm=None, applied_norm=None)
+    return replace(event, gradient={}) if isinstance(event, Shard) else event
+
+
+def copies_stepped(compared: Compared) -> str:
+    """Return why an update can't be recomputed if the optimizer holds copies of the weights."""
+    if compared.trace.traits.steps == "model":
+        return ""
+    return (
+        "the optimizer steps copies of the model's weights (masters in float32, or shards), which "
+        "are written back later: its updates can't be recomputed from the model's own"
+    )

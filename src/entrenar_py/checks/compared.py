@@ -1,0 +1,68 @@
+"""The records of the table in `presuppositions`: what is compared, and what that presupposes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from entrenar_py.checks.knob_pairs import pair_of
+from entrenar_py.checks.needs import ALONE, REPEATED, Traces
+from entrenar_py.trace import Trace
+from entrenar_py.wording import counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Two runs that a check compares: `trace` is judged by `model`.
+
+    They are the same trace where ranks or steps of one run are compared with each other. `runs` are
+    all runs that the check was given.
+    """
+
+    runs: Traces
+    model: Trace
+    trace: Trace
+
+    @property
+    def is_one_run(self) -> bool:
+        """True if a run is compared with itself."""
+        return self.model is self.trace
+
+    @property
+    def plain_runs(self) -> tuple[Trace, ...]:
+        """Two runs of the same command with nothing changed between them; () if unknown."""
+        runs = self.runs.witnesses.get(REPEATED, ())
+        return runs if len(runs) == 2 else ()
+
+    @property
+    def alone(self) -> Trace | None:
+        """The run on one worker, None if there is none."""
+        return next(iter((*self.runs.of(ALONE), *self.runs.witnesses.get(ALONE, ()))), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presupposition:
+    """What must hold before two tensors, losses or orders of samples may be compared.
+
+    `says` completes "a comparison presupposes that ...". `lacking` tests it on the runs: it returns
+    why it fails or is unknown, and the call that settles it, or "" if it holds. `left` returns what
+    can still be compared where it fails, or None for nothing.
+    """
+
+    name: str
+    says: str
+    lacking: Callable[[Compared], str]
+    left: Callable[[Compared], Compared | None] = lambda _: None
+
+
+def run_name(trace: Trace) -> str:
+    """Return such words as `the run on 2 workers`, `the run with clip=0.01`."""
+    scenario = trace.scenario
+    pair = pair_of(scenario)
+    words = (
+        f"with {pair.knob}={pair.value}" if pair else f"on {counted(scenario.world_size, 'worker')}"
+    )
+    stopped = ", stopped and resumed" if scenario.stops else ""
+    killed = ", a worker of which was killed" if scenario.faults else ""
+    again = ", repeated" if scenario.repeat else ""
+    return f"the run {words}{stopped}{killed}{again}"

@@ -1,0 +1,152 @@
+"""Which tensors of a run are copies, held whole by every rank, and which may be pieces.
+
+Model parallelism written by hand in plain tensors looks like data parallelism: each rank holds
+tensors of the same names and sizes, with other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from typing import Any
+
+from entrenar_py.checks import evidence, tensor_names
+from entrenar_py.checks.compared import Compared, run_name
+from entrenar_py.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
+from entrenar_py.wording import listed
+
+_SHOWN = 2  # names in a reason
+_FIELDS = ("weights", "buffers", "gradient")
+
+
+def lacking(compared: Compared) -> str:
+    """Return why some tensors of the judged run may not be copies; "" if all are."""
+    return _pieces_told(compared, pieces(compared)) or _own_told(compared, own(compared))
+
+
+def without(compared: Compared) -> Compared | None:
+    """Return the comparison without the tensors that may not be copies."""
+    lost = pieces(compared).keys() | own(compared)
+    trace = _without(compared.trace, lost)
+    return replace(compared, model=trace, trace=trace) if compared.is_one_run else None
+
+
+def pieces(compared: Compared) -> Mapping[str, tuple[int, int]]:
+    """Return each tensor of which a rank holds more or fewer elements than the other run has.
+
+    The other run is the model, or of a single run, that on one worker. The values are the two
+    numbers of elements.
+    """
+    due, held = _due_sizes(compared), _sizes(compared.trace)
+    return {
+        name: (next(iter(sizes - due[name])), next(iter(due[name])))
+        for name, sizes in held.items()
+        if name in due and sizes - due[name]
+    }
+
+
+def _pieces_told(compared: Compared, found: Mapping[str, tuple[int, int]]) -> str:
+    if not found:
+        return ""
+    name, (size, due) = next(iter(found.items()))
+    model = compared.alone if compared.is_one_run else compared.model
+    other = "" if model is None else run_name(model)
+    return (
+        f"in {run_name(compared.trace)} a rank's {name} has {size} elements, in {other} {due}: "
+        "ranks that hold pieces in plain tensors can't be compared; keep the pieces as DTensors "
+        "(DTensor.from_local), whose places are known"
+    )
+
+
+def _due_sizes(compared: Compared) -> dict[str, set[int]]:
+    """Return how many elements each weight has in the run that the judged one is held against."""
+    model = compared.alone if compared.is_one_run else compared.model
+    if model is None or model is compared.trace:
+        return {}
+    return _sizes(tensor_names.aligned(model, compared.trace))
+
+
+def _sizes(trace: Trace) -> dict[str, set[int]]:
+    """Return by name of a weight how many elements ranks hold of it, as far as recorded."""
+    sizes: dict[str, set[int]] = {}
+    for start in trace.of(Start):
+        for name, record in start.weights.items():
+            values = record.values()
+            if values is not None:
+                sizes.setdefault(name, set()).add(values.size)
+    return sizes
+
+
+# --- tensors of a rank's own ----------------------------------------------------------------------
+
+
+def own(compared: Compared) -> Set[str]:
+    """Return the tensors that each rank may have for itself, as experts and pieces are.
+
+    Ranks begin with other values of them and apply other gradients to them. A tensor that was only
+    not broadcast gets the same gradients. If sizes show that tensors are no pieces, there must be
+    others that ranks train and agree on, else nothing is synchronised. If a layout is declared, it
+    is known which ranks hold copies.
+    """
+    trace = compared.trace
+    starts = {s.rank: s for s in reversed(trace.of(Start)) if s.step == 0 and not s.resumed}
+    first = evidence.updates(trace).get(0, {})
+    if trace.traits.shared or len(starts) < 2 or starts.keys() != first.keys():
+        return frozenset()
+    trained = starts[min(starts)].trainable
+    apart = {
+        name
+        for name in trained
+        if _differ(name, [start.weights for start in starts.values()])
+        and _differ(name, [update.gradient for update in first.values()])
+    }
+    agreed = any(
+        not _differ(name, [update.weights for update in first.values()])
+        and _differ(name, [starts[min(starts)].weights, first[min(first)].weights])
+        for name in trained
+    )
+    is_whole = bool(_due_sizes(compared) and _sizes(trace))
+    return frozenset(apart) if agreed or not is_whole else frozenset()
+
+
+def _differ(name: str, held: list[Tensors]) -> bool:
+    """Return whether a tensor has several values, among those that were recorded."""
+    return len({tensors[name].digest for tensors in held if name in tensors}) > 1
+
+
+def _own_told(compared: Compared, names: Set[str]) -> str:
+    if not names:
+        return ""
+    size = compared.trace.scenario.world_size
+    unknown = (
+        "" if _due_sizes(compared) else " (the run on one worker, which would show, is lacking)"
+    )
+    return (
+        f"each rank begins with its own {listed(sorted(names), most=_SHOWN)} and applies its own "
+        f"gradients to it: a copy, a piece or an expert{unknown}; if these are to be copies, say "
+        f'observe(..., layout={{"dp": {size}}}); if each rank has an expert, give it a name of its '
+        f'own (experts.3.weight), and say layout={{"ep": {size}}}'
+    )
+
+
+# --- what is left ---------------------------------------------------------------------------------
+
+
+def _without(trace: Trace, names: Set[str]) -> Trace:
+    """Return `trace` without the tensors `names` and the optimizer's state of them."""
+    return replace(trace, events=tuple(_event_without(event, names) for event in trace.events))
+
+
+def _event_without(event: Event, names: Set[str]) -> Event:
+    if not isinstance(event, Start | Update | Shard | Synchronised):
+        return event
+    changes: dict[str, Any] = {
+        field: {name: item for name, item in held.items() if name not in names}
+        for field in _FIELDS
+        if (held := getattr(event, field, None))
+    }
+    if state := getattr(event, "optimizer", None):
+        changes["optimizer"] = {
+            key: item for key, item in state.items() if key.partition("/")[0] not in names
+        }
+    return replace(event, **changes)

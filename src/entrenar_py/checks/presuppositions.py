@@ -1,0 +1,118 @@
+"""What comparisons of a user's own runs presuppose: one table, tested on the runs themselves.
+
+A comparison counts only if each of its presuppositions holds. Where one fails, it is reported as
+missing, with the call that settles it. Nothing is presupposed of the harness's own trainers, which
+are known. To add a presupposition, add a row and name it in the comparisons that make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from entrenar_py.checks import (
+    applied_gradients,
+    copies,
+    divergence,
+    repeatability,
+    tensor_names,
+)
+from entrenar_py.checks.compared import Compared, Presupposition
+from entrenar_py.verdict import Tally
+
+SAME_NAMES = Presupposition(
+    name="same names",
+    says="a name means the same tensor on every rank and in both runs",
+    lacking=tensor_names.lacking,
+)
+COPIES = Presupposition(
+    name="copies",
+    says="each rank holds the whole of each tensor, not a piece, and none of its own",
+    lacking=copies.lacking,
+    left=copies.without,
+)
+PLAIN_RUNS_AGREE = Presupposition(
+    name="plain runs agree",
+    says="two runs of the command, with nothing changed between them, agree within rounding",
+    lacking=repeatability.apart,
+)
+SAME_BITS_AGAIN = Presupposition(
+    name="plain runs have the same bits",
+    says="two runs of the command, with nothing changed between them, agree in every bit",
+    lacking=repeatability.apart_in_bits,
+)
+SAME_BEGINNING = Presupposition(
+    name="same beginning",
+    says="both runs begin with the same weights",
+    lacking=repeatability.other_beginning,
+)
+SEEDED = Presupposition(
+    name="seeded",
+    says="both runs draw the same first weights and the same samples",
+    lacking=repeatability.drawn_apart,
+)
+REDUCED = Presupposition(
+    name="reduced before the step",
+    says="the optimizer gets the gradients that it applies, and reduces nothing itself",
+    lacking=applied_gradients.unreduced,
+    left=applied_gradients.without_gradients,
+)
+THE_MODEL_S = Presupposition(
+    name="the model's own weights",
+    says="the optimizer steps the model's weights, not copies of them",
+    lacking=applied_gradients.copies_stepped,
+)
+FINITE = Presupposition(
+    name="finite",
+    says="weights are finite: NaN equals NaN in any trainer",
+    lacking=divergence.lacking,
+    left=divergence.before,
+)
+
+
+def _strictly(presupposition: Presupposition) -> Presupposition:
+    """Return a presupposition without which nothing of the comparison is left."""
+    return replace(presupposition, left=lambda _: None)
+
+
+# Comparison, as a reader would call it -> its presuppositions, in the order of their tests.
+WITH_ONE_WORKER = "several workers with one"
+WITH_A_KNOB = "a turned knob with its usual value"
+RESUMED = "a resumed run with the straight one"
+KILLED = "a run whose worker was killed with an undisturbed one"
+REPEATED = "a second run with the first"
+RANKS = "ranks with each other"
+SUMS = "gradients with the sums of their micro-batches'"
+UPDATES = "a step with the optimizer's rule"
+COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
+    WITH_ONE_WORKER: (SAME_NAMES, COPIES, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED, FINITE),
+    WITH_A_KNOB: (SAME_NAMES, COPIES, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED, FINITE),
+    RESUMED: (SAME_NAMES, SAME_BITS_AGAIN, FINITE),
+    KILLED: (PLAIN_RUNS_AGREE, FINITE),
+    REPEATED: (SEEDED, FINITE),
+    RANKS: (SAME_NAMES, COPIES, FINITE),
+    SUMS: (SAME_NAMES, COPIES, _strictly(REDUCED)),
+    UPDATES: (_strictly(REDUCED), THE_MODEL_S),
+}
+
+
+def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | None:
+    """Return what can be compared of two runs, or None; count as missing why the rest can't.
+
+    Tensors of `compared.model` get the names that they have in `compared.trace`.
+    """
+    if compared.trace.scenario.workload != "own":
+        return compared
+    if not compared.is_one_run:
+        model = tensor_names.aligned(compared.model, compared.trace)
+        compared = replace(compared, model=model)
+    for presupposition in COMPARISONS[comparison]:
+        why = presupposition.lacking(compared)
+        if not why:
+            continue
+        tally.miss(why)
+        left = presupposition.left(compared)
+        if left is None:
+            return None
+        compared = left
+    return compared

@@ -1,0 +1,142 @@
+"""What comparisons of a user's own runs presuppose: where it fails nothing is held or falsified."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from entrenar_py.checks import CHECKS, tensor_names
+from entrenar_py.checks.needs import ALONE, REPEATED, Runs
+from entrenar_py.trace import Start, Tensors, Trace, Update
+from entrenar_py.verdict import Finding, Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, scenario
+
+SUBJECT = scenario(detail="values", clip_norm=None)
+
+
+def own(world_size: int = 3, **changes: Any) -> Trace:
+    """Return a run as a user's own trainer recorded it, promising nothing."""
+    run = traces.run(SUBJECT.with_(world_size=world_size, **changes))
+    return replace(run, scenario=run.scenario.with_(system="mine", workload="own"), promises=())
+
+
+def wrapped(trace: Trace, *prefix: str) -> Trace:
+    """Return `trace` with the names that a wrapper gives to the tensors."""
+    names = tensor_names.known(trace)
+    return tensor_names.renamed(trace, {name: ".".join((*prefix, name)) for name in names})
+
+
+def changed(tensors: Tensors, name: str, *, times: float = 1.0, by: float = 0.0) -> Tensors:
+    """Return `tensors` with each element of one multiplied and increased."""
+    values = tensors[name].values()
+    assert values is not None
+    return {**tensors, name: traces.values(*(times * values + by))}
+
+
+def parity(trace: Trace, alone: Trace, *again: Trace) -> Finding:
+    """Return the finding of F-DP-005 on a run, with two plain runs as witnesses if given."""
+    witnesses = {REPEATED: (trace, *again)} if again else {}
+    runs = Runs(trace, {ALONE: (alone,)}, witnesses=witnesses)
+    return CHECKS["parity"].judge(traces.clause("parity"), runs)
+
+
+def replicas(trace: Trace, alone: Trace | None) -> Finding:
+    """Return the finding of F-DP-001 on a run, with the run on one worker as a witness."""
+    witnesses = {} if alone is None else {ALONE: (alone,)}
+    runs = Runs(trace, witnesses=witnesses)
+    return CHECKS["replica_identity"].judge(traces.clause("replica_identity"), runs)
+
+
+@pytest.mark.parametrize("prefix", [("module",), ("wrapped", "model"), ("0",)])
+def test_a_prefix_of_a_wrapper_is_mapped_away(prefix: tuple[str, ...]) -> None:
+    """A wrapper around the model of several workers changes names, and nothing else."""
+    many, alone = wrapped(own(), *prefix), own(1)
+    held = parity(many, alone, many)
+    assert held.verdict is Verdict.HELD, held
+    first = min(tensor_names.known(many))
+    gradient = changed(traces.one(many, Update, step=1).gradient, first, by=9.0)
+    broken = parity(altered(many, Update, {"step": 1}, gradient=gradient), alone)
+    assert traces.broken(broken).tensor == first
+
+
+def test_names_that_don_t_correspond_are_not_compared() -> None:
+    """Tensors of other names in the run on one worker are no difference: the reason names them."""
+    many, alone = own(), own(1)
+    first = min(tensor_names.known(many))
+    finding = parity(tensor_names.renamed(many, {first: "head.scale"}), alone)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "head.scale" in finding.reason
+    assert "give observe() the same module" in finding.reason
+
+
+def test_ranks_that_hold_other_tensors_are_not_compared() -> None:
+    """Stages of a pipeline without a declared layout are not taken for broken copies."""
+    trace, name = own(), ""
+    for rank in (0, 1):
+        start = traces.one(trace, Start, rank=rank)
+        name = sorted(start.weights)[rank]
+        kept = {key: record for key, record in start.weights.items() if key != name}
+        trace = altered(trace, Start, {"rank": rank}, weights=kept)
+    finding = replicas(trace, None)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "ranks 0 and 1 hold tensors of different names" in finding.reason
+    assert 'layout={"pp"' in finding.reason
+
+
+def test_two_plain_runs_that_differ_make_no_comparison_count() -> None:
+    """A script that draws other weights in each run is not falsified by another number of workers.
+
+    The reason says what differs, and how to seed it.
+    """
+    many, again, alone = own(), own(seed=5), own(1, seed=6)
+    finding = parity(many, alone, again)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "two plain runs of the command differ: they begin with other weights" in finding.reason
+    assert "torch.manual_seed" in finding.reason
+
+
+def test_weights_that_were_drawn_apart_are_not_compared() -> None:
+    """Initial weights that depend on the number of workers make the runs incomparable.
+
+    Weights that were drawn alike, and changed before the first step, are a difference.
+    """
+    many, alone = own(), own(1, seed=6)
+    finding = parity(many, alone)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the run on 3 workers begins with other weights than the run on 1 w" in finding.reason
+    name = max(tensor_names.known(many))
+    weights = changed(traces.one(many, Start, rank=0).weights, name, times=0.9)
+    place = traces.broken(parity(altered(many, Start, {}, weights=weights), own(1)))
+    assert (place.step, place.tensor) == (-1, name)
+
+
+def halved(trace: Trace, *, apart: bool = False) -> Trace:
+    """Return a run in which each rank holds a piece of a tensor: another one on each if `apart`."""
+    name = max(tensor_names.known(trace))
+    events = []
+    for event in trace.events:
+        if isinstance(event, Start | Update) and name in event.weights:
+            values = event.weights[name].values()
+            assert values is not None
+            half = len(values) // 2 or 1
+            piece = traces.values(*(values[event.rank % 2 :][:half] + event.rank * apart))
+            event = replace(event, weights={**event.weights, name: piece})
+        events.append(event)
+    return replace(trace, events=tuple(events))
+
+
+def test_pieces_in_plain_tensors_are_not_taken_for_copies() -> None:
+    """A rank's tensor with fewer elements than on one worker is a piece; others are compared."""
+    trace, alone = halved(own(), apart=True), own(1)
+    finding = replicas(trace, alone)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.compared > 0
+    assert "DTensor.from_local" in finding.reason
+    assert parity(trace, alone).verdict is Verdict.INCONCLUSIVE
+    other = min(tensor_names.known(trace))
+    weights = changed(traces.one(trace, Update, rank=1, step=2).weights, other, by=7.0)
+    drifted = altered(trace, Update, {"rank": 1, "step": 2}, weights=weights)
+    assert traces.broken(replicas(drifted, alone)).tensor == other
