@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Twin:
-    """`script` with `changes`, pairs of old and new text.
+    """`script` with `changes`, pairs of old and new text. `text` is a script that is no example.
 
     `check` must find the bug with `world_size` workers, at `step` (-1: before the first one),
     `rank` and `tensor`, as far as these are given. `turned` are the knobs of the script that are
@@ -21,6 +21,7 @@ class Twin:
 
     name: str
     script: str
+    text: str = ""
     source: str = ""
     changes: tuple[tuple[str, str], ...]
     check: str = ""

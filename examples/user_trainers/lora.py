@@ -43,7 +43,7 @@ model = torch.nn.Sequential(Adapted(layers[0]), layers[1], Adapted(layers[2]))
 ddp = DistributedDataParallel(model)
 live = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.AdamW(live, lr=0.01)
-obs = entrenar_py.observe(model, optimizer, sampler=loader)
+obs = entrenar_py.observe(model, optimizer, sampler=loader, frozen=("*.base",))
 
 for epoch in range(2):
     sampler.set_epoch(epoch)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.trace import Shard, Start, Trace, Update
-from entrenar_py.verdict import Verdict
+from entrenar_py.trace import Declared, Shard, Start, Trace, Update
+from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
 from tests.checks.traces import broken, scenario, values
 
@@ -207,3 +207,31 @@ def test_tensors_that_were_not_declared_or_not_recorded() -> None:
         )
         assert finding.verdict is Verdict.INCONCLUSIVE
         assert finding.reason.startswith(missing)
+
+
+def test_what_the_script_declares() -> None:
+    """A declaration counts, whatever requires a gradient; without one a change is inconclusive."""
+    trace = moving([1, 2, 3, 4], frozen=[5, 5, 4, 4])
+    begun, rest = trace.events[:1], trace.events[1:]
+
+    def judged(frozen: tuple[str, ...] | None) -> Finding:
+        declared = Declared(step=0, rank=0, frozen=frozen)
+        return traces.judge("liveness", [replace(trace, events=(*begun, declared, *rest))])
+
+    undeclared = judged(None)
+    assert undeclared.verdict is Verdict.INCONCLUSIVE
+    assert "e changed in step 1 without a gradient" in undeclared.reason
+    assert "which nobody declared" in undeclared.notes[0]
+    assert broken(judged(("e",))).message == "a frozen tensor changed: e differs"
+    assert judged(()).verdict is Verdict.HELD
+    assert broken(judged(("e", "w"))).message.startswith("a frozen tensor changed (it requires a")
+
+
+def test_a_tensor_that_should_train_and_requires_no_gradient() -> None:
+    """What is not declared frozen must train: a tensor without a gradient is named."""
+    trace = moving([1, 2, 3, 4])
+    declared = Declared(step=0, rank=0, frozen=())
+    events = (*trace.events[:1], declared, *trace.events[1:])
+    found = broken(traces.judge("liveness", [replace(trace, events=events)]))
+    assert (found.step, found.tensor) == (2, "e")
+    assert "requires no gradient" in found.message

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from entrenar_py.verdict import Finding, Verdict
-from falsification import user_benign, user_bugs, user_knobs, user_scalers
+from falsification import user_benign, user_bugs, user_declared, user_knobs, user_scalers
 from falsification.user_trainers import TWINS, Twin
 from tests.command import scripts, zygote
 
@@ -29,7 +29,7 @@ def findings(
 
     With `witnesses` all runs of a user's command are made, without it only those to be compared.
     """
-    text = (scripts.EXAMPLES / twin.script).read_text()
+    text = twin.text or (scripts.EXAMPLES / twin.script).read_text()
     for before, after in twin.changes:
         assert text.count(before) == 1, before
         text = text.replace(before, after)
@@ -73,8 +73,13 @@ def is_broken(finding: Finding) -> bool:
 def main() -> int:
     """Print a line for each script, and the number with a problem."""
     every = (
-        *(*TWINS, *user_bugs.BUGS, *user_knobs.BUGS, *user_scalers.BUGS),
-        *(*user_benign.VARIANTS, *user_scalers.VARIANTS, *user_scalers.ROUNDED),
+        *(*TWINS, *user_bugs.BUGS, *user_declared.BUGS, *user_knobs.BUGS, *user_scalers.BUGS),
+        *(
+            *user_benign.VARIANTS,
+            *user_declared.VARIANTS,
+            *user_scalers.VARIANTS,
+            *user_scalers.ROUNDED,
+        ),
     )
     chosen = [one for one in every if all(word in one.name for word in sys.argv[1:])]
     missed = 0

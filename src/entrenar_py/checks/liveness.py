@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
+from entrenar_py import wording
 from entrenar_py.checks import evidence, facts, missing, plans
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Shard, Start, Trace, Update
+from entrenar_py.trace import Declared, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 # A trainable tensor may stay unchanged while its gradient is exactly zero (LoRA's A while B is
@@ -22,6 +24,7 @@ STEPS_TO_MOVE = 3
 # A float32 weight w changes if its step is larger than this times |w|. A step of any optimizer here
 # is at least rate times gradient, unless larger gradients came before, which then changed w.
 HALF_ULP = 2.0**-24
+_DECLARE = 'observe(..., frozen=("embedding.*",)), or frozen=() if nothing is frozen'
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
@@ -34,9 +37,11 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         by_rank: dict[int, list[Update]] = {rank: [] for rank in starts}
         for update in trace.of(Update):
             by_rank.setdefault(update.rank, []).append(update)
+        freezing = _Freezing.of(trace)
         for rank, start in sorted(starts.items()):
-            _frozen(tally, gaps, trace, start, by_rank[rank])
-            _moving(tally, gaps, trace, start, by_rank[rank])
+            freezing.tell(tally, start)
+            _frozen(tally, gaps, trace, start, by_rank[rank], freezing)
+            _moving(tally, gaps, trace, start, by_rank[rank], freezing)
         for rank in by_rank.keys() - starts.keys():
             first = by_rank[rank][0].step
             why = "made updates from an unknown start"
@@ -54,29 +59,105 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     )
 
 
+@dataclass(frozen=True)
+class _Freezing:
+    """The tensors that must not change, and those that must.
+
+    A script that is observed declares the first kind (`declared`), None if it doesn't. Then what
+    requires no gradient is taken as frozen, and is not `judged`: a change of it is no
+    counterexample. Other trainers declare both kinds in Start.
+    """
+
+    declared: Set[str] | None
+    judged: bool
+
+    @classmethod
+    def of(cls, trace: Trace) -> _Freezing:
+        declarations = trace.of(Declared)
+        named = [event.frozen for event in declarations if event.frozen is not None]
+        declared = {name for frozen in named for name in frozen} if named else None
+        return cls(declared, declared is not None or not declarations)
+
+    def frozen(self, start: Start) -> Sequence[str]:
+        """Return the tensors of a rank that must not change."""
+        if self.declared is None:
+            return start.frozen
+        return [name for name in _named(start) if name in self.declared]
+
+    def due(self, start: Start) -> Sequence[str]:
+        """Return the tensors of a rank that must change."""
+        if self.declared is None:
+            return start.trainable
+        return [name for name in _named(start) if name not in self.declared]
+
+    def tell(self, tally: Tally, start: Start) -> None:
+        """Note what was taken as frozen, if nobody declared it."""
+        if not self.judged:
+            shown = wording.listed(start.frozen, most=3) or "no tensor"
+            tally.note(
+                f"freezing was not judged: what requires no gradient is taken as frozen ({shown}), "
+                f"which nobody declared: {_DECLARE}"
+            )
+
+
 def _frozen(
-    tally: Tally, gaps: missing.Gaps, trace: Trace, start: Start, updates: Sequence[Update]
+    tally: Tally,
+    gaps: missing.Gaps,
+    trace: Trace,
+    start: Start,
+    updates: Sequence[Update],
+    freezing: _Freezing,
 ) -> None:
+    """Check that frozen tensors stay; count as missing what changed and nobody declared frozen."""
+    names = freezing.frozen(start)
+    changed: dict[int, list[str]] = {}  # step -> tensors of which nobody declared that they stay
     known = [(start.step - 1, start.weights), *((one.step, one.weights) for one in updates)]
     for step, weights in known:
-        if unknown := [name for name in start.frozen if name not in weights]:
+        if unknown := [name for name in names if name not in weights]:
             why = f"recorded no weights of frozen {unknown[0]}"
             gaps.add(why, facts.ALL_WEIGHTS, rank=start.rank, step=step)
-    for update in updates:
-        kept = [name for name in start.frozen if name in start.weights and name in update.weights]
-        before = {name: start.weights[name] for name in kept}
-        after = {name: update.weights[name] for name in kept}
-        place = evidence.place(trace, update)
-        evidence.compare_exact(tally, before, after, "a frozen tensor changed", **place)
+    for name in (name for name in names if name in start.weights):
+        before = start.weights[name]
+        message = f"a frozen tensor changed{_cause(start, name)}"
+        for update in (update for update in updates if name in update.weights):
+            after = update.weights[name]
+            if freezing.judged or before.digest == after.digest:
+                place = evidence.place(trace, update)
+                evidence.compare_exact(tally, {name: before}, {name: after}, message, **place)
+                continue
+            changed.setdefault(update.step, []).append(name)
+            break
+    if changed:
+        step = min(changed)
+        tally.miss(
+            f"{wording.listed(changed[step], most=2)} changed in step {step} without a gradient, "
+            f"and nobody declared whether it may: {_DECLARE}"
+        )
+
+
+def _named(start: Start) -> tuple[str, ...]:
+    """Return the tensors that a rank trains, and those that it doesn't."""
+    return (*start.trainable, *(name for name in start.frozen if name not in start.trainable))
+
+
+def _cause(start: Start, name: str) -> str:
+    """Return why a frozen tensor could change, as far as its rank shows it."""
+    return " (it requires a gradient)" if name in start.trainable else ""
 
 
 def _moving(
-    tally: Tally, gaps: missing.Gaps, trace: Trace, start: Start, updates: Sequence[Update]
+    tally: Tally,
+    gaps: missing.Gaps,
+    trace: Trace,
+    start: Start,
+    updates: Sequence[Update],
+    freezing: _Freezing,
 ) -> None:
-    if not start.trainable:
+    due = freezing.due(start)
+    if not due:
         why = "named no trainable tensor"
         gaps.add(why, facts.TRAINABLE, rank=start.rank, step=start.step - 1)
-    for name in start.trainable:
+    for name in due:
         live = [update for update in updates if update.rate_of(name) > 0]
         if len(live) < STEPS_TO_MOVE:
             continue
@@ -88,9 +169,14 @@ def _moving(
         rest = _rest(start, name, live)
         moved = len(rest) < sum(name in update.weights for update in live)
         late = len(rest) >= STEPS_TO_MOVE
+        if late and name not in start.trainable:
+            why = "is not declared frozen, and does not train: it requires no gradient"
+            _dead(tally, trace, name, rest, f"{name} {why}")
+            continue
         local = _local(trace, start.rank, name) if late else {}
         if late and not _may_rest(tally, start, name, rest, local, moved=moved):
-            _dead(tally, trace, name, rest)
+            message = f"trainable tensor {name} did not move in {STEPS_TO_MOVE} steps"
+            _dead(tally, trace, name, rest, message)
         elif moved:
             tally.compared += 1
 
@@ -102,9 +188,8 @@ def _rest(start: Start, name: str, live: Sequence[Update]) -> list[Update]:
     return list(takewhile(lambda update: update.weights[name].digest == digest, known))
 
 
-def _dead(tally: Tally, trace: Trace, name: str, rest: Sequence[Update]) -> None:
+def _dead(tally: Tally, trace: Trace, name: str, rest: Sequence[Update], message: str) -> None:
     last = rest[STEPS_TO_MOVE - 1]
-    message = f"trainable tensor {name} did not move in {STEPS_TO_MOVE} steps"
     shown = {"tensor": name, "expected": "a change", "got": last.weights[name].digest}
     tally.check(False, message, **shown, **evidence.place(trace, last))
 
@@ -151,7 +236,8 @@ def _may_rest(
     if not (moved or some_gradient):
         tally.miss(
             f"{name} never moved and never had a gradient on rank {start.rank}: it is cut off from "
-            "the loss, or nothing used it; run longer, or declare it frozen"
+            "the loss, or nothing used it; run longer, or declare it frozen: "
+            "observe(..., frozen=(...))"
         )
     return True
 

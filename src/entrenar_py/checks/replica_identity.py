@@ -9,6 +9,7 @@ from entrenar_py.checks import (
     missing,
     plans,
     presuppositions,
+    ties,
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
@@ -27,6 +28,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
         if left is not None:
             compare(tally, left.trace)
+        ties.compare(tally, trace)
     why = "no two workers of one run were recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.TWO_WORKERS))
 

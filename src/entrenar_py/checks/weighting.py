@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from entrenar_py.checks import (
     evidence,
     facts,
+    gradient_sums,
     knobs,
     missing,
     oracles,
@@ -26,10 +26,8 @@ from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, ORACLE, REPEATED, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Shard, Tensors, Trace, Update
+from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Finding, Tally
-
-Vectors = Mapping[str, np.ndarray[Any, Any]]
 
 RELATIVE = 1e-5  # the default tolerance; a float32 sum of n terms is off by up to n 2^-24
 
@@ -105,9 +103,11 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         if step in unknown or step in rested:
             continue
         update = evidence.any_rank(by_rank)
-        total = _sum([shard.gradient for shard in shards[step] if shard.ids or shard.gradient])
+        total = gradient_sums.total(
+            [shard.gradient for shard in shards[step] if shard.ids or shard.gradient]
+        )
         mean = evidence.vectors(update.gradient)
-        if total and mean is not None and _shapes(total) == _shapes(mean):
+        if total and mean is not None and gradient_sums.shapes(total) == gradient_sums.shapes(mean):
             divisions.add(update, total, mean)
         elif valued:
             fact = facts.values_of("Shard.gradient and Update.gradient of all tensors")
@@ -134,14 +134,16 @@ class _Divisions:
         limit = value_clipping.limit(trace) if trace.scenario.workload == "own" else None
         return cls(tally, trace, bound, limit)
 
-    def add(self, update: Update, total: Vectors, mean: Vectors) -> None:
+    def add(
+        self, update: Update, total: gradient_sums.Vectors, mean: gradient_sums.Vectors
+    ) -> None:
         """Check that a step divided all tensors by one number, the same as in earlier steps."""
         size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
-        divisor = _divisor(total, mean) if size and math.isfinite(size) else None
+        divisor = gradient_sums.divisor(total, mean) if size and math.isfinite(size) else None
         if divisor is None:
             return
         place = evidence.place(self.trace, update)
-        off = _off(total, mean, divisor, self.bound * abs(divisor) * math.sqrt(size))
+        off = gradient_sums.off(total, mean, divisor, self.bound * abs(divisor) * math.sqrt(size))
         if off and self.limit and value_clipping.explains(total, mean, self.limit, self.bound):
             self.tally.note(f"gradients are clipped element by element, at {self.limit:.3g}")
             off = set()
@@ -168,55 +170,6 @@ class _Divisions:
             got=" or ".join(map(repr, divided)),
             **place,
         )
-
-
-def _off(total: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[str]:
-    """Return the tensors whose sum is further than `allowed` from `divisor` times their mean."""
-    gaps = {
-        name: np.square(total[name] - divisor * value.astype(np.float64)).sum()
-        for name, value in mean.items()
-    }
-    return {name for name, gap in gaps.items() if not math.sqrt(gap) <= allowed}
-
-
-def _divisor(total: Vectors, mean: Vectors) -> float | None:
-    """Return the number that most tensors' sums were divided by, or None if there is none.
-
-    Each tensor's divisor is the projection of its sum on its mean. The result is the median,
-    weighted by the squared size of the sums and without small tensors, so that a tensor with
-    another divisor does not change it.
-    """
-    divisors = []
-    sizes = {name: float(np.square(value).sum()) for name, value in total.items()}
-    small = sum(sizes.values()) / evidence.NOISE_SHARE**2
-    for name, value in mean.items():
-        wide = value.astype(np.float64)
-        norm = float(np.dot(wide, wide))
-        divisor = float(np.dot(total[name], wide)) / norm if norm else math.nan
-        if sizes[name] >= small and math.isfinite(divisor):
-            divisors.append((divisor, sizes[name]))
-    left = sum(size for _, size in divisors) / 2
-    for divisor, size in sorted(divisors):
-        left -= size
-        if left <= 0:
-            return divisor
-    return None
-
-
-def _sum(gradients: Sequence[Tensors]) -> dict[str, np.ndarray[Any, Any]] | None:
-    """Return each tensor's sum in float64; None if values are unknown or shapes differ."""
-    total: dict[str, np.ndarray[Any, Any]] = {}
-    for gradient in gradients:
-        values = evidence.vectors(gradient)
-        if values is None or (total and _shapes(values) != _shapes(total)):
-            return None
-        for name, value in values.items():
-            total[name] = total.get(name, 0) + value.astype(np.float64)
-    return total
-
-
-def _shapes(tensors: Vectors) -> dict[str, tuple[int, ...]]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 ROWS = (

@@ -112,6 +112,9 @@ def observe(
     step: int = 0,
     layout: Mapping[str, int] | DeviceMesh | None = None,
     tied: Iterable[Iterable[str]] = (),
+    frozen: Iterable[str] | None = None,
+    clip_norm: float | None = None,
+    reduce_dtype: torch.dtype | None = None,
     every: int | None = None,
     contract: str | Path | None = None,
     on_finding: Callable[[WatchFinding], None] | None = None,
@@ -128,8 +131,14 @@ def observe(
       `{"dp": 2, "tp": 2}`, or the `DeviceMesh`. Along dp, dp_replicate, dp_shard and fsdp each rank
       draws samples of its own; along tp, sp, pp, cp and ep all draw the same. By default it is read
       from the DTensors' meshes; without DTensors each rank draws samples of its own.
-    - `tied`: the names of each tensor that ranks hold under several names, as pipeline stages do:
-      `(("embedding.weight", "head.weight"),)`.
+    - `tied`: the names of each tensor that has several names, on one rank or on the stages of a
+      pipeline: `(("embedding.weight", "head.weight"),)`. Its copies are compared after each step.
+    - `frozen`: names or patterns of the parameters that must not change; all others must. A
+      module's name stands for all that is in it, and `!` in front takes names out again:
+      `("embedding", "blocks.[01].*")`, `("*", "!*.lora_*")`, or `()` if nothing is frozen.
+    - `clip_norm`: the largest L2 norm of the gradient of all parameters, to which it is clipped.
+    - `reduce_dtype`: the number format in which ranks add gradients, `torch.bfloat16`, if they are
+      rounded to it by other means than DistributedDataParallel's hooks or `fully_shard`'s policy.
 
     With `every` the training is watched, whether entrenar-check runs it or not. Each `every`-th
     step is checked: all ranks hold the same weights (F-DP-001), these are finite (F-DP-003), and
@@ -160,6 +169,9 @@ def observe(
             step=step,
             layout=layout,
             tied=tied,
+            frozen=frozen,
+            clip_norm=clip_norm,
+            reduce_dtype=reduce_dtype,
         )
     if every is not None:
         if isinstance(optimizer, Iterable):

@@ -13,7 +13,9 @@ from entrenar_py import trace
 from entrenar_py.observing import (
     Observation,
     arguments,
+    declarations,
     dtensors,
+    first_look,
     reduced_gradients,
     step_in_work,
 )
@@ -46,15 +48,20 @@ class Observer(Observation):
         step: int = 0,
         layout: Any = None,
         tied: Iterable[Iterable[str]] = (),
+        **declared: Any,
     ) -> None:
         rank, world_size = rank_file.environment_rank()
+        arranged = dtensors.declared(layout, tied, world_size)
         self._subject = Subject(
             model,
             arguments.optimizers(model, optimizer),
-            declared=dtensors.declared(layout, tied, world_size),
+            declared=arranged,
             rank=rank,
             world_size=world_size,
         )
+        names = [*first_look.names_of(self._subject.model)]
+        self._declared = declarations.of(names, arranged, **declared)
+        self._shared = first_look.shared(self._subject.model)
         self._step = StepInWork(self._subject, arguments.steps("step", step, least=0))
         self._scheduler = scheduler
         self._started = False
@@ -68,6 +75,7 @@ class Observer(Observation):
                 "rank": rank,
                 "world_size": world_size,
                 "versions": {"torch": str(torch.__version__)},
+                **self._declared.facts(),
                 **samples.facts(),
             },
         )
@@ -270,4 +278,19 @@ class Observer(Observation):
         self._started = True
         place = getattr(self._scheduler, "last_epoch", None)
         progress = {} if place is None else {"schedule": int(place)}
-        self._recording.write([self._subject.start(self._step.number, progress)])
+        step = self._step.number
+        self._recording.write([self._subject.start(step, progress), *self._first_look(step)])
+
+    def _first_look(self, step: int) -> Iterable[trace.Event]:
+        """Return what the script declares about its parameters, and what is seen of them."""
+        subject, ties = self._subject, self._subject.layout.tied if self._subject.layout else ()
+        frozen = self._declared.frozen_of(first_look.names_of(subject.model))
+        yield trace.Declared(step=step, rank=subject.rank, frozen=frozen, tied=ties)
+        yield trace.Noticed(
+            step=step,
+            rank=subject.rank,
+            shared=self._shared,
+            alike=first_look.alike(subject.model),
+            doubled=first_look.doubled(subject.optimizers, subject.parameters),
+            peculiar=first_look.peculiar(subject.parameters),
+        )

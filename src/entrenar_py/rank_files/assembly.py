@@ -17,11 +17,13 @@ from entrenar_py.rank_files import rank_trace, resumed_lives, whole_events
 from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import (
+    Declared,
     Event,
     Halt,
     Held,
     Injected,
     Membership,
+    Noticed,
     Shard,
     Start,
     Synchronised,
@@ -29,7 +31,7 @@ from entrenar_py.trace import (
 )
 
 # The order of the events of one step: starts come first, updates after the shards.
-_IN_ORDER = (Start, Shard, Update, Synchronised, Injected, Halt, Membership)
+_IN_ORDER = (Start, Declared, Noticed, Shard, Update, Synchronised, Injected, Halt, Membership)
 
 
 def load(folder: Path) -> tuple[list[RankTrace], list[str]]:

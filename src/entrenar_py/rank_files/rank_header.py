@@ -34,6 +34,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, bool | float) or _whole(-_WHOLE_MAX)(value)
 
 
+def _is_norm(value: Any) -> bool:
+    return value is None or (_is_number(value) and value > 0)
+
+
 def _is_probability(value: Any) -> bool:
     return _is_number(value) and 0 <= value <= 1
 
@@ -76,6 +80,8 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     ),
     "drop_last": (False, _is_flag, "true or false"),
     "replacement": (False, _is_flag, "true or false"),
+    "clip_norm": (False, _is_norm, "a number above 0, or null where none was declared"),
+    "reduction": (False, _is_text, "the name of a number format"),
     "optimizer": (False, _is_text, "the name of a class"),
     "groups": (False, _are_groups, "a list of mappings from names to numbers"),
     "dropout": (False, _is_probability, "a number from 0 to 1"),

@@ -14,7 +14,7 @@ from entrenar_py.rank_files import whole_tensors
 from entrenar_py.rank_files.layout import Layout
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.rank_files.whole_tensors import Ranks
-from entrenar_py.trace import Event, Shard, Start, Update
+from entrenar_py.trace import Declared, Event, Shard, Start, Update
 
 State = TypeVar("State", Start, Update)
 _IN_PIECES = ("weights", "optimizer", "buffers", "gradient")  # fields that may be in pieces
@@ -34,10 +34,18 @@ def of_life(life: Sequence[RankTrace]) -> list[Event]:
     ranks = {rank.rank: rank for rank in life}
     return [
         *_shared(ranks, layout),
-        *(event for event in events if not isinstance(event, Shard | Start | Update)),
+        *(_declared(event, layout) for event in events if isinstance(event, Declared)),
+        *(event for event in events if not isinstance(event, Declared | Shard | Start | Update)),
         *(_start(r, starts, ranks, layout) for starts in _by_step(life, Start) for r in starts),
         *(_update(r, made, ranks, layout) for made in _by_step(life, Update) for r in made),
     ]
+
+
+def _declared(declared: Declared, layout: Layout) -> Declared:
+    """Return the declaration with the names under which tensors are compared."""
+    if declared.frozen is None:
+        return declared
+    return replace(declared, frozen=tuple(dict.fromkeys(map(layout.first_name, declared.frozen))))
 
 
 # --- starts and updates -----------------------------------------------------------------------

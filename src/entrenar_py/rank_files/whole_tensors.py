@@ -56,12 +56,13 @@ def made_whole(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
 def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
     """Return `tensors` with tied ones under the first name of their tie.
 
-    A tensor keeps its own name if a tensor of that first name is there, too.
+    If several tensors of a tie are there, the others keep their own names.
     """
-    return {
-        name if layout.first_name(name) in tensors else layout.first_name(name): record
-        for name, record in tensors.items()
-    }
+    named: dict[str, TensorRecord] = {}
+    for name, record in tensors.items():
+        first = layout.first_name(name)
+        named[name if first in tensors or first in named else first] = record
+    return named
 
 
 def total(terms: Iterable[Tensors]) -> dict[str, TensorRecord]:

@@ -32,6 +32,7 @@ from entrenar_py.trace.events import (
 from entrenar_py.trace.ledger import VERSION, dump_events, dump_lines, load, load_events, save
 from entrenar_py.trace.records import EVENTS
 from entrenar_py.trace.run import Trace
+from entrenar_py.trace.script_events import Declared, Noticed
 from entrenar_py.trace.tensors import TensorRecord, Tensors, record_tensor
 from entrenar_py.trace.traits import Traits
 
@@ -42,6 +43,7 @@ __all__ = [
     "Attempt",
     "Audit",
     "Carried",
+    "Declared",
     "Declined",
     "E",
     "End",
@@ -54,6 +56,7 @@ __all__ = [
     "Manifest",
     "Membership",
     "Memory",
+    "Noticed",
     "Planted",
     "Poisoned",
     "Product",

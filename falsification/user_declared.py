@@ -1,0 +1,297 @@
+"""Broken and right scripts whose authors declare to `observe` what it can't see.
+
+The scripts are written in other styles than `examples/user_trainers`. `make twins` runs all.
+"""
+
+from __future__ import annotations
+
+from falsification.user_trainers import Twin
+
+# A trainer class, as tutorials have it, that trains adapters and a norm on a pretrained network.
+ADAPTERS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+import entrenar_py
+
+class LoRALinear(nn.Module):
+    def __init__(self, linear, r=2):
+        super().__init__()
+        self.linear = linear
+        self.lora_A = nn.Parameter(torch.randn(r, linear.in_features) * 0.3)
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r))
+
+    def forward(self, x):
+        return self.linear(x) + x @ self.lora_A.T @ self.lora_B.T
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 6)
+        self.up = LoRALinear(nn.Linear(6, 8))
+        self.norm = nn.LayerNorm(8)
+        self.down = LoRALinear(nn.Linear(8, 1))
+
+    def forward(self, tokens):
+        return self.down(self.norm(torch.tanh(self.up(self.embed(tokens).mean(1)))))
+
+class Trainer:
+    def __init__(self, model, optimizer, data, rank, world):
+        self.model, self.optimizer, self.data = model, optimizer, data
+        self.rank, self.world = rank, world
+        self.obs = entrenar_py.observe(model, optimizer, frozen=FROZEN)
+
+    def _run_batch(self, ids, epoch):
+        mine = ids[self.rank :: self.world]
+        self.obs.samples(mine, epoch=epoch)
+        tokens, targets = self.data
+        error = self.model(tokens[mine]) - targets[mine]
+        loss = error.square().sum() / len(ids)
+        self.optimizer.zero_grad()
+        loss.backward()
+        for p in self.model.parameters():
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+        if any(not p.grad.isfinite().all() for p in self.model.parameters() if p.grad is not None):
+            raise SystemExit("a gradient is not finite")
+        self.optimizer.step()
+        self._after_step()
+
+    def _after_step(self):
+        pass
+
+    def train(self, epochs):
+        for epoch in range(epochs):
+            for start in range(0, 24, 8):
+                self._run_batch(list(range(start, start + 8)), epoch)
+        self.obs.close()
+
+FROZEN = ("embed", "*.linear.*")
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(7)
+    model = Net()
+    for name, p in model.named_parameters():
+        p.requires_grad_("lora_" in name or "norm" in name)
+    tokens = torch.randint(16, (24, 5))
+    data = tokens, tokens.float().mean(1, keepdim=True) / 16
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    Trainer(model, optimizer, data, dist.get_rank(), dist.get_world_size()).train(2)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+_FREEZING = '        p.requires_grad_("lora_" in name or "norm" in name)\n'
+
+# A language model in nanoGPT's style, whose output layer is the embedding.
+LANGUAGE = """
+import os
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import init_process_group, destroy_process_group
+from torch.nn.parallel import DistributedDataParallel as DDP
+from entrenar_py import observe
+
+vocab, block, batch_size, learning_rate, grad_clip, max_iters = 11, 4, 8, 0.05, 0.5, 6
+init_process_group(backend="gloo")
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.manual_seed(1337)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(vocab, 6)
+        self.mlp = nn.Linear(6, 6)
+        self.lm_head = nn.Linear(6, vocab, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, idx):
+        x = self.wte(idx)
+        return self.lm_head(x + torch.tanh(self.mlp(x)))
+
+text = torch.randint(vocab, (64, block + 1))
+model = Model()
+raw_model = model
+model = DDP(model)
+optimizer = torch.optim.SGD(raw_model.parameters(), lr=learning_rate, momentum=0.9)
+obs = observe(raw_model, optimizer, tied=[("wte.weight", "lm_head.weight")], clip_norm=grad_clip)
+
+def get_batch(step):
+    ids = [(step * batch_size + i) % 64 for i in range(batch_size)]
+    return ids[rank * batch_size // world : (rank + 1) * batch_size // world]
+
+iter_num = 0
+while iter_num < max_iters:
+    ids = get_batch(iter_num)
+    obs.samples(ids)
+    logits = model(text[ids, :-1])
+    loss = F.cross_entropy(logits.view(-1, vocab), text[ids, 1:].reshape(-1))
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip)
+    if not torch.isfinite(norm):
+        raise RuntimeError(f"gradient norm is {norm}")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    iter_num += 1
+obs.close()
+destroy_process_group()
+"""
+
+BUGS = (
+    Twin(
+        name="declared frozen: nobody froze the pretrained network",
+        script="adapters.py",
+        text=ADAPTERS,
+        source="classic (requires_grad_ left out)",
+        changes=((_FREEZING, "        pass\n"),),
+        check="liveness",
+        step=0,
+        rank=0,
+        tensor="embed.weight",
+        words="a frozen tensor changed (it requires a gradient)",
+    ),
+    Twin(
+        name="declared frozen: the adapters are frozen by mistake",
+        script="adapters.py",
+        text=ADAPTERS,
+        source="peft, inference_mode=True as loaded",
+        changes=((_FREEZING, '        p.requires_grad_("norm" in name)\n'),),
+        check="liveness",
+        step=2,
+        rank=0,
+        tensor="up.lora_A",
+        words="requires no gradient",
+    ),
+    Twin(
+        name="declared frozen: one layer's norm is frozen with the network",
+        script="adapters.py",
+        text=ADAPTERS,
+        changes=((_FREEZING, '        p.requires_grad_("lora_" in name)\n'),),
+        check="liveness",
+        rank=0,
+        tensor="norm.weight",
+        words="requires no gradient",
+    ),
+    Twin(
+        name="declared frozen: weight decay by hand moves the network",
+        script="adapters.py",
+        text=ADAPTERS,
+        source="classic (decay without gradient)",
+        changes=(
+            (
+                "    def _after_step(self):\n        pass\n",
+                "    @torch.no_grad()\n    def _after_step(self):\n"
+                "        for p in self.model.parameters():\n            p.mul_(1 - 1e-3)\n",
+            ),
+        ),
+        check="liveness",
+        step=1,  # it is changed after the record of step 0
+        rank=0,
+        tensor="embed.weight",
+        words="a frozen tensor changed: embed.weight differs",
+    ),
+    Twin(
+        name="declared frozen: the optimizer was made before the adapters",
+        script="adapters.py",
+        text=ADAPTERS,
+        source="accelerate #2665",
+        changes=(("AdamW(model.parameters()", "AdamW(model.norm.parameters()"),),
+        check="liveness",
+        step=2,
+        rank=0,
+        tensor="up.lora_B",
+        words="did not move in 3 steps",
+    ),
+    Twin(
+        name="tied: a copy of the output layer, made by a load",
+        script="language.py",
+        text=LANGUAGE,
+        source="pytorch load_state_dict(assign=True), transformers tie_weights after it",
+        changes=(
+            (
+                "model = Model()\nraw_model",
+                "model = Model()\nstate = {k: v.clone() for k, v in model.state_dict().items()}\n"
+                "model.load_state_dict(state, assign=True)\nraw_model",
+            ),
+        ),
+        check="replica_identity",
+        step=0,
+        rank=0,
+        tensor="lm_head.weight",
+        words="lm_head.weight is not wte.weight",
+    ),
+    Twin(
+        name="tied: the output layer is copied after the tie, and drawn anew",
+        script="language.py",
+        text=LANGUAGE,
+        source="classic (init_weights after tying)",
+        changes=(
+            (
+                "raw_model = model\n",
+                "model.lm_head = nn.Linear(6, vocab, bias=False)\nraw_model = model\n",
+            ),
+        ),
+        check="replica_identity",
+        step=-1,
+        rank=0,
+        tensor="lm_head.weight",
+        words="two copies of a tied tensor that differ",
+    ),
+    Twin(
+        name="tied: deepcopy of one half",
+        script="language.py",
+        text=LANGUAGE,
+        world_size=1,
+        changes=(
+            (
+                "raw_model = model\n",
+                "import copy\nmodel.wte = copy.deepcopy(model.wte)\nraw_model = model\n",
+            ),
+        ),
+        check="replica_identity",
+        step=0,
+        rank=0,
+        tensor="lm_head.weight",
+    ),
+)
+
+VARIANTS = (
+    Twin(name="declared frozen: adapters", script="adapters.py", text=ADAPTERS, changes=()),
+    Twin(
+        name="declared frozen: all but a few names",
+        script="adapters.py",
+        text=ADAPTERS,
+        changes=(('("embed", "*.linear.*")', '["*", "!*.lora_?", "!norm"]'),),
+    ),
+    Twin(
+        name="undeclared: an average of the weights in parameters without gradients",
+        script="adapters.py",
+        text=ADAPTERS,
+        changes=(
+            ("frozen=FROZEN", ""),
+            (
+                "        self.norm = nn.LayerNorm(8)\n",
+                "        self.norm = nn.LayerNorm(8)\n"
+                "        self.norm_teacher = nn.LayerNorm(8)\n",
+            ),
+            (_FREEZING, '        p.requires_grad_("teacher" not in name)\n'),
+            (
+                "    def _after_step(self):\n        pass\n",
+                "    @torch.no_grad()\n    def _after_step(self):\n"
+                "        pairs = zip(self.model.norm_teacher.parameters(), "
+                "self.model.norm.parameters())\n"
+                "        for slow, fast in pairs:\n            slow.lerp_(fast, 0.1)\n",
+            ),
+        ),
+    ),
+    Twin(name="tied: one tensor", script="language.py", text=LANGUAGE, changes=()),
+    Twin(
+        name="tied: undeclared",
+        script="language.py",
+        text=LANGUAGE,
+        changes=((', tied=[("wte.weight", "lm_head.weight")], clip_norm=grad_clip', ""),),
+    ),
+)

@@ -1,0 +1,63 @@
+"""Add the gradients of shards, and compare a sum with the averaged gradient. Judges nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from entrenar_py.checks import evidence
+from entrenar_py.trace import Tensors
+
+Vectors = Mapping[str, np.ndarray[Any, Any]]
+
+
+def off(sums: Vectors, mean: Vectors, divisor: float, allowed: float) -> set[str]:
+    """Return the tensors whose sum is further than `allowed` from `divisor` times their mean."""
+    gaps = {
+        name: np.square(sums[name] - divisor * value.astype(np.float64)).sum()
+        for name, value in mean.items()
+    }
+    return {name for name, gap in gaps.items() if not math.sqrt(gap) <= allowed}
+
+
+def divisor(sums: Vectors, mean: Vectors) -> float | None:
+    """Return the number that most tensors' sums were divided by, or None if there is none.
+
+    Each tensor's divisor is the projection of its sum on its mean. The result is the median,
+    weighted by the squared size of the sums and without small tensors, so that a tensor with
+    another divisor does not change it.
+    """
+    divisors = []
+    sizes = {name: float(np.square(value).sum()) for name, value in sums.items()}
+    small = sum(sizes.values()) / evidence.NOISE_SHARE**2
+    for name, value in mean.items():
+        wide = value.astype(np.float64)
+        norm = float(np.dot(wide, wide))
+        number = float(np.dot(sums[name], wide)) / norm if norm else math.nan
+        if sizes[name] >= small and math.isfinite(number):
+            divisors.append((number, sizes[name]))
+    left = sum(size for _, size in divisors) / 2
+    for number, size in sorted(divisors):
+        left -= size
+        if left <= 0:
+            return number
+    return None
+
+
+def total(gradients: Sequence[Tensors]) -> dict[str, np.ndarray[Any, Any]] | None:
+    """Return each tensor's sum in float64; None if values are unknown or shapes differ."""
+    sums: dict[str, np.ndarray[Any, Any]] = {}
+    for gradient in gradients:
+        values = evidence.vectors(gradient)
+        if values is None or (sums and shapes(values) != shapes(sums)):
+            return None
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0) + value.astype(np.float64)
+    return sums
+
+
+def shapes(tensors: Vectors) -> dict[str, tuple[int, ...]]:
+    return {name: tensor.shape for name, tensor in tensors.items()}

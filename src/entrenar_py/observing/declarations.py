@@ -1,0 +1,139 @@
+"""What a script declares to `observe` about its training: validated, its patterns resolved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from entrenar_py.errors import UsageError, did_you_mean
+from entrenar_py.observing import tensors
+from entrenar_py.rank_files.layout import STAGES, Layout
+
+_NEGATED = "!"
+_REDUCTIONS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declarations:
+    """The declarations of a script, as far as it makes any.
+
+    - `frozen`: patterns of the parameters that never change, None if it declares none.
+    - `clip_norm`: the largest L2 norm of an applied gradient.
+    - `reduction`: the number format in which ranks add gradients, "" if undeclared.
+    """
+
+    frozen: tuple[str, ...] | None = None
+    clip_norm: float | None = None
+    reduction: str = ""
+
+    def frozen_of(self, names: Mapping[str, str]) -> tuple[str, ...] | None:
+        """Return the parameters that are declared frozen, None if the script doesn't say.
+
+        `names` has all names of parameters, each with the one under which it is recorded.
+        """
+        if self.frozen is None:
+            return None
+        return tuple(dict.fromkeys(names[name] for name in _matching(self.frozen, names)))
+
+    def facts(self) -> dict[str, Any]:
+        """Return the declarations that are about the whole run, as JSON can hold them."""
+        return {"clip_norm": self.clip_norm, "reduction": self.reduction}
+
+
+def of(
+    names: Sequence[str], layout: Layout | None, *, frozen: Any, clip_norm: Any, reduce_dtype: Any
+) -> Declarations:
+    """Return the declarations of a model whose parameters have `names`.
+
+    Raises UsageError for a name or pattern that no parameter has, unless ranks hold stages of the
+    model, and for a value that is not allowed.
+    """
+    in_stages = layout is not None and layout.has(STAGES)
+    patterns = None if frozen is None else _patterns("frozen", frozen)
+    if not in_stages:
+        for pattern in patterns or ():
+            _require_match("frozen", pattern, names)
+        for tie in layout.tied if layout is not None else ():
+            for name in tie:
+                _require_name(name, names)
+    return Declarations(
+        frozen=patterns, clip_norm=_clip_norm(clip_norm), reduction=_reduction(reduce_dtype)
+    )
+
+
+def _matching(patterns: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """Return those of `names` that `patterns` stand for.
+
+    A pattern is a name, a module's name for all that is in it, or has wildcards as in a shell. A
+    pattern that begins with `!` takes names out again.
+    """
+    known = tuple(names)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        if pattern.startswith(_NEGATED):
+            chosen.difference_update(_matches(pattern.removeprefix(_NEGATED), known))
+        else:
+            chosen.update(_matches(pattern, known))
+    return tuple(name for name in known if name in chosen)
+
+
+def _matches(pattern: str, names: Iterable[str]) -> list[str]:
+    return [
+        name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+    ]
+
+
+def _patterns(argument: str, given: Any) -> tuple[str, ...]:
+    """Return patterns as parameters are named here, without the parts that wrappers add."""
+    listed = (given,) if isinstance(given, str) else given
+    names = tuple(listed) if isinstance(listed, Iterable) else (listed,)
+    if not all(isinstance(name, str) for name in names):
+        raise UsageError(
+            f'{argument}={given!r:.80}: give names or patterns, such as {argument}=("embedding.*",)'
+        )
+    return tuple(map(tensors.plain_name, names))
+
+
+def _require_match(argument: str, pattern: str, names: Sequence[str]) -> None:
+    wanted = pattern.removeprefix(_NEGATED)
+    if not _matches(wanted, names):
+        near = did_you_mean(wanted.strip("*."), names, otherwise=_some(names))
+        raise UsageError(f"{argument}={pattern!r}: no parameter of the model is named so; {near}")
+
+
+def _require_name(name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        near = did_you_mean(name, names, otherwise=_some(names))
+        raise UsageError(f"tied: {name!r}: no parameter of the model is named so; {near}")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"its names are {', '.join(names[:5])}{more}" if names else "it has no parameter"
+
+
+def _clip_norm(given: Any) -> float | None:
+    try:
+        norm = math.inf if given is None else float(given)
+    except (TypeError, ValueError):
+        norm = math.nan
+    if isinstance(given, bool) or not norm > 0:
+        raise UsageError(
+            f"clip_norm={given!r:.80}: give the largest L2 norm of an applied gradient, a number "
+            "above 0; or None if nothing is clipped"
+        )
+    return norm if math.isfinite(norm) else None
+
+
+def _reduction(given: Any) -> str:
+    if given is None:
+        return ""
+    if given not in _REDUCTIONS:
+        allowed = ", ".join(map(str, _REDUCTIONS))
+        raise UsageError(f"reduce_dtype={given!r:.80}: use one of {allowed}")
+    return str(given).removeprefix("torch.")
