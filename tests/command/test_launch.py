@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.command import launch, leash, runs
+from entrenar_py.command import launch, leash, placeholders, runs
 from entrenar_py.command.launch import Ended
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import interrupts
@@ -329,20 +329,21 @@ def test_a_planted_value_that_never_strikes(tmp_path: Path) -> None:
 
 def test_placeholders() -> None:
     """A misspelt placeholder is refused; other braces are left alone."""
-    runs.require_placeholders(["a{world_size}b", "{}", "{'x': 1}", "{"])
+    placeholders.require_known(["a{world_size}b", "{}", "{'x': 1}", "{"])
     with pytest.raises(UsageError, match="did you mean 'world_size'"):
-        runs.require_placeholders(["--n={worldsize}"])
-    runs.require_placeholders(["cd ${HOME}; train {world_size}"])  # a shell's own
+        placeholders.require_known(["--n={worldsize}"])
+    placeholders.require_known(["cd ${HOME}; train {world_size}"])  # a shell's own
     with pytest.raises(UsageError, match="did you mean 'steps'"):
-        runs.require_placeholders(["train {world_size} --steps {stpes}"])
+        placeholders.require_known(["train {world_size} --steps {stpes}"])
 
 
-@pytest.mark.parametrize("changes", [{"seed": 3}, {"num_steps": 4}])
+@pytest.mark.parametrize("changes", [{"seed": 3}, {"num_steps": 4}, {"num_epochs": 3}])
 def test_an_option_that_the_command_can_t_hear_of(changes: dict[str, int]) -> None:
     """An option is refused, not ignored, if the command has no placeholder for it."""
     with pytest.raises(UsageError, match="so it would never get the value"):
         runs.Plan(command=("train",), needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
-    runs.Plan(command=("train", "{seed}", "{steps}"), needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
+    command = ("train", "{seed}", "{steps}", "{epochs}")
+    runs.Plan(command=command, needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:

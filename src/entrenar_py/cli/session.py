@@ -17,7 +17,14 @@ from rich.console import Console
 from entrenar_py import backends, checks, contract, kill_matrix, shipped
 from entrenar_py.cli import console, early, reporting, validation
 from entrenar_py.cli.reporting import Work
-from entrenar_py.command import judging, launch, own_folder, run_folder, runs
+from entrenar_py.command import (
+    judging,
+    launch,
+    own_folder,
+    placeholders,
+    run_folder,
+    runs,
+)
 from entrenar_py.contract import Contract, Invariant, selection, suggestions
 from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.harness import counterexamples, falsify, plan, stored
@@ -67,7 +74,7 @@ def _look(options: argparse.Namespace) -> None:
         _plan(options)
     elif options.mode == "command":
         runs.require_program(options.command[0], options.command_folder)
-        runs.require_placeholders(options.command)
+        placeholders.require_known(options.command)
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
@@ -303,6 +310,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         world_sizes=options.world_size or runs.WORLD_SIZES,
         seed=options.seed,
         num_steps=options.steps,
+        num_epochs=options.epochs,
         deadline_s=options.deadline,
         launch=partial(launch.launch, cwd=options.command_folder),
         source=_copied_folder(options),

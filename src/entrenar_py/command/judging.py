@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from entrenar_py.verdict import inconclusive
 # The reason why a run that a check requires was not made.
 _WHY_NOT: Mapping[Need, str] = {
     RESUMED: (
-        "the run was not stopped and resumed: the command has no {steps} (number of optimizer "
-        "steps) or no {workdir} (folder of its checkpoints); put both into it"
+        "the run was not stopped and resumed: the command needs {steps} (number of optimizer "
+        "steps) or {epochs}, and {workdir} (folder of its checkpoints); put them into it, or say "
+        "that the clause does not apply (exclude, in the configuration)"
     ),
     KILLED: "no worker was killed: that takes two workers or more; raise --world-size",
 }
@@ -68,7 +70,7 @@ def judge(
         asked = [runs[file].asked for file in traces]
         if why := _lacking(check, asked):
             entry = replace(entry, finding=inconclusive(task.invariant.id, why))
-        notes = (*entry.finding.notes, *_untried(check, asked))
+        notes = (*entry.finding.notes, *_untried(check, asked), *_unbroken(check, runs.values()))
         yield replace(entry, finding=replace(entry.finding, notes=notes))
 
 
@@ -114,6 +116,20 @@ def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
     return (
         [f"no runs that differ in {names} were compared: put it into the command"] if names else []
     )
+
+
+def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:
+    """Return a note if a run was stopped between epochs only, as with {epochs} and no {steps}."""
+    stopped = [run.trace.scenario for run in runs if run.asked.stops]
+    within = any(
+        stop % math.ceil(scenario.num_samples / scenario.batch_size)
+        for scenario in stopped
+        for stop in scenario.stops
+    )
+    if RESUMED not in check.needs or not stopped or within:
+        return []
+    why = "a place in the data that is lost within an epoch does not show"
+    return [f"the run was stopped between epochs only: {why}; {{steps}} stops it within one"]
 
 
 def _lacking(check: Check, asked: Sequence[Asked]) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from entrenar_py.checks.needs import (
     SAVED,
     Need,
 )
-from entrenar_py.command import own_folder, run_trace
+from entrenar_py.command import own_folder, placeholders, run_trace
 from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.beginnings import Beginnings, first_step
 from entrenar_py.command.launch import OUTPUT, Ended, launch
@@ -39,15 +38,7 @@ from entrenar_py.untrusted import printing
 WORLD_SIZES = (2,)  # and 1, where a check compares with one worker
 DEADLINE_S = 300.0
 NUM_STEPS = 8
-# Name of a placeholder in a command -> what is filled in for it.
-PLACEHOLDERS = {
-    "world_size": "how many workers there are",
-    "seed": "the seed",
-    "steps": "how many optimizer steps to make in all, also after a resume",
-    "workdir": "a folder of the run, for checkpoints: the same before a stop and after it",
-    "trace_dir": "the folder that the ranks record to",
-    **{name: knob.says for name, knob in KNOBS.items()},
-}
+NUM_EPOCHS = 2  # random streams and samples of two epochs are compared
 
 Show = Callable[[str], None]  # is called with the name of each run before it is launched
 Launcher = Callable[..., Ended]  # takes what `launch.launch` takes
@@ -69,7 +60,8 @@ class Plan:
     a copy of the folder `source` to work in. If that is None, all run in the launcher's folder.
 
     Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
-    doesn't have, and for a seed or number of steps without a placeholder to put it in.
+    doesn't have, for a seed or number of steps or epochs without a placeholder to put it in, and
+    for a global batch (`{share:N}`) that can't be divided as a run needs.
     """
 
     command: tuple[str, ...]
@@ -78,15 +70,21 @@ class Plan:
     world_sizes: tuple[int, ...] = WORLD_SIZES
     seed: int = 0
     num_steps: int = NUM_STEPS
+    num_epochs: int = NUM_EPOCHS
     deadline_s: float = DEADLINE_S
     launch: Launcher = launch
     source: Path | None = None
     spelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_placeholders(self.command)
+        placeholders.require_known(self.command)
         self._require_spelled()
-        for option, place, usual in (("seed", "seed", 0), ("num_steps", "steps", NUM_STEPS)):
+        placeholders.require_shares(self.command, self.cuts)
+        for option, place, usual in (
+            ("seed", "seed", 0),
+            ("num_steps", "steps", NUM_STEPS),
+            ("num_epochs", "epochs", NUM_EPOCHS),
+        ):
             if getattr(self, option) != usual and not self.can_say(place):
                 raise UsageError(
                     f"--{place} {getattr(self, option)}: the command has no {{{place}}}, so it "
@@ -112,7 +110,18 @@ class Plan:
 
     def can_say(self, name: str) -> bool:
         """Return whether the command has the placeholder `name`."""
-        return any("{" + name + "}" in word for word in self.command)
+        return placeholders.has(self.command, name)
+
+    @property
+    def cuts(self) -> list[tuple[int, int]]:
+        """The numbers of workers, and of micro-batches a step, of all runs, the largest last."""
+        sizes = [asked.world_size for asked in self.plain().values()]
+        needed = {need.knob for need in self.needs}
+        turns = self._turns("accumulation")
+        if "accumulation" not in needed:  # it may be turned with another knob, or in a resumed run
+            turns = turns[:1] if {RESUMED, SAVED}.intersection(self.needs) or needed - {""} else []
+        cuts = [(size, int(KNOBS["accumulation"].usual)) for size in sizes]
+        return sorted([*cuts, *((self.most, int(turn.value)) for turn in turns)])
 
     @property
     def most(self) -> int:
@@ -130,7 +139,7 @@ class Plan:
         name, middle, rank = _name(self.most), like.num_steps // 2, self.most - 1
         nan = Fault(kind="non_finite_gradient", step=middle, rank=rank, value="nan")
         leave = Fault(kind="leave", step=middle, rank=rank)
-        stops = _stops(like) if self.can_say("steps") and self.can_say("workdir") else ()
+        stops = self._stops(like) if self.can_say("workdir") else ()
         asked = Asked(world_size=self.most, seed=self.seed)
         others: dict[str, Asked] = {}
         if REPEATED in self.needs:
@@ -147,6 +156,25 @@ class Plan:
                 others[_name(self.most, turned)] = replace(asked, turn=turned)
             others[f"{_name(self.most, turned)}-resumed"] = replace(asked, stops=stops, turn=turned)
         return others
+
+    def _stops(self, like: Scenario) -> tuple[int, ...]:
+        """Return the steps to stop before: by {steps} within epochs, else by {epochs} after each.
+
+        There are none if the command has neither, or if the epochs of `like` have unequal lengths.
+        """
+        if self.can_say("steps"):
+            return _stops(like)
+        if not self.can_say("epochs") or like.num_steps % self.num_epochs:
+            return ()
+        return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
+
+    def lengths(self, asked: Asked) -> list[tuple[int, int]]:
+        """Return the numbers of steps and of epochs to launch the command for, stop by stop."""
+        steps = (*asked.stops, self.num_steps)
+        if self.can_say("steps"):
+            return [(num_steps, self.num_epochs) for num_steps in steps]
+        epochs = (*range(1, len(steps)), self.num_epochs)
+        return [(self.num_steps, num_epochs) for num_epochs in epochs]
 
     def _turns(self, knob: str, usual: Trace | None = None) -> list[Turn]:
         """Return a Turn for each value of `knob` to try; none if the command lacks the knob."""
@@ -214,11 +242,12 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
     ended: Ended | None = None
     with own_folder.of(plan.source, folder / "root") as own:
         launched = own.launched(plan.launch) if own else plan.launch
-        for life, num_steps in enumerate((*asked.stops, plan.num_steps)):
+        for life, (num_steps, num_epochs) in enumerate(plan.lengths(asked)):
             values = {
                 "world_size": str(asked.world_size),
                 "seed": str(asked.seed),
                 "steps": str(num_steps),
+                "epochs": str(num_epochs),
                 "trace_dir": str(folder),
                 "workdir": str(folder / "work"),
                 **{name: knob.usual for name, knob in KNOBS.items()},
@@ -226,7 +255,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
             }
             closed = partial(run_trace.have_closed, folder, asked.world_size, life)
             ended = launched(
-                _words(plan.command, values, plan.spelled),
+                placeholders.fill(plan.command, values, plan.spelled),
                 folder=folder,
                 variables={FAULTS: json.dumps([fault.to_dict() for fault in asked.faults])},
                 deadline_s=plan.deadline_s,
@@ -271,30 +300,6 @@ def _clear(folder: Path) -> None:
         raise UsageError(
             f"--trace-dir: {folder} exists and was not made by an earlier run; give another folder"
         )
-
-
-def _words(
-    command: Sequence[str], values: dict[str, str], spelled: Mapping[str, Mapping[str, str]]
-) -> list[str]:
-    """Return `command` with its placeholders filled in.
-
-    A word that is only the placeholder of a knob is left out if the text for its value is "".
-    """
-    texts = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
-    empty = {"{" + name + "}" for name in spelled if texts[name] == ""}
-    return [
-        re.sub(r"\{(\w+)\}", lambda named: texts.get(named[1], named[0]), word)
-        for word in command
-        if word not in empty
-    ]
-
-
-def require_placeholders(command: Sequence[str]) -> None:
-    """Check that every placeholder in `command` exists; raises UsageError with a suggestion."""
-    for word in command:
-        for name in re.findall(r"(?<!\$)\{(\w+)\}", word):  # not a shell's ${...}
-            if name.isidentifier() and name not in PLACEHOLDERS:
-                raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}", field="command")
 
 
 def require_program(word: str, cwd: Path | None = None) -> None:

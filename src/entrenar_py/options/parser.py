@@ -121,6 +121,8 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     add("--deadline S", deadline, type=values.seconds, default=300.0)
     steps = "the value of {steps} in a command: optimizer steps of a run (default 8)"
     add("--steps N", steps, type=lambda text: values.natural(text, least=1), default=8)
+    epochs = "the value of {epochs} in a command: epochs of a run (default 2)"
+    add("--epochs N", epochs, type=lambda text: values.natural(text, least=1), default=2)
     own = "run a command in this folder itself, instead of in a copy of it for each run"
     add("--in-place", own)
     add("-x", "stop at the first falsified invariant", dest="stop_early")

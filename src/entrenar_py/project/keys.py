@@ -64,6 +64,7 @@ KEYS: Mapping[str, Key] = {
         'is left out where that is `""`',
     ),
     "steps": Key("count", "`8`", "what `{steps}` stands for in the command"),
+    "epochs": Key("count", "`2`", "what `{epochs}` stands for in the command"),
     "deadline": Key("seconds", "`300`", "a run of the command that takes longer is ended"),
     "in-place": Key(
         "flag",

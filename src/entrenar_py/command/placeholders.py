@@ -1,0 +1,89 @@
+"""The placeholders of a command: which there are, and what each run fills in for them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from entrenar_py.checks.knobs import KNOBS
+from entrenar_py.errors import UsageError, did_you_mean
+from entrenar_py.wording import counted
+
+# Name of a placeholder in a command -> what is filled in for it.
+PLACEHOLDERS = {
+    "world_size": "how many workers there are",
+    "seed": "the seed",
+    "steps": "how many optimizer steps to make in all, also after a resume",
+    "epochs": "how many epochs to make in all, also after a resume",
+    "workdir": "a folder of the run, for checkpoints: the same before a stop and after it",
+    "trace_dir": "the folder that the ranks record to",
+    "share:N": "how many samples of a global batch of N a worker has in one micro-batch: N divided "
+    "by the number of workers, and by {accumulation} where that is in the command",
+    **{name: knob.says for name, knob in KNOBS.items()},
+}
+_NAME = re.compile(r"(?<!\$)\{(\w+)\}")  # not a shell's ${...}
+_SHARE = re.compile(r"(?<!\$)\{share(?::([^{}]*))?\}")
+
+
+def has(command: Iterable[str], name: str) -> bool:
+    """Return whether a command has the placeholder `name`."""
+    return any("{" + name + "}" in word for word in command)
+
+
+def require_known(command: Sequence[str]) -> None:
+    """Raise UsageError, with a suggestion, for a placeholder in `command` that doesn't exist."""
+    for word in command:
+        for share in _SHARE.finditer(word):
+            if not (share[1] or "").isdecimal() or int(share[1]) < 1:
+                raise UsageError(
+                    f"{word}: {share[0]} stands for a worker's share of a global batch; say how "
+                    "many samples that has, {share:16}",
+                    field="command",
+                )
+        for name in _NAME.findall(word):
+            if name.isidentifier() and name not in PLACEHOLDERS and name != "share":
+                raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}", field="command")
+
+
+def require_shares(command: Sequence[str], cuts: Iterable[tuple[int, int]]) -> None:
+    """Raise UsageError if a global batch in `command` can't be cut as one of the runs needs.
+
+    `cuts` has for each run the numbers of workers and of micro-batches.
+    """
+    by_parts = {math.prod(cut): cut for cut in cuts}
+    for samples in sorted({int(share[1]) for word in command for share in _SHARE.finditer(word)}):
+        for parts, (workers, micro_batches) in sorted(by_parts.items()):
+            if samples % parts:
+                each = f", {micro_batches} micro-batches each" if micro_batches > 1 else ""
+                raise UsageError(
+                    f"{{share:{samples}}}: {samples} samples can't be divided evenly among "
+                    f"{counted(workers, 'worker')}{each}, as a run of this command needs; give a "
+                    f"multiple of {math.lcm(*by_parts)}",
+                    field="command",
+                )
+
+
+def fill(
+    command: Sequence[str],
+    values: Mapping[str, str],
+    spelled: Mapping[str, Mapping[str, str]],
+) -> list[str]:
+    """Return `command` with its placeholders filled in.
+
+    `spelled` has, by knob and value, the text that is filled in instead of the value. A word that
+    is only the placeholder of a knob is left out if the text for its value is "".
+    """
+    texts = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
+    empty = {"{" + name + "}" for name in spelled if texts[name] == ""}
+    parts = int(values["world_size"])
+    if has(command, "accumulation"):
+        parts *= int(values["accumulation"])
+    return [
+        _SHARE.sub(
+            lambda share: str(int(share[1]) // parts),
+            re.sub(r"\{(\w+)\}", lambda named: texts.get(named[1], named[0]), word),
+        )
+        for word in command
+        if word not in empty
+    ]

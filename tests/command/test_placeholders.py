@@ -1,0 +1,90 @@
+"""Placeholders of a command: a worker's share of the batch, epochs, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py.checks.needs import ALONE, RESUMED, turned
+from entrenar_py.command import placeholders, runs
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+
+NEEDS = (ALONE, RESUMED, turned("accumulation"))
+
+
+def plan(*command: str, **changes: Any) -> runs.Plan:
+    return runs.Plan(command=command, folder=Path(), **{"needs": NEEDS, **changes})
+
+
+def filled(word: str, **values: object) -> str:
+    command = ["train", word, "{accumulation}"] if "accumulation" in values else ["train", word]
+    texts = {"world_size": "1", **{name: str(value) for name, value in values.items()}}
+    return placeholders.fill(command, texts, {})[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "share"),
+    [
+        ({"world_size": 1}, "16"),
+        ({"world_size": 2}, "8"),
+        ({"world_size": 2, "accumulation": 4}, "2"),
+        ({"world_size": 1, "accumulation": 1}, "16"),
+    ],
+)
+def test_a_share_is_a_worker_s_micro_batch(values: dict[str, int], share: str) -> None:
+    """The global batch is divided by the workers, and by micro-batches if the command has those."""
+    assert filled("--batch={share:16}", **values) == f"--batch={share}"
+
+
+def test_micro_batches_that_a_command_does_not_turn_divide_nothing() -> None:
+    """Without {accumulation} in the command only the workers divide the batch."""
+    values = {"world_size": "2", "accumulation": "4"}
+    assert placeholders.fill(["{share:16}"], values, {}) == ["8"]
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "words"),
+    [
+        (("{share:9}",), {}, "9 samples can't be divided evenly among 2 workers.* multiple of 2$"),
+        (
+            ("{share:12}", "{accumulation}"),
+            {},
+            "12 samples .* among 2 workers, 4 micro-batches each.* multiple of 8$",
+        ),
+        (("{share:16}",), {"world_sizes": (3, 2)}, "16 samples .* 3 workers.* multiple of 6$"),
+    ],
+)
+def test_a_batch_that_can_t_be_cut_is_refused(
+    command: tuple[str, ...], changes: dict[str, Any], words: str
+) -> None:
+    """Before anything runs, the numbers of workers and micro-batches are named, and what works."""
+    with pytest.raises(UsageError, match=words):
+        plan(*command, **changes)
+
+
+def test_a_batch_is_cut_only_as_runs_need() -> None:
+    """A check that compares with no other run doesn't ask for a batch that all of them can cut."""
+    plan("{share:6}", "{accumulation}", needs=(ALONE,))
+    plan("{share:8}", "{accumulation}")
+
+
+@pytest.mark.parametrize("word", ["{share}", "{share:}", "{share:0}", "{share:-4}", "{share:x}"])
+def test_a_share_of_nothing_is_refused(word: str) -> None:
+    """The global batch is a whole number of samples."""
+    with pytest.raises(UsageError, match=r"say how many samples that has, \{share:16\}"):
+        placeholders.require_known([word])
+
+
+def test_a_command_is_stopped_between_epochs() -> None:
+    """With {epochs} and no {steps} a run is stopped after each epoch, if these are equally long."""
+    told = plan("{epochs}", "{workdir}", num_epochs=3)
+    like = Scenario(system="command", workload="own", world_size=2, seed=0, num_steps=12)
+    [resumed] = [asked for name, asked in told.others(like).items() if name.endswith("-resumed")]
+    assert resumed.stops == (4, 8)
+    assert [epochs for _, epochs in told.lengths(resumed)] == [1, 2, 3]
+    assert not any(asked.stops for asked in told.others(like.with_(num_steps=11)).values())
+    by_steps = plan("{epochs}", "{steps}", "{workdir}")
+    assert by_steps.lengths(resumed) == [(4, 2), (8, 2), (8, 2)]
