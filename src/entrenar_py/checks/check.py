@@ -21,7 +21,7 @@ class Check(CheckTerms):
     make sense. `in_step`: the check applies only if all workers make every step together.
     `bitwise`: it applies only to trainers whose bits do not depend on the number of workers.
     `takes_turned`: it also judges runs with a turned knob: with the base if `needs` has that knob,
-    else alone.
+    else alone. `takes_commands`: it also judges a user's command, as checks that explore do.
     """
 
     judge: Callable[[Invariant, Traces], Finding]
@@ -34,3 +34,4 @@ class Check(CheckTerms):
     in_step: bool = False
     bitwise: bool = False
     takes_turned: bool = False
+    takes_commands: bool = False

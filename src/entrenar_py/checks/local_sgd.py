@@ -10,6 +10,7 @@ from entrenar_py.checks import (
     finiteness,
     missing,
     oracles,
+    outer_finiteness,
     outer_step,
     parity,
     plans,
@@ -17,7 +18,7 @@ from entrenar_py.checks import (
     rounds,
 )
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.needs import ORACLE, Traces
+from entrenar_py.checks.needs import ALONE, ORACLE, POISONED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
@@ -96,8 +97,13 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
             )
     runs = replace(runs, base=base)
     if base is not None:
-        parity.compare_with_oracle(tally, runs, None)
+        parity.compare_with_oracle(tally, runs.chosen(_in_steps), None)
     return tally.finding(nothing=oracles.missing_model(tally, runs) or rounds.NOTHING)
+
+
+def _in_steps(trace: Trace) -> Trace:
+    """Return a run as one in common steps; a user's run on one worker is in rounds, too."""
+    return rounds.as_steps(trace) if rounds.are_in(trace) else trace
 
 
 def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
@@ -107,6 +113,9 @@ def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
     if not kept:
         return tally.finding(nothing=rounds.NOTHING)
     for trace in kept:
+        if trace.scenario.workload == "own":
+            outer_finiteness.compare(tally, trace)
+            continue
         finiteness.compare(tally, rounds.as_steps(trace))
         bad = {(halt.rank, halt.step) for halt in trace.of(Halt)}
         for update in trace.of(Update):
@@ -124,6 +133,7 @@ ROWS = (
         spoken_of="diloco local-sgd outer",
         judge=judge_agreement,
         plan=plan,
+        takes_commands=True,
     ),
     Check(
         name="outer_schedule",
@@ -132,6 +142,7 @@ ROWS = (
         spoken_of="diloco inner-steps communication rounds",
         judge=outer_step.judge_schedule,
         plan=plan,
+        takes_commands=True,
     ),
     Check(
         name="outer_step",
@@ -140,6 +151,7 @@ ROWS = (
         spoken_of="diloco nesterov pseudo-gradient outer",
         judge=outer_step.judge,
         plan=plan,
+        takes_commands=True,
     ),
     Check(
         name="outer_parity",
@@ -148,8 +160,9 @@ ROWS = (
         spoken_of="diloco local-sgd single",
         judge=judge_parity,
         plan=plan_parity,
-        needs=(ORACLE,),
+        needs=(ORACLE, ALONE),
         tolerance_kinds=("relative",),
+        takes_commands=True,
     ),
     Check(
         name="outer_finiteness",
@@ -158,5 +171,7 @@ ROWS = (
         spoken_of="diloco local-sgd nan",
         judge=judge_finiteness,
         plan=plan_non_finite,
+        needs=(POISONED,),
+        takes_commands=True,
     ),
 )

@@ -17,8 +17,9 @@ from entrenar_py.verdict import Tally
 
 PROMISE = "rounds"
 NOTHING = (
-    "no run of workers that step alone and synchronise: record a Synchronised of each rank "
-    f'whenever they are, in a trace with promises=("{PROMISE}",)'
+    "no run of workers that step alone and synchronise: call obs.synchronised(...) wherever they "
+    "were just given the same weights, and make enough steps for a round (in a trace: record a "
+    f'Synchronised of each rank, with promises=("{PROMISE}",))'
 )
 
 
@@ -28,16 +29,33 @@ def are_in(trace: Trace) -> bool:
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
-    """Return the runs in rounds that did not fail; [] if one of them doesn't state its rounds."""
-    kept = [trace for trace in evidence.usable(traces, tally) if are_in(trace)]
-    for trace in kept:
-        if trace.scenario.workload == "own" and "inner_steps" not in trace.scenario.options:
-            tally.miss(
-                "the run does not say how many steps its workers make alone: give the options "
-                "inner_steps, outer_learning_rate and outer_momentum in its scenario"
-            )
-            return []
-    return kept
+    """Return the runs in rounds that did not fail."""
+    return [trace for trace in evidence.usable(traces, tally) if are_in(trace)]
+
+
+def says_length(tally: Tally, trace: Trace) -> bool:
+    """Return whether the number of steps of a round is known; if not, count it as missing."""
+    known = trace.scenario.workload != "own" or "inner_steps" in trace.scenario.options
+    if not known:
+        tally.miss(
+            "how many steps workers make alone is unknown, since rounds have several lengths: say "
+            "it, obs.synchronised(..., inner_steps=k) (in a trace: the option inner_steps)"
+        )
+    return known
+
+
+def says_rule(tally: Tally, trace: Trace) -> bool:
+    """Return whether the rule of the outer step is known; if not, count it as missing."""
+    options = trace.scenario.options
+    stated = {"outer_learning_rate", "outer_momentum"} <= options.keys()
+    known = trace.traits.outer != "other" and (trace.scenario.workload != "own" or stated)
+    if not known:
+        tally.miss(
+            "the rule of the outer step is not known here: torch's SGD is, with one constant rate "
+            "and momentum, given to obs.synchronised (in a trace: the options outer_learning_rate "
+            "and outer_momentum)"
+        )
+    return known
 
 
 def rule(scenario: Scenario) -> Outer:
@@ -85,7 +103,10 @@ def as_steps(trace: Trace) -> Trace:
             kept.append(_as_update(event, own))
         elif not isinstance(event, Update):
             kept.append(event)
-    outer = "momentum" if rule(trace.scenario).outer_momentum else "sgd"
+    has_state = any(event.optimizer for event in trace.of(Synchronised))
+    if trace.scenario.workload != "own":
+        has_state = rule(trace.scenario).outer_momentum > 0
+    outer = "momentum" if has_state else "sgd"
     return replace(trace, scenario=trace.scenario.with_(optimizer=outer), events=tuple(kept))
 
 

@@ -38,7 +38,12 @@ def tasks(selected: Sequence[Invariant]) -> list[Task]:
     others = {left_out.invariant.id for left_out in elsewhere(selected)}
     clauses = [clause for clause in selected if clause.id not in others]
     planned, _ = plan.divide(clauses, plan.Plan())
-    return [task for task in planned if task.check is None or task.check.explores]
+    return [task for task in planned if task.check is None or _judges_commands(task.check)]
+
+
+def _judges_commands(check: Check) -> bool:
+    """Return whether a check judges traces of training, and not of a probe of the harness."""
+    return check.explores or check.takes_commands
 
 
 def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:

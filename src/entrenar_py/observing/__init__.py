@@ -79,11 +79,19 @@ class Observation:
         """
 
     def synchronised(
-        self, optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor]
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        *,
+        inner_steps: int | None = None,
     ) -> None:
         """Report that ranks that train independently (local SGD) were just given the same weights.
 
-        `weights` are the tensors that the outer `optimizer` updates, by parameter name.
+        `weights` are the tensors that the outer `optimizer` updates, by parameter name. Leave both
+        out if the weights are simply averaged. `inner_steps` is the number of steps of a round; by
+        default it is read from the steps between these calls.
+
+        Raises UsageError if only one of `optimizer` and `weights` is given.
         """
 
     def watched(self) -> tuple[Watched, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import tensors
+from entrenar_py.observing.outer_synchronisation import OuterOptimizer
 
 _log = logging.getLogger("entrenar_py")
 
@@ -43,6 +44,26 @@ def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
                 type(optimizer).__name__,
             )
     return stepping
+
+
+def outer(optimizer: Any, weights: Any, inner_steps: Any) -> OuterOptimizer:
+    """Return the outer optimizer that `synchronised` was given, with its weights by name.
+
+    Raises UsageError for an optimizer without weights, weights without an optimizer, and for values
+    of another type.
+    """
+    if (optimizer is None) != (weights is None):
+        raise UsageError(
+            "synchronised: give the outer optimizer and its weights by name, "
+            "synchronised(outer, {name: tensor}); or neither, if weights are simply averaged"
+        )
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise UsageError(f"synchronised: optimizer={_shown(optimizer)}: give the outer optimizer")
+    if weights is not None and not isinstance(weights, Mapping):
+        raise UsageError(f"synchronised: weights={_shown(weights)}: give {{name: tensor}}")
+    if inner_steps is not None:
+        inner_steps = steps("inner_steps", inner_steps, least=1)
+    return OuterOptimizer(optimizer=optimizer, weights=weights or {}, inner_steps=inner_steps)
 
 
 def steps(name: str, count: Any, *, least: int) -> int:

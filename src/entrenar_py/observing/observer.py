@@ -118,10 +118,18 @@ class Observer(Observation):
         )
         self._recording.write([halt])
 
-    def synchronised(self, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
-        step = self._step.number - 1
-        event = self._synchronisations.event(self._subject, optimizer, weights, step)
-        self._recording.write([event])
+    def synchronised(
+        self,
+        optimizer: torch.optim.Optimizer | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+        *,
+        inner_steps: int | None = None,
+    ) -> None:
+        outer = arguments.outer(optimizer, weights, inner_steps)
+        event = self._synchronisations.event(self._subject, outer, self._step.number - 1)
+        if event is not None:
+            self._recording.synchronised(outer.rule())
+            self._recording.write([event])
 
     def close(self) -> None:
         super().close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,37 +14,81 @@ from entrenar_py.observing import tensors
 from entrenar_py.observing.subject import Subject
 
 
+@dataclass(frozen=True, kw_only=True)
+class OuterOptimizer:
+    """The optimizer that brings ranks together, None for a plain mean of their weights.
+
+    `weights` are the tensors that it updates, by parameter name. `inner_steps` is the declared
+    number of steps of a round, None if it was not declared.
+    """
+
+    optimizer: torch.optim.Optimizer | None
+    weights: Mapping[str, Tensor]
+    inner_steps: int | None
+
+    def rule(self) -> dict[str, Any]:
+        """Return the rule of the outer step, as JSON can hold it.
+
+        `rule` is `nesterov` (torch's SGD with Nesterov's momentum, or with none), `momentum` or
+        `other`.
+        """
+        declared = {} if self.inner_steps is None else {"inner_steps": self.inner_steps}
+        if self.optimizer is None:
+            return {**declared, "rule": "nesterov", "lr": 1.0, "momentum": 0.0}
+        first, *others = tensors.groups([self.optimizer])
+        momentum = float(first.get("momentum") or 0.0)
+        unusual = any(first.get(name) for name in ("maximize", "weight_decay", "dampening"))
+        if (
+            type(self.optimizer) is not torch.optim.SGD
+            or any(group != first for group in others)
+            or unusual
+            or not 0 <= momentum < 1
+        ):
+            return {**declared, "rule": "other"}
+        rule = "nesterov" if first.get("nesterov") or not momentum else "momentum"
+        return {**declared, "rule": rule, "lr": float(first["lr"]), "momentum": momentum}
+
+
 class OuterSynchronisations:
     """Counts the collectives of synchronisations, and separately those of the steps in between."""
 
     def __init__(self) -> None:
         self._begun: int | None = None
         self._stepped: int | None = None
+        self._has_stepped = False
+        self._last: tuple[int, dict[str, trace.TensorRecord]] = -1, {}
 
     def stepped(self) -> None:
         """Note that the rank has made a step; counting begins with its first."""
+        self._has_stepped = True
         self._stepped = num_collectives()
         self._begun = self._stepped if self._begun is None else self._begun
 
     def event(
-        self,
-        subject: Subject,
-        optimizer: torch.optim.Optimizer,
-        weights: Mapping[str, Tensor],
-        step: int,
-    ) -> trace.Synchronised:
+        self, subject: Subject, outer: OuterOptimizer, step: int
+    ) -> trace.Synchronised | None:
         """Return the record of a synchronisation after `step`, and count anew from here.
 
-        `weights` are the tensors that the outer `optimizer` updates, by name.
+        None before the first step of this process: ranks are given their initial weights, or those
+        of a checkpoint, which the record of its start has. Several calls after one step, each for
+        some tensors, are one synchronisation.
         """
-        names = {tensor: name for name, tensor in weights.items()}
+        if not self._has_stepped:
+            return None
         begun, stepped, now = self._begun, self._stepped, num_collectives()
         self._begun = self._stepped = now
+        names = {tensor: name for name, tensor in outer.weights.items()}
+        state: dict[str, trace.TensorRecord] = {}
+        if outer.optimizer is not None:
+            state = dict(subject.record(dict(tensors.optimizer_state(outer.optimizer, names))))
+        if self._last[0] == step:
+            state = self._last[1] | state
+        self._last = step, state
         return trace.Synchronised(
             step=step,
             rank=subject.rank,
             weights=subject.record(subject.parameters),
-            optimizer=subject.record(dict(tensors.optimizer_state(optimizer, names))),
+            optimizer=state,
             buffers=subject.buffer_records(),
             collectives=_difference(stepped, now),
             collectives_alone=_difference(begun, stepped),

@@ -29,6 +29,7 @@ class Recording:
         self._constants = tensors.constants(subject.optimizers)
         self._compression = ""
         self._steps_copies = False
+        self._outer: dict[str, Any] = {}
         self._file = RankFile(
             Path(os.environ[FOLDER]),
             {
@@ -54,6 +55,12 @@ class Recording:
         if compression != self._compression:
             self._compression = compression
             self._file.note("compressed", to=compression)
+
+    def synchronised(self, rule: Mapping[str, Any]) -> None:
+        """Write the rule by which ranks that train independently are brought together, once."""
+        if rule != self._outer:
+            self._outer = dict(rule)
+            self._file.note("outer", **rule)
 
     def look_at_optimizers(self) -> None:
         """Write that the optimizers' constants have changed, or that they step copies, once."""

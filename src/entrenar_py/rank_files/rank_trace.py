@@ -20,11 +20,13 @@ from entrenar_py.rank_files import layout, rank_header
 from entrenar_py.rank_files.layout import Layout, Piece
 from entrenar_py.rank_files.rank_file import SUFFIX, line
 from entrenar_py.trace import records
+from entrenar_py.trace.traits import CHOICES
 from entrenar_py.untrusted import files
 
 # A check has the whole run in memory. This is ten times the size of 1000 steps of 300 tensors.
 FILE_BYTES_MAX = 2**30
 EVENTS_MAX = 2**20
+OUTER_RULES = CHOICES["outer"]
 
 _NAME = re.compile(rf"[0-9]{{1,9}}-(?P<life>[0-9]{{1,9}}){re.escape(SUFFIX)}")
 _CLOSED_WELL = line("closed", problem="").encode()
@@ -42,6 +44,8 @@ class RankTrace:
     - `local`: buffers that depend on the rank's own samples, None if unknown.
     - `changed`: the optimizer's constants, except learning rates, have changed since the header.
     - `compression`: the format in which gradients were sent, "" if uncompressed.
+    - `outer`: the rule by which ranks that step alone are brought together: `rule`, and for known
+      ones `lr` and `momentum`; `inner_steps`, the steps of a round, if declared.
     """
 
     life: int
@@ -55,6 +59,7 @@ class RankTrace:
     changed: bool = False
     copies: bool = False
     compression: str = ""
+    outer: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -136,6 +141,23 @@ def _layout(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
     return replace(rank, layout=arranged)
 
 
+def _outer(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
+    """Add the rule of the outer step. A rule that changes from round to round is another one."""
+    rule = {
+        name: record[name] for name in ("rule", "lr", "momentum", "inner_steps") if name in record
+    }
+    numbers = [rule[name] for name in ("lr", "momentum") if name in rule]
+    if rule.get("rule") not in OUTER_RULES or not all(type(number) is float for number in numbers):
+        raise TraceError(f"outer={rule!r:.80}: use a rule ({', '.join(OUTER_RULES)}) and numbers")
+    if rule["rule"] != "other" and len(numbers) < 2:
+        raise TraceError(f"outer={rule!r:.80}: give lr and momentum")
+    if type(rule.get("inner_steps", 1)) is not int or rule.get("inner_steps", 1) < 1:
+        raise TraceError(f"inner_steps={rule['inner_steps']!r:.40}: use a whole number >= 1")
+    if rank.outer and rank.outer != rule:
+        rule["rule"] = "other"
+    return replace(rank, outer=rule)
+
+
 # Kind of a line other than an event -> function that adds the line's content to the record.
 _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
     "closed": lambda rank, record: replace(
@@ -145,6 +167,7 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
     "local": _local,
     "changed": lambda rank, _: replace(rank, changed=True),
     "copies": lambda rank, _: replace(rank, copies=True),
+    "outer": _outer,
     "compressed": lambda rank, record: replace(rank, compression=str(record.get("to", ""))),
 }
 

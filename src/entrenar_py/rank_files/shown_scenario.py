@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from entrenar_py.errors import UsageError
-from entrenar_py.rank_files import assembly
+from entrenar_py.rank_files import assembly, outer_rounds
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import End, Event, Shard, Synchronised, Trace, Traits, Update
@@ -39,6 +39,7 @@ def of(
     accumulation = 1 + max((shard.shard for shard in shards), default=0)
     num_parts = len({*assembly.places(ranks).values()})
     optimizer, traits = _optimizer(ranks, header, updates)
+    options, outer = outer_rounds.shown(ranks, events)
     scenario = Scenario(
         system=SYSTEM,
         workload="own",
@@ -51,9 +52,10 @@ def of(
         accumulation=accumulation,
         dropout=float(header.get("dropout", 0.0)),
         detail="values" if header.get("values") else "digests",
+        options=options,
         **optimizer,
     )
-    return scenario, Traits.from_dict({**_of_the_data(ranks, header), **traits})
+    return scenario, Traits.from_dict({**_of_the_data(ranks, header), **traits, **outer})
 
 
 def trace_of(

@@ -24,6 +24,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "decay": ("decoupled", "coupled"),
     "schedule": ("known", "other"),
     "steps": ("model", "copies"),
+    "outer": ("nesterov", "momentum", "other"),
 }
 
 
@@ -55,6 +56,8 @@ class Traits:
     - `clipping`: `other` if gradients were recorded only as applied, maybe clipped.
     - `steps`: `copies` if it steps copies of the weights, which are written back later.
     - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't state.
+    - `outer`: the rule by which workers that step alone are brought together: `momentum` without
+      Nesterov's look ahead, `other` if it is unknown here.
 
     Raises UsageError for a value that is not among a field's CHOICES.
     """
@@ -78,6 +81,7 @@ class Traits:
     clipping: str = "told"
     schedule: str = "known"
     steps: str = "model"
+    outer: str = "nesterov"
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
