@@ -16,7 +16,8 @@ class Twin:
 
     `check` must find the bug with `world_size` workers, at `step` (-1: before the first one),
     `rank` and `tensor`, as far as these are given. `turned` are the knobs of the script that are
-    turned. Without a check, nothing may be found. `source` tells where the bug was seen.
+    turned. Without a check, nothing may be found. `verdict` is what the check finds, if that isn't
+    a bug, and `arguments` follow the script in its command. `source` tells where the bug was seen.
     """
 
     name: str
@@ -24,7 +25,10 @@ class Twin:
     text: str = ""
     source: str = ""
     changes: tuple[tuple[str, str], ...]
+    text: str = ""
+    arguments: tuple[str, ...] = ()
     check: str = ""
+    verdict: str = "falsified"
     world_size: int = 2
     turned: tuple[str, ...] = ()
     step: int | None = None

@@ -12,7 +12,14 @@ import time
 from pathlib import Path
 
 from entrenar_py.verdict import Finding, Verdict
-from falsification import user_benign, user_bugs, user_declared, user_knobs, user_scalers
+from falsification import (
+    user_benign,
+    user_bugs,
+    user_declared,
+    user_knobs,
+    user_resumes,
+    user_scalers,
+)
 from falsification.user_trainers import TWINS, Twin
 from tests.command import scripts, zygote
 
@@ -38,7 +45,7 @@ def findings(
     wanted = {twin.check} if twin.check else WANTED
     # Pairs are run for parity: other checks see them beside it.
     traces = scripts.record(
-        scripts.command(script, twin.turned),
+        (*scripts.command(script, twin.turned), *twin.arguments),
         {*wanted, "parity"} if twin.turned else wanted,
         folder / "runs",
         world_sizes=(twin.world_size,),
@@ -56,8 +63,10 @@ def problem(twin: Twin, found: dict[str, Finding]) -> str:
         return "; ".join(broken)
     finding = found[twin.check]
     place = finding.counterexample
-    if not is_broken(finding) or place is None:
+    if finding.verdict.value != twin.verdict:
         return f"{finding.verdict.value}: {finding.reason}"
+    if place is None:
+        return "" if twin.words in finding.reason else f"for another reason: {finding.reason}"
     for name in ("step", "rank", "tensor"):
         due, got = getattr(twin, name), getattr(place, name)
         if due not in (None, got):
@@ -73,13 +82,17 @@ def is_broken(finding: Finding) -> bool:
 def main() -> int:
     """Print a line for each script, and the number with a problem."""
     every = (
-        *(*TWINS, *user_bugs.BUGS, *user_declared.BUGS, *user_knobs.BUGS, *user_scalers.BUGS),
-        *(
-            *user_benign.VARIANTS,
-            *user_declared.VARIANTS,
-            *user_scalers.VARIANTS,
-            *user_scalers.ROUNDED,
-        ),
+        *TWINS,
+        *user_bugs.BUGS,
+        *user_declared.BUGS,
+        *user_knobs.BUGS,
+        *user_resumes.BUGS,
+        *user_resumes.OPEN,
+        *user_scalers.BUGS,
+        *user_benign.VARIANTS,
+        *user_declared.VARIANTS,
+        *user_scalers.VARIANTS,
+        *user_scalers.ROUNDED,
     )
     chosen = [one for one in every if all(word in one.name for word in sys.argv[1:])]
     missed = 0

@@ -65,7 +65,7 @@ def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
     for trace in rounds.usable(traces, tally):
         replica_identity.compare(tally, rounds.as_steps(trace))
         _joined(tally, trace)
-    return tally.finding(nothing=rounds.NOTHING)
+    return tally.finding(nothing=rounds.nothing(tally))
 
 
 def _joined(tally: Tally, trace: Trace) -> None:
@@ -98,7 +98,7 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
     runs = replace(runs, base=base)
     if base is not None:
         parity.compare_with_oracle(tally, runs.chosen(_in_steps), None)
-    return tally.finding(nothing=oracles.missing_model(tally, runs) or rounds.NOTHING)
+    return tally.finding(nothing=oracles.missing_model(tally, runs) or rounds.nothing(tally))
 
 
 def _in_steps(trace: Trace) -> Trace:
@@ -111,7 +111,7 @@ def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
     tally = missing.tally_for(invariant, traces)
     kept = rounds.usable(traces, tally)
     if not kept:
-        return tally.finding(nothing=rounds.NOTHING)
+        return tally.finding(nothing=rounds.nothing(tally))
     for trace in kept:
         if trace.scenario.workload == "own":
             outer_finiteness.compare(tally, trace)
@@ -122,7 +122,7 @@ def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
             message = f"rank {update.rank} updated its own weights with a value that is not finite"
             is_good = (update.rank, update.step) not in bad
             tally.check(is_good, message, **evidence.place(trace, update))
-    return tally.finding(nothing=rounds.NOTHING)
+    return tally.finding(nothing=rounds.nothing(tally))
 
 
 ROWS = (

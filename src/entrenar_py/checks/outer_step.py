@@ -43,12 +43,12 @@ Vectors = Mapping[str, NDArray[Any]]
 
 def judge_schedule(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that workers synchronise at the end of each round, and don't communicate within it."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, traces)
     for trace in rounds.usable(traces, tally):
         if rounds.says_length(tally, trace):
             _on_time(tally, trace)
         silent_rounds.compare(tally, trace)
-    return tally.finding(nothing=rounds.NOTHING)
+    return tally.finding(nothing=rounds.nothing(tally))
 
 
 def _on_time(tally: Tally, trace: Trace) -> None:
@@ -86,11 +86,11 @@ def _is_cut_off(scenario: Scenario, step: int) -> bool:
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Judge every outer step of every worker: the weights, and the outer momentum."""
-    tally = Tally(invariant.id)
+    tally = missing.tally_for(invariant, traces)
     for trace in rounds.usable(traces, tally):
         if rounds.says_rule(tally, trace):
             _follow(tally, trace)
-    return tally.finding(nothing=rounds.NOTHING)
+    return tally.finding(nothing=rounds.nothing(tally))
 
 
 def _follow(tally: Tally, trace: Trace) -> None:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, missing
 from entrenar_py.outer import Outer
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Membership, Start, Synchronised, Trace, Update
@@ -17,15 +17,25 @@ from entrenar_py.verdict import Tally
 
 PROMISE = "rounds"
 NOTHING = (
-    "no run of workers that step alone and synchronise: call obs.synchronised(...) wherever they "
-    "were just given the same weights, and make enough steps for a round (in a trace: record a "
-    f'Synchronised of each rank, with promises=("{PROMISE}",))'
+    "no run of workers that step alone and synchronise: record a Synchronised of each rank "
+    f'whenever they are, in a trace with promises=("{PROMISE}",)'
 )
 
 
 def are_in(trace: Trace) -> bool:
     """Return whether the workers of a run step alone, so that replicas differ within a round."""
     return PROMISE in trace.promises
+
+
+def nothing(tally: Tally) -> str:
+    """Return the reason of a judge that saw no run in rounds."""
+    return missing.told(
+        tally,
+        trace=NOTHING,
+        script="no workers that step alone were brought together: call obs.synchronised(...) "
+        "wherever they were just given the same weights, and make enough steps for a round "
+        "(--steps)",
+    )
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
@@ -38,8 +48,13 @@ def says_length(tally: Tally, trace: Trace) -> bool:
     known = trace.scenario.workload != "own" or "inner_steps" in trace.scenario.options
     if not known:
         tally.miss(
-            "how many steps workers make alone is unknown, since rounds have several lengths: say "
-            "it, obs.synchronised(..., inner_steps=k) (in a trace: the option inner_steps)"
+            missing.told(
+                tally,
+                trace="the run does not say how many steps its workers make alone: give the option "
+                "inner_steps in its scenario",
+                script="rounds have several lengths: say how many steps workers make alone, "
+                "obs.synchronised(..., inner_steps=k)",
+            )
         )
     return known
 
@@ -51,9 +66,13 @@ def says_rule(tally: Tally, trace: Trace) -> bool:
     known = trace.traits.outer != "other" and (trace.scenario.workload != "own" or stated)
     if not known:
         tally.miss(
-            "the rule of the outer step is not known here: torch's SGD is, with one constant rate "
-            "and momentum, given to obs.synchronised (in a trace: the options outer_learning_rate "
-            "and outer_momentum)"
+            missing.told(
+                tally,
+                trace="the run does not say the rule of its outer step: give the options "
+                "outer_learning_rate and outer_momentum in its scenario",
+                script="the rule of the outer step is not known here: it is for torch's SGD with "
+                "one constant rate and momentum, given to obs.synchronised(optimizer, weights)",
+            )
         )
     return known
 

@@ -146,21 +146,28 @@ def require_resumes(tally: Tally, trace: Trace) -> None:
     for number, stop in enumerate(trace.scenario.stops, start=1):
         anew = [lives[number]] if number < len(lives) and not lives[number].resumed else []
         if anew and trace.scenario.workload == "own":
-            tally.miss(_anew(stop, lives[0], anew[0]))
+            _tell_anew(tally, stop, lives[0], anew[0], is_enough=bool(resumed))
         elif stop not in resumed and len(lives) <= number and stop <= last:
             why = f"the run was to stop before step {stop}, and no resume was recorded"
             missing.ask(tally, why, facts.RESUMED_START)
 
 
-def _anew(stop: int, first: Start, start: Start) -> str:
-    """Return why a rank that was started again after a stop has not resumed."""
+def _tell_anew(tally: Tally, stop: int, first: Start, start: Start, *, is_enough: bool) -> None:
+    """Count as missing why a rank that was started again after a stop has not resumed.
+
+    It is only noted if the first checkpoint was written later: then another stop `is_enough`.
+    """
     if _same(first.weights, start.weights):
-        return (
-            f"after the stop before step {stop} the script began anew, with its initial weights: "
-            "it found no checkpoint in {workdir}, or loads none; save one at the latest when "
-            "{steps} steps are made"
+        why = f"after the stop before step {stop} the script began anew, with its initial weights"
+        if is_enough:
+            tally.note(f"{why}: it had written no checkpoint by then")
+            return
+        tally.miss(
+            f"{why}: it found no checkpoint in {{workdir}}, or loads none; save one at the latest "
+            "when {steps} steps are made"
         )
-    return (
+        return
+    tally.miss(
         f"after the stop before step {stop} the script began at step {start.step}, with weights of "
         "no earlier step: if it resumes, say how many optimizer steps were made before, "
         "observe(..., step=...)"
