@@ -25,7 +25,6 @@ class Twin:
     text: str = ""
     source: str = ""
     changes: tuple[tuple[str, str], ...]
-    text: str = ""
     arguments: tuple[str, ...] = ()
     check: str = ""
     verdict: str = "falsified"

@@ -22,6 +22,7 @@ class Check(CheckTerms):
     `bitwise`: it applies only to trainers whose bits do not depend on the number of workers.
     `takes_turned`: it also judges runs with a turned knob: with the base if `needs` has that knob,
     else alone. `takes_commands`: it also judges a user's command, as checks that explore do.
+    `not_of_commands`: why it judges none, if it is no probe either.
     """
 
     judge: Callable[[Invariant, Traces], Finding]
@@ -35,3 +36,4 @@ class Check(CheckTerms):
     bitwise: bool = False
     takes_turned: bool = False
     takes_commands: bool = False
+    not_of_commands: str = ""

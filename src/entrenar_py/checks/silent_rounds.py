@@ -70,21 +70,27 @@ def _tell_collectives(tally: Tally, trace: Trace, unknown: set[tuple[int, int]])
     `unknown` are the steps that a rank made with a gradient which may be its own or not.
     """
     begun: dict[int, int] = {}
+    num_called = 0
     for event in trace.of(Synchronised):
         first = begun.get(event.rank, 0)
         begun[event.rank] = event.step + 1
         if not event.collectives_alone:
             tally.compared += event.collectives_alone == 0
             continue
-        called = counted(event.collectives_alone, "collective")
-        where = f"rank {event.rank} called {called} within the round before step {event.step + 1}"
         if any((step, event.rank) in unknown for step in range(first, event.step + 1)):
+            called = counted(event.collectives_alone, "collective")
             tally.miss(
-                f"{where}, and whether they shared gradients is unknown: record gradients with "
-                "values (a model of up to 65,536 parameters), and clip by the norm alone"
+                f"rank {event.rank} called {called} within the round that ends with step "
+                f"{event.step}, and whether they shared gradients is unknown: check with a model "
+                "of up to 65,536 parameters, and clip by the norm alone"
             )
         else:
-            tally.note(f"{where}: each step was made with the rank's own gradient nevertheless")
+            num_called += event.collectives_alone
+    if num_called:
+        tally.note(
+            f"{counted(num_called, 'collective')} were called within rounds: they are no fault, "
+            "since each step was made with the rank's own gradient"
+        )
 
 
 def _sums(trace: Trace) -> Mapping[tuple[int, int], Vector]:

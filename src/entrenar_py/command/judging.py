@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from entrenar_py import checks
 from entrenar_py.checks import Check
 from entrenar_py.checks.needs import ALONE, KILLED, REPEATED, RESUMED, Near, Need, Runs
 from entrenar_py.command import asked
@@ -28,34 +29,39 @@ _WHY_NOT: Mapping[Need, str] = {
     ),
     KILLED: "no worker was killed: that takes two workers or more; raise --world-size",
 }
+_BY_PROBES = "decided by a probe that the harness runs itself, not by a script's runs"
 
 
 def tasks(selected: Sequence[Invariant]) -> list[Task]:
-    """Return a task for each clause that applies to a user's trainer.
-
-    Clauses that are decided by probes of the harness, and those of `elsewhere`, are left out.
-    """
+    """Return a task for each clause that applies to a user's trainer: all but `elsewhere`."""
     others = {left_out.invariant.id for left_out in elsewhere(selected)}
     clauses = [clause for clause in selected if clause.id not in others]
     planned, _ = plan.divide(clauses, plan.Plan())
-    return [task for task in planned if task.check is None or _judges_commands(task.check)]
-
-
-def _judges_commands(check: Check) -> bool:
-    """Return whether a check judges traces of training, and not of a probe of the harness."""
-    return check.explores or check.takes_commands
+    return list(planned)
 
 
 def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
-    """Return the clauses that are bound to systems of the harness."""
-    return tuple(
-        NotApplying(
-            invariant=clause,
-            reason=f"its binding is for {', '.join(clause.binding.systems)} only",
-        )
-        for clause in selected
-        if clause.binding is not None and clause.binding.systems
-    )
+    """Return the clauses that don't apply to a user's trainer, each with the reason.
+
+    They are bound to systems of the harness, decided by its probes, or about a promise that no
+    script makes.
+    """
+    reasons = ((clause, _why_elsewhere(clause)) for clause in selected)
+    return tuple(NotApplying(invariant=clause, reason=why) for clause, why in reasons if why)
+
+
+def _why_elsewhere(clause: Invariant) -> str:
+    """Return why a clause doesn't apply to a user's trainer; "" if it does."""
+    if clause.binding is not None and clause.binding.systems:
+        return f"its binding is for {', '.join(clause.binding.systems)} only"
+    check = checks.bind(clause)
+    if check is None:
+        return ""
+    if check.bitwise:
+        return "a script promises rounding, not the same bits for any number of workers"
+    if check.explores or check.takes_commands:
+        return ""
+    return check.not_of_commands or _BY_PROBES
 
 
 def judge(
@@ -80,9 +86,7 @@ def judge(
 
 
 def _is_for(check: Check, run: Run) -> bool:
-    """Return whether `check` judges a run; a bitwise one needs a run that promises equal bits."""
-    promised = not check.bitwise or "bitwise" in run.trace.promises
-    return promised and asked.judges(check, run.asked)
+    return asked.judges(check, run.asked)
 
 
 def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:

@@ -137,7 +137,7 @@ def _shared(ranks: Ranks, layout: Layout) -> list[Event]:
 
 def _micro_batches(rank: RankTrace, layout: Layout) -> list[Shard]:
     shards = [event for event in rank.events if isinstance(event, Shard)]
-    if not layout.has(["pp"]):
+    if "pp" not in layout.axes:  # one worker has all stages of a pipeline
         return shards
     # A pipeline's schedule splits a batch further, unknown to samplers: a step is one micro-batch.
     by_step: dict[int, list[Shard]] = defaultdict(list)
