@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from entrenar_py.observing.micro_batches import MicroBatches
-from entrenar_py.observing.samplers import Samples
+from entrenar_py.observing.samples import Samples
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def micro_batches() -> MicroBatches:
 def go_through(micro_batches: MicroBatches, *ids: int, draw: bool = False) -> None:
     """Make one micro-batch of these samples."""
     micro_batches.samples.tell(ids, None)
-    micro_batches.before_forward()
+    micro_batches.before_forward([])
     if draw:
         torch.rand(1)
     micro_batches.after_forward()
@@ -44,9 +44,10 @@ def test_the_same_samples_again(micro_batches: MicroBatches) -> None:
     """A pass without new samples has those of the pass before, and they count once."""
     go_through(micro_batches, 0, 1)
     micro_batches.forget_repeated()
-    assert (micro_batches.done, micro_batches.samples.ids) == ([], [0, 1])
+    assert micro_batches.done == []
     micro_batches.after_backward(0, {}, finite=True)
-    micro_batches.samples.ids = [2]
+    micro_batches.samples.tell([2], None)
+    micro_batches.samples.settle()
     micro_batches.forget_repeated()
     assert [micro.ids for micro in micro_batches.done] == [(0, 1)]
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import entrenar_py
 from entrenar_py.errors import TraceError
 from entrenar_py.observing import FAULTS, FOLDER, Observation
-from entrenar_py.observing.samplers import InOrder
+from entrenar_py.observing.sources import InOrder
 from entrenar_py.rank_files import rank_trace
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Shard, Start, Update

@@ -92,6 +92,7 @@ EVENTS: tuple[trace.Event, ...] = (
     trace.Memory(
         rank=0, backend="cpu", peak_bytes=3, baseline_bytes=1, estimate_bytes=9, budget_bytes=99
     ),
+    trace.Selection(rank=1, ids=(0, 3)),
     trace.Held(rank=1, num_parts=2, held_bytes=5, whole_bytes=9),
     trace.Carried(
         message="Average", payload_bytes=4, pieces=2, sent="00", got=None, allocated_bytes=64

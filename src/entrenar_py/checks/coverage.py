@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from entrenar_py.checks import evidence, facts, history, missing, plans
+from entrenar_py.checks import evidence, facts, history, missing, plans, untold_epochs
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
+from entrenar_py.checks.population import Population, compare_selections
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -27,7 +28,12 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
                 "samples are drawn with replacement: they must belong to the data set and be the "
                 "same when it is run again; how often each comes was not judged"
             )
-        _disjoint_and_complete(tally, trace)
+        compare_selections(tally, trace)
+        if trace.traits.epochs == "untold" and not trace.traits.replacement:
+            missing.require_ids(tally, trace)
+            untold_epochs.judge(tally, trace)
+        else:
+            _disjoint_and_complete(tally, trace)
         _all_made(tally, trace)
         _by_members(tally, trace)
     if tally.broken is None:  # a run that is wrong by itself differs from others because of that
@@ -41,19 +47,23 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
 
     How many samples a step draws is checked only before the first step with unknown samples.
     """
-    scenario = trace.scenario
+    scenario, population = trace.scenario, Population(trace)
     unknown = {*missing.require_ids(tally, trace), *missing.require_beginning(tally, trace)}
     known_until = min(unknown, default=math.inf)
     seen: dict[int, dict[int, int]] = {}  # epoch -> sample id -> step that drew it
     for step, shards in sorted(evidence.shards(trace).items()):
         epochs = sorted({s.epoch for s in shards if s.ids} or {shards[0].epoch})
         begun = [epoch for epoch in epochs if epoch not in seen]
-        left = sum(scenario.num_samples - len(seen.get(epoch, ())) for epoch in epochs)
+        left = sum(population.num_lacking(seen.get(epoch, ())) for epoch in epochs)
         _drawn_alike(tally, trace, shards)
         for shard in shards:
-            _count(tally, trace, shard, seen.setdefault(shard.epoch, {}))
+            _count(tally, trace, shard, seen.setdefault(shard.epoch, {}), population)
         if step >= known_until or trace.traits.replacement:
             continue
+        for epoch in begun:
+            _ended_complete(tally, trace, seen, epoch, step, population)
+        if tally.observed:
+            continue  # a script may draw as many as it likes, as long as all come
         count = sum(len(shard.ids) for shard in shards)
         tally.equal(
             min(scenario.batch_size, left),
@@ -63,8 +73,6 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
             step=step,
             scenario=scenario,
         )
-        for epoch in begun:
-            _ended_complete(tally, trace, seen, epoch, step)
 
 
 def _drawn_alike(tally: Tally, trace: Trace, shards: Sequence[Shard]) -> None:
@@ -93,10 +101,11 @@ def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:
     return f"; ranks {str(ranks[:8])[1:-1]} recorded no Shard of it" if ranks else ""
 
 
-def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> None:
-    num_samples = trace.scenario.num_samples
+def _count(
+    tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int], population: Population
+) -> None:
     again = tuple(i for n, i in enumerate(shard.ids) if i in drawn or i in shard.ids[:n])
-    strange = tuple(i for i in shard.ids if not 0 <= i < num_samples)
+    strange = population.strange(shard.ids)
     place = evidence.place(trace, shard)
     if shard.ids or trace.scenario.num_shards == 1:
         tally.check(
@@ -106,27 +115,38 @@ def _count(tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int]) -> N
             sample_ids=again,
             **place,
         )
-        message = f"sample ids outside 0 .. {num_samples - 1}: {list(strange)[:8]}"
+        message = f"sample ids outside {population.in_words}: {list(strange)[:8]}"
         tally.check(not strange, message, sample_ids=strange, **place)
     drawn.update(dict.fromkeys(shard.ids, shard.step))
 
 
 def _ended_complete(
-    tally: Tally, trace: Trace, seen: dict[int, dict[int, int]], epoch: int, step: int
+    tally: Tally,
+    trace: Trace,
+    seen: dict[int, dict[int, int]],
+    epoch: int,
+    step: int,
+    population: Population,
 ) -> None:
     """Check that the epoch before `epoch` was drawn completely. `step` is the first of `epoch`.
 
-    A trainer that drops the last batch may leave out fewer samples than a batch has.
+    A trainer that drops the last batch may leave out fewer samples than a batch has. If only a
+    guess says which samples an epoch should have, it should have those of the other epochs.
     """
     earlier = [e for e in seen if e < epoch]
     if not earlier:
         return
     done = max(earlier)
-    num_samples = trace.scenario.num_samples
-    num_lacking = num_samples - sum(0 <= sample < num_samples for sample in seen[done])
-    absent = (sample for sample in range(num_samples) if sample not in seen[done])
-    lacking = list(islice(absent, LISTED_MAX)) if num_lacking else []
-    dropped = trace.traits.drop_last and num_lacking < trace.scenario.batch_size
+    num_lacking = population.num_lacking(seen[done])
+    lacking = list(islice(population.lacking(seen[done]), LISTED_MAX)) if num_lacking else []
+    is_short = num_lacking < trace.scenario.batch_size
+    dropped = trace.traits.drop_last and is_short
+    if lacking and population.is_guessed:
+        lacking = [] if is_short else [id_ for id_ in lacking if id_ in population.drawn]
+        if not lacking and not dropped:
+            why = f"epoch {done} has only {len(seen[done])} of {len(population.samples)} samples"
+            missing.ask(tally, why, facts.POPULATION)
+            return
     tally.check(
         dropped or not lacking,
         f"epoch {done} ended without samples {lacking[:8]}",

@@ -46,6 +46,12 @@ IDS_IN_BOTH = Fact(record="Shard.ids in both runs", call=_SAMPLES)
 IDS_AND_UPDATE = Fact(
     record="a Shard with ids for every rank and step, and an Update for the step", call=_SAMPLES
 )
+EPOCHS = Fact(record="Shard.epoch", call="report the epochs, too: obs.samples(ids, epoch=...)")
+POPULATION = Fact(
+    record="the samples of the data set",
+    call="give observe(..., sampler=loader) a loader of torch's, of a Subset if only some samples "
+    "are meant, and with drop_last=True if a short last batch is left out",
+)
 LOSS = Fact(record="Shard.loss_sum", call=_LOSS)
 LOSS_IN_BOTH = Fact(record="Shard.loss_sum, or Update.loss, in both runs", call=_LOSS)
 LOSS_OF_UPDATE = Fact(record="Update.loss in both", call=_LOSS)

@@ -151,7 +151,7 @@ def require_ids(tally: Tally, trace: Trace) -> set[int]:
     """Return the steps that were made with unknown samples, and count them as missing."""
     bare = require_shards(tally, trace)
     if nameless := _unnamed(trace):
-        ask(tally, f"the samples of {_steps(sorted(nameless))} are unknown", facts.IDS)
+        ask(tally, f"the samples of {_steps(sorted(nameless))} are unknown{_why(trace)}", facts.IDS)
     return bare | nameless
 
 
@@ -159,6 +159,12 @@ def _steps(steps: Sequence[int]) -> str:
     """Return `step 3`, or `steps 0, 1, 2 and later`."""
     later = " and later" if steps[5:] else ""
     return f"{wording.named('step', steps[:5])}{later}"
+
+
+def _why(trace: Trace) -> str:
+    """Return ` (the reason that the first micro-batch with unknown samples names)`, or ""."""
+    why = next((shard.unknown for shard in trace.of(Shard) if shard.unknown), "")
+    return f" ({why})" if why else ""
 
 
 def unknown_steps(trace: Trace) -> set[int]:
@@ -172,7 +178,7 @@ def _unnamed(trace: Trace) -> set[int]:
     return {
         step
         for step, shards in evidence.shards(trace).items()
-        if never or any(shard.weight > 0 and not shard.ids for shard in shards)
+        if never or any(s.unknown or (s.weight > 0 and not s.ids) for s in shards)
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from entrenar_py.observing import Observation, observe
-from entrenar_py.observing.samplers import InOrder
+from entrenar_py.observing.sources import InOrder
 
 
 class ObserveCallback(TrainerCallback):

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from entrenar_py import trace
 from entrenar_py.observing import tensors
-from entrenar_py.observing.samplers import Samples
+from entrenar_py.observing.batches import Block
+from entrenar_py.observing.samples import Samples
 from entrenar_py.rank_files import whole_tensors
 
 
@@ -44,9 +45,12 @@ class MicroBatches:
         mean = value.detach() if isinstance(value, Tensor) else value
         self._losses.append((float(mean), float(weight)))
 
-    def before_forward(self) -> None:
-        """Note the samples of a forward pass, and the random generators' state before it."""
-        self.samples.collect()
+    def before_forward(self, blocks: list[Block]) -> None:
+        """Note the samples of a forward pass, and the random generators' state before it.
+
+        `blocks` are the memory of its inputs.
+        """
+        self.samples.forward(blocks)
         if not self._state_before:
             self._state_before = tensors.random_state(self._model)
 
@@ -58,22 +62,24 @@ class MicroBatches:
 
     def after_backward(self, step: int, gradient: trace.Tensors, *, finite: bool) -> None:
         """Note that the backward pass of a micro-batch of `step` is over."""
-        self.samples.collect()
+        self.samples.settle()
+        drawn = self.samples.take()
         self.done.append(
             trace.Shard(
                 step=step,
-                epoch=self.samples.epoch,
+                epoch=drawn.epoch,
                 rank=self._rank,
                 shard=self.index,
-                ids=tuple(self.samples.ids),
+                ids=drawn.ids,
                 loss_sum=None,
-                weight=float(len(self.samples.ids)),
+                weight=float(len(drawn.ids)),
                 finite=finite,
                 draws=self._draws,
                 gradient=gradient,
+                unknown=drawn.unknown,
             )
         )
-        self._state_before, self._draws, self.samples.ids = "", None, []
+        self._state_before, self._draws = "", None
 
     def within_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
         """Add the gradient of a nested pass to the last micro-batch done."""
@@ -87,10 +93,10 @@ class MicroBatches:
 
         It does if no new samples were drawn: its samples are then the same ones.
         """
-        ids = [] if self.samples.ids else [id_ for shard in self.done for id_ in shard.ids]
-        if ids:
+        ids = tuple(id_ for shard in self.done for id_ in shard.ids)
+        if ids and not self.samples.are_new:
             self.done.clear()
-            self.samples.ids = ids
+            self.samples.repeat(ids)
 
     def excuse(self) -> None:
         """Mark done micro-batches finite and drop their gradients: the loss scale was too large."""
@@ -124,3 +130,4 @@ class MicroBatches:
     def end_step(self) -> None:
         """Number the next micro-batches from 0 again."""
         self._num_written = 0
+        self.samples.end_step()

@@ -13,6 +13,7 @@ from entrenar_py import trace
 from entrenar_py.observing import (
     Observation,
     arguments,
+    batches,
     declarations,
     dtensors,
     first_look,
@@ -21,11 +22,12 @@ from entrenar_py.observing import (
 )
 from entrenar_py.observing.backward_hooks import BackwardHooks
 from entrenar_py.observing.micro_batches import MicroBatches
+from entrenar_py.observing.module_hooks import OwnHook
 from entrenar_py.observing.outer_synchronisation import OuterSynchronisations
 from entrenar_py.observing.planned_faults import PlannedFaults
 from entrenar_py.observing.recording import Recording
 from entrenar_py.observing.reduced_gradients import ReducedGradients
-from entrenar_py.observing.samplers import Samples
+from entrenar_py.observing.samples import Samples
 from entrenar_py.observing.step_in_work import StepInWork
 from entrenar_py.observing.subject import Subject
 from entrenar_py.rank_files import rank_file
@@ -65,7 +67,7 @@ class Observer(Observation):
         self._step = StepInWork(self._subject, arguments.steps("step", step, least=0))
         self._scheduler = scheduler
         self._started = False
-        samples = Samples(sampler)
+        samples = Samples(sampler, resumed=step > 0)
         self._micro_batches = MicroBatches(self._subject.model, rank, samples)
         self._gradients = ReducedGradients()
         self._synchronisations = OuterSynchronisations()
@@ -137,16 +139,18 @@ class Observer(Observation):
             self._skip_step()
         self._end_step()
         self._recording.close()
+        self._micro_batches.samples.remove()
         self._backward.remove()
-        for handle in self._handles:
+        for handle in [self._first, *self._handles]:
             handle.remove()
 
     # --- called by torch's hooks ------------------------------------------------------------------
 
     def _hook(self) -> None:
         self._hook_first()
+        model = self._subject.model
         self._handles: list[Any] = [
-            self._subject.model.register_forward_hook(lambda *call: self._after_forward(call[-1]))
+            model.register_forward_hook(OwnHook(model, lambda *call: self._after_forward(call[-1])))
         ]
         for index, optimizer in enumerate(self._subject.optimizers):
             begins, ends = partial(self._step_begins, index), partial(self._after_step, index)
@@ -165,18 +169,20 @@ class Observer(Observation):
 
     def _hook_first(self) -> None:
         """Hook in front of all other forward hooks, as these may replace the parameters."""
-        self._first = self._subject.model.register_forward_pre_hook(
-            lambda *_: self._before_forward(), prepend=True
+        model = self._subject.model
+        self._first = model.register_forward_pre_hook(
+            OwnHook(model, self._before_forward), prepend=True, with_kwargs=True
         )
 
     def _place(self) -> tuple[int, int]:
         """Return the current step, and this rank's current micro-batch."""
         return self._step.number, self._micro_batches.index
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, *inputs: Any) -> None:
         self._subject.buffers.before_forward()
-        model = self._subject.model
+        model, blocks = self._subject.model, batches.blocks_of(inputs)
         if not (model.training and torch.is_grad_enabled()):
+            self._micro_batches.samples.aside(blocks, trains=torch.is_grad_enabled())
             return
         if next(iter(model._forward_pre_hooks)) == self._first.id:
             self._start()
@@ -185,7 +191,7 @@ class Observer(Observation):
             self._hook_first()
         self._gradients.expect()
         self._recording.compressed(reduced_gradients.compression())
-        self._micro_batches.before_forward()
+        self._micro_batches.before_forward(blocks)
 
     def _after_forward(self, output: Any) -> None:
         if (local := self._subject.buffers.after_forward()) is not None:
@@ -197,7 +203,7 @@ class Observer(Observation):
     def _before_backward(self) -> None:
         """Handle gradients dropped without a step: forget them, or record a skipped step."""
         micro_batches = self._micro_batches
-        micro_batches.samples.collect()
+        micro_batches.samples.settle()
         if not micro_batches.done or self._subject.has_gradients():
             return
         if self._gradients.was_reduced:
@@ -275,6 +281,7 @@ class Observer(Observation):
     # --- what is recorded -------------------------------------------------------------------------
 
     def _write_shards(self) -> None:
+        self._recording.sampling(self._micro_batches.samples.news())
         self._recording.write(self._micro_batches.written())
 
     def _start(self) -> None:
@@ -302,3 +309,5 @@ class Observer(Observation):
             doubled=first_look.doubled(subject.optimizers, subject.parameters),
             peculiar=first_look.peculiar(subject.parameters),
         )
+        if (selected := self._micro_batches.samples.selected()) is not None:
+            yield trace.Selection(rank=subject.rank, ids=selected)

@@ -72,6 +72,11 @@ class Recording:
             self._constants = constants
             self._file.note("changed")
 
+    def sampling(self, news: Mapping[str, bool]) -> None:
+        """Write what has become known of how samples are drawn, if anything has."""
+        if news:
+            self._file.note("sampling", **news)
+
     def leave_out(self, buffers: Iterable[str]) -> None:
         """Write that these buffers depend on the rank's own samples, and are not to be compared."""
         self._file.note("local", buffers=sorted(buffers))

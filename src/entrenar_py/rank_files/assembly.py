@@ -137,20 +137,22 @@ def numbered(
     accumulation: int,
     places: Mapping[int, int],
     *,
+    told: Set[int] = frozenset(),
     steps_per_epoch: int | None = None,
 ) -> list[Event]:
     """Return `events` with facts that a rank alone doesn't know.
 
     Shards get numbers that are unique among all ranks, from the `places` of the ranks that draw
     them. Updates get the weight of all shards of their step. A rank that is started again counts
-    epochs from 0: with `steps_per_epoch`, its shards get the epochs of the whole run.
+    epochs from 0, unless it is one of the ranks that are `told` them: with `steps_per_epoch`, its
+    shards get the epochs of the whole run.
     """
     weights: dict[int, float] = defaultdict(float)
     epochs_before: dict[int, int] = {}  # rank -> epochs before its life
     renumbered: list[Event] = []
     for event in events:
         if isinstance(event, Start):
-            if steps_per_epoch is not None:
+            if steps_per_epoch is not None and event.rank not in told:
                 epochs_before[event.rank] = event.step // steps_per_epoch
             for step in [step for step in weights if step >= event.step]:
                 del weights[step]  # this rank resumes here, and these steps are made again

@@ -46,6 +46,8 @@ class RankTrace:
     - `compression`: the format in which gradients were sent, "" if uncompressed.
     - `outer`: the rule by which ranks that step alone are brought together: `rule`, and for known
       ones `lr` and `momentum`; `inner_steps`, the steps of a round, if declared.
+    - `drops_last`: the script has skipped a last, short batch of its loader.
+    - `epochs`: whether the script reports epochs with its samples, None if a loader shows them.
     """
 
     life: int
@@ -60,6 +62,8 @@ class RankTrace:
     copies: bool = False
     compression: str = ""
     outer: Mapping[str, Any] = field(default_factory=dict)
+    drops_last: bool = False
+    epochs: bool | None = None
 
     @property
     def rank(self) -> int:
@@ -168,6 +172,11 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
     "changed": lambda rank, _: replace(rank, changed=True),
     "copies": lambda rank, _: replace(rank, copies=True),
     "outer": _outer,
+    "sampling": lambda rank, record: replace(
+        rank,
+        drops_last=rank.drops_last or record.get("drop_last") is True,
+        epochs=bool(record["epochs"]) if "epochs" in record else rank.epochs,
+    ),
     "compressed": lambda rank, record: replace(rank, compression=str(record.get("to", ""))),
 }
 

@@ -6,10 +6,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from entrenar_py.errors import UsageError
-from entrenar_py.rank_files import assembly, outer_rounds
+from entrenar_py.rank_files import assembly, epochs, outer_rounds, population
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import End, Event, Shard, Synchronised, Trace, Traits, Update
@@ -34,7 +35,8 @@ def of(
     for shard in shards:
         samples_by_step[shard.step] += len(shard.ids)
     last_id = max((id_ for shard in shards for id_ in shard.ids), default=0)
-    num_samples = max(header.get("num_samples") or last_id + 1, world_size)
+    samples = population.of(ranks, events)
+    num_samples = max(last_id + 1 if samples is None else len(samples), world_size)
     batch_size = max(samples_by_step.values(), default=1) or 1
     accumulation = 1 + max((shard.shard for shard in shards), default=0)
     num_parts = len({*assembly.places(ranks).values()})
@@ -55,6 +57,8 @@ def of(
         options=options,
         **optimizer,
     )
+    if not population.is_known(ranks, samples):
+        traits["population"] = "guessed"
     return scenario, Traits.from_dict({**_of_the_data(ranks, header), **traits, **outer})
 
 
@@ -68,10 +72,15 @@ def trace_of(
     """Return the trace of a run; `ending` is the status and the reason of its end."""
     status, reason = ending
     batches = scenario.num_samples / scenario.batch_size
+    if not epochs.are_told(ranks):
+        derived = epochs.derived(events, population.of(ranks, events))
+        events = events if derived is None else derived
+        traits = replace(traits, epochs="untold" if derived is None else "told")
     numbered = assembly.numbered(
         events,
         scenario.accumulation,
         assembly.places(ranks),
+        told={rank.rank for rank in ranks if rank.epochs},
         steps_per_epoch=max(1, int(batches) if traits.drop_last else math.ceil(batches)),
     )
     return Trace(
@@ -91,6 +100,8 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     # Gradients are recorded as they are applied: a step doesn't show how they were clipped.
     traits: dict[str, Any] = {"clipping": "other"}
     traits |= {name: True for name in ("drop_last", "replacement") if header.get(name)}
+    if any(rank.drops_last for rank in ranks):
+        traits["drop_last"] = True
     if any(rank.layout is not None for rank in ranks):
         traits["shared"] = True  # ranks that draw the same samples share a shard
     if compressed := next((rank.compression for rank in ranks if rank.compression), ""):

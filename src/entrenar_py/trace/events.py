@@ -55,7 +55,8 @@ class Shard(Event):
     shards. `loss_sum` is the sum of the losses of all samples or tokens, if known, and `weight`
     their count. `draws` identifies the random stream: a digest of the first numbers that dropout
     drew. `gradient` is the sum over the samples, up to a factor common to all shards, if revealed.
-    `finite` is true if loss and gradient hold no NaN or Inf.
+    `finite` is true if loss and gradient hold no NaN or Inf. If the samples are not known,
+    `unknown` says why, and `ids` are empty.
     """
 
     step: int
@@ -68,6 +69,15 @@ class Shard(Event):
     finite: bool
     draws: str | None = None
     gradient: Tensors = field(default_factory=lambda: _NONE)
+    unknown: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection(Event):
+    """Worker `rank` trains on the samples `ids` of the data set only, and draws from no others."""
+
+    rank: int
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

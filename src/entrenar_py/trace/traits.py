@@ -25,6 +25,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": ("known", "other"),
     "steps": ("model", "copies"),
     "outer": ("nesterov", "momentum", "other"),
+    "epochs": ("told", "untold"),
+    "population": ("known", "guessed"),
 }
 
 
@@ -48,6 +50,9 @@ class Traits:
     - `drop_last`: the last batch of an epoch is left out if it would be short.
     - `replacement`: a sample may be drawn again within an epoch.
     - `seeded`: the run was given the seed that its scenario states.
+    - `epochs`: `untold` if it is not known to which epoch a sample belongs.
+    - `population`: `guessed` if it is not known which samples an epoch should have: the scenario's
+      number of samples is that of those that were drawn, or a sampler of the user's decides.
 
     Of the optimizer: the constants of its rule as torch.optim has them, and
 
@@ -71,6 +76,8 @@ class Traits:
     drop_last: bool = False
     replacement: bool = False
     seeded: bool = False
+    epochs: str = "told"
+    population: str = "known"
     rule: str = "known"
     momentum: float = 0.9
     dampening: float = 0.0

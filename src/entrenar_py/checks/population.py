@@ -1,0 +1,70 @@
+"""The samples that each epoch of a run should have, and ranks that split the data otherwise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from entrenar_py.trace import Selection, Shard, Trace
+from entrenar_py.verdict import Tally
+
+
+class Population:
+    """The numbers of the samples of `trace`, in which each epoch should have all.
+
+    These are the samples that any rank selects, or all from 0 on. If they are only guessed
+    (`is_guessed`), those that are `drawn` in any epoch are certain.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.is_guessed = trace.traits.population == "guessed"
+        selected = {id_ for event in trace.of(Selection) for id_ in event.ids}
+        whole = range(trace.scenario.num_samples)
+        self.samples: Collection[int] = selected or whole
+        self._in_order = sorted(selected) if selected else whole
+        self.drawn = {id_ for shard in trace.of(Shard) for id_ in shard.ids}
+        self.in_words = "its selection" if selected else f"0 .. {len(self.samples) - 1}"
+
+    def strange(self, ids: Collection[int]) -> tuple[int, ...]:
+        """Return those of `ids` that are not in the data set."""
+        return tuple(id_ for id_ in ids if id_ not in self.samples)
+
+    def num_lacking(self, seen: Collection[int]) -> int:
+        """Return how many samples are not in `seen`."""
+        return len(self.samples) - len(seen) + len(self.strange(seen))
+
+    def lacking(self, seen: Collection[int]) -> Iterator[int]:
+        """Yield the samples that are not in `seen`, in order."""
+        return (id_ for id_ in self._in_order if id_ not in seen)
+
+    def surely_lacking(self, seen: Collection[int]) -> Iterator[int]:
+        """Yield the samples that are not in `seen` and should be, in order."""
+        lacking = self.lacking(seen)
+        return (id_ for id_ in lacking if id_ in self.drawn) if self.is_guessed else lacking
+
+
+def compare_selections(tally: Tally, trace: Trace) -> None:
+    """Check that ranks which select samples of a data set select the same ones, or disjoint ones.
+
+    If more than half of them agree, the first of the others is named.
+    """
+    chosen = {event.rank: frozenset(event.ids) for event in trace.of(Selection)}
+    if len(chosen) < 2:
+        return
+    (usual, count), *_ = Counter(chosen.values()).most_common()
+    first = min(chosen)
+    model = usual if 2 * count > len(chosen) else chosen[first]
+    holder = min(rank for rank, ids in chosen.items() if ids == model)
+    for rank, ids in sorted(chosen.items()):
+        both = model & ids
+        tally.check(
+            ids == model or not both,
+            f"rank {rank} trains on other samples than rank {holder}: {len(both)} samples are in "
+            f"the data of both, {len(model - ids)} only in that of rank {holder}, "
+            f"{len(ids - model)} only in that of rank {rank}; split the data with the same seed on "
+            "all ranks",
+            step=-1,
+            rank=rank,
+            sample_ids=tuple(sorted(model ^ ids)),
+            scenario=trace.scenario,
+        )

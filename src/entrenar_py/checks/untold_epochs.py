@@ -1,0 +1,58 @@
+"""F-DP-002 where a script reports samples, and no epochs: what holds for any epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from entrenar_py.checks import evidence, facts, missing
+from entrenar_py.checks.population import Population
+from entrenar_py.trace import Shard, Start, Trace
+from entrenar_py.verdict import Tally
+
+
+def judge(tally: Tally, trace: Trace) -> None:
+    """Check that no sample is drawn again before all were drawn, by an error or a cut epoch.
+
+    Where a sample that is drawn again can be the first of the next epoch, or an error, the epochs
+    are needed: if all samples but fewer than a batch were drawn before.
+    """
+    population = Population(trace)
+    slack = trace.scenario.batch_size
+    is_first = any(start.step > 0 for start in trace.of(Start))  # the epoch may have begun before
+    seen: dict[int, int] = {}  # sample -> step that drew it, in the epoch as it seems
+    for step, shards in sorted(evidence.shards(trace).items()):
+        lacking = {*islice(population.surely_lacking(seen), slack)}
+        fresh: dict[int, int] = {}
+        for shard in shards:
+            again = tuple(i for n, i in enumerate(shard.ids) if i in fresh or i in shard.ids[:n])
+            fresh.update(dict.fromkeys(shard.ids, step))
+            repeated = tuple(id_ for id_ in shard.ids if id_ in seen)
+            if again and len(lacking - fresh.keys()) > 0:
+                _drawn_again(tally, trace, shard, again, fresh)
+            elif repeated and len(lacking) == slack and not is_first:
+                _drawn_again(tally, trace, shard, repeated, seen)
+            elif again or (repeated and (lacking or is_first)):
+                _ask(tally, step)
+            else:
+                tally.check(True, "")
+        if not seen.keys().isdisjoint(fresh):
+            is_first, seen = False, {}
+        seen.update(fresh)
+
+
+def _drawn_again(
+    tally: Tally, trace: Trace, shard: Shard, again: Sequence[int], seen: dict[int, int]
+) -> None:
+    tally.check(
+        False,
+        f"samples drawn again by rank {shard.rank}: {[*again[:8]]}, first drawn in step "
+        f"{seen[again[0]]}, before all {trace.scenario.num_samples} samples were drawn",
+        sample_ids=tuple(again),
+        **evidence.place(trace, shard),
+    )
+
+
+def _ask(tally: Tally, step: int) -> None:
+    why = f"step {step} draws samples again, maybe as the first of the next epoch"
+    missing.ask(tally, why, facts.EPOCHS)

@@ -1,0 +1,220 @@
+"""Hear when an object is iterated, and what it yields, and leave object and iterator as they are.
+
+A method of its class is replaced by one that also tells, and is put back at the end. So the object
+keeps its class, and is copied, pickled and iterated as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from types import FunctionType, GeneratorType
+from typing import Any, Protocol
+
+
+class Listener(Protocol):
+    """Hears the items of one iteration, and its end."""
+
+    def item(self, item: Any) -> None:
+        """Hear an item, before the script gets it."""
+
+    def over(self) -> None:
+        """Hear that there are no more items."""
+
+
+class IterationHooks:
+    """Calls `begin` whenever `source` is iterated, and tells the items to the Listener it returns.
+
+    An object whose class can't be changed (a list, a generator), or whose iterator's can't, is
+    iterated unheard. Python's own iterators are put into one that passes all calls on to them.
+    """
+
+    def __init__(self, source: Any, begin: Callable[[], Listener]) -> None:
+        self.source, self.begin = source, begin
+        self._methods: list[tuple[type, str]] = []
+        if self._replace(type(source), "__iter__", _telling_iter):
+            _HOOKED[id(source)] = self
+
+    def remove(self) -> None:
+        """Put back what the classes had."""
+        _HOOKED.pop(id(self.source), None)
+        for kind, name in self._methods:
+            put_back(kind, name)
+        self._methods.clear()
+
+    def follow(self, iterator: Any) -> Any:
+        """Return `iterator`, or one of the same type, that tells its items."""
+        listener = self.begin()
+        if type(iterator) is GeneratorType:
+            told: Any = _told(iterator, listener)
+            told.__name__, told.__qualname__ = iterator.__name__, iterator.__qualname__
+            return told
+        if type(iterator).__module__ in _PYTHONS_OWN:
+            return _Telling(iterator, listener)
+        with suppress(TypeError):  # an object without weak references
+            gone = weakref.ref(iterator, functools.partial(_forget, id(iterator)))
+            if self._replace(type(iterator), "__next__", _telling_next):
+                _FOLLOWED[id(iterator)] = gone, listener
+        return iterator
+
+    def _replace(self, kind: type, name: str, make: Make) -> bool:
+        if (kind, name) in self._methods:
+            return True
+        if replaced := replace(kind, name, make):
+            self._methods.append((kind, name))
+        return replaced
+
+
+# --- methods of classes -----------------------------------------------------------------------
+
+Make = Callable[[type, Callable[..., Any]], Callable[..., Any]]
+
+
+class _Replaced:
+    """A method that stands in for another one, and how many asked for it."""
+
+    def __init__(self, method: Callable[..., Any], before: Any) -> None:
+        self.method, self.before, self.count = method, before, 0
+
+
+_ABSENT = object()  # the class inherits the method
+_REPLACED: dict[tuple[type, str], _Replaced] = {}
+
+
+def replace(kind: type, name: str, make: Make) -> bool:
+    """Replace method `name` of `kind` by what `make` makes of `kind` and the method.
+
+    Return whether that could be done: not in a class that is written in C, or where the name stands
+    for something other than a function. `put_back` undoes it.
+    """
+    if (replaced := _REPLACED.get((kind, name))) is None:
+        before: Any = kind.__dict__.get(name, _ABSENT)
+        inner = functools.partial(_inherited, kind, name) if before is _ABSENT else before
+        if before is not _ABSENT and not isinstance(before, FunctionType):
+            return False
+        method = make(kind, inner)
+        if isinstance(before, FunctionType):
+            functools.update_wrapper(method, before)
+        try:
+            type.__setattr__(kind, name, method)
+        except TypeError:
+            return False
+        replaced = _REPLACED[kind, name] = _Replaced(method, before)
+    replaced.count += 1
+    return True
+
+
+def put_back(kind: type, name: str) -> None:
+    """Undo one `replace`; the last one restores the class, unless the script has changed it."""
+    replaced = _REPLACED[kind, name]
+    replaced.count -= 1
+    if replaced.count:
+        return
+    del _REPLACED[kind, name]
+    if kind.__dict__.get(name) is not replaced.method:
+        return
+    if replaced.before is _ABSENT:
+        type.__delattr__(kind, name)
+    else:
+        type.__setattr__(kind, name, replaced.before)
+
+
+def _inherited(kind: type, name: str, self: Any, *args: Any, **named: Any) -> Any:
+    return getattr(super(kind, self), name)(*args, **named)
+
+
+# --- what is heard ----------------------------------------------------------------------------
+
+_PYTHONS_OWN = ("builtins", "itertools")  # the modules of iterators such as those of lists
+_HOOKED: dict[int, IterationHooks] = {}  # by the id of the source, which the hooks keep alive
+# By the id of an iterator. It is gone from here when the iterator is.
+_FOLLOWED: dict[int, tuple[weakref.ref[Any], Listener]] = {}
+
+
+def _forget(address: int, _: object) -> None:
+    _FOLLOWED.pop(address, None)
+
+
+def _telling_iter(kind: type, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def __iter__(self: Any) -> Any:  # noqa: N807
+        iterator = inner(self)
+        hooks = _HOOKED.get(id(self))
+        # A subclass that calls this by super() has a method of its own that tells.
+        if hooks is None or hooks.source is not self or type(self) is not kind:
+            return iterator
+        return hooks.follow(iterator)
+
+    return __iter__
+
+
+def _telling_next(kind: type, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def __next__(self: Any) -> Any:  # noqa: N807
+        gone, listener = _FOLLOWED.get(id(self), (None, None))
+        if listener is None or gone is None or gone() is not self or type(self) is not kind:
+            return inner(self)
+        try:
+            item = inner(self)
+        except StopIteration:
+            listener.over()
+            raise
+        listener.item(item)
+        return item
+
+    return __next__
+
+
+def _told(inner: Generator[Any, Any, Any], listener: Listener) -> Generator[Any, Any, Any]:
+    """Yield what `inner` yields, as `yield from` does, and tell it."""
+    proceed: Callable[[], Any] = functools.partial(next, inner)
+    while True:
+        try:
+            item = proceed()
+        except StopIteration as end:
+            listener.over()
+            return end.value
+        listener.item(item)
+        try:
+            sent = yield item
+        except GeneratorExit:
+            inner.close()
+            raise
+        except BaseException as error:  # noqa: BLE001  (the script throws it into its generator)
+            proceed = functools.partial(inner.throw, error)
+        else:
+            proceed = functools.partial(inner.send, sent)
+
+
+class _Telling:
+    """An iterator of Python's own that tells its items; its class looks like that of `inner`."""
+
+    __slots__ = ("_inner", "_listener")
+
+    def __init__(self, inner: Iterator[Any], listener: Listener) -> None:
+        self._inner, self._listener = inner, listener
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            item = next(self._inner)
+        except StopIteration:
+            self._listener.over()
+            raise
+        self._listener.item(item)
+        return item
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._inner)
+
+    def __length_hint__(self) -> int:
+        return self._inner.__length_hint__() if hasattr(self._inner, "__length_hint__") else 0
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._inner.__reduce_ex__(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

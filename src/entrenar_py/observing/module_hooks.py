@@ -1,0 +1,24 @@
+"""Hooks of a model that stay behind when the script copies or saves the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+
+class OwnHook:
+    """Calls `call` with a hook's arguments after the module, if the module is `model` itself.
+
+    A copy of the model (an average of its weights), or a model that is loaded again, has a function
+    of Python's own in its place that does nothing.
+    """
+
+    def __init__(self, model: Any, call: Callable[..., Any]) -> None:
+        self._model, self._call = model, call
+
+    def __call__(self, module: Any, *called: Any) -> Any:
+        return self._call(*called) if module is self._model else None
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return getattr, (nullcontext(), "__exit__")

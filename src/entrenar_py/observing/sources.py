@@ -1,0 +1,133 @@
+"""The facts of a loader or a sampler: its data set, its samplers, and what they draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+from entrenar_py.errors import UsageError
+from entrenar_py.observing.batches import Ids
+from entrenar_py.observing.numbering import Numbering
+
+_DEPTH_MAX = 8
+_DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True
+# Libraries whose samplers draw every sample of a data set in each epoch.
+_THOROUGH = ("torch", "torchdata", "accelerate", "transformers", "lightning", "pytorch_lightning")
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """A loader that is read several batches ahead, and whose batches are used in order."""
+
+    source: Any
+
+
+class Source:
+    """A DataLoader, a batch sampler or a sampler, as it was `given`; or an object around a loader.
+
+    - `numbering`: the numbers of the samples of its data set.
+    - `selected`: the samples that are drawn in an epoch by all ranks, None for all.
+    - `is_thorough`: all of them are drawn in an epoch; False if a sampler of the script's decides.
+    - `drop_last`: an incomplete last batch is dropped. `replacement`: samples are drawn again.
+    - `is_dispatched`: one rank iterates it for all (accelerate with `dispatch_batches`), so no rank
+      knows its own samples.
+
+    Raises UsageError for an object that can't be iterated.
+    """
+
+    def __init__(self, given: Any) -> None:
+        if not hasattr(given, "__iter__"):
+            raise UsageError(
+                f"sampler={given!r}: give the DataLoader, batch sampler or sampler that draws the "
+                "samples, or leave it out and report them by samples(ids)"
+            )
+        self.given = given
+        loaders = [*_loaders(given)]
+        self.has_loader = bool(loaders)
+        self.is_dispatched = any(_is_dispatcher(each) for each in [given, *loaders])
+        parts = [part for each in loaders or [given] for part in _parts(each, _DEPTH_MAX)]
+        self._concerned = {id(part) for part in parts}
+        self._parts = parts  # kept, so that no id is given twice
+        self.drop_last = any(bool(_attribute(part, "drop_last")) for part in parts)
+        self.replacement = any(_attribute(part, "replacement") is True for part in parts)
+        self.numbering = Numbering(_data_of(parts))
+        samplers = [part for part in parts if not isinstance(part, DataLoader)]
+        self.is_thorough = all(map(_is_thorough, samplers))
+        self.selected = self.numbering.selected()
+        for part in samplers:
+            if isinstance(part, SubsetRandomSampler):
+                self.selected = self.numbering.selected([*map(int, part.indices)])
+
+    def concerns(self, loader: Any) -> bool:
+        """Return whether `loader` is the source, is in it, or has the same sampler."""
+        return any(id(part) in self._concerned for part in _parts(loader, _DEPTH_MAX))
+
+
+def positions_of(index: Any) -> Ids | None:
+    """Return the positions that a sampler drew, of a sample or a batch; None if they are others."""
+    if isinstance(index, np.ndarray | torch.Tensor):
+        index = index.tolist() if index.ndim < 2 else None
+    if type(index) not in (list, tuple, range):
+        index = (index,)
+    positions = tuple(map(_position, index))
+    known = tuple(position for position in positions if position is not None)
+    return known if len(known) == len(positions) else None
+
+
+def _position(index: Any) -> int | None:
+    if isinstance(index, torch.Tensor) and index.ndim == 0:
+        index = index.item()
+    if isinstance(index, bool) or not isinstance(index, Integral):
+        return None
+    return int(index)
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    """Return an attribute, or None if there is none; the object may look for it in its own way."""
+    with suppress(Exception):
+        return getattr(holder, name, None)
+    return None
+
+
+def _loaders(given: Any) -> Iterator[Any]:
+    """Yield `given` if it is a DataLoader, else the DataLoaders that it holds."""
+    if issubclass(type(given), DataLoader):
+        yield given
+        return
+    attributes = getattr(given, "__dict__", None)
+    for value in attributes.values() if isinstance(attributes, dict) else ():
+        if issubclass(type(value), DataLoader):
+            yield value
+
+
+def _parts(part: Any, depth: int) -> Iterator[Any]:
+    """Yield a loader or sampler, and the samplers inside it, the innermost last."""
+    yield part
+    for name in ("batch_sampler", "sampler"):
+        inner = _attribute(part, name)
+        if inner is not None and depth:
+            yield from _parts(inner, depth - 1)
+
+
+def _data_of(parts: list[Any]) -> Any:
+    for part in parts:
+        for name in ("dataset", "data_source"):
+            data = _attribute(part, name)
+            if data is not None:
+                return data
+    return None
+
+
+def _is_dispatcher(loader: Any) -> bool:
+    return any(kind.__name__ == _DISPATCHER for kind in type(loader).__mro__)
+
+
+def _is_thorough(sampler: Any) -> bool:
+    return type(sampler).__module__.partition(".")[0] in _THOROUGH
