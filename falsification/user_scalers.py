@@ -143,7 +143,7 @@ BUGS = (
         script="ddp.py",
         changes=(_CUT[1], (_LOOK.rstrip(), "model[0].weight.grad /= 2\n        " + _CUT[0][1])),
         check="weighting",
-        words="is not the sum of the shards' gradients",
+        words="compared with the other tensors",
     ),
     Twin(
         name="NAN-SKIP-ONE: one rank alone skips the step of a NaN",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import prod
 from typing import Any
 
 from entrenar_py.codec import WORDS, Form, Schema
@@ -42,6 +43,8 @@ class Counterexample:
 
     `step` counts optimizer steps from 0; -1 is the state before the first step. `expected` and
     `got` are digests or numbers, as text. `scenario` is the scenario of the run that broke.
+    `element` counts the tensor's elements in C order, and `index` is its place along each axis.
+    `or_rank` is another rank that may be the one that broke the invariant, rather than `rank`.
     """
 
     message: str
@@ -54,20 +57,22 @@ class Counterexample:
     expected: str | None = None
     got: str | None = None
     scenario: Mapping[str, Any] | None = None
+    index: tuple[int, ...] = ()
+    or_rank: int | None = None
 
     def place(self) -> str:
         """Return the known fields in words, such as `step 3, rank 1, shard 2, tensor w[7]`."""
+        ranks = self.rank if self.or_rank is None else f"{self.rank} or {self.or_rank}"
         parts = [
             f"{name} {value}"
-            for name, value in (("step", self.step), ("rank", self.rank), ("shard", self.shard))
+            for name, value in (("step", self.step), ("rank", ranks), ("shard", self.shard))
             if value is not None
         ]
         if self.step == -1:
             parts[0] = "before the first step"
         if self.tensor is not None:
-            parts.append(
-                f"tensor {self.tensor}" + ("" if self.element is None else f"[{self.element}]")
-            )
+            element = ", ".join(map(str, self.index)) or self.element
+            parts.append(f"tensor {self.tensor}" + ("" if element is None else f"[{element}]"))
         if self.sample_ids:
             shown = ", ".join(map(str, self.sample_ids[:8]))
             more = ", ..." if len(self.sample_ids) > 8 else ""
@@ -151,10 +156,16 @@ class Tally:
 
     def check(self, holds: bool, message: str, **place: Any) -> bool:
         """Count one comparison, and return `holds`. If that is False, keep a counterexample with
-        the fields in `place`; a `scenario` among them is given as a Scenario.
+        the fields in `place`.
+
+        A `scenario` among them is given as a Scenario, and `shapes` are those of the run's tensors,
+        by name.
         """
         self.compared += 1
+        shapes: Mapping[str, Sequence[int]] = place.pop("shapes", {})
         if not holds:
+            shape = shapes.get(place.get("tensor", ""), ())
+            place["index"] = _index(place.get("element"), shape)
             run: Scenario | None = place.pop("scenario", None)
             place["scenario"] = None if run is None else run.to_dict()
             counterexample = Counterexample(message=message, **place)
@@ -190,6 +201,10 @@ class Tally:
         near = got == expected or abs(got - expected) <= allowed
         return self.check(near, message, **shown, **place)
 
+    def would_keep(self, step: int) -> bool:
+        """Return whether a comparison that fails in `step` would be the counterexample."""
+        return self.broken is None or step < _step(self.broken)
+
     def miss(self, reason: str) -> None:
         """Record that a comparison could not be made, and why."""
         if reason not in self.missing:
@@ -218,6 +233,17 @@ class Tally:
             notes=tuple(self.notes),
             vacuous=not (self.broken or self.missing or self.compared),
         )
+
+
+def _index(element: int | None, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the place along each axis of element `element`, in C order; () if it has none."""
+    if element is None or not 0 <= element < prod(shape):
+        return ()
+    index = []
+    for size in reversed(shape):
+        element, place = divmod(element, size)
+        index.append(place)
+    return tuple(reversed(index))
 
 
 def _step(counterexample: Counterexample) -> float:

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import run_names
+from entrenar_py.checks import factors, run_names
 from entrenar_py.checks.needs import CALM, Traces
 from entrenar_py.faults import SURVIVED
+from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Shard, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -65,11 +66,11 @@ def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
 
 
 def place(trace: Trace, event: Event) -> dict[str, Any]:
-    """Return a counterexample's fields: the step, rank and shard of `event`, and the scenario."""
+    """Return a counterexample's fields: step, rank and shard of `event`, scenario and shapes."""
     known = {
         name: getattr(event, name) for name in ("step", "rank", "shard") if hasattr(event, name)
     }
-    return {**known, "scenario": trace.scenario}
+    return {**known, "scenario": trace.scenario, "shapes": trace.shapes}
 
 
 def updates(trace: Trace) -> dict[int, dict[int, Update]]:
@@ -125,9 +126,12 @@ def any_rank(by_rank: Mapping[int, Update]) -> Update:
 
 
 def compare_exact(
-    tally: Tally, expected: Tensors, got: Tensors, message: str, **place: Any
+    tally: Tally, expected: Tensors, got: Tensors, message: str, *, words: str = "", **place: Any
 ) -> None:
-    """Compare bit for bit, one comparison per tensor. A tensor on one side only is a difference."""
+    """Compare bit for bit, one comparison per tensor. A tensor on one side only is a difference.
+
+    The message ends with `words`, or with how one tensor follows from the other if that is simple.
+    """
     for name in [*expected, *(name for name in got if name not in expected)]:
         left, right = expected.get(name), got.get(name)
         if left is None or right is None:
@@ -136,9 +140,17 @@ def compare_exact(
         elif left.digest == right.digest:
             tally.compared += 1
         else:
-            tally.check(
-                False, f"{message}: {name} differs", tensor=name, **difference(left, right), **place
-            )
+            shown = difference(left, right)
+            told = f": {words}" if words else _relation(left, right, place.get("scenario"))
+            tally.check(False, f"{message}: {name} differs{told}", tensor=name, **shown, **place)
+
+
+def _relation(expected: TensorRecord, got: TensorRecord, scenario: Scenario | None) -> str:
+    left, right = expected.values(), got.values()
+    if left is None or right is None:
+        return ""
+    words = factors.of(left, right, scenario)
+    return f": {words}" if words else ""
 
 
 def compare_updates(
@@ -224,10 +236,12 @@ def compare_close(
                 float(np.sqrt(np.square(value, dtype=np.float64).sum())), scale / NOISE_SHARE
             )
         element = int(gap.argmax()) if np.isfinite(gap).all() else int(np.argmin(np.isfinite(gap)))
+        near = distance <= bound * size + floor
+        words = "" if near else factors.of(value, right[name], place.get("scenario"), bound)
         tally.check(
-            distance <= bound * size + floor,
+            near,
             f"{message}: {name} is off by {distance / size if size else distance:.2g} of its "
-            f"norm, allowed {bound:.2g}",
+            f"norm, allowed {bound:.2g}{words and f': {words}'}",
             tensor=name,
             element=element,
             expected=str(value[element]),

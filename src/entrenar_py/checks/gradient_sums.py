@@ -1,15 +1,14 @@
-"""Add the gradients of shards, and compare a sum with the averaged gradient. Judges nothing."""
+"""Compare a sum of gradients with the averaged gradient. Judges nothing."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from entrenar_py.checks import evidence
-from entrenar_py.trace import Tensors
 
 Vectors = Mapping[str, np.ndarray[Any, Any]]
 
@@ -45,18 +44,6 @@ def divisor(sums: Vectors, mean: Vectors) -> float | None:
         if left <= 0:
             return number
     return None
-
-
-def total(gradients: Sequence[Tensors]) -> dict[str, np.ndarray[Any, Any]] | None:
-    """Return each tensor's sum in float64; None if values are unknown or shapes differ."""
-    sums: dict[str, np.ndarray[Any, Any]] = {}
-    for gradient in gradients:
-        values = evidence.vectors(gradient)
-        if values is None or (sums and shapes(values) != shapes(sums)):
-            return None
-        for name, value in values.items():
-            sums[name] = sums.get(name, 0) + value.astype(np.float64)
-    return sums
 
 
 def shapes(tensors: Vectors) -> dict[str, tuple[int, ...]]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from entrenar_py.checks import evidence, facts, missing
+from entrenar_py.checks import culprit, evidence, facts, missing
 from entrenar_py.trace import Saved, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -59,13 +60,14 @@ class Comparison:
                 {name: record for name, record in one.items() if name in other}
                 for one, other in ((left, right), (right, left))
             )
-        place = {"step": step, "rank": got.rank, "scenario": self.trace.scenario}
+        place = {**self._place, "step": step, "rank": got.rank}
         evidence.compare_exact(self._tally, left, right, message, **place)
 
     def compare_ranks(self, step: int, by_rank: ByRank, parts: Sequence[str]) -> None:
         """Compare each rank with the state that most ranks hold, to name the rank that deviates.
 
-        Of two ranks the lower is taken as right. A rank with an unknown part is counted as missing.
+        Of two ranks either may deviate, unless what they recorded in the step tells which. A rank
+        with an unknown part is counted as missing.
         """
         if len(by_rank) < 2:
             return
@@ -117,16 +119,30 @@ class Comparison:
 
     def _compare_tensor(self, step: int, part: str, name: str, held: Mapping[int, Tensors]) -> None:
         digests = {rank: t[name].digest if name in t else "absent" for rank, t in held.items()}
-        usual = Counter(digests.values()).most_common(1)[0][0]
-        model = next(rank for rank, digest in digests.items() if digest == usual)
+        usual = Counter(digests.values()).most_common(2)
+        model = next(rank for rank, digest in digests.items() if digest == usual[0][0])
+        is_known = len(usual) < 2 or usual[0][1] > usual[1][1]  # the minority deviates
         for rank in (rank for rank in digests if rank != model):
-            left, right = (
+            wrong, right, words, known = rank, model, "", is_known
+            if digests[rank] != digests[model] and self._tally.would_keep(step):
+                blame = culprit.of(self.trace, step, name, model, rank)
+                words = blame.words
+                if blame.rank == model:
+                    wrong, right = model, rank
+                known = is_known or blame.rank is not None
+            due, got = (
                 {name: tensors[name]} if name in tensors else {}
-                for tensors in (held[model], held[rank])
+                for tensors in (held[right], held[wrong])
             )
-            message = f"rank {rank} and rank {model} hold different {part}"
-            place = {"step": step, "rank": rank, "scenario": self.trace.scenario}
-            evidence.compare_exact(self._tally, left, right, message, **place)
+            message = f"rank {wrong} and rank {right} hold different {part}"
+            place = {**self._place, "step": step, "rank": wrong}
+            place |= {} if known else {"or_rank": right}
+            evidence.compare_exact(self._tally, due, got, message, words=words, **place)
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """The fields of a counterexample that are the same for the whole run."""
+        return {"scenario": self.trace.scenario, "shapes": self.trace.shapes}
 
 
 def _sharers(tensors_of: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:

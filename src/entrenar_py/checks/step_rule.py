@@ -12,14 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrenar_py.checks import (
     evidence,
+    factors,
     facts,
     knobs,
     missing,
     plans,
-    precision,
     presuppositions,
     skips,
     update_rule,
@@ -29,15 +30,13 @@ from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import REPEATED, Traces, turned
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Event, Saved, Start, Synchronised, Tensors, Trace, Update
+from entrenar_py.trace import Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
+from entrenar_py.wording import listed
 
 # The tolerance if a contract gives none. Rates and norms are sums or products in float32. Their n
 # roundings of random sign add up to sqrt(n) 2^-24, which is 6e-6 for n = 10,000 elements.
 RELATIVE = 1e-5
-# w - rate * g in float32 has two roundings of the result, u = 2^-24 each, and a third in fused
-# forms. `_moved` adds one rounding for each step that is summed in the moments.
-UPDATE_ULPS = 8
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
@@ -78,7 +77,7 @@ def _follow(tally: Tally, trace: Trace) -> None:
     gaps = missing.Gaps()
     for event in trace.events:
         if not isinstance(event, Update):
-            _prepare(rules, event, trace)
+            update_rule.prepare(rules, event, trace)
             continue
         rule = rules.get(event.rank)
         rule_before = None if rule is None else replace(rule)
@@ -91,17 +90,6 @@ def _follow(tally: Tally, trace: Trace) -> None:
     gaps.tell(tally)
     if rested and rested >= {update.step for update in trace.of(Update)}:
         tally.miss(f"nothing was recomputed: the run {skips.told(rested)}, and made no other step")
-
-
-def _prepare(rules: dict[int, update_rule.Rule], event: Event, trace: Trace) -> None:
-    """Change the ranks' rules as `event` demands: a start, a checkpoint or a synchronisation."""
-    if isinstance(event, Start):
-        rules[event.rank] = update_rule.after(rules, event, trace)
-    elif isinstance(event, Saved):
-        for rule in rules.values():
-            rule.save(event.step)
-    elif isinstance(event, Synchronised) and event.rank in rules:
-        rules[event.rank].weights = event.weights  # its moments are kept
 
 
 def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, facts.Fact] | None:
@@ -207,11 +195,11 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
     Return True if tensors were compared, among them all with a gradient or that may have moved.
     """
     optimizer, before = trace.scenario.optimizer, rule.weights
+    before = {**before, **update.edited}
+    if update.edited:
+        told = listed([*update.edited], most=2)
+        tally.note(f"{told} changed outside of the optimizer before step {update.step}")
     compared: set[str] = set()
-    unit = precision.FLOAT32
-    if trace.scenario.workload == "own":
-        unit = precision.unit_of(update.weights)
-    roundings = UPDATE_ULPS + (0 if optimizer == "sgd" else update.step)
     for name, expected in rule.step(update):
         record = update.weights.get(name)
         after = None if record is None else record.values()
@@ -222,12 +210,14 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
             continue
         # inf - inf gives NaN, which fails the comparison below.
         with np.errstate(invalid="ignore", over="ignore"):
-            allowed = roundings * unit * (np.abs(expected.weight) + expected.moved)
-            gap = np.abs(after - expected.weight) - allowed
+            gap = np.abs(after - expected.weight) - update_rule.allowed(trace, update, expected)
         element = int(gap.argmax())
+        follows = bool((gap <= 0).all())
+        words = "" if follows else _movement(before[name].values(), expected.weight, after)
         tally.check(
-            bool((gap <= 0).all()),
-            f"{name} did not move by learning rate times clipped gradient, as in {optimizer}",
+            follows,
+            f"{name} did not move by learning rate times clipped gradient, as in {optimizer}"
+            f"{words}",
             tensor=name,
             element=element,
             expected=repr(float(expected.weight[element])),
@@ -239,6 +229,20 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
         name in update.gradient or _may_have_moved(before, update.weights, name)
         for name in names - compared
     )
+
+
+def _movement(
+    before: NDArray[Any] | None, expected: NDArray[np.float64], after: NDArray[Any]
+) -> str:
+    """Return how the tensor's movement follows from the expected one, after a colon; or ""."""
+    if before is None or before.shape != after.shape:
+        return ""
+    if np.array_equal(before, after):
+        return ": it did not move at all"
+    due = expected - before
+    noise = 4 * 2.0**-23 * float(np.linalg.norm(expected)) / (float(np.linalg.norm(due)) or 1.0)
+    words = factors.of(due, after - before.astype(np.float64), None, noise)
+    return f": the movement, {words.removeprefix('it is ')}" if " as large" in words else ""
 
 
 def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:

@@ -16,11 +16,24 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import evidence, precision
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Start, Tensors, Trace, Traits, Update
+from entrenar_py.trace import (
+    Event,
+    Saved,
+    Start,
+    Synchronised,
+    Tensors,
+    Trace,
+    Traits,
+    Update,
+)
 
 Vector = NDArray[np.float64]
+
+# w - rate * g in float32 has two roundings of the result, u = 2^-24 each, and a third in fused
+# forms. `allowed` adds one rounding for each step that is summed in the moments.
+UPDATE_ULPS = 8
 
 
 @dataclass(frozen=True)
@@ -76,8 +89,11 @@ class Rule:
         return {name: replace(moments) for name, moments in self.moments.items()}
 
     def step(self, update: Update) -> Iterator[tuple[str, Expected]]:
-        """Yield the name and expected value of each tensor that can be recomputed."""
-        before, self.weights = self.weights, update.weights
+        """Yield the name and expected value of each tensor that can be recomputed.
+
+        It starts from the weights of the update before, and from those that were edited since.
+        """
+        before, self.weights = {**self.weights, **update.edited}, update.weights
         self.known = self.known and update.step == self.step_made
         self.step_made = update.step + 1
         factor = _clip_factor(self.scenario, update)
@@ -172,6 +188,52 @@ def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:
             rule.known, rule.step_made, rule.moments = True, start.step, other.copied()
             break
     return rule
+
+
+def prepare(rules: dict[int, Rule], event: Event, trace: Trace) -> None:
+    """Change the ranks' rules as `event` demands: a start, a checkpoint or a synchronisation."""
+    if isinstance(event, Start):
+        rules[event.rank] = after(rules, event, trace)
+    elif isinstance(event, Saved):
+        for rule in rules.values():
+            rule.save(event.step)
+    elif isinstance(event, Synchronised) and event.rank in rules:
+        rules[event.rank].weights = event.weights  # its moments are kept
+
+
+def start_of(trace: Trace, step: int, rank: int) -> Start | None:
+    """Return the start from which `rank` made `step`, its first one; None if it has none."""
+    starts = (start for start in trace.standing.of(Start) if start.rank == rank)
+    return next((start for start in starts if start.step == step), None)
+
+
+def allowed(trace: Trace, update: Update, expected: Expected) -> Vector:
+    """Return how far each element may be from `expected`: by the roundings of the rule."""
+    unit = precision.FLOAT32
+    if trace.scenario.workload == "own":
+        unit = precision.unit_of(update.weights)
+    roundings = UPDATE_ULPS + (0 if trace.scenario.optimizer == "sgd" else update.step)
+    return roundings * unit * (np.abs(expected.weight) + expected.moved)
+
+
+def is_followed(trace: Trace, step: int, rank: int, name: str) -> bool | None:
+    """Return whether the rank's update of a tensor follows the rule; None if that is unknown."""
+    if trace.traits.rule == "other":
+        return None
+    rules: dict[int, Rule] = {}
+    for event in trace.standing.events:
+        if not isinstance(event, Update):
+            prepare(rules, event, trace)
+        elif event.rank in rules:
+            for tensor, expected in rules[event.rank].step(event):
+                if (event.step, event.rank, tensor) != (step, rank, name):
+                    continue
+                after = event.weights[name].values() if name in event.weights else None
+                if after is None or after.shape != expected.weight.shape:
+                    return None
+                gap = np.abs(after - expected.weight)
+                return bool((gap <= allowed(trace, event, expected)).all())
+    return None
 
 
 def _clip_factor(scenario: Scenario, update: Update) -> float | None:

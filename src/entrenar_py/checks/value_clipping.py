@@ -52,5 +52,18 @@ def explains(total: Vectors, mean: Vectors, limit: float, bound: float) -> bool:
     return bool((beyond >= limit * (1 - bound)).all())
 
 
+def uncut(total: Vectors, mean: Vectors, limit: float) -> tuple[Vectors, Vectors]:
+    """Return `total` and `mean` with only the elements of `mean` that were not clipped at `limit`.
+
+    Tensors without such an element are left out.
+    """
+    free = {name: np.abs(value) != limit for name, value in mean.items()}
+    names = [name for name, chosen in free.items() if chosen.any()]
+    return (
+        {name: total[name][free[name]] for name in names},
+        {name: mean[name][free[name]] for name in names},
+    )
+
+
 def _flat(vectors: Vectors) -> NDArray[np.float64]:
     return np.concatenate([np.zeros(0), *(one.astype(np.float64) for one in vectors.values())])

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from entrenar_py.checks import (
+    accumulated,
     evidence,
     facts,
     gradient_sums,
     knobs,
+    loss_factors,
     missing,
     oracles,
     parity,
@@ -20,6 +22,7 @@ from entrenar_py.checks import (
     presuppositions,
     run_comparison,
     skips,
+    step_sums,
     value_clipping,
 )
 from entrenar_py.checks.check import Check
@@ -28,6 +31,7 @@ from entrenar_py.checks.needs import ALONE, ORACLE, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Finding, Tally
+from entrenar_py.wording import counted
 
 RELATIVE = 1e-5  # the default tolerance; a float32 sum of n terms is off by up to n 2^-24
 
@@ -45,6 +49,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         if left is not None:
             _weighted_loss(tally, left.trace, relative, unknown)
             _summed_gradient(tally, left.trace, unknown)
+            loss_factors.judge(tally, left.trace)
     oracle = runs.of(ORACLE)
     shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
     gradients = parity.compare_with_oracle(tally, runs, tolerance=None)
@@ -99,13 +104,15 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     rested = skips.without_gradients(trace)
     divisions = _Divisions.of(tally, trace)
+    _none_dropped(tally, trace)
     for step, by_rank in evidence.ranks_by_step(trace):
+        update = evidence.any_rank(by_rank)
+        if not shards.get(step) and (again := accumulated.stepped_again(trace, update)):
+            message = f"the applied gradient {again.words}"
+            tally.check(False, message, **evidence.place(trace, update))
         if step in unknown or step in rested:
             continue
-        update = evidence.any_rank(by_rank)
-        total = gradient_sums.total(
-            [shard.gradient for shard in shards[step] if shard.ids or shard.gradient]
-        )
+        total = step_sums.total(by_rank, shards[step])
         mean = evidence.vectors(update.gradient)
         if total and mean is not None and gradient_sums.shapes(total) == gradient_sums.shapes(mean):
             divisions.add(update, total, mean)
@@ -143,18 +150,24 @@ class _Divisions:
         if divisor is None:
             return
         place = evidence.place(self.trace, update)
-        off = gradient_sums.off(total, mean, divisor, self.bound * abs(divisor) * math.sqrt(size))
+        allowed = self.bound * abs(divisor) * math.sqrt(size)
+        off: Collection[str] = gradient_sums.off(total, mean, divisor, allowed)
         if off and self.limit and value_clipping.explains(total, mean, self.limit, self.bound):
             self.tally.note(f"gradients are clipped element by element, at {self.limit:.3g}")
             off = set()
+        why = None
+        if off:
+            off, why = self._explained(update, total, mean, divisor, off)
+        if off and self._is_open(why, update):
+            return
         for name in mean:
-            self.tally.check(
-                name not in off,
+            message = (
                 f"the averaged gradient of {name} is not the sum of the shards' gradients divided "
-                "by the number that the other tensors were divided by",
-                tensor=name,
-                **place,
+                "by the number that the other tensors were divided by"
+                if why is None
+                else f"the applied gradient of {name} {why.words}"
             )
+            self.tally.check(name not in off, message, tensor=name, **place)
         if self.trace.traits.clipping == "other":
             return  # clipping may have changed each step's recorded gradient by another factor
         divided = divisor, divisor / update.weight
@@ -170,6 +183,77 @@ class _Divisions:
             got=" or ".join(map(repr, divided)),
             **place,
         )
+
+    def _explained(
+        self,
+        update: Update,
+        total: gradient_sums.Vectors,
+        mean: gradient_sums.Vectors,
+        divisor: float,
+        off: Collection[str],
+    ) -> tuple[Collection[str], accumulated.Explanation | None]:
+        """Return what the gradient of the tensors `off` is, and which tensors that explains.
+
+        Elements that may be clipped are left out if the gradient has no explanation otherwise.
+        """
+        step = accumulated.Applied(self.trace, update, total, mean, divisor, off, self.bound)
+        why = step.explanation()
+        if why is not None or not self.limit:
+            return off, why
+        total, mean = value_clipping.uncut(total, mean, self.limit)
+        if (free := gradient_sums.divisor(total, mean)) is None:
+            return off, None
+        size = math.sqrt(sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values()))
+        still = gradient_sums.off(total, mean, free, self.bound * abs(free) * size)
+        step = accumulated.Applied(self.trace, update, total, mean, free, still, self.bound)
+        why = accumulated.own_factor(step) if still else None
+        return (off, None) if why is None else (still, why)
+
+    def _is_open(self, why: accumulated.Explanation | None, update: Update) -> bool:
+        """Return whether a user's script may have changed the gradient on purpose, and say so.
+
+        A gradient that was reported by `obs.reduced()` is that of the whole batch, so it may not.
+        """
+        declared = self.trace.scenario.workload != "own" or update.grad_norm is not None
+        if why is not None and not why.is_wrong:
+            self.tally.miss(f"the gradient that the optimizer gets {why.words}: {why.advice}")
+            return True
+        if why is not None or declared:
+            return False
+        self.tally.miss(
+            "the gradient that the optimizer gets is not the sum of its micro-batches' divided by "
+            "one number: if the script changes gradients on purpose (noise, a limit for each "
+            "layer), call obs.reduced() before it does"
+        )
+        return True
+
+
+def _none_dropped(tally: Tally, trace: Trace) -> None:
+    """Check that not every other step clears a micro-batch's gradient before it is applied.
+
+    A script may drop a micro-batch now and then on purpose, after a loss that is too large.
+    """
+    by_step = evidence.updates(trace)
+    shards = evidence.shards(trace)
+    lost = {
+        step: dropped
+        for step, by_rank in sorted(by_step.items())
+        if (dropped := step_sums.dropped(by_rank, shards.get(step, ())))
+    }
+    if not lost:
+        return
+    first = next(iter(lost.values()))
+    words = (
+        "the gradient of a micro-batch was cleared before the optimizer stepped, in "
+        f"{len(lost)} of {counted(len(by_step), 'step')}"
+    )
+    if len(lost) < 2 or 2 * len(lost) < len(by_step):
+        tally.note(f"{words}: its samples count in no step")
+        return
+    message = (
+        f"{words}, which could mean: gradients are cleared between the micro-batches of a step"
+    )
+    tally.check(False, message, **evidence.place(trace, first[0]))
 
 
 ROWS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,22 @@ from entrenar_py.observing import tensors
 from entrenar_py.observing.batches import Block
 from entrenar_py.observing.samples import Samples
 from entrenar_py.rank_files import whole_tensors
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The mean loss of a micro-batch as the script reports it.
+
+    `slopes` are the derivatives by it of what backward passes began at, one for each pass.
+    """
+
+    mean: float
+    weight: float
+    slopes: list[Tensor] = field(default_factory=list)
+
+    def slope(self) -> float | None:
+        """Return the derivative, or None if the loss was in no backward pass or in several."""
+        return float(self.slopes[0]) if len(self.slopes) == 1 else None
 
 
 class MicroBatches:
@@ -28,7 +44,7 @@ class MicroBatches:
         self.done: list[trace.Shard] = []
         self.samples = samples
         self._model, self._rank = model, rank
-        self._losses: list[tuple[float, float]] = []
+        self._losses: list[_Loss] = []
         self._num_written = 0
         # A digest of the generators' state before the forward pass ("" without a pass), and the
         # same digest if something was drawn in the pass.
@@ -43,7 +59,10 @@ class MicroBatches:
     def tell_loss(self, value: float | Tensor, weight: float) -> None:
         """Note the mean loss of a micro-batch, over `weight` samples or tokens."""
         mean = value.detach() if isinstance(value, Tensor) else value
-        self._losses.append((float(mean), float(weight)))
+        told = _Loss(float(mean), float(weight))
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.register_hook(told.slopes.append)  # type: ignore[no-untyped-call]
+        self._losses.append(told)
 
     def before_forward(self, blocks: list[Block]) -> None:
         """Note the samples of a forward pass, and the random generators' state before it.
@@ -88,15 +107,18 @@ class MicroBatches:
             total = whole_tensors.total([last.gradient, gradient])
             self.done[-1] = replace(last, finite=last.finite and finite, gradient=total)
 
-    def forget_repeated(self) -> None:
+    def forget_repeated(self) -> bool:
         """Forget the micro-batches that are done, if the coming pass repeats them at other weights.
 
-        It does if no new samples were drawn: its samples are then the same ones.
+        It does if no new samples were drawn: its samples are then the same ones. Return whether
+        they were forgotten.
         """
         ids = tuple(id_ for shard in self.done for id_ in shard.ids)
         if ids and not self.samples.are_new:
             self.done.clear()
             self.samples.repeat(ids)
+            return True
+        return False
 
     def excuse(self) -> None:
         """Mark done micro-batches finite and drop their gradients: the loss scale was too large."""
@@ -107,22 +129,28 @@ class MicroBatches:
         self.done.clear()
         self._losses.clear()
 
-    def take_losses_ahead(self) -> list[tuple[float, float]]:
+    def take_losses_ahead(self) -> list[_Loss]:
         """Return and forget the losses of micro-batches that are not done."""
         ahead = self._losses[len(self.done) :]
         del self._losses[len(self.done) :]
         return ahead
 
-    def give_losses(self, losses: Iterable[tuple[float, float]]) -> None:
+    def give_losses(self, losses: Iterable[_Loss]) -> None:
         """Put back losses that `take_losses_ahead` has returned."""
         self._losses.extend(losses)
 
     def written(self) -> list[trace.Shard]:
         """Return and forget the records of the micro-batches that are done, with their losses."""
         shards = list(self.done)
-        for index, (shard, (mean, weight)) in enumerate(zip(self.done, self._losses, strict=False)):
-            finite = shard.finite and mean - mean == 0
-            shards[index] = replace(shard, loss_sum=mean * weight, weight=weight, finite=finite)
+        for index, (shard, told) in enumerate(zip(self.done, self._losses, strict=False)):
+            finite = shard.finite and told.mean - told.mean == 0
+            shards[index] = replace(
+                shard,
+                loss_sum=told.mean * told.weight,
+                weight=told.weight,
+                finite=finite,
+                slope=told.slope(),
+            )
         self._num_written += len(shards)
         self.clear()
         return shards

@@ -128,6 +128,7 @@ class Observer(Observation):
         inner_steps: int | None = None,
     ) -> None:
         outer = arguments.outer(optimizer, weights, inner_steps)
+        self._step.forget_weights()
         event = self._synchronisations.event(self._subject, outer, self._step.number - 1)
         if event is not None:
             self._recording.synchronised(outer.rule())
@@ -204,21 +205,25 @@ class Observer(Observation):
         """Handle gradients dropped without a step: forget them, or record a skipped step."""
         micro_batches = self._micro_batches
         micro_batches.samples.settle()
+        self._step.sources.before_backward(self._subject.gradients())
         if not micro_batches.done or self._subject.has_gradients():
             return
-        if self._gradients.was_reduced:
-            micro_batches.forget_repeated()
+        if self._gradients.was_reduced and micro_batches.forget_repeated():
+            self._step.sources.forget_passes()
         if micro_batches.done and self._gradients.has_overflowed():
             self._skip_step()
 
     def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         self._start()
-        values = self._values(gradients)
+        values, number = self._values(gradients), self._micro_batches.index
+        self._step.sources.after_backward(self._step.number, number, _given(gradients))
         self._micro_batches.after_backward(self._step.number, values, finite=finite)
         if not self._recording.life:  # else this rank has died before
             self._faults.perhaps_die()
 
     def _within_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
+        number = max(0, self._micro_batches.index - 1)
+        self._step.sources.after_backward(self._step.number, number, _given(gradients))
         self._micro_batches.within_backward(self._values(gradients), finite=finite)
 
     def _values(self, gradients: Mapping[str, Tensor | None]) -> trace.Tensors:
@@ -294,7 +299,7 @@ class Observer(Observation):
         place = getattr(self._scheduler, "last_epoch", None)
         progress = {} if place is None else {"schedule": int(place)}
         step = self._step.number
-        self._recording.write([self._subject.start(step, progress), *self._first_look(step)])
+        self._recording.write([self._step.start(progress), *self._first_look(step)])
 
     def _first_look(self, step: int) -> Iterable[trace.Event]:
         """Return what the script declares about its parameters, and what is seen of them."""
@@ -311,3 +316,8 @@ class Observer(Observation):
         )
         if (selected := self._micro_batches.samples.selected()) is not None:
             yield trace.Selection(rank=subject.rank, ids=selected)
+
+
+def _given(gradients: Mapping[str, Tensor | None]) -> list[str]:
+    """Return the names of the parameters that got a gradient."""
+    return [name for name, gradient in gradients.items() if gradient is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from entrenar_py import trace
 from entrenar_py.observing import tensors
+from entrenar_py.observing.gradient_sources import GradientSources
 from entrenar_py.observing.subject import Subject
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -22,6 +24,10 @@ class StepInWork:
         self._subject = subject
         self.number = number
         self.stepped: set[int] = set()
+        self.sources = GradientSources()
+        # The weights as they were recorded last, and those that were changed since; by name.
+        self._weights: trace.Tensors = {}
+        self._edited: trace.Tensors = {}
         self._gradient: dict[str, trace.TensorRecord] = {}
         # L2 norms before clipping and after it, if the script calls `reduced`.
         self._norm: float | None = None
@@ -37,21 +43,56 @@ class StepInWork:
         """Forget the gradients, which are not finite since the loss scale was too large."""
         self._gradient, self._norm = {}, None
 
+    def start(self, progress: Mapping[str, int]) -> trace.Start:
+        """Return the record of this rank's state before the step."""
+        start = self._subject.start(self.number, progress)
+        self._weights = start.weights
+        return start
+
     def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Note the gradients that `optimizer` is about to apply to the parameters `names`."""
-        gradients = _unscaled(self._subject.gradients(), optimizer)
+        held = self._subject.gradients()
+        gradients = _unscaled(held, optimizer)
+        known: trace.Tensors = {}
+        if not self.stepped:
+            self._edited = self._edited_weights()
         if self._norm is None:
-            self._gradient |= self._subject.record({name: gradients[name] for name in names})
+            known = self._subject.record({name: gradients[name] for name in names})
+            self._gradient |= known
         elif not self.stepped:
             self._applied_norm = tensors.norm(gradients.values())
+        applied = {name: held[name] for name in names}
+        self.sources.apply(self.number, applied, known if gradients is held else {})
 
     def end(self) -> trace.Update:
         """Return the record of this step, and begin the next one."""
         update = self._subject.update(self.number, self._gradient, self._norm, self._applied_norm)
+        kept, summed = self.sources.end_step()
+        update = replace(update, kept=kept, summed=summed, edited=self._edited)
         self.number += 1
         self.stepped.clear()
         self._gradient, self._norm, self._applied_norm = {}, None, None
+        self._weights, self._edited = update.weights, {}
         return update
+
+    def forget_weights(self) -> None:
+        """Forget the weights: ranks that train independently were just given others."""
+        self._weights = {}
+
+    def _edited_weights(self) -> trace.Tensors:
+        """Return the weights that were changed since they were recorded; all if any is a piece.
+
+        Models that are recorded without values are not looked at, which would take time.
+        """
+        if not (self._subject.values and self._weights):
+            return {}
+        now = self._subject.record(self._subject.parameters)
+        edited = {
+            name: record
+            for name, record in now.items()
+            if name in self._weights and self._weights[name].digest != record.digest
+        }
+        return now if edited and self._subject.pieces else edited
 
 
 def look_before_step(

@@ -96,6 +96,7 @@ class Subject:
             weights=self.record(self.parameters),
             optimizer=self.optimizer_state(),
             buffers=self.buffer_records(),
+            shapes={name: tuple(p.shape) for name, p in self.parameters.items()},
         )
 
     def update(

@@ -165,7 +165,12 @@ def numbered(
             rank = event.rank or 0
             event = replace(event, shard=places.get(rank, rank) * accumulation + event.shard)
         elif isinstance(event, Update):
-            event = replace(event, weight=weights[event.step])
+            before = places.get(event.rank, event.rank) * accumulation
+            summed = {
+                name: tuple(before + number for number in numbers)
+                for name, numbers in event.summed.items()
+            }
+            event = replace(event, weight=weights[event.step], summed=summed)
         renumbered.append(event)
     return renumbered
 

@@ -17,7 +17,8 @@ from entrenar_py.rank_files.whole_tensors import Ranks
 from entrenar_py.trace import Declared, Event, Shard, Start, Update
 
 State = TypeVar("State", Start, Update)
-_IN_PIECES = ("weights", "optimizer", "buffers", "gradient")  # fields that may be in pieces
+# Fields that may be in pieces.
+_IN_PIECES = ("weights", "optimizer", "buffers", "gradient", "edited")
 
 
 def layout_of(ranks: Sequence[RankTrace]) -> Layout | None:
@@ -73,7 +74,12 @@ def _start(rank: int, starts: Mapping[int, Start], ranks: Ranks, layout: Layout)
         )
         for kind in ("trainable", "frozen", "decayed")
     }
-    return replace(starts[rank], **_tensors(rank, starts, ranks, layout), **names)
+    shapes = {
+        layout.first_name(name): shape
+        for start in _of_replica(rank, starts, layout)
+        for name, shape in start.shapes.items()
+    }
+    return replace(starts[rank], **_tensors(rank, starts, ranks, layout), **names, shapes=shapes)
 
 
 def _update(rank: int, updates: Mapping[int, Update], ranks: Ranks, layout: Layout) -> Update:
@@ -86,6 +92,8 @@ def _update(rank: int, updates: Mapping[int, Update], ranks: Ranks, layout: Layo
         for name in update.weights
     }
     parts["rates"] = {name: rate for name, rate in rates.items() if rate != own.learning_rate}
+    parts["kept"] = {layout.first_name(name): first for name, first in own.kept.items()}
+    parts["summed"] = {}  # micro-batches are joined, or shared with other ranks
     if own.grad_norm is not None:
         parts |= _norms([own, *updates.values()], whole_tensors.norm(parts["gradient"]))
     return replace(own, **parts)
@@ -154,6 +162,7 @@ def _joined(shards: Sequence[Shard]) -> Shard:
         shard=0,
         ids=tuple(id_ for shard in shards for id_ in shard.ids),
         loss_sum=sum(shard.loss_sum or 0.0 for shard in losses) if losses else None,
+        slope=None,
         weight=sum(shard.weight for shard in losses or shards),
         finite=all(shard.finite for shard in shards),
         draws=_draws(shards),
@@ -174,6 +183,7 @@ def _merged(parts: Mapping[int, Shard], ranks: Ranks, layout: Layout) -> list[Sh
         first,
         rank=(culprits or group)[0],
         loss_sum=with_loss.loss_sum,
+        slope=with_loss.slope,
         weight=with_loss.weight,
         finite=not culprits,
         draws=_draws(parts.values()),

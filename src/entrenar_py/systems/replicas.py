@@ -306,7 +306,7 @@ class Replicas:
             "offset": self.position.offset,
         }
 
-    def state(self, worker: Worker) -> dict[str, trace.Tensors]:
+    def state(self, worker: Worker) -> dict[str, Any]:
         """Return records of a worker's weights, optimizer state and buffers."""
         return {
             "weights": self.recorder.tensors(worker.replica.weights),

@@ -32,7 +32,7 @@ class Start(Event):
 
     `step` is the next step. `trainable` and `frozen` name parameters in order, `decayed` those with
     weight decay. `progress` is the position that a checkpoint must restore (epoch, offset, schedule
-    step).
+    step). `shapes` has the shapes of whole parameters, as far as they are known.
     """
 
     step: int
@@ -45,6 +45,7 @@ class Start(Event):
     decayed: tuple[str, ...] | None = None
     progress: Mapping[str, Any] = field(default_factory=dict)
     resumed: bool = False
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,8 @@ class Shard(Event):
     their count. `draws` identifies the random stream: a digest of the first numbers that dropout
     drew. `gradient` is the sum over the samples, up to a factor common to all shards, if revealed.
     `finite` is true if loss and gradient hold no NaN or Inf. If the samples are not known,
-    `unknown` says why, and `ids` are empty.
+    `unknown` says why, and `ids` are empty. `slope` is the derivative of what the backward pass
+    began at, by the mean loss; None if unknown.
     """
 
     step: int
@@ -70,6 +72,7 @@ class Shard(Event):
     draws: str | None = None
     gradient: Tensors = field(default_factory=lambda: _NONE)
     unknown: str = ""
+    slope: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,12 @@ class Update(Event):
     `gradient` is the averaged gradient before clipping, `grad_norm` its L2 norm, `applied_norm` the
     norm after clipping. `learning_rate` is that of this step, `rates` has the tensors with other
     rates. `finite` is true if the new weights hold no NaN or Inf.
+
+    Of a user's trainer: `kept` has the tensors whose gradient was not cleared since it was applied
+    before, with the first step that is still in it. `summed` has the numbers of the worker's shards
+    that a tensor's gradient holds, if these are not all shards of the step that have a gradient for
+    it. `edited` are the weights right before this step that something other than the optimizer has
+    changed since the update before.
     """
 
     step: int
@@ -103,6 +112,9 @@ class Update(Event):
     grad_norm: float | None = None
     applied_norm: float | None = None
     rates: Mapping[str, float] = field(default_factory=dict)
+    kept: Mapping[str, int] = field(default_factory=dict)
+    summed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    edited: Tensors = field(default_factory=lambda: _NONE)
 
     def rate_of(self, name: str) -> float:
         """Return the learning rate of the tensor `name`."""

@@ -56,6 +56,11 @@ class Trace:
         return by_kind
 
     @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of parameters by name, as far as any rank recorded them."""
+        return {name: shape for start in self.of(Start) for name, shape in start.shapes.items()}
+
+    @cached_property
     def standing(self) -> Trace:
         """This trace without the events that a resume undid; itself if there are none."""
         kept = _standing(self.events)

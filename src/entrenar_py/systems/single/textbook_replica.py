@@ -192,7 +192,7 @@ def restored_rng(states: dict[str, str], rank: int) -> dict[str, Any]:
     return {**state, "state": arrays, "buffer": np.array(state["buffer"], np.uint64)}
 
 
-def state_records(setup: Setup, replica: Replica) -> dict[str, trace.Tensors]:
+def state_records(setup: Setup, replica: Replica) -> dict[str, Any]:
     """Return records of a rank's weights, optimizer state and buffers."""
     arrays = {name: tensor.detach().numpy() for name, tensor in replica.tensors.items()}
     return {

@@ -1,0 +1,282 @@
+"""Explain a gradient that is not the sum of its step's micro-batches by what else was recorded.
+
+Each explanation is exact within rounding: the gradient of an earlier step is still in it, a
+micro-batch is missing, one rank's samples are all that it has, a tensor has a factor of its own.
+Scripts also change gradients on purpose (noise, centralisation, a limit for each layer). Such a
+gradient has no explanation here, and is no counterexample. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.checks import evidence, factors
+from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.wording import listed
+
+Vector = NDArray[np.float64]
+Vectors = Mapping[str, NDArray[Any]]
+
+# Two gradients whose squared cosine is closer to 1 can't be told apart in a sum of both.
+_PARALLEL = 1 - 1e-6
+# Short vectors are multiples of each other by chance.
+_TELLING_MIN = 3
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the applied gradient is, in words that follow a tensor's name.
+
+    `is_wrong` is False if a right script may do this on purpose; `advice` then says what settles
+    it.
+    """
+
+    words: str
+    is_wrong: bool = True
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The gradient that a rank applied in a step: `off` are the tensors that need an explanation.
+
+    `total` are the sums over the step's micro-batches, `mean` what was applied, and `divisor` the
+    number that the other tensors' sums were divided by.
+    """
+
+    trace: Trace
+    update: Update
+    total: Vectors
+    mean: Vectors
+    divisor: float
+    off: Collection[str]
+    bound: float
+
+    def explanation(self) -> Explanation | None:
+        """Return the first explanation that holds, or None."""
+        for explain in (_again, _kept, _stale, _some_micro_batches, _one_rank, own_factor):
+            if (found := explain(self)) is not None:
+                return found
+        return None
+
+    @property
+    def applied(self) -> Vector:
+        """The gradient of the tensors in `off`, flat."""
+        return self.flat(self.mean)
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The step's micro-batches with a gradient."""
+        return self.shards_of(self.update.step)
+
+    def shards_of(self, step: int) -> list[Shard]:
+        """Return the micro-batches of `step` that have a gradient."""
+        return [shard for shard in evidence.shards(self.trace).get(step, ()) if shard.gradient]
+
+    def flat(self, vectors: Vectors) -> Vector:
+        """Return the tensors in `off` as one vector; tensors that are not there are zero."""
+        names = sorted(self.off)
+        return np.concatenate(
+            [
+                np.asarray(vectors.get(name, np.zeros(self.mean[name].shape)), np.float64)
+                for name in names
+            ]
+        )
+
+    def sum_of(self, shards: Sequence[Shard]) -> Vector | None:
+        """Return the sum of the shards' gradients, or None if values are unknown or differ."""
+        total: Vector | None = None
+        for shard in shards:
+            values = evidence.vectors(shard.gradient)
+            if values is None:
+                return None
+            if not self._fits(values):
+                return None
+            term = self.flat(values)
+            total = term if total is None else total + term
+        return total
+
+    def earlier(self) -> Update | None:
+        """Return the same rank's update of the step before, if it has the same tensors."""
+        before = _before(self.trace, self.update)
+        known = None if before is None else evidence.vectors(before.gradient)
+        if known is None or not known.keys() >= set(self.off) or not self._fits(known):
+            return None
+        return before
+
+    def _fits(self, values: Vectors) -> bool:
+        """Return whether the tensors in `off` that are in `values` have the applied ones' sizes."""
+        return all(values[n].shape == self.mean[n].shape for n in self.off if n in values)
+
+    def is_times(self, vector: Vector | None) -> bool:
+        """Return whether the applied gradient is a positive multiple of `vector`."""
+        if vector is None or np.count_nonzero(vector) < _TELLING_MIN:
+            return False
+        factor = factors.ratio(vector, self.applied, self.bound)
+        return factor is not None and factor > 0
+
+
+def stepped_again(trace: Trace, update: Update) -> Explanation | None:
+    """Return an explanation if `update` applied the gradient of the step before once more."""
+    before, now = _before(trace, update), update.gradient
+    if before is None or not now or not now.keys() <= before.gradient.keys():
+        return None
+    if any(before.gradient[name].digest != record.digest for name, record in now.items()):
+        return None
+    values = evidence.vectors(now)
+    is_zero = values is not None and not any(vector.any() for vector in values.values())
+    return None if is_zero else _words_of_again(update)
+
+
+def _before(trace: Trace, update: Update) -> Update | None:
+    """Return the same rank's update of the step before."""
+    return evidence.updates(trace).get(update.step - 1, {}).get(update.rank)
+
+
+def _again(step: Applied) -> Explanation | None:
+    """The applied gradient has the bits of the one that was applied before."""
+    before, now = step.earlier(), step.update.gradient
+    if before is None or not step.applied.any():
+        return None
+    same = all(before.gradient[name].digest == now[name].digest for name in step.off)
+    return _words_of_again(step.update) if same else None
+
+
+def _words_of_again(update: Update) -> Explanation:
+    since = min(update.kept.values(), default=update.step - 1)
+    return Explanation(
+        f"is that of step {update.step - 1} once more, which could mean: stepped without a "
+        f"backward pass since step {since}"
+    )
+
+
+def _kept(step: Applied) -> Explanation | None:
+    """The applied gradient is a sum of this step's and of the one that was applied before."""
+    before, own = step.earlier(), step.sum_of(step.shards)
+    if before is None or own is None:
+        return None
+    known = evidence.vectors(before.gradient)
+    assert known is not None, "earlier() returns updates with values"
+    parts = _two_parts(step.flat(known), own, step.applied, step.bound)
+    if parts is None:
+        return None
+    kept = [name for name in step.off if name in step.update.kept]
+    # Clipping shortens the sum. Without a record of what was cleared, only 1 is certain.
+    if not kept and abs(parts[0] - 1) > step.bound:
+        return None
+    since = min((step.update.kept[name] for name in kept), default=step.update.step - 1)
+    return Explanation(
+        f"is this step's plus what step {step.update.step - 1} applied, which could mean: "
+        f"gradients not cleared since step {since}"
+    )
+
+
+def _stale(step: Applied) -> Explanation | None:
+    """The applied gradient is that of the samples of the step before, alone or added."""
+    number = step.update.step - 1
+    earlier = step.shards_of(number)
+    before, own = step.sum_of(earlier), step.sum_of(step.shards)
+    if before is None or own is None:
+        return None
+    if step.is_times(before):
+        return Explanation(
+            f"is that of step {number}'s samples, which could mean: it is applied a step late"
+        )
+    parts = _two_parts(before, own, step.applied, step.bound)
+    if parts is None or abs(parts[0] / parts[1] - 1) > step.bound:
+        return None
+    return Explanation(
+        f"is that of the samples of steps {number} and {number + 1} together, which could mean: "
+        f"gradients not cleared after step {number}"
+    )
+
+
+def _some_micro_batches(step: Applied) -> Explanation | None:
+    """The applied gradient lacks micro-batches, the same ones on each rank."""
+    by_rank = _by_rank(step.shards)
+    most = max(map(len, by_rank.values()), default=0)
+    if most < 2:
+        return None
+    for place, words, meaning in _PARTS:
+        chosen = [shard for shards in by_rank.values() for shard in shards[place]]
+        if step.is_times(step.sum_of(chosen)):
+            return Explanation(
+                f"is that of {words} of {most} micro-batches, which could mean: {meaning}"
+            )
+    return None
+
+
+_PARTS = (
+    (slice(-1, None), "the last", "gradients are cleared between the micro-batches of a step"),
+    (slice(None, 1), "the first", "later micro-batches are left out of the sum or its reduction"),
+    (slice(None, -1), "all but the last", "the last one comes after the reduction"),
+    (slice(1, None), "all but the first", "gradients are cleared after the first"),
+)
+
+
+def _one_rank(step: Applied) -> Explanation | None:
+    """The applied gradient is that of one rank's samples."""
+    by_rank = _by_rank(step.shards)
+    if len(by_rank) < 2:
+        return None
+    for rank, shards in by_rank.items():
+        if not step.is_times(step.sum_of(shards)):
+            continue
+        if rank != step.update.rank:
+            return Explanation(
+                f"is that of rank {rank}'s samples alone, which could mean: it is broadcast, not "
+                "reduced"
+            )
+        return Explanation(
+            f"is that of rank {rank}'s own samples alone",
+            is_wrong=False,
+            advice="gradients are reduced inside of optimizer.step(), or never: F-DP-001 compares "
+            "the weights",
+        )
+    return None
+
+
+def own_factor(step: Applied) -> Explanation | None:
+    """Return an explanation if each tensor in `off` has a simple factor of its own."""
+    shown = []
+    for name in sorted(step.off):
+        right = step.total[name] / step.divisor
+        factor = factors.ratio(right, step.mean[name], step.bound)
+        if factor is None or factors.named(factor, step.trace.scenario, step.bound) is None:
+            return None
+        shown.append(factors.of(right, step.mean[name], step.trace.scenario, step.bound))
+    if len(step.off) >= len(step.mean):
+        return None
+    words = listed([*dict.fromkeys(shown)], most=2).removeprefix("it ")
+    return Explanation(f"{words}, compared with the other tensors")
+
+
+def _two_parts(
+    first: Vector, second: Vector, got: Vector, bound: float
+) -> tuple[float, float] | None:
+    """Return the positive a and b with got = a first + b second within rounding; else None."""
+    sizes = [float(np.dot(one, one)) for one in (first, second)]
+    if np.count_nonzero(got) <= _TELLING_MIN:
+        return None
+    across, norm = float(np.dot(first, second)), float(np.linalg.norm(got))
+    if not all(sizes) or not norm or across**2 > _PARALLEL * math.prod(sizes):
+        return None
+    system = np.array([[sizes[0], across], [across, sizes[1]]])
+    a, b = np.linalg.solve(system, [np.dot(first, got), np.dot(second, got)])
+    if np.linalg.norm(got - a * first - b * second) > bound * norm:
+        return None
+    telling = min(a * math.sqrt(sizes[0]), b * math.sqrt(sizes[1])) > 10 * bound * norm
+    return (float(a), float(b)) if telling else None
+
+
+def _by_rank(shards: Collection[Shard]) -> dict[int, list[Shard]]:
+    by_rank: dict[int, list[Shard]] = {}
+    for shard in shards:
+        by_rank.setdefault(shard.rank, []).append(shard)
+    return by_rank

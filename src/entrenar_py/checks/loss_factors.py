@@ -1,0 +1,114 @@
+"""Judge how much each micro-batch's reported loss counts in the gradient that is applied.
+
+A backward pass begins at some number. Its derivative by the mean loss that the script reports (the
+shard's `slope`), divided by the number that gradients are divided by, is what the micro-batch
+counts. It should be the micro-batch's share of the step's samples or tokens. Clipping, and terms
+other than the loss, change this for all micro-batches by one factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from entrenar_py.checks import evidence, factors, step_sums
+from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.verdict import Tally
+
+# A slope has the loss's precision, which may be bfloat16: 2^-8. A wrong share is off by more, as
+# weights are counts: 17 samples weighted as 16 are off by 6 %.
+BOUND = 0.02
+
+
+def judge(tally: Tally, trace: Trace) -> None:
+    """Judge the steps of a user's trainer in which all slopes are known."""
+    if trace.scenario.workload != "own":
+        return
+    common: dict[int, float] = {}
+    shards = evidence.shards(trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        told = _told(by_rank, shards.get(step, ()))
+        if told is None:
+            continue
+        _shares(tally, trace, told)
+        if (factor := _factor(trace, by_rank, told)) is not None:
+            common[step] = factor
+    _common(tally, trace, common)
+
+
+def _told(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> list[Shard] | None:
+    """Return the micro-batches that the step applied; None if the slope of one is unknown."""
+    dropped = step_sums.dropped(by_rank, shards)
+    kept = [shard for shard in shards if not any(shard is one for one in dropped)]
+    known = all(
+        shard.slope and math.isfinite(shard.slope) and shard.slope > 0 and shard.weight > 0
+        for shard in kept
+        if shard.weight or shard.ids
+    )
+    counted = [shard for shard in kept if shard.weight]
+    return counted if known and counted else None
+
+
+def _shares(tally: Tally, trace: Trace, told: Sequence[Shard]) -> None:
+    """Check that all micro-batches of a step count as much as their samples (or tokens)."""
+    weight = sum(shard.weight for shard in told)
+    slope = sum(shard.slope or 0.0 for shard in told)
+    for shard in told:
+        due, got = shard.weight / weight, (shard.slope or 0.0) / slope
+        tally.check(
+            abs(got - due) <= BOUND * due,
+            f"the loss of micro-batch {shard.shard} counts {got / due:.3g} times as much as its "
+            f"weight of {shard.weight:g} in {weight:g}, which could mean: a mean of means",
+            expected=f"{due:.6g} of the step",
+            got=f"{got:.6g} of the step",
+            **evidence.place(trace, shard),
+        )
+
+
+def _factor(trace: Trace, by_rank: Mapping[int, Update], told: Sequence[Shard]) -> float | None:
+    """Return how many times the gradient of the step's mean loss was applied; None if unknown."""
+    update = evidence.any_rank(by_rank)
+    applied = evidence.vectors(update.gradient)
+    total = step_sums.total(by_rank, told)
+    if applied is None or total is None or applied.keys() != total.keys():
+        return None
+    names = sorted(applied)
+    ratio = factors.ratio(step_sums.joined(total, names), step_sums.joined(applied, names), BOUND)
+    if ratio is None or ratio <= 0:
+        return None
+    return ratio * sum(shard.slope or 0.0 for shard in told)
+
+
+def _common(tally: Tally, trace: Trace, factor_of: Mapping[int, float]) -> None:
+    """Check that the mean loss's gradient is not applied several times over, the same in all steps.
+
+    A factor that varies is clipping. One below 1 may be the weight of one of several losses.
+    """
+    if len(factor_of) < 2:
+        return
+    first = next(iter(factor_of))
+    factor = factor_of[first]
+    if any(abs(other - factor) > BOUND * factor for other in factor_of.values()):
+        return
+    if abs(factor - 1) <= BOUND:
+        tally.compared += 1
+        return
+    simple = factors.named(factor, trace.scenario, BOUND)
+    if simple is None or not simple[1]:
+        return
+    shown, reason = simple
+    words = (
+        f"in every step {shown} times the gradient of the mean loss is applied ({reason}), which "
+        "could mean: "
+    )
+    weights = {shard.weight for shard in trace.of(Shard)}
+    if factor < 1:
+        tally.note(f"{words}it is divided once too often, or the loss is one term of several")
+    elif weights == {1.0}:
+        tally.note(f"{words}losses are added, and each counts as a whole")
+    elif reason.startswith("2^"):
+        tally.note(f"{words}the loss is scaled, and gradients are not unscaled")
+    else:
+        place = evidence.place(trace, evidence.any_rank(evidence.updates(trace)[first]))
+        message = f"{words}a sum over micro-batches or ranks is not divided"
+        tally.check(False, message, expected="1", got=f"{factor:.6g}", **place)

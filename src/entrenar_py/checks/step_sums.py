@@ -1,0 +1,55 @@
+"""What the micro-batches of a step gave to the gradient that was applied. Judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.checks import evidence
+from entrenar_py.trace import Shard, Tensors, Update
+
+Vector = NDArray[np.float64]
+
+
+def summed(by_rank: Mapping[int, Update], shard: Shard) -> Tensors:
+    """Return the tensors of the shard's gradient that its rank's applied gradient holds."""
+    update = by_rank.get(shard.rank)
+    held = {} if update is None else update.summed
+    return {
+        name: record
+        for name, record in shard.gradient.items()
+        if shard.shard in held.get(name, (shard.shard,))
+    }
+
+
+def total(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[str, Vector] | None:
+    """Return the sum, in float64, of what the shards gave to the applied gradient.
+
+    None if a shard with samples has no gradient, if values are unknown, or if sizes differ.
+    """
+    sums: dict[str, Vector] = {}
+    lost = dropped(by_rank, shards)
+    for shard in shards:
+        if any(shard is one for one in lost) or not (shard.ids or shard.gradient):
+            continue
+        values = evidence.vectors(summed(by_rank, shard))
+        if values is None:
+            return None
+        for name, value in values.items():
+            if name in sums and sums[name].shape != value.shape:
+                return None
+            sums[name] = sums.get(name, 0) + value.astype(np.float64)
+    return sums or None
+
+
+def joined(vectors: Mapping[str, NDArray[Any]], names: Collection[str]) -> Vector:
+    """Return the tensors `names` as one vector, in alphabetical order."""
+    return np.concatenate([np.asarray(vectors[name], np.float64) for name in sorted(names)])
+
+
+def dropped(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
+    """Return the shards with a gradient of which nothing was applied: it was cleared before."""
+    return [shard for shard in shards if shard.gradient and not summed(by_rank, shard)]

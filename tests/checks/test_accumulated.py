@@ -1,0 +1,110 @@
+"""Applied gradients that are not the sum of their micro-batches, and what explains them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entrenar_py.trace import Event, Update
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.micro_batch_traces import (
+    MICRO_BATCHES,
+    SHAPES,
+    Vectors,
+    plus,
+    summed,
+    times,
+    trace_of,
+)
+
+FIRST = summed(0)
+SHORT = times(0.1, plus(FIRST, summed(1)))
+
+
+@pytest.mark.parametrize(
+    ("applied", "changes", "words"),
+    [
+        (plus(FIRST, summed(1)), {}, "gradients not cleared since step 0"),
+        (SHORT, {"kept": {"a": 0, "b": 0}}, "gradients not cleared since step 0"),
+        (FIRST, {}, "stepped without a backward pass since step 0"),
+        (times(0.3, FIRST), {}, "is that of step 0's samples"),
+        (summed(1, which=slice(-1, None)), {}, "is that of the last of 2 micro-batches"),
+        (summed(1, which=slice(None, 1)), {}, "is that of the first of 2 micro-batches"),
+        (summed(1, ranks=[1]), {}, "is that of rank 1's samples alone"),
+        (times(2, summed(1), "a"), {}, "twice as large (world_size or accumulation)"),
+    ],
+)
+def test_what_is_exact_and_wrong_is_a_counterexample(
+    applied: Vectors, changes: dict[str, Any], words: str
+) -> None:
+    """The first step that has it is named, and what it could mean."""
+    broken = traces.broken(traces.judge("weighting", [trace_of([FIRST, applied], **changes)]))
+    assert broken.step == 1
+    assert broken.rank == 0
+    assert words in broken.message
+
+
+MEANS = {name: value - value.mean() for name, value in summed(1).items()}
+NOISE = plus(summed(1), times(0.1, summed(2)))
+
+
+@pytest.mark.parametrize(
+    "applied",
+    [
+        MEANS,  # gradient centralisation
+        NOISE,
+        {**summed(1), "a": summed(1)["a"] * np.float32(0.37)},  # a limit for each layer
+        {name: np.sign(value) for name, value in summed(1).items()},
+        {**summed(1), "b": 0 * summed(1)["b"]},  # a layer that rests
+        plus(times(0.9, FIRST), summed(1)),  # momentum by hand
+        summed(1, ranks=[0]),  # reduced in the optimizer's step
+    ],
+)
+def test_what_may_be_on_purpose_is_left_open(applied: Vectors) -> None:
+    """Scripts change gradients as they like; without obs.reduced() that is no counterexample."""
+    finding = traces.judge("weighting", [trace_of([FIRST, applied])])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "obs.reduced()" in finding.reason or "F-DP-001" in finding.reason
+
+
+def test_a_declared_sum_must_be_the_sum() -> None:
+    """A gradient that obs.reduced() recorded is that of the whole batch."""
+    trace = trace_of([FIRST, MEANS], grad_norm=1.0, applied_norm=1.0)
+    assert traces.judge("weighting", [trace]).verdict is Verdict.FALSIFIED
+
+
+def test_a_clipped_sum_is_left_alone() -> None:
+    """Clipping by the norm divides all tensors by one number, another one in each step."""
+    trace = trace_of([times(0.5, FIRST), times(0.25, summed(1)), summed(2)])
+    finding = traces.judge("weighting", [trace])
+    assert finding.verdict is not Verdict.FALSIFIED
+    assert finding.compared
+
+
+def test_micro_batches_that_were_dropped_are_no_part_of_the_sum() -> None:
+    """Dropped once on purpose: a note. Dropped in most steps: cleared in the loop."""
+    last = slice(-1, None)
+    applied = [FIRST, summed(1, which=last), summed(2)]
+    once = trace_of(applied)
+    held = dict.fromkeys(SHAPES, (1,))
+    events = [_holding(event, held, {1}) for event in once.events]
+    finding = traces.judge("weighting", [replace(once, events=tuple(events))])
+    assert finding.verdict is not Verdict.FALSIFIED
+    assert any("its samples count in no step" in note for note in finding.notes)
+    often = trace_of([FIRST, summed(1, which=last), summed(2, which=last)])
+    events = [_holding(event, held, {1, 2}) for event in often.events]
+    broken = traces.broken(traces.judge("weighting", [replace(often, events=tuple(events))]))
+    assert (broken.step, broken.shard) == (1, 0)
+    assert "cleared between the micro-batches" in broken.message
+
+
+def _holding(event: Event, held: Mapping[str, tuple[int, ...]], steps: set[int]) -> Event:
+    if not isinstance(event, Update) or event.step not in steps:
+        return event
+    before = event.rank * MICRO_BATCHES
+    return replace(event, summed={n: tuple(before + i for i in at) for n, at in held.items()})
