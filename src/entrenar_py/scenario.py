@@ -23,6 +23,7 @@ from entrenar_py.faults import Fault
 if TYPE_CHECKING:
     import numpy as np
 
+OBSERVED = "command"  # the system of a user's script, whose runs `observe` has recorded
 # The values of each field that is a choice: validation, docs and Hypothesis read this table.
 CHOICES: dict[str, tuple[str, ...]] = {
     # own: the run of a user's own trainer, stored as a trace

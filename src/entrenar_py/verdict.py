@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from entrenar_py.codec import WORDS, Form, Schema
-from entrenar_py.scenario import Scenario
+from entrenar_py.scenario import OBSERVED, Scenario
 
 
 class Verdict(StrEnum):
@@ -61,11 +61,14 @@ class Counterexample:
     or_rank: int | None = None
 
     def place(self) -> str:
-        """Return the known fields in words, such as `step 3, rank 1, shard 2, tensor w[7]`."""
+        """Return the known fields in words, such as `step 3, rank 1, shard 2, tensor w[7]`.
+
+        A script's shards are micro-batches of a rank, named only if it has several a step.
+        """
         ranks = self.rank if self.or_rank is None else f"{self.rank} or {self.or_rank}"
         parts = [
             f"{name} {value}"
-            for name, value in (("step", self.step), ("rank", ranks), ("shard", self.shard))
+            for name, value in (("step", self.step), ("rank", ranks), self._shard())
             if value is not None
         ]
         if self.step == -1:
@@ -78,6 +81,11 @@ class Counterexample:
             more = ", ..." if len(self.sample_ids) > 8 else ""
             parts.append(f"samples {shown}{more}")
         return ", ".join(parts)
+
+    def _shard(self) -> tuple[str, int | None]:
+        if self.shard is None or self.scenario is None or self.scenario.get("system") != OBSERVED:
+            return "shard", self.shard
+        return micro_batch(self.shard, accumulation=self.scenario.get("accumulation", 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +130,11 @@ _SCHEMA = Schema(
         "Counterexample": Form(_BROKEN.load, _BROKEN.dump),
     },
 )
+
+
+def micro_batch(shard: int, *, accumulation: int) -> tuple[str, int | None]:
+    """Return "micro-batch" and a shard's index within its rank; None if a rank has one a step."""
+    return "micro-batch", shard % accumulation if accumulation > 1 else None
 
 
 def inconclusive(invariant: str, reason: str, compared: int = 0) -> Finding:

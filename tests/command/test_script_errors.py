@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.command import ending
+from entrenar_py.command import script_errors
 
 SCRIPT = """Traceback (most recent call last):
   File "train.py", line 1, in <module>
@@ -22,6 +22,12 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 Root Cause (first observed failure):
   traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
 """
+PEER = """Traceback (most recent call last):
+  File "/home/me/train.py", line 9, in step
+    loss.backward()
+  File "/venv/lib/python3.11/site-packages/torch/_tensor.py", line 630, in backward
+RuntimeError: [../gloo/pair.cc] Connection closed by peer
+"""
 ACCELERATE = """Traceback (most recent call last):
   File "launch.py", line 1423, in <module>
 subprocess.CalledProcessError: Command '['python', 'train.py']' returned exit status 1.
@@ -31,7 +37,9 @@ subprocess.CalledProcessError: Command '['python', 'train.py']' returned exit st
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        (SCRIPT + TORCHRUN, "ModuleNotFoundError: No module named 'nosuchmodule'"),
+        (SCRIPT + TORCHRUN, "ModuleNotFoundError: No module named 'nosuchmodule' (train.py:1)"),
+        (SCRIPT + PEER + TORCHRUN, "No module named 'nosuchmodule' (train.py:1)"),
+        (PEER + TORCHRUN, "RuntimeError: [../gloo/pair.cc] Connection closed by peer (train.py:9)"),
         (SCRIPT + ACCELERATE, "ModuleNotFoundError: No module named 'nosuchmodule'"),
         (SCRIPT.replace("\n", "\n[rank1]: ") + TORCHRUN, "ModuleNotFoundError: No module named"),
         (SCRIPT + "During handling of this\n" + SCRIPT.replace("such", "thing"), "nothingmodule"),
@@ -45,7 +53,25 @@ def test_the_error_of_the_script(tmp_path: Path, text: str, error: str) -> None:
     """The last error that is not a launcher's is reported, or none if there is no other."""
     path = tmp_path / "output.txt"
     path.write_text(text)
-    found = ending.script_error(path)
+    found = script_errors.find(path)
     assert error in found
     assert bool(found) == bool(error)
-    assert ending.script_error(tmp_path / "none") == ""
+    assert script_errors.find(tmp_path / "none") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("usage: train.py\ntrain.py: error: no --dir\n" + TORCHRUN, "train.py: error: no --dir"),
+        ("[rank1]: out of data\n" + TORCHRUN + "left\n", "out of data"),
+        (SCRIPT + ACCELERATE, "ModuleNotFoundError: No module named 'nosuchmodule'"),
+        (TORCHRUN, ""),
+        ("----\n", ""),
+    ],
+)
+def test_the_last_line_of_the_script(tmp_path: Path, text: str, line: str) -> None:
+    """What a script printed last is reported, not what its launcher adds."""
+    path = tmp_path / "output.txt"
+    path.write_text(text)
+    assert script_errors.last_line(path, []) == line
+    assert script_errors.last_line(tmp_path / "none", text.splitlines()) == line or "[rank" in text

@@ -15,7 +15,7 @@ def test_long_text_is_cut_with_a_count() -> None:
     """A long message becomes one line that says how much was cut."""
     line = evidence.one_line("x\n" * 1000)
     assert line.startswith("x x x")
-    assert line.endswith("... (1599 more, see the JSON report)")
+    assert line.endswith("... (799 more characters: --json FILE writes all)")
     assert evidence.one_line("short \n text") == "short text"
 
 

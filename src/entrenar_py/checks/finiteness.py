@@ -13,8 +13,15 @@ from entrenar_py.checks import audits, evidence, facts, history, missing, plans,
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import POISONED, Traces
 from entrenar_py.contract import Invariant
+from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
-from entrenar_py.verdict import Finding, Tally
+from entrenar_py.verdict import Finding, Tally, micro_batch
+
+# Most scripts go on at a NaN, so the finding says what to add.
+_REMEDY = (
+    ": stop there, by torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, "
+    "error_if_nonfinite=True) before optimizer.step(), for one"
+)
 
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
@@ -149,7 +156,7 @@ def _halts(
     halts = trace.of(Halt)
     culprit = _named_by(halts[0], culprits) if halts else culprits[0]
     step = culprit.step or 0
-    where = f"rank {culprit.rank}, step {step}, shard {culprit.shard}"
+    where = _where(trace, culprit, step)
     place = {**evidence.place(trace, culprit), "step": step}
     for update in trace.of(Update):
         if update.step in passed_over:
@@ -157,18 +164,29 @@ def _halts(
         if update.step < step:
             _finite_update(tally, trace, update)
             continue
-        what = f"rank {update.rank} updated in step {update.step}"
-        tally.check(False, f"{what} after a non-finite value at {where}", **place)
+        what = f"rank {update.rank} updated in step {update.step} after a non-finite value"
+        remedy = missing.told(tally, trace="", script=_REMEDY)
+        tally.check(False, f"{what} at {where}{remedy}", **place)
     for saved in trace.of(Saved):
         tally.check(saved.step <= step, f"a checkpoint was written after {where}", **place)
     # A user's processes may stop by an error of their own. The place it names is unknown here.
     stopped = trace.scenario.workload == "own" and trace.end.status == "halted"
-    message = f"training went on after a non-finite value at {where}: no Halt was recorded"
+    went_on = f"training went on after a non-finite value at {where}"
+    message = went_on + missing.told(tally, trace=": no Halt was recorded", script=_REMEDY)
     tally.check(bool(halts) or stopped, message, **place)
     if halts:
         _names(tally, trace, halts[0], culprit, place)
     elif stopped:
         tally.note(f"with a non-finite value at {where} it stopped by itself: {trace.end.reason}")
+
+
+def _where(trace: Trace, culprit: Shard | Injected, step: int) -> str:
+    """Return the place of a value that is not finite, for a script by its rank's micro-batch."""
+    where, scenario = f"rank {culprit.rank}, step {step}", trace.scenario
+    if scenario.system != OBSERVED:
+        return f"{where}, shard {culprit.shard}"
+    name, index = micro_batch(culprit.shard or 0, accumulation=scenario.accumulation)
+    return where if index is None else f"{where}, {name} {index}"
 
 
 def _names(

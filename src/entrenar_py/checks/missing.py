@@ -15,14 +15,14 @@ from entrenar_py.checks import evidence, facts
 from entrenar_py.checks.facts import Fact
 from entrenar_py.checks.needs import Need, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.rank_files.shown_scenario import SYSTEM
+from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Event, Gap, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Tally
 
 
 def tally_for(invariant: Invariant, runs: Iterable[Trace]) -> Tally:
     """Return an empty tally for `runs`, in whose reasons a script is told its own calls."""
-    return Tally(invariant.id, observed=any(run.scenario.system == SYSTEM for run in runs))
+    return Tally(invariant.id, observed=any(run.scenario.system == OBSERVED for run in runs))
 
 
 def ask(tally: Tally, why: str, fact: Fact) -> None:

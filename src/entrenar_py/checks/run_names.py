@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from entrenar_py.scenario import Scenario
-from entrenar_py.wording import counted, listed
+from entrenar_py.wording import counted, named
 
 # The option of a scenario that says which knob was turned (`checks.knob_pairs`).
 KNOB = "pair"
@@ -18,15 +18,15 @@ _DONE: Mapping[str, str] = {
 
 def of(scenario: Scenario) -> str:
     """Return the name of a run, with everything in which it differs from the plain one."""
-    parts = [f"the run on {counted(scenario.world_size, 'worker')}"]
+    parts = list[str]()
     turn = scenario.options.get(KNOB)
     if isinstance(turn, Mapping):
         turned = {turn.get("knob"): turn.get("value"), **turn.get("beside", {})}
         parts.append(f"with {', '.join(f'{knob}={value}' for knob, value in turned.items())}")
     parts += [_DONE.get(fault.kind, f"with the fault {fault.kind}") for fault in scenario.faults]
     if scenario.stops:
-        before = listed(scenario.stops, most=4)
-        parts.append(f"stopped before step {before} and resumed")
+        parts.append(f"stopped before {named('step', scenario.stops)} and resumed")
     if scenario.repeat:
-        parts.append("the same again")
-    return ", ".join(parts)
+        parts.append("made again")
+    run = f"the run on {counted(scenario.world_size, 'worker')}"
+    return " ".join([run, ", ".join(parts)]) if parts else run

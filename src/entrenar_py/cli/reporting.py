@@ -46,7 +46,9 @@ _WORST_FIRST = (EXIT_FALSIFIED, EXIT_INCONCLUSIVE, EXIT_NOTHING_SELECTED, EXIT_H
 class Work:
     """The source of a report's entries, and the facts that the report states about them.
 
-    `environment` is called after `entries`, as only then the opened devices are known.
+    A later entry of a clause replaces an earlier one. `environment` is called after `entries`, as
+    only then the opened devices are known. `foreseen` are lines about the runs to come. Each
+    verdict is printed as it comes if `streams`: the runs take long.
     """
 
     entries: Callable[[falsify.Progress, Listener], Iterable[Entry]]
@@ -55,6 +57,8 @@ class Work:
     seed: int
     num_traces: int | None = None
     not_applying: tuple[NotApplying, ...] = ()
+    foreseen: tuple[str, ...] = ()
+    streams: bool = False
 
 
 class Interrupted(Exception):
@@ -91,34 +95,48 @@ def report(
 ) -> int:
     """Do the work, render its results in every format, and return the exit code."""
     started = time.monotonic()
-    entries: list[Entry] = []
+    entries: dict[str, Entry] = {}  # by id
     interrupted = False
     seen = curves.Curves()
-    with terminal.Progress(output) as progress:
-        try:
-            for entry in work.entries(progress.show, seen.see if options.html else ignore):
-                # One by one: an interrupt keeps what is known so far.
-                entries.append(_noted(entry, standing.notes))
-        except KeyboardInterrupt:
-            interrupted = True
-    finished = Report(
+    begun = Report(
         contract=loaded,
         contract_given=options.contract,
         system=work.system,
         seed=work.seed,
-        entries=tuple(entries),
-        environment=work.environment() if entries else {},
-        elapsed_s=time.monotonic() - started,
-        interrupted=interrupted,
+        entries=(),
+        environment={},
+        elapsed_s=0.0,
+        interrupted=False,
         command=command,
         num_traces=work.num_traces,
-        curves=seen.found,
         not_applying=(*standing.not_applying, *work.not_applying),
         excluded=standing.excluded,
         configuration=_configuration(options),
         bindings_given=tuple(map(str, options.bind)),
     )
-    terminal.render(finished, output, quiet=options.quiet)
+    rows = None
+    if work.streams:
+        rows = terminal.Rows(output, standing.selected, quiet=options.quiet)
+        terminal.begin(begun, output, foreseen=work.foreseen, quiet=options.quiet)
+    with terminal.Progress(output) as progress:
+        try:
+            for entry in work.entries(progress.show, seen.see if options.html else ignore):
+                # One by one: an interrupt keeps what is known so far.
+                entries[entry.invariant.id] = _noted(entry, standing.notes)
+                if rows is not None:
+                    rows.show(entry)
+        except KeyboardInterrupt:
+            interrupted = True
+    order = [clause.id for clause in loaded.invariants]
+    finished = replace(
+        begun,
+        entries=tuple(sorted(entries.values(), key=lambda entry: order.index(entry.invariant.id))),
+        environment=work.environment() if entries else {},
+        elapsed_s=time.monotonic() - started,
+        interrupted=interrupted,
+        curves=seen.found,
+    )
+    terminal.render(finished, output, quiet=options.quiet, begun=work.streams)
     _write(finished, options, output)
     code = finished.exit_code(allow_inconclusive=options.allow_inconclusive)
     if finished.interrupted:

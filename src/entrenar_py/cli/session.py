@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from entrenar_py.command import (
     placeholders,
     run_folder,
     runs,
+    verdicts,
 )
 from entrenar_py.contract import Contract, Invariant, selection, suggestions
 from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
@@ -36,7 +37,6 @@ from entrenar_py.rank_files import shown_scenario
 from entrenar_py.reports import evidence, output_file
 from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry
 from entrenar_py.untrusted import printing
-from entrenar_py.verdict import Verdict
 from entrenar_py.wording import counted
 
 # The names that contracts may use, without the planted bugs, whose names take an import of torch.
@@ -316,21 +316,16 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         source=_copied_folder(options),
         spelled=options.knobs,
     )
-    make_plan(folder=Path())  # raises UsageError if it can't be run
+    foreseen = make_plan(folder=Path()).foreseen()  # raises UsageError if it can't be run
     runs_by_file: dict[Path, runs.Run] = {}
 
     def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
         with run_folder.folder(options.trace_dir) as kept:
+            recorded: Iterable[tuple[Path, runs.Run]] = ()
             if any(one.check is not None for one in tasks):  # else no run would be judged
-                try:
-                    told = partial(show, "runs", 0, 0)
-                    runs_by_file.update(runs.record(make_plan(folder=kept.path), told))
-                except KeyboardInterrupt:  # only what is falsified: the rest needs all runs
-                    known = judging.judge(tasks, runs_by_file, on_judged=judged)
-                    broken = (one for one in known if one.finding.verdict is Verdict.FALSIFIED)
-                    yield from map(kept.see, broken)
-                    raise
-            yield from map(kept.see, judging.judge(tasks, runs_by_file, on_judged=judged))
+                recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
+            known = verdicts.as_known(tasks, recorded, runs_by_file, on_judged=judged)
+            yield from map(kept.see, known)
 
     return Work(
         entries=entries,
@@ -338,6 +333,8 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         system=shown_scenario.SYSTEM,
         seed=options.seed,
         not_applying=judging.elsewhere(selected),
+        foreseen=foreseen,
+        streams=True,
     )
 
 

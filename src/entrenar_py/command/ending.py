@@ -7,11 +7,10 @@ if one rank did and all others made as many steps.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from entrenar_py.command import stacks
+from entrenar_py.command import script_errors, stacks
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
 from entrenar_py.rank_files.assembly import LastLives
@@ -19,12 +18,6 @@ from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Event
 from entrenar_py.untrusted import escaping
 
-OUTPUT_BYTES_MAX = 2**18
-_BEGINS = "Traceback (most recent call last):"
-_RANK = re.compile(r"\[(?:rank)?\d+\]:\s?|\[default\d+\]:\s?")  # in front of a rank's lines
-_ERROR = re.compile(r"[A-Za-z_][\w.]*(?::(?:\s.*)?)?")
-# Exceptions that launchers raise when a worker has failed.
-_OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException")
 LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
 
 
@@ -41,9 +34,9 @@ def of(
     what is wrong with the ranks' files.
     """
     last = LastLives(ranks, events)
-    error = escaping.shortened(script_error(ended.output)) if ended.code else ""
+    error = script_errors.find(ended.output) if ended.code else ""
     ended_by = f"{ended.how}: {_last_words(last, error, ended)}"
-    how = f"{ended_by} (its output is in {ended.output})"
+    how = f"{ended_by} (its output is in {_shown(ended.output)})"
     folder = ended.output.parent
     if not folder.is_dir():
         why = f"the folder of its records, {folder}, was removed while it ran"
@@ -51,7 +44,10 @@ def of(
     if not ranks and problems:
         return "failed", f"{ended.how}, and what its ranks recorded is damaged: {problems[0]}"
     if ended.code is None and last.closed != set(range(asked.world_size)):
-        return "failed", f"{ended.how}: {_hanging(last, asked, ended)} (output: {ended.output})"
+        return (
+            "failed",
+            f"{ended.how}: {_hanging(last, asked, ended)} (output: {_shown(ended.output)})",
+        )
     if not ranks:
         return "failed", _nothing_recorded(ended, error, how)
     world_sizes = {int(rank.header["world_size"]) for rank in last.ranks.values()}
@@ -75,22 +71,28 @@ def _of_ranks(
         return "halted", ended_by
     if "leave" in last.struck and not any(rank.life for rank in last.ranks.values()):
         return "failed", (
-            "a worker was killed, and the launcher restarted nobody: let it restart workers "
-            "(torchrun --max-restarts=1), and let the script go on from a checkpoint in {workdir} "
-            f"(output: {ended.output})"
+            "the launcher restarted no worker: let it (torchrun --max-restarts=1), and let the "
+            "script go on from a checkpoint in {workdir}; or say in the configuration that this "
+            f"does not apply (output: {_shown(ended.output)})"
         )
     if "leave" in last.struck:
-        return "failed", f"after a worker was killed and restarted, the run failed: {how}"
+        return "failed", f"after the restart of workers: {how}"
     if last.all_made_the_same(asked.world_size) and not last.problem:
         return "completed", ""
     return "failed", how
 
 
 def _last_words(last: LastLives, error: str, ended: Ended) -> str:
-    """Return the error that a rank recorded, else the script's own, else the last line printed."""
-    printed = [line for line in ended.tail if any(map(str.isalnum, line))]  # not torchrun's rulers
-    fallback = printed[-1] if printed else "it printed nothing"
-    return escaping.shortened(last.problem) or error or fallback
+    """Return the error that was printed, else one that a rank recorded, else the last line."""
+    printed = script_errors.last_line(ended.output, ended.tail)
+    words = [one for one in (error, last.problem, printed) if one]
+    causes = [one for one in words if not script_errors.is_of_peers(one)]
+    return escaping.shortened(next(iter(causes or words), "it printed nothing"))
+
+
+def _shown(path: Path) -> str:
+    """Return a path as it is seen from the working folder, if it lies below that."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
@@ -109,31 +111,3 @@ def _hanging(last: LastLives, asked: Asked, ended: Ended) -> str:
         return "no rank had begun"
     steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
     return f"steps made: {steps or 'none'}; {stacks.in_words(where, asked.world_size)}"
-
-
-def script_error(output: Path) -> str:
-    """Return the line of the script's last exception in the file `output`, or "" if it has none.
-
-    Exceptions of launchers are skipped.
-    """
-    try:
-        with output.open("rb") as file:
-            file.seek(max(0, output.stat().st_size - OUTPUT_BYTES_MAX))
-            text = file.read(OUTPUT_BYTES_MAX).decode(errors="replace")
-    except OSError:
-        return ""
-    return _last_error(text.splitlines())
-
-
-def _last_error(lines: Iterable[str]) -> str:
-    error_line, within = "", False
-    for printed in lines:
-        prefix = _RANK.match(printed)
-        line = printed[prefix.end() :] if prefix else printed
-        if line.rstrip() == _BEGINS:
-            within = True
-        elif within and _ERROR.fullmatch(line.rstrip()):
-            within = False
-            if line.partition(":")[0].rpartition(".")[2] not in _OF_LAUNCHERS:
-                error_line = line.rstrip()
-    return error_line

@@ -65,9 +65,16 @@ def _why_elsewhere(clause: Invariant) -> str:
 
 
 def judge(
-    tasks: Sequence[Task], runs: Mapping[Path, Run], *, on_judged: Listener = ignore
+    tasks: Sequence[Task],
+    runs: Mapping[Path, Run],
+    *,
+    having: Path | None = None,
+    on_judged: Listener = ignore,
 ) -> Iterator[Entry]:
-    """Yield an entry per task that has no check, or whose check judges any of `runs` (by file)."""
+    """Yield an entry per task that has no check, or whose check judges any of `runs` (by file).
+
+    If `having` is given, only judgements in which the run in that file takes part are made.
+    """
     for task in tasks:
         check = task.check
         if check is None:
@@ -77,12 +84,27 @@ def judge(
         if not traces:
             continue
         groups = {file: _beside(check, file, runs) for file in traces}
-        entry = stored.judge_each(task, groups, traces, on_judged=on_judged)
+        if having is not None:
+            groups = {file: of for file, of in groups.items() if having in (file, *of)}
+            if not groups:
+                continue
+        entry = stored.judge_each(
+            task,
+            {_name(file): group.chosen(_name) for file, group in groups.items()},
+            {_name(file): trace for file, trace in traces.items()},
+            on_judged=on_judged,
+            form="{reason} [{files}]",
+        )
         asked = [runs[file].asked for file in traces]
         if why := _lacking(check, asked):
             entry = replace(entry, finding=inconclusive(task.invariant.id, why))
         notes = (*entry.finding.notes, *_untried(check, asked), *_unbroken(check, runs.values()))
         yield replace(entry, finding=replace(entry.finding, notes=notes))
+
+
+def _name(file: Path) -> Path:
+    """Return the name of the run in `file`, as findings have it."""
+    return Path(file.stem)
 
 
 def _is_for(check: Check, run: Run) -> bool:
@@ -122,9 +144,8 @@ def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
     tried = {run.turn.knob for run in asked if run.turn is not None}
     needed = [need.knob for need in check.needs if need.knob]
     names = ", ".join(f"{{{knob}}}" for knob in needed if knob not in tried)
-    return (
-        [f"no runs that differ in {names} were compared: put it into the command"] if names else []
-    )
+    told = f"not tried, since the command lacks the placeholder: {names}"
+    return [told] if names else []
 
 
 def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:

@@ -16,7 +16,9 @@ from entrenar_py.verdict import Verdict
 
 @dataclass
 class RunFolder:
-    """The folder `path`; `is_needed` is set by a finding that is falsified or names the folder."""
+    """The folder `path`; `is_needed` is set by a finding that is falsified, or that names the
+    folder or one of the runs in it.
+    """
 
     path: Path
     is_needed: bool = False
@@ -25,7 +27,9 @@ class RunFolder:
         """Note whether the folder must be kept because of `entry`, and return `entry`."""
         finding = entry.finding
         text = " ".join((finding.reason, *finding.notes))
-        self.is_needed |= finding.verdict is Verdict.FALSIFIED or str(self.path) in text
+        names = [str(self.path), *(file.stem for file in self.path.glob("*.jsonl"))]
+        self.is_needed |= finding.verdict is Verdict.FALSIFIED
+        self.is_needed |= any(name in text for name in names)
         return entry
 
 

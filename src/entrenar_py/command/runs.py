@@ -46,10 +46,11 @@ Launcher = Callable[..., Ended]  # takes what `launch.launch` takes
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The trace of a run, and the settings that it was launched with."""
+    """The trace of a run, and the settings of this run and of those that are made after it."""
 
     asked: Asked
     trace: Trace
+    ahead: tuple[Asked, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,33 @@ class Plan:
     def can_say(self, name: str) -> bool:
         """Return whether the command has the placeholder `name`."""
         return placeholders.has(self.command, name)
+
+    def foreseen(self) -> tuple[str, ...]:
+        """Return in lines which runs there will be, and what they need of the global batch.
+
+        What depends on the first run (the stops, the value of a limit) is taken from a stand-in.
+        """
+        steps = self.num_steps if self.can_say("steps") else NUM_STEPS * self.num_epochs
+        stand_in = Scenario(
+            system="", workload="own", world_size=self.most, seed=self.seed, num_steps=steps
+        )
+        usual = Trace(scenario=stand_in, environment={}, promises=(), events=())
+        limited = {_name(self.most, turn) for knob in KNOBS for turn in self._limited(knob, usual)}
+        names = [*self.plain(), *self.others(stand_in), *self.pairs(usual)]
+        shown = [name.rpartition("-")[0] if name in limited else name for name in names]
+        lines = [f"runs: {', '.join(dict.fromkeys(shown))}"]
+        workers, micro_batches = self.cuts[-1]
+        if micro_batches > 1:
+            parts = workers * micro_batches
+            lines.append(
+                f"the largest has {workers} workers with {micro_batches} micro-batches each: the "
+                f"global batch has to be a multiple of {parts}"
+            )
+        return tuple(lines)
+
+    def _limited(self, knob: str, usual: Trace) -> list[Turn]:
+        """Return the turns of a knob whose value depends on the first run."""
+        return self._turns(knob, usual) if KNOBS[knob].limit else []
 
     @property
     def cuts(self) -> list[tuple[int, int]]:
@@ -219,20 +247,22 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
         recorded = beginnings.seen(name, recorded)
         base.mkdir(parents=True, exist_ok=True)  # the command may have removed it
         trace.save(recorded, base / f"{name}.jsonl")
-        yield base / f"{name}.jsonl", Run(asked=asked, trace=recorded)
         if first:
-            first = False
             if begun := first_step(recorded):
                 printing.warn(
                     f"{name} began at step {begun}, not at 0: it found a checkpoint of before; all "
                     "runs begin with it. Move it out of the way to see the training's beginning"
                 )
             if recorded.end.status == "failed":
-                return
-            planned |= plan.others(recorded.scenario) | plan.pairs(recorded)
+                planned.clear()
+            else:
+                planned |= plan.others(recorded.scenario) | plan.pairs(recorded)
+            first = False
         undisturbed = not (asked.stops or asked.faults or asked.repeat)
         if undisturbed and recorded.end.status == "completed":
             likes.setdefault(asked.turn, recorded)
+        ahead = tuple(planned.values())
+        yield base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=ahead)
 
 
 def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:

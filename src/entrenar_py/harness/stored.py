@@ -109,10 +109,12 @@ def judge_each(
     traces: Mapping[Path, Trace],
     *,
     on_judged: Listener = ignore,
+    form: str = "{files}: {reason}",
 ) -> Entry:
     """Return the entry of `task`; `runs` maps the file of each trace to judge to the runs compared.
 
-    In the entry, `num_scenarios` counts the traces judged. No scenario was explored.
+    In the entry, `num_scenarios` counts the traces judged. No scenario was explored. If there are
+    several traces, `form` puts a reason and its files together.
     """
     started = time.monotonic()
     check = task.check
@@ -120,7 +122,7 @@ def judge_each(
     for judgement in judged:
         on_judged([traces[file] for file in judgement.files])
     deciding = _telling(judged)
-    findings = _located(deciding) if len(traces) > 1 else [each.finding for each in deciding]
+    findings = _located(deciding, form) if len(traces) > 1 else [each.finding for each in deciding]
     return Entry(
         invariant=task.invariant,
         finding=combine(findings or [_unseen(task)]),
@@ -201,15 +203,15 @@ def _telling(judged: Sequence[_Judged]) -> list[_Judged]:
     return kept
 
 
-def _located(judged: Sequence[_Judged]) -> list[Finding]:
-    """Return the findings, each reason preceded by the files that have it."""
+def _located(judged: Sequence[_Judged], form: str) -> list[Finding]:
+    """Return the findings, each reason with the files that have it, in the given `form`."""
     places: dict[str, list[str]] = defaultdict(list)
     for candidate in judged:
         places[candidate.finding.reason].append(candidate.place)
     files = {reason: first_few(places[reason], separator=", ") for reason in places if reason}
     findings = [candidate.finding for candidate in judged]
     return [
-        replace(finding, reason=f"{files[finding.reason]}: {finding.reason}")
+        replace(finding, reason=form.format(files=files[finding.reason], reason=finding.reason))
         if finding.reason
         else finding
         for finding in findings

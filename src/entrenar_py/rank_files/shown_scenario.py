@@ -12,11 +12,11 @@ from typing import Any
 from entrenar_py.errors import UsageError
 from entrenar_py.rank_files import assembly, epochs, outer_rounds, population
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.scenario import Scenario
+from entrenar_py.scenario import OBSERVED, Scenario
 from entrenar_py.trace import End, Event, Shard, Synchronised, Trace, Traits, Update
 from entrenar_py.trace.traits import CONSTANTS
 
-SYSTEM = "command"
+SYSTEM = OBSERVED
 # torch.optim's optimizers whose rule the checks know -> the name of that rule in a scenario.
 _KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from entrenar_py.checks import run_names
 from entrenar_py.contract import Invariant
+from entrenar_py.errors import UsageError
 from entrenar_py.reports.report import Entry, Report
-from entrenar_py.scenario import Scenario
+from entrenar_py.scenario import OBSERVED, Scenario
 from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 
-# Longest text printed for one label; the JSON report has the whole text.
-TEXT_CHARS_MAX = 400
+# Longest text printed for one label. Reasons are shorter, but names and values may be of any size.
+TEXT_CHARS_MAX = 1200
 
 
 def one_line(text: str) -> str:
@@ -22,7 +24,8 @@ def one_line(text: str) -> str:
     line = escaping.line(text)
     if len(line) <= TEXT_CHARS_MAX:
         return line
-    return f"{line[:TEXT_CHARS_MAX]}... ({len(line) - TEXT_CHARS_MAX} more, see the JSON report)"
+    left = len(line) - TEXT_CHARS_MAX
+    return f"{line[:TEXT_CHARS_MAX]}... ({left} more characters: --json FILE writes all)"
 
 
 def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
@@ -30,7 +33,7 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
 
     Each text is one printable line. The labels are, in this order and if they apply: `at`,
     `expected`, `got`, `could mean` (a guess, one for each falsification test), `contract`, `bound`
-    (by which binding, and why) and `scenario`.
+    (by which binding, and why) and `scenario`, or for a user's command `run`.
     """
     position = entry.invariant.position
     counterexample = entry.finding.counterexample
@@ -41,8 +44,21 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
     rows.append(("contract", f"{position.file}:{position.line}"))
     rows.append(("bound", bound(entry.invariant)))
     if counterexample is not None and counterexample.scenario is not None:
-        rows.append(("scenario", describe_scenario(counterexample.scenario)))
+        rows.append(_run(counterexample.scenario))
     return [(label, one_line(text)) for label, text in rows if text]
+
+
+def _run(record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the run that broke: its scenario, or how a command was launched for it.
+
+    What else is in a command's scenario (sizes, learning rate) is what its ranks have shown.
+    """
+    if record.get("system") != OBSERVED:
+        return "scenario", describe_scenario(record)
+    try:
+        return "run", run_names.of(Scenario.from_dict(record))
+    except UsageError:  # of another release
+        return "run", ""
 
 
 def detail_lines(report: Report, entry: Entry) -> list[str]:

@@ -7,6 +7,7 @@ that ids, paths and commands can be cut out of it.
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -15,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from entrenar_py.contract import Invariant
 from entrenar_py.reports import evidence
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.untrusted import escaping
-from entrenar_py.verdict import Verdict
+from entrenar_py.verdict import Verdict, inconclusive
 from entrenar_py.wording import counted
 
 # Word and colour of each verdict. Bad verdicts are in capitals, to be found without colour.
@@ -33,18 +35,69 @@ _LABEL_CHARS = 12
 _ID_CHARS_MAX = 28  # leaves room for the name in 80 columns; a longer id is folded, never cut
 _NAME_CHARS_MIN = 12
 _PIPE_CHARS_MAX = 100_000
+_COMPARED_WIDEST = 999_999  # the width of a column must be known before its numbers are
 
 
-def render(report: Report, console: Console, *, quiet: bool) -> None:
+def begin(report: Report, console: Console, *, foreseen: Sequence[str] = (), quiet: bool) -> None:
+    """Print what is known before the first verdict: contract, configuration, runs `foreseen`."""
+    if quiet:
+        return
+    name = f"{report.contract.name} {report.contract.version}"
+    _line(console, f"{name}, system {report.system}, seed {report.seed}", style="bold")
+    if report.configuration is not None:
+        _line(console, f"configured: {report.configuration.told}", style="dim")
+    for line in foreseen:
+        _line(console, line)
+
+
+class Rows:
+    """Prints a row for each clause as its verdict becomes known, below the titles of the columns.
+
+    The first verdict on a clause is printed, except one that `quiet` leaves out.
+    """
+
+    def __init__(self, console: Console, clauses: Sequence[Invariant], *, quiet: bool) -> None:
+        self._console, self._quiet = console, quiet
+        self._seen: set[str] = set()
+        widest = [
+            Entry(
+                invariant=clause,
+                finding=inconclusive(clause.id, "", compared=_COMPARED_WIDEST),
+                num_scenarios=10,
+                num_explored=0,
+                elapsed_s=100.0,
+            )
+            for clause in clauses
+        ]
+        self._columns = _columns(console, [_cells(console, entry) for entry in widest])
+
+    def show(self, entry: Entry) -> None:
+        """Print the row of `entry`, if it is the first of its clause."""
+        if entry.invariant.id in self._seen or (self._quiet and entry.verdict is Verdict.HELD):
+            return
+        table = _table(self._columns, header=not self._seen, name=self._name_chars())
+        self._seen.add(entry.invariant.id)
+        cells = _cells(self._console, entry)
+        table.add_row(*(cells[title] for title in self._columns))
+        print_table(self._console, table)
+
+    def _name_chars(self) -> int:
+        """Return the width of the name's column: what others leave of a terminal's."""
+        others = sum(width + _GAP_CHARS for title, width in self._columns.items())
+        left = self._console.width - others + self._columns["name"] + _GAP_CHARS
+        return left if self._console.is_terminal else self._columns["name"]
+
+
+def render(report: Report, console: Console, *, quiet: bool, begun: bool = False) -> None:
     """Print the report to `console`, worst verdict first, with the replay commands last.
 
-    `quiet` leaves out clauses that held, the notes and the environment.
+    `quiet` leaves out clauses that held, the notes and the environment. If the report was `begun`,
+    its head and rows have been printed.
     """
     shown = [e for e in report.ranked if not quiet or e.verdict is not Verdict.HELD]
-    if not quiet:
-        name = f"{report.contract.name} {report.contract.version}"
-        _line(console, f"{name}, system {report.system}, seed {report.seed}", style="bold")
-    if shown:
+    if not begun:
+        begin(report, console, quiet=quiet)
+    if shown and not begun:
         _print_entries(console, shown)
     alike = evidence.alike(shown)
     for why, entries in alike.items():
@@ -120,17 +173,29 @@ def print_table(console: Console, table: Table) -> None:
 def _print_entries(console: Console, entries: list[Entry]) -> None:
     cells = [_cells(console, entry) for entry in entries]
     columns = _columns(console, cells)
-    table = Table(box=None, padding=(0, _GAP_CHARS, 0, 0), pad_edge=False, header_style="bold")
-    for title, width in columns.items():
-        table.add_column(
-            title,
-            width=None if title == "name" else width,  # the name takes what is left
-            overflow="fold",
-            justify="right" if title in _NUMBERS else "left",
-        )
+    table = _table(columns, header=True, name=None)  # the name takes what is left
     for row in cells:
         table.add_row(*(row[title] for title in columns))
     print_table(console, table)
+
+
+def _table(columns: Mapping[str, int], *, header: bool, name: int | None) -> Table:
+    """Return a table with these widths of columns, `name` being that of the name's."""
+    table = Table(
+        box=None,
+        padding=(0, _GAP_CHARS, 0, 0),
+        pad_edge=False,
+        show_header=header,
+        header_style="bold",
+    )
+    for title, width in columns.items():
+        table.add_column(
+            title,
+            width=name if title == "name" else width,
+            overflow="fold",
+            justify="right" if title in _NUMBERS else "left",
+        )
+    return table
 
 
 def _cells(console: Console, entry: Entry) -> dict[str, Text]:
@@ -198,8 +263,6 @@ def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
     if not quiet:
         facts = ", ".join(f"{name} {value}" for name, value in evidence.flatten(report.environment))
         _line(console, f"ran on {facts}" if facts else "ran on: nothing recorded", style="dim")
-        if report.configuration is not None:
-            _line(console, f"configured: {report.configuration.told}", style="dim")
         _command(console, f"repeat with: {report.command}")
     for line in report.left_out:
         _line(console, evidence.one_line(line))

@@ -1,0 +1,76 @@
+"""Judge the clauses while a command's runs are made: each as soon as no later run can change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from entrenar_py.command import asked, judging
+from entrenar_py.command.runs import Run
+from entrenar_py.harness.plan import Task
+from entrenar_py.harness.runner import Listener, ignore
+from entrenar_py.reports.report import Entry
+from entrenar_py.verdict import Verdict
+
+
+def as_known(
+    tasks: Sequence[Task],
+    recorded: Iterable[tuple[Path, Run]],
+    runs: MutableMapping[Path, Run],
+    *,
+    on_judged: Listener = ignore,
+) -> Iterator[Entry]:
+    """Yield an entry per task that applies, and add each recorded run to `runs`, by its file.
+
+    A clause is judged when no run is ahead that it is judged by. One that breaks earlier has an
+    entry then, and another in the end, of all its runs, which replaces it. After an interrupt the
+    clauses that the runs so far falsify have an entry, and KeyboardInterrupt is raised.
+    """
+    waiting = _Waiting([task for task in tasks if task.check is not None])
+    yield from judging.judge([task for task in tasks if task.check is None], runs)
+    try:
+        for file, run in recorded:
+            runs[file] = run
+            yield from judging.judge(waiting.decided(run), runs, on_judged=on_judged)
+            yield from waiting.broken(runs, file)
+    except KeyboardInterrupt:  # only what is falsified: the rest needs all runs
+        known = judging.judge(waiting.tasks, runs, on_judged=on_judged)
+        yield from (entry for entry in known if entry.verdict is Verdict.FALSIFIED)
+        raise
+    yield from judging.judge(waiting.tasks, runs, on_judged=on_judged)
+
+
+@dataclass
+class _Waiting:
+    """The tasks that are not decided yet; `told` are the ids of those that broke."""
+
+    tasks: list[Task]
+    told: set[str] = field(default_factory=set)
+
+    def decided(self, run: Run) -> list[Task]:
+        """Return, and no longer keep, the tasks that no run after `run` can change."""
+        done = [task for task in self.tasks if not _is_awaited(task, run)]
+        self.tasks = [task for task in self.tasks if task not in done]
+        return done
+
+    def broken(self, runs: MutableMapping[Path, Run], file: Path) -> Iterator[Entry]:
+        """Yield an entry for each task that the run in `file` has falsified, the first time.
+
+        Runs on which it depends whether others may be compared (the plain ones) are made first.
+        """
+        if any(ahead.is_plain for ahead in runs[file].ahead):
+            return
+        for task in self.tasks:
+            if task.invariant.id not in self.told:
+                for entry in judging.judge([task], runs, having=file):
+                    if entry.verdict is Verdict.FALSIFIED:
+                        self.told.add(task.invariant.id)
+                        yield entry
+
+
+def _is_awaited(task: Task, run: Run) -> bool:
+    """Return whether a run after `run` is judged by the task's check, or shows what others are."""
+    return task.check is not None and any(
+        ahead.is_plain or asked.judges(task.check, ahead) for ahead in run.ahead
+    )
