@@ -18,6 +18,7 @@ from falsification import (
     user_declared,
     user_knobs,
     user_resumes,
+    user_rounds,
     user_scalers,
 )
 from falsification.user_trainers import TWINS, Twin
@@ -88,6 +89,8 @@ def main() -> int:
         *user_knobs.BUGS,
         *user_resumes.BUGS,
         *user_resumes.OPEN,
+        *user_rounds.BUGS,
+        *user_rounds.OPEN,
         *user_scalers.BUGS,
         *user_benign.VARIANTS,
         *user_declared.VARIANTS,

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from entrenar_py.checks import evidence, facts, missing, precision, rounds, silent_rounds
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    missing,
+    outer_causes,
+    precision,
+    rounds,
+    silent_rounds,
+)
 from entrenar_py.checks.needs import Traces
+from entrenar_py.checks.outer_causes import Round, Vectors
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import (
@@ -37,8 +44,6 @@ ROUNDINGS = 16  # of weights in 16 bits, whose outer copy may have more
 # A pseudo-gradient's error when it is sent in bfloat16 and added there, relative to its length.
 SENT_IN_16_BITS = 2.0**-7
 MOMENTUM = "momentum_buffer"
-
-Vectors = Mapping[str, NDArray[Any]]
 
 
 def judge_schedule(invariant: Invariant, traces: Traces) -> Finding:
@@ -103,28 +108,27 @@ def _follow(tally: Tally, trace: Trace) -> None:
     earlier = -1
     updates = evidence.updates(trace)
     for step, by_rank in rounds.synchronisations(trace).items():
-        there = updates.get(step, {})
-        mean = _mean(trace, there, earlier, step, start)
-        if mean is None:
+        shares = _shares(trace, updates.get(step, {}), earlier, step)
+        inner = _inner(updates.get(step, {}), start)
+        if not shares or inner is None:
             why = f"the outer step after step {step} can't be recomputed"
             missing.ask(tally, why, facts.WEIGHTS_AND_SHARDS)
             return
-        weights, kept = _outer(trace, before, momentum, mean)
+        round_ = Round(before=before, momentum=momentum, inner=inner, shares=shares)
+        weights = _outer(trace, round_)[0]
         for event in (by_rank[rank] for rank in sorted(by_rank)):
             if not _was_rounded(tally, trace, event, before, weights):
-                _compare(tally, trace, event, weights, kept, start)
+                _compare(tally, trace, event, round_, start)
         lowest = by_rank[min(by_rank)]
         before = evidence.vectors(_trained(lowest.weights, start)) or {**weights}
         momentum = _momentum(lowest)
         earlier = step
 
 
-def _mean(
-    trace: Trace, there: Mapping[int, Update], earlier: int, step: int, start: Start
-) -> Vectors | None:
-    """Return the mean of the workers' weights, weighted by each worker's samples in the round.
+def _shares(trace: Trace, there: Mapping[int, Update], earlier: int, step: int) -> dict[int, float]:
+    """Return each worker's share of the round's samples; {} if they were not recorded.
 
-    None if weights or shards were not recorded. Samples before a worker joined don't count.
+    Samples before a worker joined don't count.
     """
     joined = {one.rank: one.step for one in trace.of(Membership) if one.change == "joined"}
     counts = dict.fromkeys(there, 0.0)
@@ -134,54 +138,52 @@ def _mean(
         if shard.rank in counts and first <= shard.step <= step:
             counts[shard.rank] += shard.weight
     total = sum(counts.values())
-    vectors = {
+    return {rank: count / total for rank, count in counts.items()} if total else {}
+
+
+def _inner(there: Mapping[int, Update], start: Start) -> dict[int, Vectors] | None:
+    """Return each worker's trained weights at the end of its round; None if one is unknown."""
+    weights = {
         rank: evidence.vectors(_trained(update.weights, start)) for rank, update in there.items()
     }
-    if not total or any(weights is None for weights in vectors.values()):
-        return None
-    shares = [
-        (counts[rank] / total, weights) for rank, weights in vectors.items() if weights is not None
-    ]
-    return {
-        name: np.sum(
-            [share * weights[name].astype(np.float64) for share, weights in shares], axis=0
-        )
-        for name in start.trainable
-    }
+    known: dict[int, Vectors] = {rank: one for rank, one in weights.items() if one is not None}
+    return known if len(known) == len(weights) else None
 
 
-def _outer(
-    trace: Trace, before: Vectors, momentum: Vectors, mean: Vectors
-) -> tuple[Vectors, Vectors]:
-    """Return weights and momentum after Nesterov's step, as in torch (Sutskever et al. 2013)."""
+def _outer(trace: Trace, round_: Round, *, other: bool = False) -> tuple[Vectors, Vectors]:
+    """Return weights and momentum after the outer step, as in torch (Sutskever et al. 2013).
+
+    With `other` the rule of momentum is the other one: with Nesterov's look ahead, or without.
+    """
     rule = rounds.rule(trace.scenario)
+    looks_ahead = (trace.traits.outer == "nesterov") != other
     weights, kept = {}, {}
-    for name, value in mean.items():
-        gradient = before[name].astype(np.float64) - value
-        kept[name] = rule.outer_momentum * momentum.get(name, np.zeros_like(gradient)) + gradient
-        move = kept[name]
-        if trace.traits.outer == "nesterov":
-            move = gradient + rule.outer_momentum * kept[name]
-        weights[name] = before[name] - rule.outer_learning_rate * move
+    for name, value in round_.mean.items():
+        gradient = round_.before[name].astype(np.float64) - value
+        momentum = round_.momentum.get(name, np.zeros_like(gradient))
+        kept[name] = rule.outer_momentum * momentum + gradient
+        move = gradient + rule.outer_momentum * kept[name] if looks_ahead else kept[name]
+        weights[name] = round_.before[name] - rule.outer_learning_rate * move
     return weights, kept if rule.outer_momentum else {}
 
 
-def _compare(
-    tally: Tally,
-    trace: Trace,
-    event: Synchronised,
-    weights: Vectors,
-    kept: Vectors,
-    start: Start,
-) -> None:
+def _compare(tally: Tally, trace: Trace, event: Synchronised, round_: Round, start: Start) -> None:
     place = evidence.place(trace, event)
-    expected = _records(weights)
+    weights, kept = _outer(trace, round_)
+    expected, got = _records(weights), _trained(event.weights, start)
     bound = max(BOUND, ROUNDINGS * precision.unit_of(event.weights))
     rule = "Nesterov's rule" if trace.traits.outer == "nesterov" else "the rule of momentum"
     message = f"the outer weights are not what {rule} makes of the mean pseudo-gradient"
-    done = evidence.compare_close(
-        tally, expected, _trained(event.weights, start), bound, message, **place
-    )
+    values = evidence.vectors(got)
+    if values is not None and not _are_close(weights, values, bound):
+        message += outer_causes.explain(
+            round_,
+            values,
+            event.rank,
+            lambda one: _outer(trace, one)[0],
+            lambda one: _outer(trace, one, other=True)[0],
+        )
+    done = evidence.compare_close(tally, expected, got, bound, message, **place)
     momentum = {f"{name}/{MOMENTUM}": value for name, value in kept.items()}
     floor = BOUND * (evidence.norm_l2(expected) or 0.0)
     message = "the outer momentum is not that of the mean pseudo-gradients"
@@ -193,6 +195,16 @@ def _compare(
     if not done:
         fact = facts.values_of("Synchronised.weights and .optimizer")
         missing.ask(tally, f"the outer step after step {event.step} was not compared", fact)
+
+
+def _are_close(expected: Vectors, got: Vectors, bound: float) -> bool:
+    """Return whether all tensors are within `bound` of their norms."""
+    return all(
+        name in got
+        and got[name].shape == value.shape
+        and float(np.linalg.norm(got[name] - value)) <= bound * float(np.linalg.norm(value))
+        for name, value in expected.items()
+    )
 
 
 def _was_rounded(
