@@ -140,7 +140,78 @@ obs.close()
 destroy_process_group()
 """
 
-BUGS = (
+# Data parallelism by hand, in functions and a generator, with micro-batches and a loss scale.
+ENGINE = """
+import math
+from dataclasses import dataclass
+import torch
+import torch.distributed as dist
+import entrenar_py
+
+@dataclass
+class Config:
+    lr: float = 0.05
+    max_norm: float = 0.05
+    accumulate: int = 2
+    scale: float = 1.0
+    batch: int = 8
+    steps: int = 6
+    size: int = 24
+
+def batches(cfg, rank, world):
+    for step in range(cfg.steps):
+        first = step * cfg.batch % cfg.size
+        ids = list(range(first, first + cfg.batch))[rank::world]
+        share = len(ids) // cfg.accumulate
+        yield step * cfg.batch // cfg.size, [
+            ids[at : at + share] for at in range(0, len(ids), share)
+        ]
+
+def build(cfg):
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 2))
+    x = torch.randn(cfg.size, 5)
+    return net, x, torch.stack([x.sum(1), x.prod(1)], 1)
+
+def combine(net, world):
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+
+def clip(net, cfg):
+    torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.max_norm, error_if_nonfinite=True)
+
+def main(cfg=Config()):
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net, x, y = build(cfg)
+    opt = torch.optim.SGD(net.parameters(), lr=cfg.lr, momentum=0.9)
+    obs = entrenar_py.observe(net, opt, clip_norm=cfg.max_norm)
+    for epoch, micro in batches(cfg, rank, world):
+        opt.zero_grad()
+        for ids in micro:
+            obs.samples(ids, epoch=epoch)
+            loss = torch.nn.functional.huber_loss(net(x[ids]), y[ids])
+            (loss * cfg.scale / cfg.accumulate).backward()
+        combine(net, world)
+        for p in net.parameters():
+            p.grad /= cfg.scale
+        clip(net, cfg)
+        opt.step()
+    obs.close()
+
+main()
+"""
+_UNSCALE = "        for p in net.parameters():\n            p.grad /= cfg.scale\n"
+_CLIP = (
+    "    torch.nn.utils.clip_grad_norm_(net.parameters(), cfg.max_norm, error_if_nonfinite=True)\n"
+)
+_GUARD = (
+    "    if not all(p.grad.isfinite().all() for p in net.parameters()):\n"
+    '        raise FloatingPointError("gradient")\n'
+)
+
+_NAMED = (
     Twin(
         name="declared frozen: nobody froze the pretrained network",
         script="adapters.py",
@@ -258,6 +329,191 @@ BUGS = (
     ),
 )
 
+_CLIPPED = (
+    Twin(
+        name="clip_norm: each rank clips before the reduction",
+        script="engine.py",
+        text=ENGINE,
+        source="horovod/torch/optimizer.py, synchronize before clipping",
+        changes=(
+            (
+                "        combine(net, world)\n",
+                "        clip(net, cfg)\n        combine(net, world)\n",
+            ),
+            (f"{_UNSCALE}        clip(net, cfg)\n", _UNSCALE),
+        ),
+        check="step_rule",
+        step=0,
+        words="each rank clipped its own gradient",
+    ),
+    Twin(
+        name="clip_norm: after each micro-batch",
+        script="engine.py",
+        text=ENGINE,
+        changes=(
+            ("accumulate).backward()\n", "accumulate).backward()\n            clip(net, cfg)\n"),
+            (f"{_UNSCALE}        clip(net, cfg)\n", _UNSCALE),
+        ),
+        check="step_rule",
+        step=0,
+        words="after each micro-batch",
+    ),
+    Twin(
+        name="clip_norm: while still scaled",
+        script="engine.py",
+        text=ENGINE,
+        source="pytorch examples, minGPT: clip before unscale_",
+        changes=(
+            ("scale: float = 1.0", "scale: float = 1024.0"),
+            (f"{_UNSCALE}        clip(net, cfg)\n", f"        clip(net, cfg)\n{_UNSCALE}"),
+        ),
+        check="step_rule",
+        step=0,
+        words="clipped while it was still scaled by 1024",
+    ),
+    Twin(
+        name="clip_norm: by the largest element",
+        script="engine.py",
+        text=ENGINE,
+        changes=(("cfg.max_norm, error", "cfg.max_norm, norm_type=math.inf, error"),),
+        check="step_rule",
+        step=0,
+        words="clipped by the maximum",
+    ),
+    Twin(
+        name="clip_norm: element by element",
+        script="engine.py",
+        text=ENGINE,
+        changes=(
+            (
+                _CLIP,
+                f"{_GUARD}    torch.nn.utils.clip_grad_value_(net.parameters(), cfg.max_norm)\n",
+            ),
+        ),
+        check="step_rule",
+        step=0,
+        words="each element was clipped",
+    ),
+    Twin(
+        name="clip_norm: each parameter group by its own norm",
+        script="engine.py",
+        text=ENGINE,
+        changes=(
+            (
+                _CLIP,
+                f"{_GUARD}    for group in (net[0], net[2]):\n"
+                "        torch.nn.utils.clip_grad_norm_(group.parameters(), cfg.max_norm)\n",
+            ),
+        ),
+        check="step_rule",
+        step=0,
+        words="clipped in parts",
+    ),
+    Twin(
+        name="clip_norm: each tensor by its own norm",
+        script="engine.py",
+        text=ENGINE,
+        world_size=1,
+        changes=(
+            (
+                _CLIP,
+                f"{_GUARD}    for p in net.parameters():\n"
+                "        torch.nn.utils.clip_grad_norm_([p], cfg.max_norm)\n",
+            ),
+        ),
+        check="step_rule",
+        step=0,
+        words="clipped in parts",
+    ),
+    Twin(
+        name="clip_norm: forgotten",
+        script="engine.py",
+        text=ENGINE,
+        changes=((_CLIP, _GUARD),),
+        check="step_rule",
+        step=0,
+        words="longer than clip_norm=0.05",
+    ),
+    Twin(
+        name="clip_norm: divided by the workers after clipping",
+        script="engine.py",
+        text=ENGINE,
+        changes=(
+            ("        p.grad /= world\n", ""),
+            (
+                "        opt.step()\n",
+                "        for p in net.parameters():\n            p.grad /= world\n"
+                "        opt.step()\n",
+            ),
+        ),
+        check="step_rule",
+        step=0,
+        words="divided by the 2",
+    ),
+    Twin(
+        name="clip_norm: a tied weight counts twice in the norm",
+        script="language.py",
+        text=LANGUAGE,
+        changes=(
+            (
+                "torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip)",
+                "torch.stack([m.weight.grad.norm() for m in raw_model.modules() "
+                'if hasattr(m, "weight")] + [raw_model.mlp.bias.grad.norm()]).norm()\n'
+                "    for p in raw_model.parameters():\n"
+                "        p.grad *= (grad_clip / (norm + 1e-6)).clamp(max=1)",
+            ),
+        ),
+        check="step_rule",
+        step=0,
+        words="counts wte.weight twice",
+    ),
+    Twin(
+        name="clip_norm: a tied weight is twice in the list, and scaled twice",
+        script="language.py",
+        text=LANGUAGE,
+        changes=(
+            (
+                "clip_grad_norm_(raw_model.parameters(), grad_clip)",
+                "clip_grad_norm_([p for m in raw_model.modules() "
+                "for p in m.parameters(recurse=False)], grad_clip)",
+            ),
+        ),
+        check="step_rule",
+        step=0,
+        tensor="wte.weight",
+        words="wte.weight is twice among",
+    ),
+    Twin(
+        name="clip_norm: shortened with obs.reduced()",
+        script="engine.py",
+        text=ENGINE,
+        changes=(
+            ("        clip(net, cfg)\n", "        obs.reduced()\n        clip(net, cfg)\n"),
+            ("cfg.max_norm, error", "cfg.max_norm / 3, error"),
+        ),
+        check="step_rule",
+        step=0,
+        words="has not the length min(norm, clip_norm=0.05)",
+    ),
+    Twin(
+        name="reduce_dtype: float32 declared, bfloat16 sent",
+        script="engine.py",
+        text=ENGINE,
+        changes=(
+            ("clip_norm=cfg.max_norm", "clip_norm=cfg.max_norm, reduce_dtype=torch.float32"),
+            (
+                "        dist.all_reduce(p.grad)\n",
+                "        wire = p.grad.bfloat16()\n        dist.all_reduce(wire)\n"
+                "        p.grad = wire.float()\n",
+            ),
+        ),
+        check="weighting",
+        step=0,
+    ),
+)
+
+BUGS = (*_NAMED, *_CLIPPED)
+
 VARIANTS = (
     Twin(name="declared frozen: adapters", script="adapters.py", text=ADAPTERS, changes=()),
     Twin(
@@ -286,6 +542,76 @@ VARIANTS = (
                 "        for slow, fast in pairs:\n            slow.lerp_(fast, 0.1)\n",
             ),
         ),
+    ),
+    Twin(name="clip_norm: always active", script="engine.py", text=ENGINE, changes=()),
+    Twin(
+        name="clip_norm: now and then active",
+        script="engine.py",
+        text=ENGINE,
+        changes=(("max_norm: float = 0.05", "max_norm: float = 0.5"),),
+    ),
+    Twin(
+        name="clip_norm: scaled, and unscaled before",
+        script="engine.py",
+        text=ENGINE,
+        changes=(
+            ("scale: float = 1.0", "scale: float = 1024.0"),
+            ("max_norm: float = 0.05", "max_norm: float = 0.5"),
+        ),
+    ),
+    Twin(
+        name="clip_norm: with obs.reduced()",
+        script="engine.py",
+        text=ENGINE,
+        changes=(
+            ("max_norm: float = 0.05", "max_norm: float = 0.5"),
+            ("        clip(net, cfg)\n", "        obs.reduced()\n        clip(net, cfg)\n"),
+        ),
+    ),
+    *(
+        Twin(
+            name=f"reduce_dtype: {name} by hand, {words}",
+            script="engine.py",
+            text=ENGINE,
+            changes=(
+                ("clip_norm=cfg.max_norm", f"clip_norm=cfg.max_norm{declared}"),
+                (
+                    "        dist.all_reduce(p.grad)\n",
+                    f"        wire = p.grad.to(torch.{name})\n        dist.all_reduce(wire)\n"
+                    "        p.grad = wire.float()\n",
+                ),
+            ),
+        )
+        for name in ("bfloat16", "float16")
+        for words, declared in (
+            ("undeclared", ""),
+            ("declared", f", reduce_dtype=torch.{name}"),
+        )
+    ),
+    Twin(
+        name="reduce_dtype: of fully_shard's policy",
+        script="fsdp.py",
+        changes=(
+            (
+                "fully_shard(block, mesh=mesh)",
+                "fully_shard(block, mesh=mesh, "
+                "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))",
+            ),
+            ("import fully_shard\n", "import MixedPrecisionPolicy, fully_shard\n"),
+            ("sampler=loader)", "sampler=loader, clip_norm=1.0)"),
+        ),
+    ),
+    Twin(
+        name="clip_norm: a knob has another norm than the one declared",
+        script="knobs.py",
+        turned=("clip",),
+        changes=(("observe(model, optimizer)", "observe(model, optimizer, clip_norm=1.0)"),),
+    ),
+    Twin(
+        name="clip_norm: declared as the knob has it",
+        script="knobs.py",
+        turned=("clip", "accumulation", "loss_scale"),
+        changes=(("observe(model, optimizer)", "observe(model, optimizer, clip_norm=given.clip)"),),
     ),
     Twin(name="tied: one tensor", script="language.py", text=LANGUAGE, changes=()),
     Twin(

@@ -11,7 +11,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
-from entrenar_py.checks import evidence, facts, missing, precision, rates, skips
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    missing,
+    precision,
+    rates,
+    reduction_format,
+    skips,
+)
 from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -78,7 +86,8 @@ def compare(
     if why := rounded_away(trace) or rounded_away(model):
         tally.miss(why)
         return 0
-    if compressed := trace.traits.compressed:
+    compressed = trace.traits.compressed
+    if compressed in precision.SIXTEEN:
         tally.note(f"gradients are sent in {compressed}: compared within the rounding of that")
     model, trace = evidence.with_losses(model), evidence.with_losses(trace)
     gaps = missing.Gaps()
@@ -138,8 +147,14 @@ def rounded_away(trace: Trace) -> str:
     Gradients sent in 16 bits can be compared within the rounding of 16 bits.
     """
     compressed = trace.traits.compressed
-    if compressed in ("", *precision.SIXTEEN):
+    if compressed in ("float32", *precision.SIXTEEN):
         return ""
+    if not compressed:
+        rounded = reduction_format.undeclared(trace, GRADIENT_BOUND)
+        return rounded and (
+            f"sums of gradients are rounded to {rounded}, which nobody declared: "
+            f"observe(..., reduce_dtype=torch.{rounded}), or torch.float32 if they must not be"
+        )
     return (
         f"gradients are compressed by {compressed} by a method whose rounding is not known "
         "here: leave the hook out, or use fp16_compress_hook"

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.checks import (
+    declared_clipping,
     evidence,
     factors,
     facts,
@@ -50,6 +51,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             place = evidence.place(trace, update)
             _rate(tally, trace, update, relative, place)
             _clipping(tally, trace, update, relative, place)
+        declared_clipping.compare(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.UPDATES, compared)
         if left is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -93,8 +94,8 @@ def _scenario(
             scenario = scenario.with_(learning_rate=like.scenario.learning_rate)
     scenario = scenario.with_(seed=asked.seed, repeat=asked.repeat)
     turn = asked.turn
-    if unclipped and not (turn and turn.knob == "clip"):
-        traits = replace(traits, clipping="told")
+    if unclipped:
+        traits = _as_told_to_clip(traits, asked)
     if turn is None or like is None or asked.stops:
         return scenario, traits
     usual = KNOBS[turn.knob].usual
@@ -102,3 +103,17 @@ def _scenario(
         scenario, knob=turn.knob, value=turn.value, usual=usual, beside=turn.beside
     )
     return told, traits
+
+
+def _as_told_to_clip(traits: Traits, asked: Asked) -> Traits:
+    """Return the traits of a run of a command that was told its clipping norm.
+
+    A script that declares another norm clips to the one that it was told.
+    """
+    turn = asked.turn
+    if not (turn and turn.knob == "clip"):
+        traits = replace(traits, clipping="told")
+    told = (turn.values if turn else {}).get("clip", KNOBS["clip"].usual)
+    declared = traits.clip_norm
+    keeps = declared is not None and math.isclose(declared, float(told), rel_tol=1e-6)
+    return traits if keeps else replace(traits, clip_norm=None)

@@ -191,7 +191,7 @@ class Observer(Observation):
             self._first.remove()
             self._hook_first()
         self._gradients.expect()
-        self._recording.compressed(reduced_gradients.compression())
+        self._recording.compressed(reduced_gradients.compression(model))
         self._micro_batches.before_forward(blocks)
 
     def _after_forward(self, output: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py.observing import tensors
@@ -50,14 +52,24 @@ class ReducedGradients:
         self._kept, self._overflowed = [], False
 
 
-def compression() -> str:
-    """Return how the communication hook of DistributedDataParallel rounds gradients.
+def compression(model: nn.Module) -> str:
+    """Return the format to which gradients are rounded on the way between ranks.
 
-    That is `float16`, `bfloat16`, the name of another hook of torch's, or "" without rounding.
+    That is `float16`, `bfloat16`, the name of another communication hook of torch's, or "" without
+    rounding. DistributedDataParallel's hook says so, or the policy of `fully_shard`.
     """
     wrapper = DistributedDataParallel._active_ddp_module
     for hook, _ in getattr(wrapper, "_comm_hooks", ()):
         name = str(getattr(hook, "__name__", ""))
         if getattr(hook, "__module__", "").startswith(_HOOKS) and name not in _EXACT:
             return {"fp16": "float16", "bf16": "bfloat16"}.get(name.partition("_")[0], name)
-    return ""
+    formats = {_policy_format(module) for module in model.modules()}
+    return next((name for name in ("bfloat16", "float16") if name in formats), "")
+
+
+def _policy_format(module: nn.Module) -> str:
+    """Return the format in which a module of `fully_shard` reduces gradients, "" for others."""
+    if not isinstance(cast(object, module), FSDPModule):
+        return ""
+    policy = cast(FSDPModule, module)._get_fsdp_state()._mp_policy
+    return str(policy.reduce_dtype or policy.param_dtype).removeprefix("torch.")

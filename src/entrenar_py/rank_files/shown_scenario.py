@@ -104,8 +104,11 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
         traits["drop_last"] = True
     if any(rank.layout is not None for rank in ranks):
         traits["shared"] = True  # ranks that draw the same samples share a shard
-    if compressed := next((rank.compression for rank in ranks if rank.compression), ""):
+    sent = next((rank.compression for rank in ranks if rank.compression), "")
+    if compressed := header.get("reduction") or sent:
         traits["compressed"] = compressed
+    if header.get("clip_norm") is not None:
+        traits["clip_norm"] = float(header["clip_norm"])
     if header.get("batch_norm") and any(rank.local for rank in ranks):
         traits["batch_norm"] = True  # whose statistics forward passes changed
     return traits

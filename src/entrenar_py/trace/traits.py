@@ -39,7 +39,8 @@ class Traits:
     - `topology`: how gradients travel (`star`, `mesh`, `ring`), "" if their bytes aren't counted.
     - `updates`: whether every worker steps with its own optimizer, or a server steps for all.
     - `shared`: ranks that draw the same samples compute one shard together.
-    - `compressed`: the number format or hook that compresses gradients in transit.
+    - `compressed`: the number format or hook that compresses gradients in transit; `float32` if a
+      script declares that nothing does.
 
     In the model and the data:
 
@@ -59,6 +60,7 @@ class Traits:
     - `rule`: `other` if it is not one of the scenario's optimizers as torch has them.
     - `decay`: `coupled` if Adam's weight decay is a part of the gradient.
     - `clipping`: `other` if gradients were recorded only as applied, maybe clipped.
+    - `clip_norm`: the largest norm of an applied gradient, as a script declares it.
     - `steps`: `copies` if it steps copies of the weights, which are written back later.
     - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't state.
     - `outer`: the rule by which workers that step alone are brought together: `momentum` without
@@ -86,6 +88,7 @@ class Traits:
     eps: float = 1e-8
     decay: str = "decoupled"
     clipping: str = "told"
+    clip_norm: float | None = None
     schedule: str = "known"
     steps: str = "model"
     outer: str = "nesterov"

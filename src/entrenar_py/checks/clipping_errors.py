@@ -1,0 +1,178 @@
+"""Explain a gradient that is not the whole one, clipped to the declared norm. Judges nothing.
+
+Each explanation is an error that people make, recomputed from the recorded gradients. One that fits
+names the error. Where none fits, the difference may have other causes than clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from entrenar_py.checks.gradient_sums import Vectors
+from entrenar_py.wording import listed
+
+_ALIKE = 1e-3  # factors of tensors that were scaled together, relative
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipped:
+    """The gradient `applied` in a step, with the norm `limit` to which it was to be clipped.
+
+    `by_rank` has the gradients of each rank's micro-batches, in their order, and `whole` their sum;
+    both are empty if they are unknown. `bound` is the relative rounding error of all.
+    """
+
+    applied: Vectors
+    limit: float
+    bound: float
+    whole: Vectors
+    by_rank: Mapping[int, Sequence[Vectors]]
+
+    def is_limit(self, norm: float) -> bool:
+        """Return whether `norm` is the declared one, within rounding."""
+        return math.isclose(norm, self.limit, rel_tol=2 * self.bound + 1e-6 / self.limit)
+
+
+@dataclass(frozen=True)
+class Error:
+    """An error in words, and a tensor that shows it, if any shows it in particular."""
+
+    words: str
+    tensor: str | None = None
+
+
+def explain(clipped: Clipped) -> Error | None:
+    """Return the error of which the applied gradient is the result, None if none fits."""
+    return next(filter(None, (find(clipped) for find in _FINDERS)), None)
+
+
+def _by_element(clipped: Clipped) -> Error | None:
+    sizes = np.abs(_flat(clipped.applied))
+    num_largest = int(np.isclose(sizes, sizes.max(), rtol=clipped.bound).sum()) if sizes.size else 0
+    if num_largest and clipped.is_limit(float(sizes.max())):
+        if num_largest > 1:
+            return Error("each element was clipped to it, not the norm (clip_grad_value_)")
+        return Error("its largest element has this size: clipped by the maximum (norm_type=inf)")
+    return None
+
+
+def _in_groups(clipped: Clipped) -> Error | None:
+    """Find tensors that were clipped by a norm of their own, so that all are longer together."""
+    if norm(clipped.applied) <= clipped.limit * (1 + clipped.bound):
+        return None
+    for names in _scaled_together(clipped):
+        apart = len(names) < len(clipped.applied)
+        if apart and clipped.is_limit(norm({name: clipped.applied[name] for name in names})):
+            words = f"{listed(names, most=3)} has this norm alone: clipped in parts, not as a whole"
+            return Error(words, names[0])
+    return None
+
+
+def _twice(clipped: Clipped) -> Error | None:
+    """Find a tensor that was counted twice in the norm and scaled twice by the factor."""
+    groups = _scaled_together(clipped)
+    if len(groups) != 2 or not clipped.whole:
+        return None
+    many, few = sorted(groups, key=len, reverse=True)
+    factors = [_factor(clipped, names[0]) for names in (many, few)]
+    scale = factors[1] / factors[0] if factors[0] else 0.0
+    if not 0 < scale < 1:
+        return None
+    rest, double = (norm({name: clipped.applied[name] for name in names}) for names in (many, few))
+    if clipped.is_limit(scale * math.hypot(rest / scale, math.sqrt(2) * double / scale**2)):
+        words = f"{listed(few, most=3)} is twice among the tensors that are clipped"
+        return Error(words, few[0])
+    return None
+
+
+def _before_the_sum(clipped: Clipped) -> Error | None:
+    """Find out whether ranks, or micro-batches, were clipped before they were added."""
+    for words, of_rank in _EARLY.items():
+        parts = [of_rank(batches, clipped.limit) for batches in clipped.by_rank.values()]
+        if parts and is_multiple(clipped.applied, _sum(parts), clipped.bound):
+            return Error(words)
+    return None
+
+
+def _local(batches: Sequence[Vectors], limit: float) -> Vectors:
+    return _cut(_sum(batches), limit)
+
+
+def _each(batches: Sequence[Vectors], limit: float) -> Vectors:
+    return _sum([_cut(batch, limit) for batch in batches])
+
+
+def _as_it_grows(batches: Sequence[Vectors], limit: float) -> Vectors:
+    grown: Vectors = {}
+    for batch in batches:
+        grown = _cut(_sum([grown, batch]) if grown else batch, limit)
+    return grown
+
+
+_EARLY: Mapping[str, Callable[[Sequence[Vectors], float], Vectors]] = {
+    "each rank clipped its own gradient before they were added": _local,
+    "each micro-batch's gradient was clipped before they were added": _each,
+    "the gradient was clipped after each micro-batch": _as_it_grows,
+}
+_FINDERS = (_by_element, _in_groups, _twice, _before_the_sum)
+
+
+# --- arithmetic -------------------------------------------------------------------------------
+
+
+def norm(vectors: Vectors) -> float:
+    """Return the L2 norm of all tensors together."""
+    return math.sqrt(sum(float(np.square(v, dtype=np.float64).sum()) for v in vectors.values()))
+
+
+def is_multiple(applied: Vectors, whole: Vectors, bound: float) -> bool:
+    """Return whether `applied` is `whole` times one number, within `bound` of its norm."""
+    mine, other = _flat(applied), _flat({name: whole[name] for name in applied})
+    size = float(np.dot(other, other))
+    if not size:
+        return False
+    off = mine - float(np.dot(mine, other)) / size * other
+    return float(np.linalg.norm(off)) <= bound * float(np.linalg.norm(mine))
+
+
+def _factor(clipped: Clipped, name: str) -> float:
+    whole = clipped.whole[name].astype(np.float64)
+    size = float(np.dot(whole, whole))
+    return float(np.dot(clipped.applied[name].astype(np.float64), whole)) / size if size else 0.0
+
+
+def _scaled_together(clipped: Clipped) -> list[tuple[str, ...]]:
+    """Return the tensors in groups of equal factors; each tensor alone if factors are unknown."""
+    if not clipped.whole:
+        return [(name,) for name in clipped.applied]
+    groups: dict[float, list[str]] = defaultdict(list)
+    for name in clipped.applied:
+        factor = _factor(clipped, name)
+        known = (other for other in groups if math.isclose(factor, other, rel_tol=_ALIKE))
+        groups[next(known, factor)].append(name)
+    return [tuple(names) for names in groups.values()]
+
+
+def _cut(vectors: Vectors, limit: float) -> Vectors:
+    size = norm(vectors)
+    scale = min(1.0, limit / size) if size else 1.0
+    return {name: scale * value for name, value in vectors.items()}
+
+
+def _sum(parts: Sequence[Vectors]) -> Vectors:
+    """Return the sums by name; a tensor may have no gradient in some parts."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {n: np.sum([part[n] for part in parts if n in part], axis=0) for n in names}
+
+
+def _flat(vectors: Vectors) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.concatenate([np.zeros(0), *_wide(vectors)])
+
+
+def _wide(vectors: Vectors) -> Iterator[np.ndarray[tuple[int], np.dtype[np.float64]]]:
+    yield from (value.astype(np.float64) for value in vectors.values())

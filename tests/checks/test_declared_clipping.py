@@ -1,0 +1,248 @@
+"""F-TI-008 on runs whose script declares a clipping norm: each error is named by its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from entrenar_py.checks import declared_clipping, reduction_format
+from entrenar_py.trace import Shard, Tensors, Trace, Traits, Update, record_tensor
+from entrenar_py.verdict import Tally, Verdict
+from tests.checks import traces
+
+LIMIT = 0.5
+Vectors = Mapping[str, np.ndarray[tuple[int], np.dtype[np.float64]]]
+Batches = Sequence[Sequence[Vectors]]  # of each rank
+SIZES = {"a": 6, "b": 3, "c": 2}
+
+
+def batches(seed: int) -> Batches:
+    """Return the gradients of two micro-batches of each of two ranks."""
+    rng = np.random.default_rng(seed)
+    scale = 1 + seed % 3
+    return [
+        [{name: scale * rng.normal(size=size) for name, size in SIZES.items()} for _ in range(2)]
+        for _ in range(2)
+    ]
+
+
+def added(parts: Sequence[Vectors]) -> Vectors:
+    """Return the sum of gradients."""
+    return {name: np.sum([part[name] for part in parts], axis=0) for name in SIZES}
+
+
+def mean(ranks: Batches) -> Vectors:
+    """Return the gradient of a step: its micro-batches' added, and divided by four."""
+    return times(added([batch for own in ranks for batch in own]), 1 / 4)
+
+
+def length(vectors: Vectors) -> float:
+    """Return the norm of all tensors."""
+    return float(np.sqrt(sum(np.square(value).sum() for value in vectors.values())))
+
+
+def times(vectors: Vectors, factor: float) -> Vectors:
+    """Return the tensors times a number."""
+    return {name: factor * value for name, value in vectors.items()}
+
+
+def clipped(vectors: Vectors, limit: float = LIMIT) -> Vectors:
+    """Return the tensors as clipping by their norm leaves them."""
+    return times(vectors, min(1.0, limit / (length(vectors) + 1e-6)))
+
+
+def recorded(vectors: Vectors) -> Tensors:
+    """Return records in float32."""
+    return {
+        name: record_tensor(value.astype(np.float32), values=True)
+        for name, value in vectors.items()
+    }
+
+
+def run(step: Callable[[Batches], Vectors], *, reduced: bool = False, seeds: int = 4) -> Trace:
+    """Return a run whose steps apply what `step` returns; with `reduced`, norms are recorded."""
+    events: list[Shard | Update] = []
+    for number in range(seeds):
+        ranks = batches(number)
+        applied, whole = step(ranks), mean(ranks)
+        for rank, own in enumerate(ranks):
+            events += [
+                Shard(
+                    step=number,
+                    epoch=0,
+                    rank=rank,
+                    shard=2 * rank + at,
+                    ids=(4 * number + 2 * rank + at,),
+                    loss_sum=None,
+                    weight=1.0,
+                    finite=True,
+                    gradient=recorded(batch),
+                )
+                for at, batch in enumerate(own)
+            ]
+        events += [
+            Update(
+                step=number,
+                rank=rank,
+                loss=None,
+                weight=4.0,
+                learning_rate=0.1,
+                finite=True,
+                weights={},
+                gradient=recorded(whole if reduced else applied),
+                grad_norm=length(whole) if reduced else None,
+                applied_norm=length(applied) if reduced else None,
+            )
+            for rank in range(2)
+        ]
+    subject = traces.scenario(world_size=2, accumulation=2, workload="own", learning_rate=0.1)
+    made = traces.hand_written(*events, subject=subject)
+    return replace(made, traits=Traits(clipping="other", clip_norm=LIMIT))
+
+
+def judged(trace: Trace) -> Tally:
+    """Return what was compared of a run."""
+    tally = Tally("F-TI-008")
+    declared_clipping.compare(tally, trace)
+    return tally
+
+
+def each_rank(ranks: Batches) -> Vectors:
+    """Clip each rank's gradient, and average."""
+    return times(added([clipped(times(added(own), 1 / 2)) for own in ranks]), 1 / 2)
+
+
+def counting_twice(ranks: Batches) -> Vectors:
+    """Clip by a norm in which one tensor counts twice."""
+    whole = mean(ranks)
+    total = np.hypot(length(whole), np.linalg.norm(whole["b"]))
+    return times(whole, min(1.0, LIMIT / total))
+
+
+def scaled_twice(ranks: Batches) -> Vectors:
+    """Clip a list in which one tensor is twice."""
+    whole = mean(ranks)
+    factor = min(1.0, LIMIT / float(np.hypot(length(whole), np.linalg.norm(whole["b"]))))
+    return {name: factor ** (1 + (name == "b")) * value for name, value in whole.items()}
+
+
+ERRORS: Mapping[str, Callable[[Batches], Vectors]] = {
+    "longer than clip_norm=0.5": mean,
+    "each element was clipped": lambda ranks: {
+        name: np.clip(4 * value, -LIMIT, LIMIT) for name, value in mean(ranks).items()
+    },
+    "clipped by the maximum": lambda ranks: times(
+        mean(ranks), LIMIT / max(float(np.abs(value).max()) for value in mean(ranks).values())
+    ),
+    "clipped in parts": lambda ranks: {
+        name: value
+        for group in (("a",), ("b", "c"))
+        for name, value in clipped({one: 4 * mean(ranks)[one] for one in group}).items()
+    },
+    "divided by the 2 micro-batches": lambda ranks: times(clipped(mean(ranks)), 1 / 2),
+    "still scaled by 4096": lambda ranks: times(clipped(times(mean(ranks), 4096)), 1 / 4096),
+    "divided by something after": lambda ranks: times(clipped(mean(ranks)), 1 / 3),
+    "counts b twice": counting_twice,
+    "b is twice among": scaled_twice,
+}
+
+
+@pytest.mark.parametrize("words", ERRORS)
+def test_errors(words: str) -> None:
+    """Each error is found in the first step, and named."""
+    found = judged(run(ERRORS[words])).broken
+    assert found is not None
+    assert words in found.message
+    assert found.step == 0
+
+
+def early(clip: Callable[[Sequence[Vectors]], Vectors]) -> Callable[[Batches], Vectors]:
+    """Return the step that clips the micro-batches of each rank, by their sum, before adding."""
+    return lambda ranks: times(added([clip(own) for own in ranks]), 1 / 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "clip"),
+    [
+        ("each rank clipped its own", lambda own: clipped(added(own))),
+        ("each micro-batch's gradient was clipped", lambda own: added([*map(clipped, own)])),
+        (
+            "clipped after each micro-batch",
+            lambda own: clipped(added([clipped(own[0]), own[1]])),
+        ),
+    ],
+)
+def test_clipped_before_the_reduction(
+    words: str, clip: Callable[[Sequence[Vectors]], Vectors]
+) -> None:
+    """What is clipped before it is added has another direction."""
+    found = judged(run(early(clip))).broken
+    assert found is not None
+    assert words in found.message
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.2])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_right(scale: float, *, reduced: bool) -> None:
+    """A whole gradient that is clipped, always or now and then, is right."""
+    tally = judged(run(lambda ranks: clipped(times(mean(ranks), scale))))
+    assert (tally.broken, tally.missing) == (None, [])
+    assert tally.compared > 0
+    assert judged(run(lambda ranks: clipped(mean(ranks)), reduced=reduced)).broken is None
+
+
+def test_nothing_to_clip() -> None:
+    """A note says that clipping was not exercised."""
+    assert "nothing was clipped" in judged(run(lambda ranks: times(mean(ranks), 0.01))).notes[0]
+
+
+def test_norms_that_the_script_showed() -> None:
+    """With `obs.reduced()` the length is known, and a shorter gradient is an error."""
+    found = judged(run(lambda ranks: times(clipped(mean(ranks)), 0.7), reduced=True)).broken
+    assert found is not None
+    assert "has not the length min(norm, clip_norm=0.5)" in found.message
+    scaled = judged(run(lambda ranks: times(mean(ranks), 2.0**-10), reduced=True))
+    assert scaled.broken is None
+    assert "obs.reduced() came before gradients were unscaled" in scaled.missing[0]
+
+
+def test_what_can_not_be_told() -> None:
+    """An error of another kind, or lengths that nothing explains, are no errors of clipping."""
+    other = judged(run(lambda ranks: {**added(ranks[0]), "b": 0.1 * ranks[1][0]["b"]}, seeds=1))
+    assert other.broken is None or "longer" in other.broken.message
+    own = judged(run(lambda ranks: times(mean(ranks), 0.1 / (1 + abs(ranks[0][0]["a"][0])))))
+    assert own.broken is None
+    assert "can't be told: call obs.reduced()" in own.missing[0] or "record" in own.missing[0]
+
+
+@pytest.mark.parametrize("name", ["", "float16", "bfloat16"])
+def test_sums_in_16_bits(name: str) -> None:
+    """Terms that were rounded to 16 bits before they were added are recognised, and only those."""
+
+    def rounded(
+        value: np.ndarray[tuple[int], np.dtype[np.float64]],
+    ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        wide = value.astype(np.float32)
+        if name == "float16":
+            return wide.astype(np.float16).astype(np.float64)
+        if name == "bfloat16":
+            bits = wide.view(np.uint32) + np.uint32(0x8000)
+            return (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+        return wide.astype(np.float64)
+
+    def step(ranks: Batches) -> Vectors:
+        terms = [{n: rounded(v) for n, v in added(own).items()} for own in ranks]
+        return times(added(terms), 1 / 4)
+
+    assert reduction_format.undeclared(run(step), 1e-4) == name
+    assert reduction_format.undeclared(run(each_rank), 1e-4) == ""
+
+
+def test_a_verdict() -> None:
+    """The check of F-TI-008 judges a declared norm."""
+    finding = traces.judge("step_rule", [run(mean)])
+    assert finding.verdict is Verdict.FALSIFIED
+    assert "longer than clip_norm" in finding.reason
