@@ -334,7 +334,7 @@ def test_steps_before_a_gap_are_counted() -> None:
 
 def test_samples_drawn_with_replacement() -> None:
     """With declared replacement samples may repeat, but must be of the data set and the same in a
-    second run. With another number of workers they may differ.
+    second run that was told its seed. With another number of workers they may differ.
     """
     steps = [[[0, 0], [3, 1]], [[0, 5], [2, 2]]]
     subject = six_samples(steps)
@@ -346,7 +346,10 @@ def test_samples_drawn_with_replacement() -> None:
     strange = replacing([[[0, 0], [3, 6]], steps[1]], subject)
     assert "outside 0 .. 5" in broken(judged(strange)).message
     other = replacing([[[0, 1], [3, 1]], steps[1]], subject.with_(repeat=1))
-    assert "draws other samples" in broken(judged(replacing(steps, subject), other)).message
+    unseeded = judged(replacing(steps, subject), other)
+    assert unseeded.verdict is Verdict.INCONCLUSIVE, unseeded
+    runs = [traces.was(run, seeded=True) for run in (replacing(steps, subject), other)]
+    assert "draws other samples" in broken(judged(*runs)).message
 
 
 def replacing(steps: Sequence[Sequence[Sequence[int]]], subject: Scenario) -> Trace:

@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py.checks import CHECKS, tensor_names
 from entrenar_py.checks.needs import ALONE, REPEATED, Runs
-from entrenar_py.trace import Start, Tensors, Trace, Update
+from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, scenario
@@ -140,3 +140,116 @@ def test_pieces_in_plain_tensors_are_not_taken_for_copies() -> None:
     weights = changed(traces.one(trace, Update, rank=1, step=2).weights, other, by=7.0)
     drifted = altered(trace, Update, {"rank": 1, "step": 2}, weights=weights)
     assert traces.broken(replicas(drifted, alone)).tensor == other
+
+
+def of_ranks(trace: Trace, part: str, name: str, kind: type[Start | Update] = Update) -> Trace:
+    """Return a run in which each rank but the first has another value of a tensor."""
+    for rank in range(1, trace.scenario.world_size):
+        for event in [one for one in trace.of(kind) if one.rank == rank]:
+            tensors = changed(getattr(event, part), name, by=float(rank))
+            at = {"rank": rank, "step": event.step}
+            trace = altered(trace, kind, at, **{part: tensors})
+    return trace
+
+
+def test_a_tensor_of_each_rank_s_own_is_not_taken_for_a_copy() -> None:
+    """Ranks that begin with other values of a tensor and apply other gradients may have experts.
+
+    Equal gradients show that a broadcast is missing, and other tensors that move apart that nothing
+    is synchronised.
+    """
+    alone, name = own(1), max(tensor_names.known(own()))
+    unsent = of_ranks(of_ranks(own(), "weights", name, Start), "weights", name)
+    place = traces.broken(replicas(unsent, alone))
+    assert (place.step, place.rank, place.tensor) == (-1, 1, name)
+    expert = of_ranks(unsent, "gradient", name)
+    finding = replicas(expert, alone)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert f"each rank begins with its own {name}" in finding.reason
+    assert replicas(traces.was(expert, shared=True), alone).verdict is Verdict.FALSIFIED
+    for other in tensor_names.known(expert) - {name}:
+        expert = of_ranks(of_ranks(expert, "weights", other), "gradient", other)
+        expert = of_ranks(expert, "weights", other, Start)
+    assert traces.broken(replicas(expert, alone)).step == -1
+    assert replicas(expert, None).verdict is Verdict.INCONCLUSIVE
+
+
+def test_gradients_that_the_optimizer_reduces_are_not_compared() -> None:
+    """Ranks with other gradients and the same weights reduce in the step: weights are compared."""
+    name = max(tensor_names.known(own()))
+    trace, alone = of_ranks(own(), "gradient", name), own(1)
+    finding = parity(trace, alone)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert f"hand different gradients of {name} to the optimizer in step 0" in finding.reason
+    assert "obs.reduced()" in finding.reason
+    assert replicas(trace, alone).verdict is Verdict.HELD
+    for rank in range(3):
+        weights = changed(traces.one(trace, Update, rank=rank, step=1).weights, name, by=1.0)
+        trace = altered(trace, Update, {"rank": rank, "step": 1}, weights=weights)
+    assert traces.broken(parity(trace, alone)).message.startswith("weights after the step")
+
+
+def rule(trace: Trace) -> Finding:
+    """Return the finding of F-TI-008 on a run."""
+    return CHECKS["step_rule"].judge(traces.clause("step_rule"), Runs(trace))
+
+
+def test_a_step_of_copies_is_not_recomputed() -> None:
+    """Weights that are written back after the step don't follow from it."""
+    name = max(tensor_names.known(own()))
+    lagging = of_ranks(own(), "weights", name)
+    assert rule(lagging).verdict is Verdict.FALSIFIED
+    finding = rule(traces.was(lagging, steps="copies"))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "steps copies of the model's weights" in finding.reason
+
+
+@pytest.mark.parametrize("clipping", ["told", "other"])
+def test_nan_is_not_equal_to_nan(clipping: str) -> None:
+    """Two runs that both diverge are compared up to there, and nothing later counts as held."""
+    runs = []
+    for run in (own(), own(1)):
+        for update in run.of(Update):
+            if update.step >= 2:
+                weights = {n: traces.values(float("nan")) for n in update.weights}
+                at = {"rank": update.rank, "step": update.step}
+                run = altered(run, Update, at, weights=weights, finite=False)
+        runs.append(traces.was(run, clipping=clipping))
+    for finding in (parity(*runs), replicas(*runs)):
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert finding.compared > 0
+        assert "weights are not finite from step 2 on" in finding.reason
+        assert ("clip = {1e9" in finding.reason) is (clipping == "told")
+    name = max(tensor_names.known(runs[0]))
+    off = changed(traces.one(runs[0], Update, rank=1, step=1).weights, name, by=1.0)
+    drifted = altered(runs[0], Update, {"rank": 1, "step": 1}, weights=off)
+    assert traces.broken(replicas(drifted, runs[1])).step == 1
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_command_without_a_seed_need_not_repeat_itself(seeded: bool) -> None:
+    """Other weights in a second run are a finding only if the command was told a seed."""
+    first, again = own(), replace(own(seed=5), scenario=own().scenario.with_(repeat=1))
+    runs = Runs(first, {REPEATED: (traces.was(again, seeded=seeded),)})
+    finding = CHECKS["determinism"].judge(traces.clause("determinism"), runs)
+    assert finding.verdict is (Verdict.FALSIFIED if seeded else Verdict.INCONCLUSIVE)
+    assert seeded or "begin with other weights" in finding.reason
+    calm = Runs(first, {REPEATED: (replace(first, scenario=again.scenario),)})
+    assert CHECKS["determinism"].judge(traces.clause("determinism"), calm).verdict is Verdict.HELD
+
+
+def test_ranks_that_share_a_model_may_share_their_samples() -> None:
+    """The same samples on all ranks are drawn twice only if each rank holds the whole model."""
+    alone, trace = own(1), own()
+    ids = {shard.step: shard.ids for shard in alone.of(Shard)}
+    kept = [e for e in trace.events if not isinstance(e, Shard)]
+    shared = [
+        replace(traces.one(alone, Shard, step=step), rank=rank, shard=rank, ids=ids[step])
+        for step in ids
+        for rank in range(3)
+    ]
+    trace = replace(trace, events=(*kept[:-1], *shared, kept[-1]))
+    for run, verdict in ((trace, Verdict.FALSIFIED), (halved(trace), Verdict.INCONCLUSIVE)):
+        finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(run, {ALONE: (alone,)}))
+        assert finding.verdict is verdict, finding
+    assert 'layout={"tp": 3}' in finding.reason

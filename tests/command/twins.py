@@ -17,6 +17,7 @@ from falsification import (
     user_bugs,
     user_declared,
     user_knobs,
+    user_presupposed,
     user_resumes,
     user_rounds,
     user_scalers,
@@ -87,6 +88,7 @@ def main() -> int:
         *user_bugs.BUGS,
         *user_declared.BUGS,
         *user_knobs.BUGS,
+        *user_presupposed.BUGS,
         *user_resumes.BUGS,
         *user_resumes.OPEN,
         *user_rounds.BUGS,
@@ -94,6 +96,7 @@ def main() -> int:
         *user_scalers.BUGS,
         *user_benign.VARIANTS,
         *user_declared.VARIANTS,
+        *user_presupposed.VARIANTS,
         *user_scalers.VARIANTS,
         *user_scalers.ROUNDED,
     )

@@ -269,3 +269,71 @@ def test_gradients_that_are_reduced_by_hand(folder: Path) -> None:
     shards = [event for event in read(folder)[1] if isinstance(event, Shard)]
     assert [(one.step, one.ids) for one in shards] == [(step, (step,)) for step in range(4)]
     assert [bool(one.gradient) for one in updates(folder)] == [False, False, True, False]
+
+
+class Reducing(torch.optim.SGD):
+    """An optimizer that changes the gradients in its step, as one that reduces them does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad *= 2
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_step_calls_another_of_it(folder: Path) -> None:
+    """Hooks that torch calls twice in a step record it once, with the gradients applied."""
+    model = nn.Linear(1, 1)
+    optimizer = Reducing(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    applied = []
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        assert model.weight.grad is not None
+        applied.append(model.weight.grad.item())
+        optimizer.zero_grad()
+    obs.close()
+    got = [update.gradient["weight"].values() for update in updates(folder)]
+    assert [one.item() for one in got if one is not None] == applied
+
+
+def test_hooks_of_the_script_come_before_ours(folder: Path) -> None:
+    """A hook that is set after `observe` and changes gradients or weights is seen."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+
+    def double(*_: object) -> None:
+        assert model.weight.grad is not None
+        model.weight.grad *= 2
+
+    optimizer.register_step_pre_hook(double)
+    optimizer.register_step_post_hook(lambda *_: model.bias.data.fill_(3.0))  # type: ignore[arg-type]
+    backward(model)
+    assert model.weight.grad is not None
+    gradient = model.weight.grad.item()
+    optimizer.step()
+    obs.close()
+    (update,) = updates(folder)
+    values = update.gradient["weight"].values(), update.weights["bias"].values()
+    assert [one.item() for one in values if one is not None] == [2 * gradient, 3.0]
+
+
+def test_masters_that_an_optimizer_steps(folder: Path) -> None:
+    """State, rates and gradients of copies are recorded under the parameters' names."""
+    model = nn.Linear(1, 1).bfloat16()
+    masters = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.01, momentum=0.9)
+    obs = entrenar_py.observe(model, optimizer)
+    (model(torch.ones(1, 1).bfloat16()) + 1).square().mean().backward()
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        assert parameter.grad is not None
+        master.grad = parameter.grad.float() / 3
+    optimizer.step()
+    obs.close()
+    rank, events = read(folder)
+    assert rank.copies
+    (update,) = [event for event in events if isinstance(event, Update)]
+    got, held = update.gradient["weight"], update.optimizer["weight/momentum_buffer"]
+    assert got.digest == held.digest

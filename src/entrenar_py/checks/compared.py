@@ -64,5 +64,4 @@ def run_name(trace: Trace) -> str:
     )
     stopped = ", stopped and resumed" if scenario.stops else ""
     killed = ", a worker of which was killed" if scenario.faults else ""
-    again = ", repeated" if scenario.repeat else ""
-    return f"the run {words}{stopped}{killed}{again}"
+    return f"the run {words}{stopped}{killed}"

@@ -27,8 +27,10 @@ def lacking(compared: Compared) -> str:
 def without(compared: Compared) -> Compared | None:
     """Return the comparison without the tensors that may not be copies."""
     lost = pieces(compared).keys() | own(compared)
+    if not compared.is_one_run or tensor_names.known(compared.trace) <= lost:
+        return None
     trace = _without(compared.trace, lost)
-    return replace(compared, model=trace, trace=trace) if compared.is_one_run else None
+    return replace(compared, model=trace, trace=trace)
 
 
 def pieces(compared: Compared) -> Mapping[str, tuple[int, int]]:
@@ -126,6 +128,34 @@ def _own_told(compared: Compared, names: Set[str]) -> str:
         f"gradients to it: a copy, a piece or an expert{unknown}; if these are to be copies, say "
         f'observe(..., layout={{"dp": {size}}}); if each rank has an expert, give it a name of its '
         f'own (experts.3.weight), and say layout={{"ep": {size}}}'
+    )
+
+
+def shared_samples(compared: Compared) -> str:
+    """Return why ranks may share the samples that they draw; "" if each draws its own.
+
+    They may if all draw the same in each step, and hold other tensors, or pieces of the same.
+    """
+    trace = compared.trace
+    parts = bool(tensor_names.apart_on_ranks(trace) or lacking(compared))
+    if trace.traits.shared or not parts or not _all_draw_alike(trace):
+        return ""
+    size = trace.scenario.world_size
+    return (
+        "all ranks draw the same samples, and hold other tensors of the model: if they share it, "
+        f'say so, observe(..., layout={{"tp": {size}}}), or {{"pp": {size}}}'
+    )
+
+
+def _all_draw_alike(trace: Trace) -> bool:
+    """Return whether in each step all ranks draw the same samples, and some are known."""
+    drawn: dict[int, dict[int, list[int]]] = {}
+    for shard in trace.of(Shard):
+        drawn.setdefault(shard.step, {}).setdefault(shard.rank, []).extend(shard.ids)
+    num_ranks = trace.scenario.world_size
+    return bool(drawn) and all(
+        len(of_step) == num_ranks and len({*map(tuple, of_step.values())}) == 1
+        for of_step in drawn.values()
     )
 
 

@@ -6,8 +6,17 @@ import math
 from collections.abc import Sequence
 from itertools import islice
 
-from entrenar_py.checks import evidence, facts, history, missing, plans, untold_epochs
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    history,
+    missing,
+    plans,
+    presuppositions,
+    untold_epochs,
+)
 from entrenar_py.checks.check import Check
+from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
 from entrenar_py.checks.population import Population, compare_selections
 from entrenar_py.contract import Invariant
@@ -29,6 +38,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
                 "same when it is run again; how often each comes was not judged"
             )
         compare_selections(tally, trace)
+        compared = Compared(runs=runs, model=trace, trace=trace)
+        if presuppositions.comparable(tally, presuppositions.SAMPLES, compared) is None:
+            continue
         if trace.traits.epochs == "untold" and not trace.traits.replacement:
             missing.require_ids(tally, trace)
             untold_epochs.judge(tally, trace)
@@ -37,7 +49,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _all_made(tally, trace)
         _by_members(tally, trace)
     if tally.broken is None:  # a run that is wrong by itself differs from others because of that
-        _stable(tally, [trace for trace in runs.own if evidence.is_as_trained(trace)])
+        _stable(tally, runs)
     why = "no samples are known"
     return tally.finding(nothing=missing.nothing(tally, why, facts.IDS_AND_UPDATE))
 
@@ -192,15 +204,24 @@ def _by_members(tally: Tally, trace: Trace) -> None:
                 )
 
 
-def _stable(tally: Tally, group: Sequence[Trace]) -> None:
+def _stable(tally: Tally, runs: Traces) -> None:
     """Check that every run on the same data draws the same samples in the same step.
 
     The order must be equal, too, if both runs draw by logical shard.
     """
-    for trace in group[1:]:
-        few, many = group[0].scenario.world_size, trace.scenario.world_size
-        if not trace.traits.replacement or few == many:  # with replacement, each rank draws its own
-            _same_batches(tally, group[0], trace)
+    group = [trace for trace in runs.own if evidence.is_as_trained(trace)]
+    for first, trace in ((group[0], trace) for trace in group[1:]):
+        is_again = first.scenario.world_size == trace.scenario.world_size
+        if trace.traits.replacement and not is_again:
+            continue  # with replacement, each rank draws its own
+        compared = Compared(runs=runs, model=first, trace=trace)
+        comparison = (
+            presuppositions.SAMPLES_REPEATED
+            if is_again
+            else presuppositions.SAMPLES_WITH_ONE_WORKER
+        )
+        if presuppositions.comparable(tally, comparison, compared) is not None:
+            _same_batches(tally, first, trace)
 
 
 def _same_batches(tally: Tally, model: Trace, trace: Trace) -> None:

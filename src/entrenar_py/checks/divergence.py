@@ -13,17 +13,18 @@ def lacking(compared: Compared) -> str:
     step = _first(compared)
     if step is None:
         return ""
-    runs = run_name(compared.trace)
-    if not compared.is_one_run:
-        runs = f"{runs}, and {run_name(compared.model)},"
-    return f"{runs} has weights that are not finite from step {step} on: {_advice(compared.trace)}"
+    names = dict.fromkeys(map(run_name, (compared.model, compared.trace)))
+    return (
+        f"in {' and '.join(names)} weights are not finite from step {step} on, so nothing can be "
+        f"compared there: {_advice(compared.trace)}"
+    )
 
 
 def _advice(trace: Trace) -> str:
     if trace.traits.clipping == "told":
         return (
-            "{clip} stands at 1e9 in every run but its own; give the norm that you train with, "
-            '[tool.entrenar-check.knobs] clip = {1e9 = "1.0"}'
+            "nothing is clipped, since {clip} is 1e9 in every run but its own; name the norm that "
+            'you train with, [tool.entrenar-check.knobs] clip = {1e9 = "1.0"}'
         )
     return "check with a smaller learning rate, or fewer steps"
 

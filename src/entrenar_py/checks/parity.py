@@ -69,6 +69,9 @@ class _Followed:
     @classmethod
     def of(cls, tally: Tally, runs: Traces, tolerance: float | None) -> _Followed:
         done, model = cls(), oracles.model_of(runs)
+        if model is None and runs.base is not None:  # then it is the reason that comes first
+            compared = Compared(runs=runs, model=runs.base, trace=runs.base)
+            presuppositions.comparable(tally, presuppositions.SAMPLES, compared)
         base = () if runs.base is None else (runs.base,)
         for trace in (*base, *runs.of(ALONE)):
             if model is None or trace is model or not evidence.is_as_trained(trace):

@@ -51,6 +51,21 @@ SEEDED = Presupposition(
     says="both runs draw the same first weights and the same samples",
     lacking=repeatability.drawn_apart,
 )
+SAMPLES_AGAIN = Presupposition(
+    name="samples are drawn alike",
+    says="two runs of the command, with nothing changed between them, draw the same samples",
+    lacking=repeatability.samples_apart,
+)
+SAMPLES_SEEDED = Presupposition(
+    name="samples are seeded",
+    says="a command that is told no {seed} draws the same samples in each run",
+    lacking=repeatability.samples_drawn_apart,
+)
+SAMPLES_OF_ITS_OWN = Presupposition(
+    name="samples of a rank's own",
+    says="ranks that draw the same samples hold copies of the model, not parts of it",
+    lacking=copies.shared_samples,
+)
 REDUCED = Presupposition(
     name="reduced before the step",
     says="the optimizer gets the gradients that it applies, and reduces nothing itself",
@@ -84,15 +99,21 @@ REPEATED = "a second run with the first"
 RANKS = "ranks with each other"
 SUMS = "gradients with the sums of their micro-batches'"
 UPDATES = "a step with the optimizer's rule"
+SAMPLES = "samples of the ranks with each other"
+SAMPLES_WITH_ONE_WORKER = "samples of several workers with those of one"
+SAMPLES_REPEATED = "samples of a second run with those of the first"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
-    WITH_ONE_WORKER: (SAME_NAMES, COPIES, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED, FINITE),
-    WITH_A_KNOB: (SAME_NAMES, COPIES, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED, FINITE),
+    WITH_ONE_WORKER: (SAME_NAMES, COPIES, FINITE, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED),
+    WITH_A_KNOB: (SAME_NAMES, COPIES, FINITE, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED),
     RESUMED: (SAME_NAMES, SAME_BITS_AGAIN, FINITE),
-    KILLED: (PLAIN_RUNS_AGREE, FINITE),
+    KILLED: (FINITE, PLAIN_RUNS_AGREE),
     REPEATED: (SEEDED, FINITE),
     RANKS: (SAME_NAMES, COPIES, FINITE),
     SUMS: (SAME_NAMES, COPIES, _strictly(REDUCED)),
-    UPDATES: (_strictly(REDUCED), THE_MODEL_S),
+    UPDATES: (FINITE, _strictly(REDUCED), THE_MODEL_S),
+    SAMPLES: (SAMPLES_OF_ITS_OWN,),
+    SAMPLES_WITH_ONE_WORKER: (SAMPLES_OF_ITS_OWN, SAMPLES_AGAIN),
+    SAMPLES_REPEATED: (SAMPLES_SEEDED,),
 }
 
 

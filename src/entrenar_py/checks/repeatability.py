@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import evidence, run_comparison
+from entrenar_py.checks import divergence, evidence, run_comparison
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
@@ -29,14 +30,23 @@ def apart(compared: Compared) -> str:
     first, second = compared.plain_runs
     if why := unseeded(first, second):
         return f"two plain runs of the command differ: {why}: {_SEED}"
+    finite = divergence.before(Compared(runs=compared.runs, model=first, trace=second))
+    first, second = finite.model, finite.trace
     trial = Tally("")
-    run_comparison.compare(trial, first, second, None, _PLAIN)
+    for rank in sorted({update.rank for update in second.of(Update)}):
+        run_comparison.compare(trial, _of_rank(first, rank), _of_rank(second, rank), None, _PLAIN)
     if trial.broken is None:
         return ""
     return (
         f"two plain runs of the command differ ({trial.broken.place()}: {trial.broken.message}), "
         f"so two others can't be compared: {_SEED}"
     )
+
+
+def _of_rank(trace: Trace, rank: int) -> Trace:
+    """Return `trace` without the states of other ranks: these may differ, which F-DP-001 judges."""
+    kept = (e for e in trace.events if not isinstance(e, Start | Update) or e.rank == rank)
+    return replace(trace, events=tuple(kept))
 
 
 def apart_in_bits(compared: Compared) -> str:
@@ -79,6 +89,26 @@ def unseeded(first: Trace, second: Trace) -> str:
     """Return what two runs of the same command drew differently: first weights, or samples."""
     if name := _other_beginning(first, second):
         return f"they begin with other weights ({name})"
+    return _other_samples(first, second)
+
+
+def samples_apart(compared: Compared) -> str:
+    """Return why two plain runs of the command draw other samples; "" if they don't."""
+    if not compared.plain_runs:
+        return ""
+    why = _other_samples(*compared.plain_runs)
+    return why and f"in two plain runs of the command {why}: {_SEED}"
+
+
+def samples_drawn_apart(compared: Compared) -> str:
+    """Return the first step whose samples a command without a {seed} draws anew in each run."""
+    if compared.trace.traits.seeded:
+        return ""
+    why = _other_samples(compared.model, compared.trace)
+    return why and f"in two plain runs of the command {why}: {_SEED}"
+
+
+def _other_samples(first: Trace, second: Trace) -> str:
     samples, others = _samples(first), _samples(second)
     for step in sorted(samples.keys() & others.keys()):
         if samples[step] != others[step]:

@@ -6,11 +6,11 @@ The holders of a state are ranks, at their start or after a step, and checkpoint
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from entrenar_py.checks import culprit, evidence, facts, missing
-from entrenar_py.trace import Saved, Start, Tensors, Trace, Update
+from entrenar_py.trace import Saved, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
 PARTS = ("weights", "optimizer", "buffers")
@@ -27,6 +27,7 @@ class Comparison:
         self._tally = tally
         self._recorded = missing.recorded(trace)
         self._gaps = missing.Gaps()
+        self._in_pieces = keys_in_pieces(trace)
 
     def tell(self) -> None:
         """Count as missing the parts that some ranks did not record."""
@@ -76,6 +77,8 @@ class Comparison:
             tensors_of: dict[int, Tensors] = {
                 rank: getattr(by_rank[rank], part) for rank in sorted(by_rank)
             }
+            if part == "optimizer" and self._in_pieces:
+                tensors_of = {rank: self._whole(state) for rank, state in tensors_of.items()}
             apart = sharded and part == "optimizer"
             if not apart:
                 tensors_of = self._known(part, step, by_rank, tensors_of)
@@ -83,6 +86,12 @@ class Comparison:
                 self._compare_tensor(
                     step, part, name, _sharers(tensors_of, name) if apart else tensors_of
                 )
+
+    def _whole(self, state: Tensors) -> Tensors:
+        """Return optimizer state without the keys of which each rank holds a piece; note them."""
+        keys = ", ".join(sorted(self._in_pieces))
+        self._tally.note(f"each rank holds a piece of the optimizer's {keys}: not compared")
+        return {name: item for name, item in state.items() if _key(name) not in self._in_pieces}
 
     def _known(
         self, part: str, step: int, by_rank: ByRank, tensors_of: Mapping[int, Tensors]
@@ -109,7 +118,9 @@ class Comparison:
             return True
         stepped = any(isinstance(holder, Update) for holder in by_rank.values())
         kept = self.trace.traits.updates == "workers"
-        stateful = part == "optimizer" and kept and self.trace.scenario.optimizer != "sgd"
+        traits, optimizer = self.trace.traits, self.trace.scenario.optimizer
+        known = traits.rule == "known" and traits.steps == "model" and optimizer != "sgd"
+        stateful = part == "optimizer" and kept and known
         recorded = any(kind is Update and part == there for kind, _, there in self._recorded)
         return stepped and (stateful or recorded)
 
@@ -143,6 +154,35 @@ class Comparison:
     def _place(self) -> dict[str, Any]:
         """The fields of a counterexample that are the same for the whole run."""
         return {"scenario": self.trace.scenario, "shapes": self.trace.shapes}
+
+
+def keys_in_pieces(trace: Trace) -> set[str]:
+    """Return the keys of a user's optimizer state of which each rank may hold a piece (ZeRO-1).
+
+    They have another number of elements than their parameter, and differ between ranks.
+    """
+    if trace.scenario.workload != "own":
+        return set()
+    by_rank = next((held for _, held in evidence.ranks_by_step(trace) if len(held) > 1), {})
+    keys = set()
+    for name in {name for update in by_rank.values() for name in update.optimizer}:
+        held = [u.optimizer[name] for u in by_rank.values() if name in u.optimizer]
+        weights = [u.weights.get(name.partition("/")[0]) for u in by_rank.values()]
+        differ = len({record.digest for record in held}) > 1
+        if differ and (due := _sizes(weights)) and not _sizes(held) <= {1, *due}:
+            keys.add(_key(name))
+    return keys
+
+
+def _sizes(records: Iterable[TensorRecord | None]) -> set[int]:
+    """Return the numbers of elements of tensors whose values were recorded."""
+    values = (None if record is None else record.values() for record in records)
+    return {known.size for known in values if known is not None}
+
+
+def _key(name: str) -> str:
+    """Return the key of optimizer state, whose name is `parameter/key`."""
+    return name.partition("/")[2]
 
 
 def _sharers(tensors_of: Mapping[int, Tensors], name: str) -> dict[int, Tensors]:

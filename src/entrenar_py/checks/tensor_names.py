@@ -21,7 +21,7 @@ _SHOWN = 2  # names in a reason
 def lacking(compared: Compared) -> str:
     """Return why the names of two runs, or of the ranks of one, don't mean the same tensors."""
     for trace in (compared.trace, compared.model):
-        if why := _apart_on_ranks(trace):
+        if why := apart_on_ranks(trace):
             return why
     if compared.is_one_run:
         return ""
@@ -41,7 +41,7 @@ def lacking(compared: Compared) -> str:
     )
 
 
-def _apart_on_ranks(trace: Trace) -> str:
+def apart_on_ranks(trace: Trace) -> str:
     """Return why ranks that declare no layout hold tensors of different names; "" if they don't."""
     by_rank = of_ranks(trace)
     if trace.traits.shared or len(by_rank) < 2:

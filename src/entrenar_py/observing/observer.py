@@ -153,12 +153,11 @@ class Observer(Observation):
         self._handles: list[Any] = [
             model.register_forward_hook(OwnHook(model, lambda *call: self._after_forward(call[-1])))
         ]
+        self._step_hooks: list[step_in_work.StepHooks] = []
         for index, optimizer in enumerate(self._subject.optimizers):
             begins, ends = partial(self._step_begins, index), partial(self._after_step, index)
-            self._handles += [
-                optimizer.register_step_pre_hook(begins),
-                optimizer.register_step_post_hook(ends),
-            ]
+            self._step_hooks.append(step_in_work.StepHooks(optimizer, begins, ends))
+        self._handles += self._step_hooks
         self._backward = BackwardHooks(
             self._subject,
             self._faults,
@@ -190,6 +189,8 @@ class Observer(Observation):
         else:  # wrapped since: the model's own parameters are back by the step at the latest
             self._first.remove()
             self._hook_first()
+        for hooks in self._step_hooks:
+            hooks.come_last()
         self._gradients.expect()
         self._recording.compressed(reduced_gradients.compression(model))
         self._micro_batches.before_forward(blocks)
@@ -265,9 +266,12 @@ class Observer(Observation):
         else:
             due = self._subject.stepped_by(index, alone=not self._step.stepped)
         self._write_shards()
-        self._step.apply(optimizer, due)
+        nested = step_in_work.is_nested(optimizer)
+        (self._step.apply_changed if nested else self._step.apply)(optimizer, due)
 
     def _after_step(self, index: int, *_: Any) -> None:
+        if step_in_work.is_nested(self._subject.optimizers[index]):
+            return
         self._step.stepped.add(index)
         if len(self._step.stepped) == len(self._subject.optimizers):
             self._end_step()

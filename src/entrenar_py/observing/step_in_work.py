@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -52,7 +53,7 @@ class StepInWork:
     def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Note the gradients that `optimizer` is about to apply to the parameters `names`."""
         held = self._subject.gradients()
-        gradients = _unscaled(held, optimizer)
+        gradients = _unscaled(self._subject.applied_gradients(), optimizer)
         known: trace.Tensors = {}
         if not self.stepped:
             self._edited = self._edited_weights()
@@ -62,7 +63,14 @@ class StepInWork:
         elif not self.stepped:
             self._applied_norm = tensors.norm(gradients.values())
         applied = {name: held[name] for name in names}
-        self.sources.apply(self.number, applied, known if gradients is held else {})
+        known = {n: record for n, record in known.items() if gradients[n] is held[n]}
+        self.sources.apply(self.number, applied, known)
+
+    def apply_changed(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+        """Note the gradients of `names` again: `optimizer` has changed them within its step."""
+        gradients = _unscaled(self._subject.applied_gradients(), optimizer)
+        if self._norm is None:
+            self._gradient |= self._subject.record({name: gradients[name] for name in names})
 
     def end(self) -> trace.Update:
         """Return the record of this step, and begin the next one."""
@@ -125,6 +133,57 @@ def look_before_step(
         return loss
 
     return (optimizer,), {**named, "closure": run}
+
+
+class StepHooks:
+    """Hooks of an optimizer's steps that run after those of the script.
+
+    A script's hook may reduce the gradients before a step, or write copies of the weights back
+    after it.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], ends: Callable[..., Any]
+    ) -> None:
+        self._optimizer, self._begins, self._ends = optimizer, begins, ends
+        self._set()
+
+    def _set(self) -> None:
+        self._before = self._optimizer.register_step_pre_hook(self._begins)
+        self._after = self._optimizer.register_step_post_hook(self._ends)
+
+    def come_last(self) -> None:
+        """Set the hooks again if the script has set others since. Not within a step."""
+        hooks = (
+            self._optimizer._optimizer_step_pre_hooks,
+            self._optimizer._optimizer_step_post_hooks,
+        )
+        last = [next(reversed(held), None) for held in hooks]
+        if last != [self._before.id, self._after.id]:
+            self.remove()
+            self._set()
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._before.remove()
+        self._after.remove()
+
+
+# The code that torch wraps around the `step` of each class of optimizers, to call its hooks.
+_STEPPING = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
+
+
+def is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether this runs in a step of `optimizer` that another step of it has called.
+
+    torch calls an optimizer's hooks in both steps, that of a class and that of its base class: an
+    optimizer that reduces gradients in `step` and then calls `super().step()` has two.
+    """
+    num_steps, frame = 0, inspect.currentframe()
+    while frame is not None and num_steps < 2:
+        num_steps += frame.f_code is _STEPPING and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return num_steps > 1
 
 
 # --- attributes that a `GradScaler` sets on optimizers that unscale by themselves (fused) -----

@@ -62,7 +62,8 @@ class Subject:
         self.parameters = current
         self.is_fully_sharded = dtensors.is_fully_sharded(self.model)
         self.trained = trained
-        self._names = {p: name for name, p in current.items()}
+        self._copies = tensors.stepped_copies(trained, self._groups())
+        self._names = {p: name for held in (current, self._copies) for name, p in held.items()}
         self.layout = self._layout()
         self.values = sum(p.numel() for p in current.values()) <= tensors.VALUES_MAX
         placed = {name: dtensors.piece_of(p) for name, p in current.items()}
@@ -170,6 +171,11 @@ class Subject:
         """Return the gradient of each trained parameter, or None if it has none."""
         return {name: p.grad for name, p in self.trained.items()}
 
+    def applied_gradients(self) -> dict[str, Tensor | None]:
+        """Return `gradients`, but of a copy that an optimizer steps its own, if it has one."""
+        own = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
+        return self.gradients() | own
+
     def has_gradients(self) -> bool:
         """Return whether any parameter has a gradient that is not all zeros."""
         return any(
@@ -193,7 +199,8 @@ class Subject:
     def is_stepped_as_copies(self) -> bool:
         """True if optimizers hold tensors of others in place of parameters of the model."""
         stepped = {p for group in self._groups() for p in group["params"]}
-        return not stepped <= self._names.keys() and not stepped.issuperset(self.trained.values())
+        held = {*self.parameters.values()}
+        return not stepped <= held and not stepped.issuperset(self.trained.values())
 
     def first_held(self) -> str:
         """Return the name of the first trained parameter of which this rank has a non-empty piece.

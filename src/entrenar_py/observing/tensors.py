@@ -66,6 +66,20 @@ def optimizer_state(
                     yield f"{names[parameter]}/{key}", torch.as_tensor(value)
 
 
+def stepped_copies(
+    trained: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]]
+) -> dict[str, Tensor]:
+    """Return by a parameter's name the copy of it that an optimizer steps (a master in float32).
+
+    Copies are recognised by their order and their shapes, which are those of the parameters.
+    """
+    stepped = [parameter for group in groups for parameter in group["params"]]
+    named = dict(zip(trained, stepped, strict=False))
+    alike = all(p.shape == named[name].shape for name, p in trained.items() if name in named)
+    are_others = {*stepped}.isdisjoint(trained.values())
+    return named if are_others and alike and len(stepped) == len(trained) else {}
+
+
 def is_finite(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether this rank's parts of `tensors` have no NaN and no infinity."""
     held = (dtensors.local(tensor) for tensor in tensors if tensor is not None)
