@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from typing import NoReturn
 
 # Loaded before the fork, as the first optimizer of every rank would load it after that.
@@ -21,6 +22,14 @@ import torch.nn.parallel
 import torch.utils.data  # noqa: F401
 
 import entrenar_py.observing.observer  # noqa: F401
+from entrenar_py.observing.auto import SETTINGS, batches, beginning, recorder  # noqa: F401
+
+
+class Waiting:
+    """The finder that waits for torch; here, all of torch is there."""
+
+    def __init__(self) -> None:
+        self.awaited: dict[str, Callable[[], None]] = {}
 
 
 def main() -> int:
@@ -61,6 +70,8 @@ def _run(script: str) -> NoReturn:
     sometimes aborts or hangs. So nothing of the script is taken down.
     """
     kept = None
+    if os.environ.get(SETTINGS):
+        beginning.begin(Waiting())
     try:
         kept = runpy.run_path(script, run_name="__main__")
     except Exception:  # noqa: BLE001  (told as Python tells it)

@@ -28,7 +28,7 @@ FLAGS = [
         "--severity",
     ),
     *("--system", "--world-size", "--backend", "--seed", "--examples", "--timeout"),
-    *("--deadline", "--steps", "--epochs", "--in-place", "-x"),
+    *("--auto", "--deadline", "--steps", "--epochs", "--in-place", "-x"),
     *(
         "--allow-inconclusive",
         "--list",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from entrenar_py.checks import (
+    contents,
     evidence,
     facts,
     history,
@@ -22,6 +23,7 @@ from entrenar_py.checks.population import Population, compare_selections
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
+from entrenar_py.wording import named
 
 LISTED_MAX = 1000  # the most missing sample ids, or steps, that a finding lists
 
@@ -41,7 +43,11 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         compared = Compared(runs=runs, model=trace, trace=trace)
         if presuppositions.comparable(tally, presuppositions.SAMPLES, compared) is None:
             continue
-        if trace.traits.epochs == "untold" and not trace.traits.replacement:
+        if trace.traits.sample_ids == "content":
+            contents.judge(tally, trace)
+        elif ranks := _guessed_to_differ(trace):
+            tally.miss(contents.guessed(f"{named('rank', ranks)} draw the same samples"))
+        elif trace.traits.epochs == "untold" and not trace.traits.replacement:
             missing.require_ids(tally, trace)
             untold_epochs.judge(tally, trace)
         else:
@@ -52,6 +58,24 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _stable(tally, runs)
     why = "no samples are known"
     return tally.finding(nothing=missing.nothing(tally, why, facts.IDS_AND_UPDATE))
+
+
+def _guessed_to_differ(trace: Trace) -> list[int]:
+    """Return the ranks that draw the same samples in every step, if they may do so rightly.
+
+    Nothing shows that ranks are replicas if neither torch's wrapper, a mesh nor the script says so:
+    they may hold parts of a model that was cut by hand.
+    """
+    if trace.traits.arranged != "guessed":
+        return []
+    alike: set[int] | None = None
+    for shards in evidence.shards(trace).values():
+        drawn: dict[int, list[int]] = {}
+        for shard in shards:
+            drawn.setdefault(shard.rank, []).extend(shard.ids)
+        same = {rank for rank, ids in drawn.items() if ids and list(drawn.values()).count(ids) > 1}
+        alike = same if alike is None else alike & same
+    return sorted(alike or ())
 
 
 def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
@@ -225,6 +249,9 @@ def _stable(tally: Tally, runs: Traces) -> None:
 
 
 def _same_batches(tally: Tally, model: Trace, trace: Trace) -> None:
+    if "content" in (model.traits.sample_ids, trace.traits.sample_ids):
+        contents.compare(tally, model, trace)
+        return
     few, many = model.scenario.world_size, trace.scenario.world_size
     batches, unknown = evidence.shards(model), missing.unknown_steps(model)
     unknown |= missing.unknown_steps(trace)

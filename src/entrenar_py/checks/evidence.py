@@ -93,8 +93,13 @@ def shards(trace: Trace) -> dict[int, list[Shard]]:
 
 
 def with_losses(trace: Trace) -> Trace:
-    """Return `trace` with each missing loss of an update computed from the step's shards."""
-    if all(update.loss is not None for update in trace.of(Update)):
+    """Return `trace` with each missing loss of an update computed from the step's shards.
+
+    Losses of an unknown scale are no means, and are left out.
+    """
+    if trace.traits.losses == "backward" or all(
+        update.loss is not None for update in trace.of(Update)
+    ):
         return trace
     means = {}
     for step, of_step in shards(trace).items():

@@ -169,8 +169,10 @@ class _Divisions:
                 else f"the applied gradient of {name} {why.words}"
             )
             self.tally.check(name not in off, message, tensor=name, **place)
-        if self.trace.traits.clipping == "other":
-            return  # clipping may have changed each step's recorded gradient by another factor
+        if self.trace.traits.clipping == "other" or self.trace.traits.losses == "backward":
+            # Clipping may have changed each step's recorded gradient by another factor; and without
+            # the script's own losses their weights (tokens, say) aren't known.
+            return
         divided = divisor, divisor / update.weight
         first = self.first = self.first or divided
         self.tally.check(

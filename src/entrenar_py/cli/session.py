@@ -312,6 +312,7 @@ def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Wor
         num_steps=options.steps,
         num_epochs=options.epochs,
         deadline_s=options.deadline,
+        auto=options.auto,
         launch=partial(launch.launch, cwd=options.command_folder),
         source=_copied_folder(options),
         spelled=options.knobs,

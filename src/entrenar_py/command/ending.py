@@ -13,6 +13,7 @@ from pathlib import Path
 from entrenar_py.command import script_errors, stacks
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
+from entrenar_py.rank_files import auto_notes
 from entrenar_py.rank_files.assembly import LastLives
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Event
@@ -97,6 +98,8 @@ def _shown(path: Path) -> str:
 
 def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
     """Return why no rank wrote a file, and what to do about it."""
+    if why := auto_notes.why_nothing(ended.output.parent):
+        return f"nothing was recorded: {why}; {how}"
     if error:
         return f"nothing was recorded before it failed: {how}"
     if ended.code:  # why it failed comes first: most such scripts have the line

@@ -45,6 +45,9 @@ def of(
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
         killed = {**recorded.environment, "killed": f"{left} that it left running"}
         recorded = replace(recorded, environment=killed)
+    if any(rank.is_limited for rank in ranks):
+        ended_by = {"ended": "by entrenar-check after the last step (--auto without {steps})"}
+        recorded = replace(recorded, environment={**recorded.environment, **ended_by})
     return _with_its_faults(recorded)
 
 

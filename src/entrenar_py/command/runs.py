@@ -31,6 +31,8 @@ from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
 from entrenar_py.harness import interrupts
 from entrenar_py.observing import FAULTS
+from entrenar_py.observing.auto import Settings
+from entrenar_py.rank_files import auto_notes
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 from entrenar_py.untrusted import printing
@@ -57,8 +59,9 @@ class Run:
 class Plan:
     """The runs of a command for checks with these `needs`, recorded below `folder`.
 
-    `spelled` has, by knob and value, the text that is filled in instead of the value. Each run has
-    a copy of the folder `source` to work in. If that is None, all run in the launcher's folder.
+    With `auto` the script is observed without a line. `spelled` has, by knob and value, the text
+    that is filled in instead of the value. Each run has a copy of the folder `source` to work in.
+    If that is None, all run in the launcher's folder.
 
     Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
     doesn't have, for a seed or number of steps or epochs without a placeholder to put it in, and
@@ -73,6 +76,7 @@ class Plan:
     num_steps: int = NUM_STEPS
     num_epochs: int = NUM_EPOCHS
     deadline_s: float = DEADLINE_S
+    auto: bool = False
     launch: Launcher = launch
     source: Path | None = None
     spelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -86,7 +90,8 @@ class Plan:
             ("num_steps", "steps", NUM_STEPS),
             ("num_epochs", "epochs", NUM_EPOCHS),
         ):
-            if getattr(self, option) != usual and not self.can_say(place):
+            told = self.can_say(place) or (self.auto and place == "steps")
+            if getattr(self, option) != usual and not told:
                 raise UsageError(
                     f"--{place} {getattr(self, option)}: the command has no {{{place}}}, so it "
                     f"would never get the value; put {{{place}}} into it, or leave the option out",
@@ -150,6 +155,12 @@ class Plan:
             turns = turns[:1] if {RESUMED, SAVED}.intersection(self.needs) or needed - {""} else []
         cuts = [(size, int(KNOBS["accumulation"].usual)) for size in sizes]
         return sorted([*cuts, *((self.most, int(turn.value)) for turn in turns)])
+
+    def observing(self) -> dict[str, str]:
+        """Return the environment variables by which a script without a line is observed."""
+        if not self.auto:
+            return {}
+        return Settings(steps=None if self.can_say("steps") else self.num_steps).variables()
 
     @property
     def most(self) -> int:
@@ -269,6 +280,8 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
     """Launch the command once for each stop and once more; return one trace of all launches."""
     _clear(folder)
     (folder / "work").mkdir(parents=True)
+    if plan.auto:
+        (folder / auto_notes.ASKED).touch()
     ended: Ended | None = None
     with own_folder.of(plan.source, folder / "root") as own:
         launched = own.launched(plan.launch) if own else plan.launch
@@ -287,7 +300,10 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
             ended = launched(
                 placeholders.fill(plan.command, values, plan.spelled),
                 folder=folder,
-                variables={FAULTS: json.dumps([fault.to_dict() for fault in asked.faults])},
+                variables={
+                    FAULTS: json.dumps([fault.to_dict() for fault in asked.faults]),
+                    **plan.observing(),
+                },
                 deadline_s=plan.deadline_s,
                 is_over=closed,
             )

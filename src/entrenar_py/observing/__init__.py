@@ -7,6 +7,7 @@ It sets no hook and imports no other module of `observing`, unless entrenar-chec
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,4 +204,7 @@ def observe(
             patience=arguments.steps("patience", patience, least=1),
             step=arguments.steps("step", step, least=0),
         )
+    follower = sys.modules.get("entrenar_py.observing.auto.follower")
+    if follower is not None and follower.CURRENT is not None:  # launched with --auto
+        follower.CURRENT.wins(observation)
     return observation

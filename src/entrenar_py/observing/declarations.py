@@ -46,7 +46,12 @@ class Declarations:
 
 
 def of(
-    names: Sequence[str], layout: Layout | None, *, frozen: Any, clip_norm: Any, reduce_dtype: Any
+    names: Sequence[str],
+    layout: Layout | None,
+    *,
+    frozen: Any = None,
+    clip_norm: Any = None,
+    reduce_dtype: Any = None,
 ) -> Declarations:
     """Return the declarations of a model whose parameters have `names`.
 

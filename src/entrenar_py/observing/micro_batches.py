@@ -45,6 +45,8 @@ class MicroBatches:
         self.samples = samples
         self._model, self._rank = model, rank
         self._losses: list[_Loss] = []
+        # The value that the current backward pass was called on, if the script reports no loss.
+        self.backward_loss: float | None = None
         self._num_written = 0
         # A digest of the generators' state before the forward pass ("" without a pass), and the
         # same digest if something was drawn in the pass.
@@ -82,7 +84,8 @@ class MicroBatches:
     def after_backward(self, step: int, gradient: trace.Tensors, *, finite: bool) -> None:
         """Note that the backward pass of a micro-batch of `step` is over."""
         self.samples.settle()
-        drawn = self.samples.take()
+        drawn, loss = self.samples.take(), self.backward_loss
+        weight = float(len(drawn.ids))
         self.done.append(
             trace.Shard(
                 step=step,
@@ -90,9 +93,9 @@ class MicroBatches:
                 rank=self._rank,
                 shard=self.index,
                 ids=drawn.ids,
-                loss_sum=None,
-                weight=float(len(drawn.ids)),
-                finite=finite,
+                loss_sum=None if loss is None else loss * max(weight, 1.0),
+                weight=weight,
+                finite=finite and (loss is None or loss - loss == 0),
                 draws=self._draws,
                 gradient=gradient,
                 unknown=drawn.unknown,

@@ -17,6 +17,7 @@ from entrenar_py.observing import (
     declarations,
     dtensors,
     first_look,
+    process_rank,
     reduced_gradients,
     step_in_work,
 )
@@ -30,7 +31,6 @@ from entrenar_py.observing.reduced_gradients import ReducedGradients
 from entrenar_py.observing.samples import Samples
 from entrenar_py.observing.step_in_work import StepInWork
 from entrenar_py.observing.subject import Subject
-from entrenar_py.rank_files import rank_file
 
 
 class Observer(Observation):
@@ -50,9 +50,15 @@ class Observer(Observation):
         step: int = 0,
         layout: Any = None,
         tied: Iterable[Iterable[str]] = (),
+        seen: Samples | None = None,
+        facts: Mapping[str, Any] | None = None,
         **declared: Any,
     ) -> None:
-        rank, world_size = rank_file.environment_rank()
+        """Observe with the arguments of `observe`, or for a script without a line.
+
+        Then `seen` finds the samples, and `facts` are added to the header of the record.
+        """
+        rank, world_size = process_rank.place()
         arranged = dtensors.declared(layout, tied, world_size)
         self._subject = Subject(
             model,
@@ -67,7 +73,7 @@ class Observer(Observation):
         self._step = StepInWork(self._subject, arguments.steps("step", step, least=0))
         self._scheduler = scheduler
         self._started = False
-        samples = Samples(sampler, resumed=step > 0)
+        samples = Samples(sampler, resumed=step > 0) if seen is None else seen
         self._micro_batches = MicroBatches(self._subject.model, rank, samples)
         self._gradients = ReducedGradients()
         self._synchronisations = OuterSynchronisations()
@@ -77,6 +83,7 @@ class Observer(Observation):
                 "rank": rank,
                 "world_size": world_size,
                 "versions": {"torch": str(torch.__version__)},
+                **(facts or {}),
                 **self._declared.facts(),
                 **samples.facts(),
             },
@@ -140,18 +147,31 @@ class Observer(Observation):
             self._skip_step()
         self._end_step()
         self._recording.close()
+        self._remove_hooks()
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that are recorded, with those that were made before."""
+        return self._step.number
+
+    def note_limit(self) -> None:
+        """Note that the harness ends the run here, and not the script."""
+        self._recording.note_limit()
+
+    def _remove_hooks(self) -> None:
         self._micro_batches.samples.remove()
         self._backward.remove()
-        for handle in [self._first, *self._handles]:
+        for handle in [*self._firsts.values(), *self._handles]:
             handle.remove()
 
     # --- called by torch's hooks ------------------------------------------------------------------
 
     def _hook(self) -> None:
-        self._hook_first()
-        model = self._subject.model
+        self._entrances = _entrances(self._subject.model)
+        self._firsts = {module: self._hook_first(module) for module in self._entrances}
         self._handles: list[Any] = [
-            model.register_forward_hook(OwnHook(model, lambda *call: self._after_forward(call[-1])))
+            module.register_forward_hook(OwnHook(module, partial(self._after_forward, module)))
+            for module in self._entrances
         ]
         self._step_hooks: list[step_in_work.StepHooks] = []
         for index, optimizer in enumerate(self._subject.optimizers):
@@ -167,39 +187,37 @@ class Observer(Observation):
             summed=self._look_at_sum,
         )
 
-    def _hook_first(self) -> None:
+    def _hook_first(self, module: torch.nn.Module) -> Any:
         """Hook in front of all other forward hooks, as these may replace the parameters."""
-        model = self._subject.model
-        self._first = model.register_forward_pre_hook(
-            OwnHook(model, self._before_forward), prepend=True, with_kwargs=True
-        )
+        hook = OwnHook(module, partial(self._before_forward, module))
+        return module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def _place(self) -> tuple[int, int]:
         """Return the current step, and this rank's current micro-batch."""
         return self._step.number, self._micro_batches.index
 
-    def _before_forward(self, *inputs: Any) -> None:
+    def _before_forward(self, module: torch.nn.Module, *inputs: Any) -> None:
         self._subject.buffers.before_forward()
-        model, blocks = self._subject.model, batches.blocks_of(inputs)
-        if not (model.training and torch.is_grad_enabled()):
+        blocks = batches.blocks_of(inputs)
+        if not (module.training and torch.is_grad_enabled()):
             self._micro_batches.samples.aside(blocks, trains=torch.is_grad_enabled())
             return
-        if next(iter(model._forward_pre_hooks)) == self._first.id:
+        if next(iter(module._forward_pre_hooks)) == self._firsts[module].id:
             self._start()
         else:  # wrapped since: the model's own parameters are back by the step at the latest
-            self._first.remove()
-            self._hook_first()
+            self._firsts[module].remove()
+            self._firsts[module] = self._hook_first(module)
         for hooks in self._step_hooks:
             hooks.come_last()
         self._gradients.expect()
-        self._recording.compressed(reduced_gradients.compression(model))
+        self._recording.compressed(reduced_gradients.compression(module))
         self._micro_batches.before_forward(blocks)
 
-    def _after_forward(self, output: Any) -> None:
+    def _after_forward(self, module: torch.nn.Module, _: Any, output: Any) -> None:
         if (local := self._subject.buffers.after_forward()) is not None:
             self._recording.leave_out(local)
         self._micro_batches.after_forward()
-        if self._subject.model.training:
+        if module.training:
             self._backward.expect(output)
 
     def _before_backward(self) -> None:
@@ -325,3 +343,9 @@ class Observer(Observation):
 def _given(gradients: Mapping[str, Tensor | None]) -> list[str]:
     """Return the names of the parameters that got a gradient."""
     return [name for name, gradient in gradients.items() if gradient is not None]
+
+
+def _entrances(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """Return the modules that a script calls: the model, or the models in a list of several."""
+    is_list = isinstance(model, torch.nn.ModuleList | torch.nn.ModuleDict)
+    return tuple(model.children()) if is_list else (model,)

@@ -30,6 +30,7 @@ class Recording:
         self._compression = ""
         self._steps_copies = False
         self._outer: dict[str, Any] = {}
+        self._pid = os.getpid()
         self._file = RankFile(
             Path(os.environ[FOLDER]),
             {
@@ -81,14 +82,33 @@ class Recording:
         """Write that these buffers depend on the rank's own samples, and are not to be compared."""
         self._file.note("local", buffers=sorted(buffers))
 
-    def close(self) -> None:
-        """Write that training has ended, and close the files."""
-        self._file.close()
+    def note_data(self, facts: Mapping[str, Any]) -> None:
+        """Write what became known of the data after the header."""
+        self._file.note("data", **facts)
+
+    def note_limit(self) -> None:
+        """Write that the harness ends the run after this step."""
+        self._file.note("limit")
+
+    def remove(self) -> None:
+        """Close the files and remove them."""
+        self.close()
+        self._file.path.unlink(missing_ok=True)
+        self._file.stack.unlink(missing_ok=True)
+
+    def close(self, problem: str = "") -> None:
+        """Write that training has ended, with the error `problem` if any, and close the files."""
+        self._file.close(problem)
         faulthandler.unregister(signal.SIGUSR1)
         self._stack.close()
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """Write that the process ends by itself, normally or with an exception."""
+        """Write that the process ends by itself, normally or with an exception.
+
+        A child that was forked has this handler, too, and no part in the record.
+        """
+        if os.getpid() != self._pid:
+            return
         error = getattr(sys, "last_value", None)
         self._file.close("" if error is None else f"{type(error).__name__}: {error}")

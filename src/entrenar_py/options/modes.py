@@ -8,7 +8,8 @@ from entrenar_py.errors import UsageError
 from entrenar_py.options import parser
 from entrenar_py.options.outputs import FILES
 
-COMMANDED = ("steps", "epochs", "deadline", "in_place")  # only with a user's command behind --
+# Only with a user's command behind --.
+COMMANDED = ("steps", "epochs", "deadline", "auto", "in_place")
 _RULES = ("rule", "suppress")  # only with --validate
 # Option that has an effect only in one mode -> description of that mode.
 _ALONE = {

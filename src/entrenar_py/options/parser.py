@@ -117,6 +117,11 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     examples = "random scenarios to explore per invariant (default 20)"
     add("--examples N", examples, type=values.natural, default=20)
     add("--timeout S", "start no new run after S seconds", type=values.seconds)
+    auto = (
+        "observe a command whose script doesn't call observe(); without {steps} in the command, "
+        "each run ends after --steps optimizer steps"
+    )
+    add("--auto", auto)
     deadline = "end each run of a command after S seconds (default 300)"
     add("--deadline S", deadline, type=values.seconds, default=300.0)
     steps = "the value of {steps} in a command: optimizer steps of a run (default 8)"

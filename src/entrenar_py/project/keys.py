@@ -65,6 +65,11 @@ KEYS: Mapping[str, Key] = {
     ),
     "steps": Key("count", "`8`", "what `{steps}` stands for in the command"),
     "epochs": Key("count", "`2`", "what `{epochs}` stands for in the command"),
+    "auto": Key(
+        "flag",
+        "`false`",
+        "the command's script doesn't call `observe()`, and is [observed all the same](auto.md)",
+    ),
     "deadline": Key("seconds", "`300`", "a run of the command that takes longer is ended"),
     "in-place": Key(
         "flag",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py.errors import TraceError
-from entrenar_py.rank_files import rank_trace, resumed_lives, whole_events
+from entrenar_py.rank_files import rank_trace, resumed_lives, sample_ids, whole_events
 from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import (
@@ -46,7 +46,7 @@ def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
             ranks.append(rank_trace.load(path))
         except TraceError as error:
             problems.append(str(error))
-    ranks = resumed_lives.recognised(ranks)
+    ranks = sample_ids.agreed(resumed_lives.recognised(ranks))
     return ranks, problems + list(_observed_again(ranks))
 
 

@@ -39,6 +39,7 @@ class RankFile:
     def __init__(self, folder: Path, header: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file, self.life = _new(folder, int(header["rank"]))
+        self.path = Path(os.fsdecode(self._file.name))
         self.stack = folder / f"{header['rank']:05}-{self.life:03}{STACK_SUFFIX}"
         self.note("rank", version=rank_header.VERSION, **header)
 

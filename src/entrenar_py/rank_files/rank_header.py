@@ -74,6 +74,9 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "versions": (False, _are_versions, "a mapping from names to texts"),
     "pid": (False, _whole(0), "a whole number"),
     "values": (False, _is_flag, "true or false"),
+    "auto": (False, _is_flag, "true or false"),
+    "replicas": (False, _is_flag, "true or false"),
+    "samples": (False, _is_text, "index, content or unknown"),
     "num_samples": (
         *(False, lambda value: value is None or _whole(0)(value)),
         "a whole number, or null where it is not known",
@@ -88,6 +91,8 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "dropout": (False, _is_probability, "a number from 0 to 1"),
     "batch_norm": (False, _is_flag, "true or false"),
 }
+# The keys that a later line may give, since without a line in the script the data are met later.
+OF_THE_DATA = ("num_samples", "drop_last", "replacement", "thorough", "samples")
 
 
 def require(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:

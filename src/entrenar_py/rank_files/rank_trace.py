@@ -48,6 +48,7 @@ class RankTrace:
       ones `lr` and `momentum`; `inner_steps`, the steps of a round, if declared.
     - `drops_last`: the script has skipped a last, short batch of its loader.
     - `epochs`: whether the script reports epochs with its samples, None if a loader shows them.
+    - `is_limited`: the harness ended the rank after its last step, and not the script.
     """
 
     life: int
@@ -64,6 +65,7 @@ class RankTrace:
     outer: Mapping[str, Any] = field(default_factory=dict)
     drops_last: bool = False
     epochs: bool | None = None
+    is_limited: bool = False
 
     @property
     def rank(self) -> int:
@@ -162,6 +164,11 @@ def _outer(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
     return replace(rank, outer=rule)
 
 
+def _data(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of a data set that became known after the header was written."""
+    return {name: record[name] for name in rank_header.OF_THE_DATA if name in record}
+
+
 # Kind of a line other than an event -> function that adds the line's content to the record.
 _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
     "closed": lambda rank, record: replace(
@@ -178,6 +185,10 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
         epochs=bool(record["epochs"]) if "epochs" in record else rank.epochs,
     ),
     "compressed": lambda rank, record: replace(rank, compression=str(record.get("to", ""))),
+    "limit": lambda rank, _: replace(rank, is_limited=True),
+    "data": lambda rank, record: replace(
+        rank, header=rank_header.require({**rank.header, **_data(record)}, "data")
+    ),
 }
 
 

@@ -34,9 +34,9 @@ def of(
     samples_by_step: Counter[int] = Counter()
     for shard in shards:
         samples_by_step[shard.step] += len(shard.ids)
-    last_id = max((id_ for shard in shards for id_ in shard.ids), default=0)
-    samples = population.of(ranks, events)
-    num_samples = max(last_id + 1 if samples is None else len(samples), world_size)
+    ids = {id_ for shard in shards for id_ in shard.ids}
+    samples = ids if header.get("samples") == "content" else population.of(ranks, events)
+    num_samples = max(max(ids, default=0) + 1 if samples is None else len(samples), world_size)
     batch_size = max(samples_by_step.values(), default=1) or 1
     accumulation = 1 + max((shard.shard for shard in shards), default=0)
     num_parts = len({*assembly.places(ranks).values()})
@@ -99,6 +99,8 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     """Return the traits other than the optimizer's that differ from their defaults."""
     # Gradients are recorded as they are applied: a step doesn't show how they were clipped.
     traits: dict[str, Any] = {"clipping": "other"}
+    if header.get("auto"):
+        traits |= _of_no_line(ranks)
     traits |= {name: True for name in ("drop_last", "replacement") if header.get(name)}
     if any(rank.drops_last for rank in ranks):
         traits["drop_last"] = True
@@ -111,6 +113,16 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
         traits["clip_norm"] = float(header["clip_norm"])
     if header.get("batch_norm") and any(rank.local for rank in ranks):
         traits["batch_norm"] = True  # whose statistics forward passes changed
+    return traits
+
+
+def _of_no_line(ranks: Sequence[RankTrace]) -> dict[str, Any]:
+    """Return the traits of a script without a line: facts that only a line could state."""
+    traits = {"losses": "backward"}
+    if any(rank.header.get("samples") == "content" for rank in ranks):
+        traits["sample_ids"] = "content"
+    if not all(rank.layout is not None or rank.header.get("replicas") for rank in ranks):
+        traits["arranged"] = "guessed"
     return traits
 
 

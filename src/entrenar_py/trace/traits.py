@@ -27,6 +27,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "outer": ("nesterov", "momentum", "other"),
     "epochs": ("told", "untold"),
     "population": ("known", "guessed"),
+    "sample_ids": ("known", "content"),
+    "losses": ("known", "backward"),
+    "arranged": ("known", "guessed"),
 }
 
 
@@ -54,6 +57,9 @@ class Traits:
     - `epochs`: `untold` if it is not known to which epoch a sample belongs.
     - `population`: `guessed` if it is not known which samples an epoch should have: the scenario's
       number of samples is that of those that were drawn, or a sampler of the user's decides.
+    - `sample_ids`: `content` if they are digests of what the model was given.
+    - `losses`: `backward` if they are what `backward` was called on, of an unknown scale.
+    - `arranged`: `guessed` if nothing shows that each rank draws samples of its own.
 
     Of the optimizer: the constants of its rule as torch.optim has them, and
 
@@ -80,6 +86,9 @@ class Traits:
     seeded: bool = False
     epochs: str = "told"
     population: str = "known"
+    sample_ids: str = "known"
+    losses: str = "known"
+    arranged: str = "known"
     rule: str = "known"
     momentum: float = 0.9
     dampening: float = 0.0

@@ -1,0 +1,99 @@
+"""F-DP-002 for samples that nobody named: digests of the rows that the model was given.
+
+A row may be something else than a sample, and a data set may have a row twice. So runs that were
+given the same rows hold the clause, and others leave it open. One thing is wrong whatever a row is:
+replicas that are given the same rows in every step, where these change from step to step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from entrenar_py.checks import evidence, facts, missing
+from entrenar_py.trace import Shard, Trace
+from entrenar_py.verdict import Tally
+from entrenar_py.wording import named
+
+Rows = Mapping[int, Counter[int]]  # by rank
+
+
+def judge(tally: Tally, trace: Trace) -> None:
+    """Judge the rows of a run by themselves."""
+    missing.require_ids(tally, trace)
+    tally.note(
+        "samples have no ids: told apart by what the model was given, so a sample that is given "
+        "twice isn't told from one that is in the data twice"
+    )
+    steps = [_by_rank(shards) for shards in evidence.shards(trace).values()]
+    if trace.scenario.world_size < 2 or len(steps) < 2:
+        return
+    alike = _given_the_same(steps)
+    if not alike:
+        tally.check(True, "", step=0, scenario=trace.scenario)
+        return
+    what = f"{named('rank', alike)} are given the same rows in every step"
+    if trace.traits.arranged == "guessed" or trace.traits.shared:
+        tally.miss(guessed(what))
+        return
+    tally.check(
+        False,
+        f"{what}, though each is to train on samples of its own",
+        step=min(evidence.shards(trace)),
+        rank=alike[1],
+        scenario=trace.scenario,
+    )
+
+
+def guessed(what: str) -> str:
+    """Return the reason why it isn't known whether `what` is wrong."""
+    return (
+        f"{what}: whether they share the work on them is not known; declare it, "
+        'observe(..., layout={"dp": 1, "tp": 2}), or wrap the model in DistributedDataParallel'
+    )
+
+
+def compare(tally: Tally, model: Trace, trace: Trace) -> None:
+    """Compare the rows of two runs step by step; rows that differ may be the same samples."""
+    others, unknown = evidence.shards(model), missing.unknown_steps(model)
+    unknown |= missing.unknown_steps(trace)
+    few, many = model.scenario.world_size, trace.scenario.world_size
+    for step, shards in sorted(evidence.shards(trace).items()):
+        if step not in others or step in unknown:
+            continue
+        if _together(others[step]) != _together(shards):
+            why = (
+                f"the model is given other rows in step {step} with {many} workers than with {few}"
+            )
+            missing.ask(tally, why, facts.IDS_IN_BOTH)
+            return
+        tally.check(True, "", step=step, scenario=trace.scenario)
+
+
+def _by_rank(shards: Sequence[Shard]) -> dict[int, Counter[int]]:
+    given: dict[int, Counter[int]] = {}
+    for shard in shards:
+        given.setdefault(shard.rank, Counter()).update(shard.ids)
+    return given
+
+
+def _together(shards: Sequence[Shard]) -> Counter[int]:
+    return Counter(id_ for shard in shards for id_ in shard.ids)
+
+
+def _given_the_same(steps: Sequence[Rows]) -> list[int]:
+    """Return the first rank, and others with its rows in every step, or an empty list.
+
+    Rows that never change (constant inputs of a benchmark) tell nothing.
+    """
+    first = min(steps[0], default=0)
+    own = [step.get(first, Counter()) for step in steps]
+    if not all(own) or all(rows == own[0] for rows in own):
+        return []
+    others = [
+        rank
+        for rank in steps[0]
+        if rank != first
+        and all(step.get(rank) == rows for step, rows in zip(steps, own, strict=True))
+    ]
+    return [first, *others] if others else []

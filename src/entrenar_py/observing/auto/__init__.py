@@ -1,0 +1,42 @@
+"""Observation without a line in the script: what the harness sets, and what ranks look for.
+
+`startup/sitecustomize.py` waits for torch, `beginning` sets hooks, `follower` finds out what the
+script trains, and then drives an Observer or a Watch. This module imports nothing heavy: launchers
+import it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+SETTINGS = "ENTRENAR_AUTO"  # how to observe, as JSON; nothing is observed without it
+STARTUP = Path(__file__).with_name("startup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a script without a line is observed.
+
+    - `steps`: a process ends by itself after so many optimizer steps; None for no end.
+    - `every`: the training is watched every so many steps, and not recorded; None for a record.
+    - `contract`: the contract whose clauses are watched; None for all clauses.
+    """
+
+    steps: int | None = None
+    every: int | None = None
+    contract: str | None = None
+
+    def variables(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return the environment variables that make Python observe scripts with these settings."""
+        before = environment.get("PYTHONPATH")
+        paths = [str(STARTUP), *([before] if before else [])]
+        return {SETTINGS: json.dumps(asdict(self)), "PYTHONPATH": os.pathsep.join(paths)}
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Settings:
+        """Return the settings in `environment`, as `variables` put them there."""
+        return cls(**json.loads(environment[SETTINGS]))

@@ -1,0 +1,159 @@
+"""The batches that DataLoaders yield, with the indices that were drawn for them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from entrenar_py.observing.auto import contents
+from entrenar_py.observing.auto.contents import Row
+from entrenar_py.observing.batches import Ids
+from entrenar_py.observing.sources import Source, positions_of
+
+PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is skipped
+
+
+@dataclass(eq=False)
+class Iteration:
+    """One pass over a `loader`; `ahead` are the indices that it drew and did not yield yet.
+
+    `epoch` counts the passes over the loader's data set from which a batch was trained on.
+    """
+
+    loader: Any
+    ahead: deque[Ids | None] = field(default_factory=deque)
+    epoch: int | None = None
+
+
+@dataclass(eq=False)
+class Batch:
+    """A batch that was yielded: `ids` of its samples, None if these have none.
+
+    `left` are the positions of the samples that no training pass was given yet. `trains` tells
+    whether the batch may be meant for training: gradients are enabled, and no other pass used it.
+    """
+
+    iteration: Iteration
+    ids: Ids | None
+    content: Any
+    size: int
+    left: list[int]
+    trains: bool
+    _columns: list[list[Row]] | None = None
+
+    def find(self, rows: list[Row]) -> list[int] | None:
+        """Return the unused positions whose content is `rows`, in their order; None if not all are.
+
+        Of the batch's tensors the one is taken that tells its rows best apart: labels have
+        duplicates. None, too, if duplicates leave open which positions these are.
+        """
+        for column in self._rows():
+            places: dict[Row, deque[int]] = defaultdict(deque)
+            for place in self.left:
+                places[column[place]].append(place)
+            wanted = Counter(rows)
+            if any(len(places.get(row, ())) < count for row, count in wanted.items()):
+                continue
+            certain = all(len(places[row]) == count for row, count in wanted.items())
+            return [places[row].popleft() for row in rows] if certain else None
+        return None
+
+    def _rows(self) -> list[list[Row]]:
+        """Return the digests of the rows of each tensor that has a row a sample."""
+        if self._columns is None:
+            found = map(contents.rows_of, contents.tensors_in(self.content))
+            fitting = [rows for rows in found if rows and len(rows) == self.size]
+            self._columns = sorted(fitting, key=lambda column: -len(set(column)))
+        return self._columns
+
+
+class Batches:
+    """What the process's DataLoaders have yielded (`pending`), without what training has used."""
+
+    def __init__(self) -> None:
+        self._iterations: weakref.WeakKeyDictionary[Any, Iteration] = weakref.WeakKeyDictionary()
+        self._epochs: dict[int, int] = {}  # identity of a data set -> passes so far
+        self._data: list[Any] = []  # those data sets, kept so that no other gets the identity
+        self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
+        self.loader: Any = None  # the one that was trained from last
+        self._source: Source | None = None
+
+    # --- called by the patches --------------------------------------------------------------------
+
+    def iterated(self, loader: Any, iterator: Any) -> None:
+        """Note that a pass over `loader` begins, before any index is drawn for it."""
+        self._iterations[iterator] = Iteration(loader)
+
+    def drew(self, iterator: Any, index: Any) -> None:
+        """Note the next index, or list of them, that a loader's sampler has drawn."""
+        self._iteration(iterator).ahead.append(positions_of(index))
+
+    def yielded(self, iterator: Any, content: Any) -> None:
+        """Note the next batch; batches come in the order in which their indices were drawn."""
+        iteration = self._iteration(iterator)
+        loader = iteration.loader
+        ids = iteration.ahead.popleft() if iteration.ahead else None
+        if not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 1:
+            ids = None
+        size = (contents.num_rows(content) or 0) if ids is None else len(ids)
+        grown = torch.is_grad_enabled()
+        self.pending.append(Batch(iteration, ids, content, size, [*range(size)], grown))
+
+    def _iteration(self, iterator: Any) -> Iteration:
+        return self._iterations.setdefault(iterator, Iteration(None))
+
+    # --- called by what looks for samples ---------------------------------------------------------
+
+    def use(self, batch: Batch, places: Iterable[int]) -> tuple[int, list[int]]:
+        """Take the samples at `places` for training; return their epoch and ids.
+
+        When none is left the batch isn't pending any more, nor are older ones of its loader: these
+        were skipped.
+        """
+        assert batch.ids is not None, "only a batch with ids is used"
+        used = list(places)
+        batch.left = [place for place in batch.left if place not in set(used)]
+        if not batch.left:
+            at = self.pending.index(batch)
+            later = [*self.pending][at + 1 :]
+            others = [b for b in [*self.pending][:at] if b.iteration.loader is not self.loader]
+            self.pending = deque([*others, *later], maxlen=PENDING_MAX)
+        epoch, source = self._epoch_of(batch.iteration), self.source()
+        ids = [batch.ids[place] for place in used]
+        return epoch, ids if source is None else [*map(source.numbering.of, ids)]
+
+    def _epoch_of(self, iteration: Iteration) -> int:
+        if iteration.epoch is None:
+            data = getattr(iteration.loader, "dataset", iteration)
+            if id(data) not in self._epochs:
+                self._data.append(data)
+            iteration.epoch = self._epochs.get(id(data), 0)
+            self._epochs[id(data)] = iteration.epoch + 1
+        self.loader = iteration.loader
+        return iteration.epoch
+
+    def source(self) -> Source | None:
+        """Return the facts of the loader that is trained from; None if there is none."""
+        loader = self.loader
+        if loader is None and (batch := self.meant()) is not None:
+            loader = batch.iteration.loader
+        if loader is None:
+            return None
+        if self._source is None or self._source.given is not loader:
+            self._source = Source(loader)
+        return self._source
+
+    def meant(self) -> Batch | None:
+        """Return the batch that a training pass most likely uses; None if none is likely."""
+        fit = [batch for batch in self.pending if batch.trains and batch.ids is not None]
+        if self.loader is not None:
+            fit = [batch for batch in fit if batch.iteration.loader is self.loader]
+        if not fit or (len(fit) > 1 and type(fit[-1].iteration.loader) is not DataLoader):
+            return None  # a loader of another kind may hold its newest batch back
+        return fit[-1]

@@ -1,0 +1,28 @@
+"""Start the observation of this process, once torch is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from entrenar_py.observing import FOLDER, auto
+from entrenar_py.observing.auto import follower, patches
+from entrenar_py.rank_files import auto_notes
+
+
+class Waiting(Protocol):
+    """The finder of `startup/sitecustomize.py`: calls a function when a module was imported."""
+
+    awaited: dict[str, Callable[[], None]]
+
+
+def begin(waiting: Waiting) -> None:
+    """Set torch's global hooks, and the patches where it has none."""
+    if folder := os.environ.get(FOLDER):
+        with suppress(OSError):
+            (Path(folder) / auto_notes.LOADED).touch()
+    follower.CURRENT = follower.Follower(auto.Settings.of(os.environ))
+    patches.install(follower.CURRENT, waiting.awaited)

@@ -1,0 +1,67 @@
+"""The rows of tensors as digests, by which a sample is recognised without an id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+ROWS_MAX = 2**16  # of a batch; rows of more are no samples
+ID_BYTES = 6  # a JSON reader that knows only float64 has 53 bits for a whole number
+
+Row = bytes
+
+
+def tensors_in(batch: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors of a batch: in lists, tuples and mappings, and lists of these."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif depth and isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value, depth - 1)
+    elif depth and isinstance(batch, list | tuple):
+        for value in batch:
+            yield from tensors_in(value, depth - 1)
+
+
+def num_rows(batch: Any) -> int | None:
+    """Return the size of the first dimension of the batch's first tensor; None if it has none."""
+    for tensor in tensors_in(batch):
+        if tensor.dim():
+            return len(tensor)
+    return None
+
+
+def rows_of(tensor: Tensor) -> list[Row] | None:
+    """Return a digest of each row, the slices along the first dimension; None if there are none."""
+    if not (tensor.dim() and tensor.layout is torch.strided) or len(tensor) > ROWS_MAX:
+        return None
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+        return None
+    plain = tensor.detach().contiguous().cpu()
+    head = f"{plain.dtype} {tuple(plain.shape[1:])} ".encode()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    flat = plain.reshape(len(plain), -1).view(torch.uint8) if plain.numel() else plain
+    return [blake3(head + row.numpy().tobytes()).digest(16) for row in flat]
+
+
+def rows_together(batch: Any) -> list[Row] | None:
+    """Return a digest of each row of all the batch's tensors that have as many rows as the first.
+
+    None if the batch has no rows.
+    """
+    count = num_rows(batch)
+    parts = [rows_of(t) for t in tensors_in(batch) if t.dim() and len(t) == count]
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    return [blake3(b"".join(row)).digest(16) for row in zip(*known, strict=True)]
+
+
+def as_id(row: Row) -> int:
+    """Return a row's digest as a number that can stand for a sample's id."""
+    return int.from_bytes(row[:ID_BYTES], "little")

@@ -1,0 +1,246 @@
+"""Find out what a script without a line trains, and drive an Observer or a Watch with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from entrenar_py.errors import EntrenarError
+from entrenar_py.observing import FOLDER
+from entrenar_py.observing.auto import Settings
+from entrenar_py.observing.auto.ending import Ending
+from entrenar_py.rank_files import auto_notes
+
+if TYPE_CHECKING:
+    from entrenar_py.observing import Observation
+    from entrenar_py.observing.auto.batches import Batches
+    from entrenar_py.observing.auto.recorder import Recorder
+
+_Given = ParamSpec("_Given")
+
+CURRENT: Follower | None = None  # of this process
+
+
+def _guarded(method: Callable[_Given, None]) -> Callable[_Given, None]:
+    """Return `method` for use as a hook: an error of ours ends the observation, not the script."""
+
+    @wraps(method)
+    def run(*given: _Given.args, **named: _Given.kwargs) -> None:
+        follower: Any = given[0]
+        if follower.is_off():
+            return
+        try:
+            method(*given, **named)
+        except EntrenarError as error:
+            follower.give_up(str(error))
+        except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
+            follower.give_up(f"the observation failed ({type(error).__name__}: {error})")
+
+    return run
+
+
+class Follower:
+    """Follows one process from the import of torch on.
+
+    An optimizer is followed if it is there in the first training forward pass of a module that has
+    parameters of an optimizer. `hooks` are torch's global hooks, set by `patches`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.hooks: list[Any] = []
+        self.scales_losses = False
+        self.observation: Observation | None = None  # by hand, or ours
+        self._recorder: Recorder | None = None
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._batches: Batches | None = None
+        self._pid = os.getpid()
+        self._gave_up = False
+        self._within = False  # a backward pass
+        self._stepping = 0  # optimizers whose steps have begun: one may step inside of another's
+        self._ending = Ending()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def is_off(self) -> bool:
+        """Return whether this process isn't followed."""
+        return self._gave_up
+
+    def give_up(self, why: str) -> None:
+        """Stop following, and tell the harness why."""
+        self._gave_up = True
+        if self._recorder is not None:
+            self._recorder.fail(why)
+            return
+        folder = os.environ.get(FOLDER)
+        if folder:
+            auto_notes.write(Path(folder), why)
+        else:
+            sys.stderr.write(f"entrenar: this process is not watched: {why}\n")
+
+    def wins(self, observation: Observation) -> None:
+        """Note that the script calls `observe` itself: what was recorded here is dropped."""
+        if self._recorder is not None:
+            self._recorder.withdraw()
+            self._recorder = None
+        self.observation = observation
+
+    def _forked(self) -> None:
+        """Stop following in a child of a process that has begun to train (a loader's worker)."""
+        if self.observation is not None:
+            self._gave_up = True
+
+    # --- the optimizers ---------------------------------------------------------------------------
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that were built and are alive, without those inside of others.
+
+        Of two with the same parameters the later one is meant: a script has built it again.
+        """
+        alive = [opt for ref in self._optimizers if (opt := ref()) is not None]
+        held = [{p for g in opt.param_groups for p in g["params"]} for opt in alive]
+        return [
+            opt
+            for index, opt in enumerate(alive)
+            if held[index]
+            and not any(
+                held[index] < other or (held[index] == other and index < at)
+                for at, other in enumerate(held)
+            )
+        ]
+
+    @_guarded
+    def built(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that `optimizer` was built."""
+        if torch.utils.data.get_worker_info() is None:
+            self._optimizers.append(weakref.ref(optimizer))
+
+    def _begin(self, called: nn.Module | None) -> None:
+        """Begin to observe, if there are optimizers; `called` is the module that the script called.
+
+        A module none of whose parameters an optimizer holds isn't trained, or not yet.
+        """
+        optimizers = self.optimizers()
+        parameters = {p for opt in optimizers for g in opt.param_groups for p in g["params"]}
+        if called is not None and parameters.isdisjoint(called.parameters()):
+            return
+        from entrenar_py.observing.auto import surroundings
+        from entrenar_py.observing.auto.recorder import Recorder
+
+        model = surroundings.model_of(called, optimizers)
+        if model is None:
+            return
+        self._recorder = Recorder(model, optimizers, self.batches, called)
+        self.observation = self._recorder
+        self.hooks[0].remove()  # of all modules: they cost, and compiled ones warn of them
+
+    @property
+    def batches(self) -> Batches:
+        """What the process's DataLoaders yield."""
+        if self._batches is None:
+            from entrenar_py.observing.auto.batches import Batches
+
+            self._batches = Batches()
+        return self._batches
+
+    # --- called by torch's hooks and the patches --------------------------------------------------
+
+    @_guarded
+    def forward(self, module: nn.Module, _: Any) -> None:
+        """Begin to observe in the first training pass of a module that an optimizer trains."""
+        if self._ending.is_due:
+            self._ending.leave()
+        if self.observation is not None or not self._optimizers:
+            return
+        if module.training and torch.is_grad_enabled():
+            self._begin(module)
+
+    @contextmanager
+    def backward(self, tensors: Any) -> Iterator[None]:
+        """Note the loss of a backward pass; passes inside of it belong to it."""
+        outermost, self._within = not self._within, True
+        try:
+            if outermost:
+                self._backward_begins(tensors)
+            yield
+        finally:
+            if outermost:
+                self._within = False
+                self._backward_ended()
+
+    @_guarded
+    def _backward_begins(self, tensors: Any) -> None:
+        self._stepping = 0  # the last step may have ended by an exception
+        if self._ending.is_due:
+            self._ending.leave()
+        if self.observation is None and self._optimizers:
+            self._begin(None)  # a model that isn't called: functions of its parameters are
+        if self._recorder is not None:
+            losses = [tensors] if isinstance(tensors, Tensor) else tensors
+            is_number = len(losses) == 1 and losses[0].numel() == 1 and not self.scales_losses
+            self._recorder.backward_begins(float(losses[0].detach()) if is_number else None)
+
+    @_guarded
+    def _backward_ended(self) -> None:
+        if self._recorder is not None:
+            self._recorder.backward_ended()
+
+    @_guarded
+    def iterated(self, loader: Any, iterator: Any) -> None:
+        """Note that a pass over a DataLoader begins."""
+        self.batches.iterated(loader, iterator)
+
+    @_guarded
+    def drew(self, iterator: Any, index: Any) -> None:
+        """Note what a DataLoader's sampler drew."""
+        self.batches.drew(iterator, index)
+
+    @_guarded
+    def yielded(self, iterator: Any, batch: Any) -> None:
+        """Note a batch that a DataLoader yields."""
+        self.batches.yielded(iterator, batch)
+
+    @_guarded
+    def skipped(self) -> None:
+        """Note that a `GradScaler` skipped a step on all ranks."""
+        if self._recorder is not None:
+            self._recorder.skipped()
+
+    @_guarded
+    def step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Look whether the optimizer is one that is followed."""
+        self._stepping += 1
+        if self._ending.is_due:
+            self._ending.leave()
+        if self._recorder is None or self._stepping > 1:
+            return
+        if not any(optimizer is followed for followed in self._recorder.optimizers):
+            self._recorder.stranger_steps(optimizer)
+
+    @_guarded
+    def step_ended(self, *_: Any) -> None:
+        """End the run after the last step that was asked for."""
+        self._stepping = max(0, self._stepping - 1)
+        if self._recorder is not None:
+            self._recorder.step_ended()
+        self._perhaps_last()
+
+    def _perhaps_last(self) -> None:
+        """Have the next step end the process, if this one was the last that was asked for."""
+        made = getattr(self.observation, "num_steps", 0)
+        if self.settings.steps is None or made < self.settings.steps or self._ending.is_due:
+            return
+        observer: Any = self.observation
+        observer.note_limit()
+        observer.close()
+        self._ending.is_due = True
+        self.hooks.append(register_module_forward_pre_hook(self.forward))

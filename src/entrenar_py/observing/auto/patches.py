@@ -1,0 +1,194 @@
+"""The functions of torch that are replaced in a script without a line, each with its reason.
+
+A row is for what torch has no hook for. A replacement calls the original with what it was given,
+and returns what that returns; only `follower` looks at it. `tests/observing/auto/test_patches.py`
+tries each row against the installed torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+if TYPE_CHECKING:
+    from entrenar_py.observing.auto.follower import Follower
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """`name` of `owner`, a class in `module` or "" for the module itself, is wrapped by `wrap`."""
+
+    module: str
+    owner: str = ""
+    name: str
+    reason: str
+    wrap: Callable[[Function, Follower], Function]
+
+
+def _built(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
+        follower.built(self)
+
+    return init
+
+
+def _backward(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def backward(tensors: Any, *given: Any, **named: Any) -> Any:
+        with follower.backward(tensors):
+            return original(tensors, *given, **named)
+
+    return backward
+
+
+def _iterated(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def begin(self: Any, *given: Any, **named: Any) -> None:
+        follower.iterated(given[0] if given else named.get("loader"), self)
+        original(self, *given, **named)
+
+    return begin
+
+
+def _drew(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def next_index(self: Any) -> Any:
+        index = original(self)
+        follower.drew(self, index)
+        return index
+
+    return next_index
+
+
+def _yielded(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def next_batch(self: Any) -> Any:
+        batch = original(self)
+        follower.yielded(self, batch)
+        return batch
+
+    return next_batch
+
+
+def _scaled(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def scale(self: Any, *given: Any, **named: Any) -> Any:
+        follower.scales_losses = True
+        return original(self, *given, **named)
+
+    return scale
+
+
+def _rescaled(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def update(self: Any, *given: Any, **named: Any) -> Any:
+        before = self.get_scale() if self.is_enabled() else 0.0
+        result = original(self, *given, **named)
+        if self.is_enabled() and self.get_scale() < before:
+            follower.skipped()
+        return result
+
+    return update
+
+
+_LOADER = "torch.utils.data.dataloader"
+_SCALER = "torch.amp.grad_scaler"
+TABLE = (
+    Patch(
+        module="torch.optim.optimizer",
+        owner="Optimizer",
+        name="__init__",
+        reason="the hooks of a step come too late: the first backward pass is over by then",
+        wrap=_built,
+    ),
+    Patch(
+        module="torch.autograd",
+        name="backward",
+        reason="no hook tells which tensor, the loss, a backward pass is called on",
+        wrap=_backward,
+    ),
+    Patch(
+        module=_LOADER,
+        owner="_BaseDataLoaderIter",
+        name="__init__",
+        reason="DataLoader has no hooks, and its iterator doesn't know it",
+        wrap=_iterated,
+    ),
+    Patch(
+        module=_LOADER,
+        owner="_BaseDataLoaderIter",
+        name="_reset",
+        reason="with workers, a pass begins here, and so does each later one of persistent workers",
+        wrap=_iterated,
+    ),
+    Patch(
+        module=_LOADER,
+        owner="_BaseDataLoaderIter",
+        name="_next_index",
+        reason="the only place where every kind of sampler, and a plain list, shows its indices",
+        wrap=_drew,
+    ),
+    Patch(
+        module=_LOADER,
+        owner="_BaseDataLoaderIter",
+        name="__next__",
+        reason="with workers, indices are drawn batches before the batch is yielded",
+        wrap=_yielded,
+    ),
+    Patch(
+        module=_SCALER,
+        owner="GradScaler",
+        name="scale",
+        reason="a scaled loss is no loss to compare",
+        wrap=_scaled,
+    ),
+    Patch(
+        module=_SCALER,
+        owner="GradScaler",
+        name="update",
+        reason="only the scaler hears that another rank's piece of the gradient is not finite",
+        wrap=_rescaled,
+    ),
+)
+
+
+def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
+    """Set torch's global hooks and the patches of TABLE.
+
+    A module that isn't imported yet is patched when it is: `awaited` takes functions to call then.
+    """
+    follower.hooks = [
+        register_module_forward_pre_hook(follower.forward),
+        register_optimizer_step_pre_hook(follower.step_begins),
+        register_optimizer_step_post_hook(follower.step_ended),
+    ]
+    if follower.settings.every is not None:
+        return  # the watch needs no more than a step
+    for module in dict.fromkeys(patch.module for patch in TABLE):
+        apply = partial(_apply, module, follower)
+        if module in sys.modules:
+            apply()
+        else:
+            awaited[module] = apply
+
+
+def _apply(module: str, follower: Follower) -> None:
+    for patch in TABLE:
+        if patch.module == module:
+            owner: Any = importlib.import_module(module)
+            owner = getattr(owner, patch.owner) if patch.owner else owner
+            setattr(owner, patch.name, patch.wrap(getattr(owner, patch.name), follower))

@@ -1,0 +1,97 @@
+"""The Observer of a script without a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from entrenar_py.errors import UsageError
+from entrenar_py.observing import process_rank
+from entrenar_py.observing.auto import surroundings
+from entrenar_py.observing.auto.batches import Batches
+from entrenar_py.observing.auto.seen_samples import SeenSamples
+from entrenar_py.observing.module_hooks import OwnHook
+from entrenar_py.observing.observer import Observer
+
+
+class Recorder(Observer):
+    """Records one rank, with the arguments of `observe` that the script's objects show.
+
+    Samples are found by what the model is given, and losses are what `backward` is called on.
+    `called` is the module whose forward pass is about to begin, None in a backward pass. Raises
+    UsageError where `observe` would.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        batches: Batches,
+        called: nn.Module | None,
+    ) -> None:
+        self.optimizers = tuple(optimizers)
+        self._seen = SeenSamples(batches)
+        self._facts: dict[str, Any] = {}
+        super().__init__(
+            model,
+            self.optimizers,
+            scheduler=surroundings.schedule_of(self.optimizers),
+            layout=surroundings.mesh(process_rank.place()[1]),
+            seen=self._seen,
+            facts={"auto": True, "replicas": surroundings.are_replicas(model)},
+        )
+        self._handles += [
+            module.register_forward_hook(
+                OwnHook(module, partial(self._was_given, module)), with_kwargs=True
+            )
+            for module in self._entrances
+        ]
+        if called is not None and called in self._entrances:
+            self._before_forward(called)  # hooks that are set now aren't called before this pass
+
+    def _was_given(self, module: nn.Module, given: Any, named: Any, _: Any) -> None:
+        trains = module.training and torch.is_grad_enabled()
+        self._seen.given([given, named], trains=trains)
+
+    # --- called by the follower -------------------------------------------------------------------
+
+    def backward_begins(self, loss: float | None) -> None:
+        """Note that `backward` is called on a tensor of the value `loss`, None for no number."""
+        self._micro_batches.backward_loss = loss
+
+    def backward_ended(self) -> None:
+        """Note that the backward pass is over."""
+        self._micro_batches.backward_loss = None
+
+    def stranger_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look at a step of an optimizer that isn't observed.
+
+        Raises UsageError if it steps parameters that are observed.
+        """
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        if not stepped.isdisjoint(self._subject.parameters.values()):
+            raise UsageError(
+                f"in step {self.num_steps} another optimizer ({type(optimizer).__name__}) steps "
+                "the model than in the steps before: give that one to observe(model, optimizer)"
+            )
+
+    def step_ended(self) -> None:
+        """Note that an optimizer has stepped; write what is known of the data, if that is new."""
+        facts = self._seen.facts()
+        if facts != self._facts:
+            self._facts = facts
+            self._recording.note_data(facts)
+
+    def fail(self, why: str) -> None:
+        """End the record with a problem: what comes after it is unknown."""
+        self._remove_hooks()
+        self._recording.close(why)
+
+    def withdraw(self) -> None:
+        """Remove the record: the script observes itself."""
+        self._remove_hooks()
+        self._recording.remove()

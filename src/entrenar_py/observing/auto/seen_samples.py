@@ -1,0 +1,165 @@
+"""The samples of forward passes, found by what the passes were given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from entrenar_py.observing.auto import contents
+from entrenar_py.observing.auto.batches import Batch, Batches
+from entrenar_py.observing.auto.contents import Row
+from entrenar_py.observing.batches import Block, Ids
+from entrenar_py.observing.samples import Samples, Told
+
+INDEX, CONTENT = "index", "content"
+CUT = "a part of a batch was given that doesn't look like it any more, and nothing tells which"
+NO_ROWS = "the model was given nothing that has rows, and no loader has drawn samples for it"
+
+
+class SeenSamples(Samples):
+    """The samples of the forward passes since the last backward pass.
+
+    Ids are the indices that a DataLoader drew, or else digests of the inputs' rows. A row that
+    training was given before in this step is the same sample again, and isn't counted twice.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        super().__init__(None)
+        self._batches = batches
+        self._kinds: set[str] = set()
+        self._ids: list[int] = []
+        self._seen_epoch = 0
+        self._unknown = ""
+        self._again: Ids = ()
+        self._rows: set[Row] = set()  # content that this step was given, without a loader
+        self._is_given = False  # whether a forward pass was seen since the last backward pass
+
+    # --- the forward passes -----------------------------------------------------------------------
+
+    def given(self, inputs: Any, *, trains: bool) -> None:
+        """Note the inputs of a forward pass of the model."""
+        if not trains:
+            batch = self._batches.meant()
+            if batch is not None and contents.num_rows(inputs) == batch.size:
+                batch.trains = False
+            return
+        self._is_given = True
+        if not (self._by_content(inputs) or self._by_count(inputs) or self._batches.loader):
+            self._by_digest(inputs)
+
+    def _by_content(self, inputs: Any) -> bool:
+        """Look the inputs up in the pending batches, the oldest first."""
+        found = map(contents.rows_of, contents.tensors_in(inputs))
+        columns = sorted((rows for rows in found if rows), key=lambda rows: -len(set(rows)))
+        for batch in [*self._batches.pending]:
+            for rows in columns if batch.ids is not None else ():
+                places = batch.find(rows)
+                if places is not None:
+                    self._use(batch, places)
+                    return True
+        return False
+
+    def _by_count(self, inputs: Any) -> bool:
+        """Take the batch that is meant as a whole, if the inputs are as many; or note the unknown.
+
+        That is right for inputs that were changed on the way (normalised, of another dtype).
+        """
+        batch = self._batches.meant()
+        if batch is None:
+            return False
+        counts = [size for tensor in contents.tensors_in(inputs) for size in tensor.shape[:2]]
+        if counts and batch.size > 1 and max(counts) < len(batch.left):
+            self._unknown = CUT
+        self._use(batch, batch.left)
+        return True
+
+    def _by_digest(self, inputs: Any) -> None:
+        rows = contents.rows_together(inputs)
+        if rows is None:
+            self._unknown = NO_ROWS
+        elif not self._rows.issuperset(rows):  # else a second pass, maybe at other weights
+            self._rows.update(rows)
+            self._ids += map(contents.as_id, rows)
+            self._kinds.add(CONTENT)
+
+    def _use(self, batch: Batch, places: list[int]) -> None:
+        self._seen_epoch, ids = self._batches.use(batch, places)
+        self._ids += ids
+        self._kinds.add(INDEX)
+
+    # --- as the recorder of a script with a line calls them ---------------------------------------
+
+    def forward(self, blocks: list[Block]) -> None:
+        """Do nothing: `given` is told more."""
+
+    def aside(self, blocks: list[Block], *, trains: bool) -> None:
+        """Do nothing: `given` is told more."""
+
+    def settle(self) -> None:
+        """Note that a backward pass begins, or is over, maybe of parts of the model only.
+
+        Without a forward pass it has the batch that is meant.
+        """
+        if self._is_given:
+            return
+        batch = self._batches.meant()
+        if batch is not None:
+            self._use(batch, batch.left)
+            self._is_given = True
+        elif self._batches.loader is None and not self._ids:
+            self._unknown = NO_ROWS
+
+    def repeat(self, ids: Ids) -> None:
+        """Note that the next backward pass has the samples of the last one, `ids`, again."""
+        self._again = ids
+
+    @property
+    def are_new(self) -> bool:
+        """Whether there are any samples since the last backward pass."""
+        return bool(self._ids)
+
+    def take(self) -> Told:
+        """Return the samples of the micro-batch, and forget them."""
+        ids = () if self._unknown else tuple(self._ids) or self._again
+        told = Told(ids, self._seen_epoch, self._unknown)
+        self._ids, self._again, self._unknown, self._is_given = [], (), "", False
+        return told
+
+    def end_step(self) -> None:
+        """Note that the optimizer has stepped: the next step may be given the same inputs."""
+        self._rows.clear()
+
+    # --- what is said of them in the record -------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """Return what the loader shows of the data, as JSON can hold it."""
+        facts: dict[str, Any] = {}
+        if self._kinds:
+            facts["samples"] = next(iter(self._kinds)) if len(self._kinds) == 1 else "unknown"
+        source = self._batches.source()
+        if source is None:
+            return facts
+        return {
+            **facts,
+            "num_samples": source.numbering.size,
+            "drop_last": source.drop_last,
+            "replacement": source.replacement,
+            "thorough": source.is_thorough,
+        }
+
+    def selected(self) -> Ids | None:
+        """Return the samples of the data set that are drawn in an epoch by all ranks; None: all."""
+        source = self._batches.source()
+        return None if source is None else source.selected
+
+    def news(self) -> dict[str, bool]:
+        """Return what has become known since the last call, as JSON can hold it.
+
+        A pass through a loader is an epoch if no sampler of the script's decides what it draws.
+        """
+        source = self._batches.source()
+        if source is None:
+            return {}
+        found = {"epochs": source.is_thorough}
+        fresh = {name: value for name, value in found.items() if value != self._written.get(name)}
+        self._written |= fresh
+        return fresh

@@ -1,0 +1,105 @@
+"""Has torch's import start the observation of this process; Python runs this file by itself.
+
+The harness puts this file's folder first on PYTHONPATH. It runs in every Python of the command,
+which may be older than ours, so it is written without new syntax and imports only the standard
+library. A process that never imports torch pays for this file and a finder, and nothing else.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+# Names as observing/__init__.py and observing/auto/__init__.py have them.
+FOLDER = "ENTRENAR_TRACE_DIR"
+SETTINGS = "ENTRENAR_AUTO"
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class Waiting:
+    """A finder that finds nothing itself: it has a module's loader call `begin` after the module.
+
+    `awaited` maps names of modules to the functions to call.
+    """
+
+    def __init__(self, awaited):
+        self.awaited = awaited
+
+    def find_spec(self, name, path=None, target=None):
+        """Return the spec that the other finders give for an awaited module, else None."""
+        begin = self.awaited.pop(name, None)
+        if begin is None:
+            return None
+        spec = importlib.util.find_spec(name)  # of the others: `name` isn't awaited any more
+        loader = getattr(spec, "loader", None)
+        if hasattr(loader, "exec_module"):
+            _tell(loader, begin)
+        return spec
+
+
+def _tell(loader, begin):
+    """Have `loader`, which stays the same object, call `begin` when its module was executed."""
+    execute = loader.exec_module
+
+    def exec_module(module):
+        del loader.exec_module
+        execute(module)
+        begin()
+
+    loader.exec_module = exec_module
+
+
+def note(text):
+    """Leave `text` for the harness to read, if it is there; rank_files/auto_notes.py reads it."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        sys.stderr.write("entrenar: " + text + "\n")
+        return
+    try:
+        with open(os.path.join(folder, "auto-%d.note.txt" % os.getpid()), "a") as file:
+            file.write(text + "\n")
+    except OSError:
+        pass  # the folder is gone: so is the harness
+
+
+def begin():
+    """Start the observation, now that torch is there; say why if that is impossible."""
+    try:
+        from entrenar_py.observing.auto import beginning
+    except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
+        note(
+            "%s (Python %d.%d) can't import entrenar_py (%s: %s): install entrenar-py there, or "
+            "run the script with a Python that has it"
+            % (
+                sys.executable,
+                sys.version_info[0],
+                sys.version_info[1],
+                type(error).__name__,
+                error,
+            )
+        )
+        return
+    beginning.begin(WAITING)
+
+
+def run_users_own():
+    """Run the `sitecustomize` that Python would have run, if there is one."""
+    others = [folder for folder in sys.path if os.path.abspath(folder or ".") != HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+WAITING = Waiting({"torch": begin})
+if os.environ.get(SETTINGS):
+    sys.meta_path.insert(0, WAITING)
+    if os.environ.get(FOLDER):
+        try:  # that this file was run: else an interpreter ignores PYTHONPATH
+            with open(os.path.join(os.environ[FOLDER], "auto.loaded"), "a"):
+                pass
+        except OSError:
+            pass
+run_users_own()

@@ -1,0 +1,95 @@
+"""What a script has made beside the optimizer: modules, meshes, schedules.
+
+They are looked up once, among all objects that the garbage collector knows. Torch has no hook that
+tells of them when they are made, and to patch their constructors would miss copies.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
+
+from entrenar_py.observing import tensors
+from entrenar_py.rank_files import layout
+
+_Object = TypeVar("_Object")
+
+
+def model_of(
+    called: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]
+) -> nn.Module | None:
+    """Return the module that `optimizers` train; None if there is none.
+
+    That is `called`, if it has all their parameters. Else it is a list of the outermost modules
+    that have some of them, `called` among these.
+    """
+    parameters = {p for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    own = [] if called is None else [tensors.unwrapped(called)]
+    lacking = parameters.difference(*(module.parameters() for module in own))
+    if lacking:
+        own += _outermost(lacking)
+    if len(own) < 2:
+        return own[0] if own else None
+    return nn.ModuleList(own)
+
+
+def _outermost(parameters: set[Any]) -> list[nn.Module]:
+    """Return the modules that hold `parameters` and are in no other, without torch's wrappers."""
+    holders = [
+        module
+        for module in _alive(nn.Module)
+        if not parameters.isdisjoint(module.parameters()) and tensors.unwrapped(module) is module
+    ]
+    inner = {part for module in holders for part in module.modules() if part is not module}
+    chosen: list[nn.Module] = []
+    for module in holders:
+        if module not in inner and not parameters.isdisjoint(module.parameters()):
+            chosen.append(module)
+            parameters = parameters.difference(module.parameters())
+    return chosen
+
+
+def mesh(world_size: int) -> DeviceMesh | None:
+    """Return the script's mesh if it arranges all ranks along axes that `observe` knows."""
+    meshes = {}
+    for found in _alive(DeviceMesh):
+        names, sizes = found.mesh_dim_names, tuple(found.mesh.shape)
+        in_order = found.mesh.flatten().tolist() == list(range(world_size))
+        if in_order and names and set(names) <= {*layout.DATA, *layout.MODEL}:
+            meshes[names, sizes] = found
+    return next(iter(meshes.values())) if len(meshes) == 1 else None
+
+
+def are_replicas(model: nn.Module) -> bool:
+    """Return whether torch's own wrapper keeps a copy of `model`, or of a part of it, on each rank.
+
+    Then each rank is to draw samples of its own. So it is for a process alone.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return True
+    parts = set(model.modules())
+    return any(
+        wrapper.module in parts
+        and dist.get_world_size(wrapper.process_group) == dist.get_world_size()
+        for wrapper in _alive(DistributedDataParallel)
+    )
+
+
+def schedule_of(optimizers: Iterable[torch.optim.Optimizer]) -> LRScheduler | None:
+    """Return the schedule of the optimizers' learning rate; None if there are several or none."""
+    stepped = list(optimizers)
+    found = [s for s in _alive(LRScheduler) if any(s.optimizer is opt for opt in stepped)]
+    return found[0] if len(found) == 1 else None
+
+
+def _alive(kind: type[_Object]) -> list[_Object]:
+    """Return all objects of a class, without looking at other objects' attributes."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]

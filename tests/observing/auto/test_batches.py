@@ -1,0 +1,112 @@
+"""The samples of a forward pass are found by what it is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from entrenar_py.observing.auto.batches import Batches
+from entrenar_py.observing.auto.seen_samples import CUT, SeenSamples
+
+DATA = torch.arange(12.0).reshape(12, 1)
+
+
+class Seen:
+    """Samples of a loader that yields two batches of four, the first with ids 3, 1, 0, 2."""
+
+    def __init__(self) -> None:
+        self.batches = Batches()
+        self.samples = SeenSamples(self.batches)
+        loader: DataLoader[int] = DataLoader([0])  # type: ignore[arg-type]
+        self.iterator = iter(loader)
+        self.batches.iterated(loader, self.iterator)
+        self.batches.drew(self.iterator, [3, 1, 0, 2])
+        self.batches.drew(self.iterator, [7, 5, 4, 6])
+
+    def yields(self, *rows: int) -> torch.Tensor:
+        """Yield the next batch, of these rows of the data, and labels that don't tell rows."""
+        batch = DATA[list(rows)]
+        self.batches.yielded(self.iterator, [torch.zeros(len(rows)), batch])
+        return batch
+
+    def given(self, inputs: Any) -> list[int]:
+        """Return the samples of a training pass with these inputs, and its backward pass."""
+        self.samples.given([inputs], trains=True)
+        self.samples.settle()
+        told = self.samples.take()
+        self.unknown = told.unknown
+        return list(told.ids)
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+def test_a_whole_batch(seen: Seen) -> None:
+    """A batch that is given as it was yielded has the indices that were drawn for it."""
+    assert seen.given(seen.yields(3, 1, 0, 2)) == [3, 1, 0, 2]
+    assert seen.given(seen.yields(7, 5, 4, 6)) == [7, 5, 4, 6]
+    assert seen.samples.facts()["samples"] == "index"
+
+
+def test_micro_batches_of_a_batch(seen: Seen) -> None:
+    """Chunks of a batch that was turned around have their own samples each."""
+    first, second = seen.yields(3, 1, 0, 2).flip(0).chunk(2)
+    assert [seen.given(first), seen.given(second)] == [[2, 0], [1, 3]]
+
+
+def test_a_batch_that_was_skipped(seen: Seen) -> None:
+    """A resumed script skips batches; the one that is used is recognised."""
+    seen.yields(3, 1, 0, 2)
+    assert seen.given(seen.yields(7, 5, 4, 6)) == [7, 5, 4, 6]
+
+
+def test_a_loader_that_looks_ahead(seen: Seen) -> None:
+    """The script may get a batch after the next one was yielded."""
+    first, second = seen.yields(3, 1, 0, 2), seen.yields(7, 5, 4, 6)
+    assert [seen.given(first), seen.given(second)] == [[3, 1, 0, 2], [7, 5, 4, 6]]
+
+
+def test_inputs_that_were_changed(seen: Seen) -> None:
+    """Inputs of another dtype are those of the batch if they are as many."""
+    assert seen.given(seen.yields(3, 1, 0, 2).double()) == [3, 1, 0, 2]
+
+
+def test_a_part_that_was_changed(seen: Seen) -> None:
+    """A part of a batch that doesn't look like it has no ids, and says why."""
+    assert seen.given(seen.yields(3, 1, 0, 2).double()[:2]) == []
+    assert seen.unknown == CUT
+
+
+def test_a_second_pass_at_other_weights(seen: Seen) -> None:
+    """The same inputs again are no new samples."""
+    batch = seen.yields(3, 1, 0, 2)
+    assert [seen.given(batch), seen.given(batch)] == [[3, 1, 0, 2], []]
+
+
+def test_what_is_evaluated_is_not_trained_on(seen: Seen) -> None:
+    """A batch that a pass without training used isn't guessed to be the next one's."""
+    batch = seen.yields(3, 1, 0, 2)
+    seen.samples.given([batch], trains=False)
+    assert seen.given(torch.ones(4, 1)) != [3, 1, 0, 2]
+
+
+def test_without_a_loader() -> None:
+    """Rows without a loader have digests: equal ones for equal rows, new ones for each step."""
+    samples = SeenSamples(Batches())
+
+    def given(inputs: torch.Tensor) -> list[int]:
+        samples.given([inputs], trains=True)
+        samples.settle()
+        return list(samples.take().ids)
+
+    first = given(DATA[:3])
+    assert len(set(first)) == 3
+    assert given(DATA[:3]) == []
+    samples.end_step()
+    assert given(DATA[1:4])[:2] == first[1:]
+    assert samples.facts() == {"samples": "content"}

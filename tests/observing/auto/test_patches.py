@@ -1,0 +1,69 @@
+"""What is patched in torch: each row of the table, against the torch that is installed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from typing import Any
+
+import pytest
+
+from entrenar_py.observing.auto import patches
+from entrenar_py.observing.auto.patches import TABLE, Patch
+
+ARGUMENTS = {
+    "torch.optim.optimizer.Optimizer.__init__": ["self", "params", "defaults"],
+    "torch.autograd.backward": ["tensors", "grad_tensors", "retain_graph"],
+    "torch.utils.data.dataloader._BaseDataLoaderIter.__init__": ["self", "loader"],
+    "torch.utils.data.dataloader._BaseDataLoaderIter._reset": ["self", "loader", "first_iter"],
+    "torch.utils.data.dataloader._BaseDataLoaderIter._next_index": ["self"],
+    "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": ["self"],
+    "torch.amp.grad_scaler.GradScaler.scale": ["self", "outputs"],
+    "torch.amp.grad_scaler.GradScaler.update": ["self", "new_scale"],
+}
+
+
+def _path(patch: Patch) -> str:
+    return ".".join(filter(None, (patch.module, patch.owner, patch.name)))
+
+
+@pytest.mark.parametrize("patch", TABLE, ids=_path)
+def test_every_row_fits_torch(patch: Patch) -> None:
+    """The function exists in its own class, takes what the wrapper expects, and has a reason."""
+    owner: Any = importlib.import_module(patch.module)
+    owner = getattr(owner, patch.owner) if patch.owner else owner
+    assert patch.name in vars(owner)
+    taken = list(inspect.signature(vars(owner)[patch.name]).parameters)
+    assert taken[: len(ARGUMENTS[_path(patch)])] == ARGUMENTS[_path(patch)]
+    assert patch.reason
+
+
+def test_a_module_that_is_not_imported_is_patched_when_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The finder is asked to call back for a module that isn't imported yet."""
+    monkeypatch.setattr(patches, "_apply", lambda module, follower: None)
+    for name in ("forward", "step_begins", "step_ended"):
+        monkeypatch.setattr(patches, f"register_{_HOOKS[name]}", lambda hook: None)
+    monkeypatch.delitem(sys.modules, "torch.amp.grad_scaler")
+    awaited: dict[str, Any] = {}
+    patches.install(_Nobody(), awaited)  # type: ignore[arg-type]
+    assert list(awaited) == ["torch.amp.grad_scaler"]
+
+
+_HOOKS = {
+    "forward": "module_forward_pre_hook",
+    "step_begins": "optimizer_step_pre_hook",
+    "step_ended": "optimizer_step_post_hook",
+}
+
+
+class _Nobody:
+    """Follows nothing."""
+
+    class settings:  # noqa: N801
+        every = None
+
+    forward = step_begins = step_ended = None
+    hooks: tuple[Any, ...] = ()
