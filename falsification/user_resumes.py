@@ -26,6 +26,9 @@ _folders = partial(
 _OPTIMIZER = ('        self.optimizer.load_state_dict(snapshot["OPTIM"])\n', "")
 _ADAM_STEP = 'self.optimizer.load_state_dict(snapshot["OPTIM"])'
 
+_AS_LONG = ("0.8**step", "1 - step / args.total_steps")
+_CUT_OFF = ("--total-steps", "9", "--snapshot-dir", "{workdir}")
+
 BUGS = (
     _snapshot(
         name="a snapshot's optimizer is not loaded",
@@ -117,6 +120,22 @@ BUGS = (
         changes=(("            if index < skip:\n                continue\n", ""),),
         step=2,
         words="the data starts over",
+    ),
+    _snapshot(
+        name="a schedule as long as {steps}, and without the optimizer",
+        changes=(_AS_LONG, _OPTIMIZER),
+        step=2,
+        rank=0,
+        tensor="body.weight/step",
+        words="it has none, so none was loaded",
+    ),
+    _snapshot(
+        name="cut off from inside, and without the optimizer",
+        changes=(_OPTIMIZER,),
+        arguments=_CUT_OFF,
+        rank=0,
+        tensor="body.weight/step",
+        words="it has none, so none was loaded",
     ),
     _nanogpt(
         name="a resume that draws the data from the seed again",
@@ -211,15 +230,20 @@ OPEN = (
     ),
     _snapshot(
         name="a schedule as long as {steps}",
-        changes=(("0.8**step", "1 - step / args.total_steps"),),
-        verdict="inconclusive",
-        words="the schedule depends on {steps}, which is 2 until the stop and 8 without one",
+        changes=(_AS_LONG,),
+        verdict="held",
+    ),
+    _snapshot(
+        name="a command without {steps}, cut off from inside",
+        changes=(),
+        arguments=_CUT_OFF,
+        verdict="held",
     ),
     _snapshot(
         name="an unseeded script",
         changes=(("torch.manual_seed(0)", "torch.seed()"),),
         verdict="inconclusive",
-        words="two launches of this command are not the same run",
+        words="seed the script alike in every run",
     ),
     _snapshot(
         name="no snapshot before the stop",

@@ -24,6 +24,11 @@ def repeats(tally: Tally, straight: Trace, trace: Trace) -> bool:
     return not why
 
 
+def differed_before(straight: Trace, trace: Trace) -> bool:
+    """Return whether the run differs from the `straight` one before its first stop."""
+    return bool(next(_differences(straight, trace), ""))
+
+
 def _differences(straight: Trace, trace: Trace) -> Iterator[str]:
     """Yield how the run differs from the `straight` one before its first stop."""
     updates = evidence.updates(straight)
@@ -40,19 +45,17 @@ def _differences(straight: Trace, trace: Trace) -> Iterator[str]:
         elif isinstance(event, Update):
             model = updates.get(event.step, {}).get(event.rank)
             if model is not None:
-                yield from _moved_otherwise(straight, trace, model, event)
+                yield from _moved_otherwise(model, event)
 
 
-def _moved_otherwise(straight: Trace, trace: Trace, model: Update, update: Update) -> Iterator[str]:
+def _moved_otherwise(model: Update, update: Update) -> Iterator[str]:
     apart = rates.differ(model, update)
     if apart is not None:
         name, due, got = apart
-        until = min(trace.scenario.stops, default=0)
         yield (
             f"before it was stopped, step {update.step} had the learning rate {got:.6g}"
             f"{f' for {name}' if name else ''}, and without stops {due:.6g}: the schedule depends "
-            f"on {{steps}}, which is {until} until the stop and {straight.scenario.num_steps} "
-            "without one; give the schedule's length by an option of its own"
+            "on more than the steps that were made"
         )
     tensor = first_difference(model.weights, update.weights)
     if tensor is not None:

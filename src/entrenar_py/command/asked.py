@@ -41,8 +41,8 @@ class Turn:
 class Asked:
     """The settings that a run was launched with.
 
-    The run is stopped before each step in `stops` and launched again. `repeat` distinguishes a
-    second run with the same settings.
+    The run is stopped before each step in `stops` and launched again: by a smaller {steps}, or if
+    it is `interrupted`, from inside. `repeat` distinguishes a second run with the same settings.
     """
 
     world_size: int
@@ -50,6 +50,7 @@ class Asked:
     repeat: int = 0
     faults: tuple[Fault, ...] = ()
     stops: tuple[int, ...] = ()
+    interrupted: bool = False
     turn: Turn | None = None
 
     @property
@@ -80,7 +81,7 @@ def beside(needs: Collection[Need], asked: Asked) -> Runs[Asked]:
         if need is KILLED:
             base = replace(asked, faults=())
         elif need in (RESUMED, SAVED):
-            base = replace(asked, stops=())
+            base = replace(asked, stops=(), interrupted=False)
         elif asked.turn is not None and need.knob == asked.turn.knob and not asked.stops:
             base = replace(asked, turn=None)
         if base != asked:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from entrenar_py import trace
+from entrenar_py.checks import stopped_run
 from entrenar_py.checks.knobs import KNOBS, UNCLIPPED
 from entrenar_py.checks.needs import (
     ALONE,
@@ -30,7 +31,7 @@ from entrenar_py.command.launch import OUTPUT, Ended, launch
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
 from entrenar_py.harness import interrupts
-from entrenar_py.observing import FAULTS
+from entrenar_py.observing import FAULTS, STOP
 from entrenar_py.observing.auto import Settings
 from entrenar_py.rank_files import auto_notes
 from entrenar_py.scenario import Scenario
@@ -187,29 +188,33 @@ class Plan:
             others[f"{name}-nan"] = replace(asked, faults=(nan,))
         if KILLED in self.needs and self.most > 1:
             others[f"{name}-killed"] = replace(asked, faults=(leave,))
+        interrupted = not (self.can_say("steps") or self.can_say("epochs"))
         if {RESUMED, SAVED}.intersection(self.needs) and stops:
             # With several micro-batches a step, if possible: only then does a place in the data
             # that is counted in micro-batches differ from one that is counted in steps.
             turned = next(iter(self._turns("accumulation")), None)
             if turned is not None:
                 others[_name(self.most, turned)] = replace(asked, turn=turned)
-            others[f"{_name(self.most, turned)}-resumed"] = replace(asked, stops=stops, turn=turned)
+            name = f"{_name(self.most, turned)}-{'interrupted' if interrupted else 'resumed'}"
+            others[name] = replace(asked, stops=stops, interrupted=interrupted, turn=turned)
         return others
 
     def _stops(self, like: Scenario) -> tuple[int, ...]:
-        """Return the steps to stop before: by {steps} within epochs, else by {epochs} after each.
+        """Return the steps to stop before: by {epochs} after each epoch, otherwise within epochs.
 
-        There are none if the command has neither, or if the epochs of `like` have unequal lengths.
+        There are none if the epochs of `like` have unequal lengths.
         """
-        if self.can_say("steps"):
+        if self.can_say("steps") or not self.can_say("epochs"):
             return _stops(like)
-        if not self.can_say("epochs") or like.num_steps % self.num_epochs:
+        if like.num_steps % self.num_epochs:
             return ()
         return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
 
     def lengths(self, asked: Asked) -> list[tuple[int, int]]:
         """Return the numbers of steps and of epochs to launch the command for, stop by stop."""
         steps = (*asked.stops, self.num_steps)
+        if asked.interrupted:
+            return [(self.num_steps, self.num_epochs) for _ in steps]
         if self.can_say("steps"):
             return [(num_steps, self.num_epochs) for num_steps in steps]
         epochs = (*range(1, len(steps)), self.num_epochs)
@@ -255,6 +260,11 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
         show(f"{shlex.join(plan.command)} ({name})")
         like = likes.get(asked.turn if asked.stops else None)
         recorded = _run(plan, asked, (base / name).absolute(), like)
+        if like is not None and _was_told_otherwise(asked, like, recorded):
+            # {steps} did more than to stop the run: the script is stopped from inside instead.
+            again = name.replace("-resumed", "-interrupted")
+            planned = {again: replace(asked, interrupted=True), **planned}
+            continue
         recorded = beginnings.seen(name, recorded)
         base.mkdir(parents=True, exist_ok=True)  # the command may have removed it
         trace.save(recorded, base / f"{name}.jsonl")
@@ -296,6 +306,9 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
                 **{name: knob.usual for name, knob in KNOBS.items()},
                 **(asked.turn.values if asked.turn else {}),
             }
+            is_last = life == len(asked.stops)
+            cut_off = asked.interrupted and not is_last
+            stop = {STOP: str(asked.stops[life])} if cut_off else {}
             closed = partial(run_trace.have_closed, folder, asked.world_size, life)
             ended = launched(
                 placeholders.fill(plan.command, values, plan.spelled),
@@ -303,6 +316,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
                 variables={
                     FAULTS: json.dumps([fault.to_dict() for fault in asked.faults]),
                     **plan.observing(),
+                    **stop,
                 },
                 deadline_s=plan.deadline_s,
                 is_over=closed,
@@ -318,6 +332,13 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
         unclipped=plan.can_say("clip") and UNCLIPPED not in plan.spelled.get("clip", {}),
         seeded=plan.can_say("seed"),
     )
+
+
+def _was_told_otherwise(asked: Asked, like: Trace, recorded: Trace) -> bool:
+    """Return whether a run that a smaller {steps} was to stop was another one before the stop."""
+    if not asked.stops or asked.interrupted or recorded.end.status == "failed":
+        return False
+    return stopped_run.differed_before(like, recorded)
 
 
 def _stops(like: Scenario) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from entrenar_py.observing.micro_batches import MicroBatches
 from entrenar_py.observing.module_hooks import OwnHook
 from entrenar_py.observing.outer_synchronisation import OuterSynchronisations
 from entrenar_py.observing.planned_faults import PlannedFaults
+from entrenar_py.observing.planned_stop import PlannedStop
 from entrenar_py.observing.recording import Recording
 from entrenar_py.observing.reduced_gradients import ReducedGradients
 from entrenar_py.observing.samples import Samples
@@ -89,6 +90,7 @@ class Observer(Observation):
             },
         )
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
+        self._stop = PlannedStop(rank, world_size)
         self._hook()
 
     # --- called by the script ---------------------------------------------------------------------
@@ -209,6 +211,7 @@ class Observer(Observation):
             self._firsts[module] = self._hook_first(module)
         for hooks in self._step_hooks:
             hooks.come_last()
+        self._stop.perhaps_end(*self._place())
         self._gradients.expect()
         self._recording.compressed(reduced_gradients.compression(module))
         self._micro_batches.before_forward(blocks)
@@ -222,6 +225,7 @@ class Observer(Observation):
 
     def _before_backward(self) -> None:
         """Handle gradients dropped without a step: forget them, or record a skipped step."""
+        self._stop.perhaps_end(*self._place())
         micro_batches = self._micro_batches
         micro_batches.samples.settle()
         self._step.sources.before_backward(self._subject.gradients())
