@@ -71,4 +71,4 @@ def test_samples_that_one_rank_draws_for_all(tmp_path: Path) -> None:
     assert twins.problem(dispatched, found) == ""
     assert found["replica_identity"].verdict is Verdict.HELD
     assert found["coverage"].verdict is Verdict.INCONCLUSIVE
-    assert "record Shard.ids" in found["coverage"].reason
+    assert "call obs.samples(ids)" in found["coverage"].reason

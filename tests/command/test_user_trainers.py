@@ -100,5 +100,5 @@ def test_knobs_that_a_command_does_not_have() -> None:
     (task,) = [one for one in judging.tasks([clause("parity")]) if one.check is not None]
     run = runs.Run(asked=Asked(world_size=2, seed=0), trace=trace)
     (entry,) = judging.judge([task], {Path("2-workers.jsonl"): run})
-    (note,) = [note for note in entry.finding.notes if "put" in note]
+    (note,) = [note for note in entry.finding.notes if "lacks the placeholder" in note]
     assert all(f"{{{name}}}" in note for name in knob_table.KNOBS)

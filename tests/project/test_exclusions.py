@@ -10,7 +10,7 @@ import pytest
 from entrenar_py.contract.problems import Position
 from entrenar_py.errors import ContractError
 from entrenar_py.project import exclusions
-from entrenar_py.project.tables import Exclusion
+from entrenar_py.project.tables import Acceptance, Exclusion
 from tests.checks.traces import clause
 
 LAST = datetime.date(2027, 1, 31)
@@ -72,3 +72,16 @@ def test_each_names_a_clause_once() -> None:
     )
     with pytest.raises(ContractError, match="is excluded at pyproject"):
         exclusions.require_known([EXCLUDED, NEVER], [CLAUSE.id])
+
+
+def test_an_accepted_clause_is_tried() -> None:
+    """Its falsification is accepted for the reason given, if nothing else leaves it out."""
+    accepted = Acceptance(clause=CLAUSE.id, reason="clamped", place=EXCLUDED.place)
+    found = exclusions.apply([OTHER, CLAUSE], [], [accepted])
+    assert found.selected == (OTHER, CLAUSE)
+    assert found.accepted == {CLAUSE.id: "clamped (pyproject.toml:9:3)"}
+    exclusions.require_known([], [CLAUSE.id], [accepted])
+    with pytest.raises(ContractError, match="is in none of the contracts"):
+        exclusions.require_known([], [OTHER.id], [accepted])
+    with pytest.raises(ContractError, match=r"is excluded at pyproject\.toml:9:3, too"):
+        exclusions.require_known([EXCLUDED], [CLAUSE.id], [accepted])

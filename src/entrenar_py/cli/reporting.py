@@ -6,7 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from entrenar_py.reports.report import (
     Report,
 )
 from entrenar_py.untrusted import printing
+from entrenar_py.verdict import Verdict
 
 Job = Callable[[], int]  # the work on one contract, which gives an exit code
 _WORST_FIRST = (EXIT_FALSIFIED, EXIT_INCONCLUSIVE, EXIT_NOTHING_SELECTED, EXIT_HELD)
@@ -47,7 +48,8 @@ class Work:
     """The source of a report's entries, and the facts that the report states about them.
 
     A later entry of a clause replaces an earlier one. `environment` is called after `entries`, as
-    only then the opened devices are known. `foreseen` are lines about the runs to come. Each
+    only then the opened devices are known. `foreseen` are lines about the runs to come, and
+    `doubts` has after them, by id, what speaks against the claim that a clause does not apply. Each
     verdict is printed as it comes if `streams`: the runs take long.
     """
 
@@ -58,6 +60,7 @@ class Work:
     num_traces: int | None = None
     not_applying: tuple[NotApplying, ...] = ()
     foreseen: tuple[str, ...] = ()
+    doubts: Mapping[str, str] = field(default_factory=dict)
     streams: bool = False
 
 
@@ -122,7 +125,7 @@ def report(
         try:
             for entry in work.entries(progress.show, seen.see if options.html else ignore):
                 # One by one: an interrupt keeps what is known so far.
-                entries[entry.invariant.id] = _noted(entry, standing.notes)
+                entries[entry.invariant.id] = _noted(entry, standing)
                 if rows is not None:
                     rows.show(entry)
         except KeyboardInterrupt:
@@ -131,6 +134,11 @@ def report(
     finished = replace(
         begun,
         entries=tuple(sorted(entries.values(), key=lambda entry: order.index(entry.invariant.id))),
+        not_applying=tuple(
+            _doubted(left_out, work.doubts)
+            for left_out in begun.not_applying
+            if left_out.invariant.id not in entries
+        ),
         environment=work.environment() if entries else {},
         elapsed_s=time.monotonic() - started,
         interrupted=interrupted,
@@ -144,13 +152,24 @@ def report(
     return code
 
 
-def _noted(entry: Entry, notes: Mapping[str, str]) -> Entry:
-    """Return `entry` with notes on its clause added."""
+def _noted(entry: Entry, standing: exclusions.Standing) -> Entry:
+    """Return `entry` with notes on its clause added, and whether its falsification is accepted."""
     binding = entry.invariant.binding
     told = [f"its binding: {one}" for one in (binding.departures if binding else ())]
-    if (note := notes.get(entry.invariant.id)) is not None:
+    if (note := standing.notes.get(entry.invariant.id)) is not None:
         told.append(note)
-    return replace(entry, finding=replace(entry.finding, notes=(*entry.finding.notes, *told)))
+    accepted = standing.accepted.get(entry.invariant.id, "")
+    if accepted and entry.verdict is Verdict.HELD:
+        told.append(f"it held, so that it need not be accepted: {accepted}")
+    finding = replace(entry.finding, notes=(*entry.finding.notes, *told))
+    return replace(entry, finding=finding, accepted=accepted)
+
+
+def _doubted(left_out: NotApplying, doubts: Mapping[str, str]) -> NotApplying:
+    """Return `left_out`, its reason with what speaks against it."""
+    doubt = doubts.get(left_out.invariant.id)
+    reason = f"{left_out.reason}; BUT {doubt}: if it does apply, take that out"
+    return replace(left_out, reason=reason) if doubt else left_out
 
 
 def _configuration(options: argparse.Namespace) -> Configuration | None:

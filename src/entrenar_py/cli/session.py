@@ -8,34 +8,24 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from entrenar_py import backends, checks, contract, kill_matrix, shipped
-from entrenar_py.cli import console, early, reporting, validation
+from entrenar_py.cli import commanded, console, early, reporting, validation
 from entrenar_py.cli.reporting import Work
-from entrenar_py.command import (
-    judging,
-    launch,
-    own_folder,
-    placeholders,
-    run_folder,
-    runs,
-    verdicts,
-)
+from entrenar_py.command import placeholders, runs
 from entrenar_py.contract import Contract, Invariant, selection, suggestions
 from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.harness import counterexamples, falsify, plan, stored
-from entrenar_py.harness.runner import Listener
 from entrenar_py.options.outputs import FILES
 from entrenar_py.options.parser import PROG
 from entrenar_py.project import exclusions
-from entrenar_py.rank_files import shown_scenario
 from entrenar_py.reports import evidence, output_file
-from entrenar_py.reports.report import EXIT_NOTHING_SELECTED, Entry
+from entrenar_py.reports.report import EXIT_NOTHING_SELECTED
 from entrenar_py.untrusted import printing
 from entrenar_py.wording import counted
 
@@ -96,6 +86,7 @@ def _prepared(
     standing = exclusions.apply(
         selected,
         options.project.exclusions if options.project and options.mode != "replay" else (),
+        options.project.acceptances if options.project else (),
         asked=options.only if "only" in options.typed else (),
     )
     if options.mode == "list":
@@ -106,7 +97,7 @@ def _prepared(
     elif options.mode == "judge":
         work = _judging(options, standing.selected)
     elif options.mode == "command":
-        work = _watching(options, standing.selected)
+        work = commanded.work(options, standing)
     else:
         work = _falsifying(options, standing.selected)
     _make_trace_folder(options.trace_dir)
@@ -136,7 +127,8 @@ def _chosen(
     """
     ids = early.require_ids(options, [known for _, known in loaded])
     if "contract" in options.used:  # the configuration names exactly these contracts
-        exclusions.require_known(options.project.exclusions, ids)
+        known = options.project
+        exclusions.require_known(known.exclusions, ids, known.acceptances)
     if len(loaded) == 1:
         yield from loaded
         return
@@ -289,61 +281,6 @@ def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work
         num_traces=len(traces),
         not_applying=not_applying,
     )
-
-
-def _watching(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
-    """Return the work on a user's own trainer: its runs, then the findings of the checks on them.
-
-    Clauses that are decided by probes of the harness don't apply, and are left out.
-    """
-    tasks = judging.tasks(selected)
-    runs.require_program(options.command[0], options.command_folder)
-    make_plan = partial(
-        runs.Plan,
-        command=options.command,
-        needs={
-            need
-            for one in tasks
-            if one.check is not None
-            for need in (*one.check.needs, *one.check.witnesses)
-        },
-        world_sizes=options.world_size or runs.WORLD_SIZES,
-        seed=options.seed,
-        num_steps=options.steps,
-        num_epochs=options.epochs,
-        deadline_s=options.deadline,
-        auto=options.auto,
-        launch=partial(launch.launch, cwd=options.command_folder),
-        source=_copied_folder(options),
-        spelled=options.knobs,
-    )
-    foreseen = make_plan(folder=Path()).foreseen()  # raises UsageError if it can't be run
-    runs_by_file: dict[Path, runs.Run] = {}
-
-    def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
-        with run_folder.folder(options.trace_dir) as kept:
-            recorded: Iterable[tuple[Path, runs.Run]] = ()
-            if any(one.check is not None for one in tasks):  # else no run would be judged
-                recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
-            known = verdicts.as_known(tasks, recorded, runs_by_file, on_judged=judged)
-            yield from map(kept.see, known)
-
-    return Work(
-        entries=entries,
-        environment=lambda: stored.environment(run.trace for run in runs_by_file.values()),
-        system=shown_scenario.SYSTEM,
-        seed=options.seed,
-        not_applying=judging.elsewhere(selected),
-        foreseen=foreseen,
-        streams=True,
-    )
-
-
-def _copied_folder(options: argparse.Namespace) -> Path | None:
-    """Return the folder of which each run gets a copy to work in; None if runs are to share it."""
-    folder: Path = (options.command_folder or Path.cwd()).resolve()
-    shared = options.in_place or own_folder.runs_elsewhere(options.command)
-    return None if shared or folder == Path(folder.anchor) else folder
 
 
 def _environment() -> dict[str, str]:

@@ -1,14 +1,14 @@
-"""Apply a configuration's exclusions to a contract: which clauses are left out today."""
+"""Apply a configuration's exclusions to a contract: which clauses are left out, or accepted."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.problems import Problems
-from entrenar_py.project.tables import Exclusion
+from entrenar_py.project.tables import Acceptance, Exclusion
 from entrenar_py.reports.report import Excluded, NotApplying
 
 
@@ -17,22 +17,25 @@ class Standing:
     """The clauses that are tried (`selected`), and the clauses that are left out.
 
     `notes` has, by id, a text on each clause that is tried though the configuration excludes it.
+    `accepted` has, by id, why the falsification of a clause is accepted, and where that stands.
     """
 
     selected: tuple[Invariant, ...]
     excluded: tuple[Excluded, ...] = ()
     not_applying: tuple[NotApplying, ...] = ()
     notes: Mapping[str, str]
+    accepted: Mapping[str, str] = field(default_factory=dict)
 
 
 def apply(
     selected: Sequence[Invariant],
     exclusions: Sequence[Exclusion],
+    acceptances: Sequence[Acceptance] = (),
     *,
     asked: Collection[str] = (),
     today: datetime.date | None = None,
 ) -> Standing:
-    """Apply `exclusions` to the clauses that were selected.
+    """Apply `exclusions` and `acceptances` to the clauses that were selected.
 
     Clauses whose ids were given on the command line (`asked`) are tried all the same. `today` is
     this machine's date by default.
@@ -69,21 +72,30 @@ def apply(
         excluded=tuple(excluded),
         not_applying=tuple(not_applying),
         notes=notes,
+        accepted={
+            clause.id: f"{one.reason} ({one.place})"
+            for one in acceptances
+            for clause in left
+            if one.clause in (clause.id, clause.item)
+        },
     )
 
 
-def require_known(exclusions: Sequence[Exclusion], ids: Collection[str]) -> None:
-    """Raise ContractError for an exclusion of an unknown clause, or for two of the same clause."""
+def require_known(
+    exclusions: Sequence[Exclusion], ids: Collection[str], acceptances: Sequence[Acceptance] = ()
+) -> None:
+    """Raise ContractError for an unknown clause, and for one that two entries are about."""
     problems = Problems()
-    seen: dict[str, Exclusion] = {}
-    for exclusion in exclusions:
-        clause = exclusion.clause
+    seen: dict[str, Exclusion | Acceptance] = {}
+    entries: list[Exclusion | Acceptance] = [*exclusions, *acceptances]
+    for entry in entries:
+        clause = entry.clause
         if clause not in ids:
             hint = problems.hint(clause, ids)
             message = f"clause {clause!r} is in none of the contracts{hint}"
-            problems.error(exclusion.place, message)
+            problems.error(entry.place, message)
         elif clause in seen:
             message = f"clause {clause!r} is excluded at {seen[clause].place}, too; keep one"
-            problems.error(exclusion.place, message)
-        seen.setdefault(clause, exclusion)
+            problems.error(entry.place, message)
+        seen.setdefault(clause, entry)
     problems.settle(strict=True)

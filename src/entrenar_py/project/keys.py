@@ -25,6 +25,7 @@ HOLDS: Mapping[str, str] = {
     "levels": "table of levels by rule",
     "suppressions": "list of tables, see below",
     "knobs": "table of tables of text",
+    "acceptances": "table of reasons by clause",
 }
 
 
@@ -86,6 +87,12 @@ KEYS: Mapping[str, Key] = {
     "only": Key("texts", "all", "ids of the clauses to try"),
     "severity": Key("texts", "all", "severities of the clauses to try: `P0`, `P1`, `P2`"),
     "exclude": Key("exclusions", "none", "clauses that are not tried, and why"),
+    "accept": Key(
+        "acceptances",
+        "none",
+        "clauses whose falsification is known and accepted, and why: they are tried and reported, "
+        "and don't change the exit code",
+    ),
     "allow-inconclusive": Key("flag", "`false`", "exit 0 instead of 4 where nothing broke"),
     "strict": Key("flag", "`false`", "the contract's warnings are errors"),
     "rule": Key(

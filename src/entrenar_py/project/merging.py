@@ -89,6 +89,7 @@ def _lay_below(typed: argparse.Namespace) -> None:
             setattr(typed, name, value)
     parts = {
         "exclude": project.exclusions if mode not in ("validate", "replay") else (),
+        "accept": project.acceptances if mode not in ("validate", "list", "suggest") else (),
         "rule": project.levels if mode == "validate" else (),
         "suppress": project.suppressions if mode == "validate" else (),
     }

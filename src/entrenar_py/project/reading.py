@@ -16,13 +16,14 @@ from entrenar_py.errors import ContractError, UsageError
 from entrenar_py.options import modes, parser
 from entrenar_py.project import location, positions, tables
 from entrenar_py.project.keys import HOLDS, KEYS
-from entrenar_py.project.tables import Exclusion, Table
+from entrenar_py.project.tables import Acceptance, Exclusion, Table
 
 # Form -> the reader of keys without an option; each of these keys has a field of Project.
 _PARTS: Mapping[str, Callable[[Table, str, Any], Any]] = {
     "command": tables.command,
     "knobs": tables.knobs,
     "exclusions": tables.exclusions,
+    "acceptances": tables.acceptances,
     "levels": tables.rule_levels,
     "suppressions": tables.suppressed,
 }
@@ -44,6 +45,7 @@ class Project:
     command: tuple[str, ...] = ()
     knobs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     exclusions: tuple[Exclusion, ...] = ()
+    acceptances: tuple[Acceptance, ...] = ()
     levels: Mapping[str, str] = field(default_factory=dict)
     suppressions: tuple[Suppression, ...] = ()
 

@@ -39,6 +39,15 @@ class Exclusion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """A clause whose falsification the configuration accepts, with the reason and the place."""
+
+    clause: str
+    reason: str
+    place: Position
+
+
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """The table at key path `path` of `file`; `places` has line and column of all its keys."""
 
@@ -165,6 +174,22 @@ def exclusions(table: Table, key: str, value: Any) -> tuple[Exclusion, ...]:
             for clause in clauses
         ]
     return tuple(parsed)
+
+
+def acceptances(table: Table, key: str, value: Any) -> tuple[Acceptance, ...]:
+    """Return the acceptances of a table of reasons by clause."""
+    if not isinstance(value, dict):
+        form = f'{key} = {{F-DP-003 = "why"}}'
+        table.error(f"{key} = {shown(value)}: give a table of reasons by clause: {form}", key)
+        return ()
+    accepted = []
+    for clause, reason in value.items():
+        if isinstance(reason, str) and reason.strip():
+            place = table.at(key, clause)
+            accepted.append(Acceptance(clause=clause, reason=reason, place=place))
+        else:
+            table.error(f"{key}.{clause} = {shown(reason)}: give the reason, as text", key, clause)
+    return tuple(accepted)
 
 
 def _require_end(table: Table, entry: Mapping[str, Any], *path: str | int) -> None:

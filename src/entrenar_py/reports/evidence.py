@@ -31,13 +31,16 @@ def one_line(text: str) -> str:
 def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
     """Return (label, text) pairs: where an entry broke, possible causes, and where to look.
 
-    Each text is one printable line. The labels are, in this order and if they apply: `at`,
+    Each text is one printable line. The labels are, in this order and if they apply: `accepted`
+    (by the configuration, and why), `at`,
     `expected`, `got`, `could mean` (a guess, one for each falsification test), `contract`, `bound`
     (by which binding, and why) and `scenario`, or for a user's command `run`.
     """
     position = entry.invariant.position
     counterexample = entry.finding.counterexample
-    rows = [] if counterexample is None else [("at", counterexample.place())]
+    rows = [("accepted", entry.accepted)] if entry.is_accepted else []
+    if counterexample is not None:
+        rows.append(("at", counterexample.place()))
     if counterexample is not None:
         rows += [("expected", counterexample.expected or ""), ("got", counterexample.got or "")]
     rows += [("could mean", meaning) for meaning in report.meanings(entry)]
@@ -135,11 +138,11 @@ def below(path: str, root: Path) -> str | None:
 
 
 def level(entry: Entry, *, allow_inconclusive: bool) -> str | None:
-    """Return `error` for a falsified entry, `warning` for an inconclusive one (or `note` if that is
-    allowed), and None for one that held.
+    """Return `error` for a falsified entry, `warning` for an inconclusive one (`note` if that is
+    accepted, or allowed), and None for one that held.
     """
     if entry.verdict is Verdict.FALSIFIED:
-        return "error"
+        return "note" if entry.is_accepted else "error"
     if entry.verdict is Verdict.INCONCLUSIVE:
         return "note" if allow_inconclusive else "warning"
     return None

@@ -86,6 +86,7 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
         "means": report.meanings(entry),
         **_picked(entry, "num_scenarios", "num_explored", "elapsed_s", "replay"),
         "replay_command": report.replay_command(entry),
+        "accepted": entry.accepted if entry.is_accepted else None,
     }
 
 

@@ -99,6 +99,7 @@ def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -
     case = _case(suite, report, entry.invariant, entry.elapsed_s)
     if entry.verdict is not Verdict.HELD:
         tag = "failure" if entry.verdict is Verdict.FALSIFIED else inconclusive
+        tag = "skipped" if entry.is_accepted else tag
         message = evidence.one_line(finding.reason)
         result = SubElement(case, tag, type=str(entry.verdict), message=message)
         result.text = "\n".join(evidence.detail_lines(report, entry))

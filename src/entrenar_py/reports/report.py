@@ -29,7 +29,8 @@ class Entry:
 
     `num_scenarios` counts the clause's own scenarios, `num_explored` the examples that Hypothesis
     tried around them. `replay` is the path of the saved counterexample as text, None if none was
-    saved.
+    saved. `accepted` is the reason for which the configuration accepts a falsification, "" if it
+    does not.
     """
 
     invariant: Invariant
@@ -38,11 +39,17 @@ class Entry:
     num_explored: int
     elapsed_s: float
     replay: str | None = None
+    accepted: str = ""
 
     @property
     def verdict(self) -> Verdict:
         """The finding's verdict."""
         return self.finding.verdict
+
+    @property
+    def is_accepted(self) -> bool:
+        """True if the clause is falsified, and the configuration accepts that."""
+        return bool(self.accepted) and self.verdict is Verdict.FALSIFIED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +149,11 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict. INCONCLUSIVE at best if the run was interrupted, if nothing was
-        selected, or if the whole contract ran and its gate is undecided (`gate_open`).
+        """The worst verdict, without falsifications that are accepted. INCONCLUSIVE at best if the
+        run was interrupted, if nothing was selected, or if the whole contract ran and its gate is
+        undecided (`gate_open`).
         """
-        verdicts = [entry.verdict for entry in self.entries]
+        verdicts = [Verdict.HELD if entry.is_accepted else entry.verdict for entry in self.entries]
         unknown = self.interrupted or bool(self.gate_open)
         return worst([*verdicts, Verdict.INCONCLUSIVE] if unknown else verdicts)
 

@@ -273,6 +273,8 @@ def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
         why = why or "nothing selected: no clause of the contract was checked"
         _line(console, why, style="bold")
     counts = ", ".join(f"{num} {verdict}" for verdict, num in report.counts.items() if num)
+    if accepted := [entry.invariant.id for entry in report.entries if entry.is_accepted]:
+        counts += f" ({', '.join(accepted)} accepted)"
     _, style = _WORDS[report.verdict]
     work = f"{report.num_compared:,} comparisons in {_seen(report)}, {report.elapsed_s:.1f} s"
     _line(console, f"{counts or 'no verdicts'}: {work}", style=style)

@@ -1,0 +1,90 @@
+"""The work on a user's own trainer: its runs, and the findings of the checks on them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+from entrenar_py.cli.reporting import Work
+from entrenar_py.command import (
+    declarations,
+    judging,
+    launch,
+    own_folder,
+    run_folder,
+    runs,
+    verdicts,
+)
+from entrenar_py.harness import falsify, stored
+from entrenar_py.harness.runner import Listener
+from entrenar_py.project.exclusions import Standing
+from entrenar_py.rank_files import shown_scenario
+from entrenar_py.reports.report import Entry
+
+
+def work(options: argparse.Namespace, standing: Standing) -> Work:
+    """Return the work on the command of `options`.
+
+    Clauses that are decided by probes of the harness don't apply, and are left out. Those that the
+    configuration declares not to apply are judged by the runs that others need: a verdict on one
+    contradicts the declaration, and is reported. Raises UsageError if the command can't be run.
+    """
+    tasks = judging.tasks(standing.selected)
+    runs.require_program(options.command[0], options.command_folder)
+    make_plan = partial(
+        runs.Plan,
+        command=options.command,
+        needs={
+            need
+            for one in tasks
+            if one.check is not None
+            for need in (*one.check.needs, *one.check.witnesses)
+        },
+        world_sizes=options.world_size or runs.WORLD_SIZES,
+        seed=options.seed,
+        num_steps=options.steps,
+        num_epochs=options.epochs,
+        deadline_s=options.deadline,
+        auto=options.auto,
+        launch=partial(launch.launch, cwd=options.command_folder),
+        source=_copied_folder(options),
+        spelled=options.knobs,
+    )
+    foreseen = make_plan(folder=Path()).foreseen()
+    runs_by_file: dict[Path, runs.Run] = {}
+    declared = {one.invariant.id: one.reason for one in standing.not_applying}
+    left_out = judging.tasks([one.invariant for one in standing.not_applying])
+    doubts: dict[str, str] = {}
+
+    def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
+        with run_folder.folder(options.trace_dir) as kept:
+            recorded: Iterable[tuple[Path, runs.Run]] = ()
+            if any(one.check is not None for one in tasks):  # else no run would be judged
+                recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
+            known = verdicts.as_known(tasks, recorded, runs_by_file, on_judged=judged)
+            yield from map(kept.see, known)
+            yield from map(kept.see, declarations.refuted(left_out, runs_by_file, declared))
+            doubts.update(declarations.doubts(left_out, options.command, kept.path))
+
+    def environment() -> Mapping[str, object]:
+        return stored.environment(run.trace for run in runs_by_file.values())
+
+    return Work(
+        entries=entries,
+        environment=environment,
+        system=shown_scenario.SYSTEM,
+        seed=options.seed,
+        not_applying=judging.elsewhere(standing.selected),
+        foreseen=foreseen,
+        doubts=doubts,
+        streams=True,
+    )
+
+
+def _copied_folder(options: argparse.Namespace) -> Path | None:
+    """Return the folder of which each run gets a copy to work in; None if runs are to share it."""
+    folder: Path = (options.command_folder or Path.cwd()).resolve()
+    shared = options.in_place or own_folder.runs_elsewhere(options.command)
+    return None if shared or folder == Path(folder.anchor) else folder

@@ -1,0 +1,65 @@
+"""Falsifications that a configuration accepts: every format shows them, and none counts them."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+from rich.console import Console
+
+from entrenar_py.reports import github, html, json_format, junit, sarif, terminal
+from entrenar_py.reports.report import EXIT_HELD, EXIT_INCONCLUSIVE, Report
+from entrenar_py.verdict import Verdict
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "report-schema-v1.json"
+WHY = "the loss is clamped upstream (pyproject.toml:9:3)"
+
+
+@pytest.fixture
+def accepting(full: Report) -> Report:
+    """Return the full report, whose only falsification is accepted."""
+    entries = tuple(replace(entry, accepted=WHY) for entry in full.entries)
+    return replace(full, entries=entries)
+
+
+def test_only_falsifications_are_accepted(full: Report, accepting: Report) -> None:
+    """The exit code is that of the other clauses; the gate does not pass."""
+    assert full.verdict is Verdict.FALSIFIED
+    assert accepting.verdict is Verdict.INCONCLUSIVE
+    assert accepting.exit_code(allow_inconclusive=False) == EXIT_INCONCLUSIVE
+    known = tuple(one for one in accepting.entries if one.verdict is not Verdict.INCONCLUSIVE)
+    assert replace(accepting, entries=known).exit_code(allow_inconclusive=False) == EXIT_HELD
+    assert accepting.counts == full.counts
+    assert not accepting.gate_passed
+
+
+def test_every_format_shows_it(accepting: Report, tmp_path: Path) -> None:
+    """The terminal says that it is accepted, and why; machines get no failure of it."""
+    file = io.StringIO()
+    terminal.render(accepting, Console(file=file, width=200, color_system=None), quiet=False)
+    printed = file.getvalue()
+    assert f"  accepted    {WHY}" in printed
+    assert "1 falsified, 1 inconclusive, 2 held (F-DP-005 accepted): " in printed
+
+    record = json_format.dump(accepting)
+    jsonschema.validate(json.loads(json.dumps(record)), json.loads(SCHEMA.read_text()))
+    told = {one["id"]: one["accepted"] for one in record["results"]}
+    assert {name: why for name, why in told.items() if why} == {"F-DP-005": WHY}
+
+    (suite,) = ElementTree.fromstring(junit.render(accepting, allow_inconclusive=False))
+    assert (suite.get("failures"), suite.get("skipped")) == ("0", "1")
+    levels = [
+        one["level"]
+        for one in sarif.dump(accepting, root=tmp_path, allow_inconclusive=False)["runs"][0][
+            "results"
+        ]
+    ]
+    assert "error" not in levels
+    lines = [*github.annotate(accepting, root=tmp_path, allow_inconclusive=False)]
+    assert not any(line.startswith("::error") for line in lines)
+    assert WHY in html.render(accepting)
