@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from entrenar_py.checks import evidence
 from entrenar_py.faults import NEEDED, ON_THE_WAY, Fault
-from entrenar_py.trace import Shard, TensorRecord, Update, record_tensor
+from entrenar_py.trace import Shard, Sketch, TensorRecord, Update, record_sketch, record_tensor
+from entrenar_py.trace.tensors import PROJECTIONS, SAMPLES
 from entrenar_py.verdict import Counterexample, Tally
 from tests.checks import traces
 from tests.checks.traces import hand_written, scenario, values
@@ -207,3 +208,37 @@ def test_unknown_values_are_not_close_and_not_far() -> None:
     assert tally.compared == 0
     assert evidence.norm_l2({"w": TensorRecord("x")}) is None
     assert evidence.norm_l2({"v": values(3), "w": values(4)}) == 5.0
+
+
+def sketched(*numbers: float, size: int = 10**6) -> TensorRecord:
+    """Return a record whose projection begins with `numbers`; its norm is that of these."""
+    kept = np.zeros(1 + PROJECTIONS + SAMPLES)
+    kept[0], kept[1 : 1 + len(numbers)] = np.square(numbers).sum(), numbers
+    return record_sketch(Sketch(size, kept), "float32")
+
+
+def test_projections_are_compared_as_tensors_are() -> None:
+    """Their distance may be PROJECTED times as large, and a finding shows norms, not elements."""
+    expected = {"w": sketched(3, 4)}
+    assert close(expected, {"w": sketched(3, 4.9)}, bound=0.1).broken is None
+    far = found(close(expected, {"w": sketched(3, 5.1)}, bound=0.1))
+    assert (far.tensor, far.element, far.expected, far.got) == (
+        *("w", None, "norm 5"),
+        "norm 5.91692488",
+    )
+    reshaped = found(close(expected, {"w": sketched(3, 4, size=10**5)}, bound=1.0))
+    assert reshaped.message == "off: w is missing or reshaped"
+    assert evidence.norm_l2(expected) == 5
+
+
+def test_a_projection_is_not_compared_with_values() -> None:
+    """One side with a sketch and one with values allow no comparison."""
+    pair = {"w": sketched(3, 4)}, {"w": values(3, 4)}
+    for expected, got in (pair, pair[::-1]):
+        tally = Tally("F-XX-001")
+        assert not evidence.compare_close(tally, expected, got, bound=1.0, message="off")
+
+
+def test_a_sketch_shows_that_an_element_is_not_finite() -> None:
+    """By its norm; the element is unknown."""
+    assert evidence.non_finite({"v": sketched(1), "w": sketched(math.nan)}) == ("w", None)

@@ -17,6 +17,7 @@ from falsification import (
     user_bugs,
     user_declared,
     user_knobs,
+    user_large,
     user_presupposed,
     user_resumes,
     user_rounds,
@@ -99,6 +100,7 @@ def main() -> int:
         *user_presupposed.VARIANTS,
         *user_scalers.VARIANTS,
         *user_scalers.ROUNDED,
+        *user_large.TWINS,
     )
     chosen = [one for one in every if all(word in one.name for word in sys.argv[1:])]
     missed = 0

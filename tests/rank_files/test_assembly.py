@@ -9,7 +9,17 @@ import numpy as np
 from entrenar_py.rank_files import assembly
 from entrenar_py.rank_files.layout import Layout, Piece
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import Event, Shard, Start, TensorRecord, Update, record_tensor
+from entrenar_py.trace import (
+    Event,
+    Shard,
+    Sketch,
+    Start,
+    TensorRecord,
+    Update,
+    record_sketch,
+    record_tensor,
+)
+from entrenar_py.trace.tensors import PROJECTIONS, SAMPLES
 
 SHARD = Shard(step=0, epoch=0, rank=0, shard=0, ids=(1, 2), loss_sum=None, weight=2.0, finite=True)
 RECORD = record_tensor(np.ones(1, np.float32), values=True)
@@ -119,3 +129,41 @@ def test_what_is_given_a_gradient_is_not_frozen() -> None:
     rank = alone(start, replace(SHARD, gradient={"head": RECORD}))
     (found,) = [event for event in assembly.ordered([rank]) if isinstance(event, Start)]
     assert found.frozen == ("body",)
+
+
+def in_pieces(*sizes: int) -> list[TensorRecord]:
+    """Return what each of two ranks has of a tensor of 100 elements whose pieces are sketched."""
+    ranks = []
+    for rank, size in enumerate(sizes):
+        piece = Piece(offset=(50 * rank,), shape=(50,), whole=(100,), ranks=(0, 1))
+        numbers = np.full(1 + PROJECTIONS + SAMPLES, 3.0 + rank)
+        record = record_sketch(Sketch(size, numbers), "float32", f"digest {rank}")
+        weights = {"w": record, "count": TensorRecord("same")}
+        start = Start(step=0, rank=rank, weights=weights)
+        pieces = {"w": piece, "count": replace(piece, ranks=(0, 1))}
+        header = {"rank": rank, "world_size": 2}
+        ranks.append(
+            RankTrace(
+                life=0,
+                header=header,
+                events=(start,),
+                ended=True,
+                problem="",
+                layout=Layout(axes={"fsdp": 2}),
+                pieces=pieces,
+            )
+        )
+    starts = [event for event in assembly.ordered(ranks) if isinstance(event, Start)]
+    return [start.weights[name] for start in starts for name in ("w", "count") if start.weights]
+
+
+def test_sketches_of_pieces_are_added() -> None:
+    """The whole has the sum of the sketches and of the squares, and a digest of the digests."""
+    whole, count, again, _ = in_pieces(100, 100)
+    assert whole == again
+    assert whole.sketch is not None
+    assert whole.sketch.numbers.tolist() == [7.0] * (1 + PROJECTIONS + SAMPLES)
+    assert (whole.size, count.sketch) == (100, None)
+    assert count.digest != "same"
+    other, *_ = in_pieces(100, 99)
+    assert other.sketch is None

@@ -73,9 +73,8 @@ def _sizes(trace: Trace) -> dict[str, set[int]]:
     sizes: dict[str, set[int]] = {}
     for start in trace.of(Start):
         for name, record in start.weights.items():
-            values = record.values()
-            if values is not None:
-                sizes.setdefault(name, set()).add(values.size)
+            if record.size is not None:
+                sizes.setdefault(name, set()).add(record.size)
     return sizes
 
 

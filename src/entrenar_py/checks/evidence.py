@@ -116,9 +116,14 @@ def with_losses(trace: Trace) -> Trace:
     return replace(trace, events=tuple(events))
 
 
-def non_finite(tensors: Tensors) -> tuple[str, int] | None:
-    """Return the tensor's name and element's index of the first recorded NaN or Inf, or None."""
+def non_finite(tensors: Tensors) -> tuple[str, int | None] | None:
+    """Return the tensor's name and element's index of the first recorded NaN or Inf, or None.
+
+    The index is None if the tensor has only a sketch.
+    """
     for name, record in tensors.items():
+        if record.sketch is not None and not math.isfinite(record.square() or 0.0):
+            return name, None
         values = record.values()
         if values is not None and not (finite := np.isfinite(values)).all():
             return name, int(finite.argmin())
@@ -201,13 +206,17 @@ def difference(expected: TensorRecord, got: TensorRecord) -> dict[str, Any]:
 NOISE_SHARE = 32
 
 
+# |P x|^2 / |x|^2 of a projection P x (`trace.Sketch`) has a chi-square distribution of 32 degrees,
+# over 32, or a narrower one. A distance is over twice the true one with a probability of 1e-13, and
+# under half of it of 1e-6. So distances of projections may be this much larger than allowed.
+PROJECTED = 2.0
+
+
 def norm_l2(tensors: Tensors) -> float | None:
-    """Return the L2 norm of all elements of all tensors; None if values were not recorded."""
-    values = vectors(tensors)
-    if values is None:
-        return None
-    with np.errstate(over="ignore"):
-        return float(np.sqrt(sum(np.square(v, dtype=np.float64).sum() for v in values.values())))
+    """Return the L2 norm of all elements of all tensors; None without values and sketches."""
+    squares = [record.square() for record in tensors.values()]
+    known = [square for square in squares if square is not None]
+    return math.sqrt(sum(known)) if known and len(known) == len(squares) else None
 
 
 def compare_close(
@@ -223,13 +232,21 @@ def compare_close(
 
     |expected| is the tensor's own norm, so that a small tensor can't hide behind a large one. It is
     taken to be at least 1 / NOISE_SHARE of the norm over all tensors, so that a tensor of rounding
-    noise does not fail. Return False, and count nothing, if the values of a tensor are unknown.
+    noise does not fail. The distance of tensors with sketches is that of their projections, which
+    may be PROJECTED times as large. Return False, and count nothing, if a tensor has neither values
+    nor a sketch, or if one side alone has a sketch of it.
     """
     left, right, scale = vectors(expected), vectors(got), norm_l2(expected)
     if left is None or right is None or scale is None:
         return False
+    if any(
+        (record.sketch is None) != (got[name].sketch is None)
+        for name, record in expected.items()
+        if name in got
+    ):
+        return False
     for name, value in left.items():
-        if name not in right or right[name].shape != value.shape:
+        if name not in right or got[name].size != expected[name].size:
             tally.check(False, f"{message}: {name} is missing or reshaped", tensor=name, **place)
             continue
         if not value.size:
@@ -237,35 +254,51 @@ def compare_close(
         with np.errstate(invalid="ignore", over="ignore"):
             gap = np.abs(right[name].astype(np.float64) - value)
             distance = float(np.sqrt(np.square(gap).sum()))
-            size = max(
-                float(np.sqrt(np.square(value, dtype=np.float64).sum())), scale / NOISE_SHARE
-            )
-        element = int(gap.argmax()) if np.isfinite(gap).all() else int(np.argmin(np.isfinite(gap)))
-        near = distance <= bound * size + floor
+        size = max(math.sqrt(expected[name].square() or 0.0), scale / NOISE_SHARE)
+        sketched = expected[name].sketch is not None
+        allowed = PROJECTED * bound if sketched else bound
+        near = distance <= allowed * size + (PROJECTED * floor if sketched else floor)
         words = "" if near else factors.of(value, right[name], place.get("scenario"), bound)
         tally.check(
             near,
             f"{message}: {name} is off by {distance / size if size else distance:.2g} of its "
-            f"norm, allowed {bound:.2g}{words and f': {words}'}",
+            f"norm, allowed {allowed:.2g}{words and f': {words}'}",
             tensor=name,
-            element=element,
-            expected=str(value[element]),
-            got=str(right[name][element]),
+            **_furthest(expected[name], got[name], gap),
             **place,
         )
     return True
 
 
+def _furthest(
+    expected: TensorRecord, got: TensorRecord, gap: np.ndarray[Any, Any]
+) -> dict[str, Any]:
+    """Return the element that differs most, with both values; norms if these are unknown."""
+    left, right = expected.values(), got.values()
+    if left is None or right is None:
+        norms = (math.sqrt(record.square() or 0.0) for record in (expected, got))
+        return dict(zip(("expected", "got"), (f"norm {norm:.9g}" for norm in norms), strict=True))
+    element = int(gap.argmax()) if np.isfinite(gap).all() else int(np.argmin(np.isfinite(gap)))
+    return {"element": element, "expected": str(left[element]), "got": str(right[element])}
+
+
 def vectors(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
-    """Return the elements of each tensor, flat; None if values were not recorded."""
-    values_of = {name: record.values() for name, record in tensors.items()}
-    known = {name: value for name, value in values_of.items() if value is not None}
-    return known if known and len(known) == len(values_of) else None
+    """Return the elements of each tensor, flat, or its projection; None if one has neither."""
+    vector_of = {name: record.vector() for name, record in tensors.items()}
+    known = {name: vector for name, vector in vector_of.items() if vector is not None}
+    return known if known and len(known) == len(vector_of) else None
+
+
+def elements(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
+    """Return the elements of each tensor, flat, or those in its sketch; None if one has neither."""
+    elements_of = {name: record.elements() for name, record in tensors.items()}
+    known = {name: found for name, found in elements_of.items() if found is not None}
+    return known if known and len(known) == len(elements_of) else None
 
 
 def has_values(tensors: Tensors) -> bool:
-    """Return whether the values of at least one tensor were recorded."""
-    return any(record.data is not None for record in tensors.values())
+    """Return whether the values or a sketch of at least one tensor were recorded."""
+    return any(record.data is not None or record.sketch for record in tensors.values())
 
 
 def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:

@@ -25,7 +25,15 @@ from entrenar_py.checks import (
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.knob_pairs import Pair, pair_of
 from entrenar_py.checks.needs import Need, Traces, turned
-from entrenar_py.trace import Shard, Tensors, Trace, Update, record_tensor
+from entrenar_py.trace import (
+    Shard,
+    TensorRecord,
+    Tensors,
+    Trace,
+    Update,
+    record_sketch,
+    record_tensor,
+)
 from entrenar_py.verdict import Tally
 
 UNCLIPPED = "1e9"  # larger than the norm of any gradient
@@ -176,11 +184,16 @@ def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
 
 
 def _times(tensors: Tensors, factor: float) -> Tensors:
-    known = evidence.vectors(tensors) or {}
-    return {
-        name: record_tensor((factor * value.astype(np.float64)), values=True)
-        for name, value in known.items()
-    }
+    return {name: scaled for name, t in tensors.items() if (scaled := _scaled(t, factor))}
+
+
+def _scaled(record: TensorRecord, factor: float) -> TensorRecord | None:
+    if record.sketch is not None:
+        return record_sketch(record.sketch.times(factor), record.dtype)
+    values = record.values()
+    if values is None:
+        return None
+    return record_tensor(factor * values.astype(np.float64), values=True)
 
 
 def _micro_batches(trace: Trace) -> int:

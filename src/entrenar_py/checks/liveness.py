@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import takewhile
@@ -199,7 +200,7 @@ def _local(trace: Trace, rank: int, name: str) -> dict[int, np.ndarray[Any, Any]
     gradients = {}
     for shard in trace.of(Shard):
         if shard.rank == rank and name in shard.gradient:
-            values = shard.gradient[name].values()
+            values = shard.gradient[name].elements()
             if values is not None:
                 gradients[shard.step] = values / max(shard.weight, 1.0)
     return gradients
@@ -220,19 +221,19 @@ def _may_rest(
     `moved` and all its gradients were zero, or if values were not recorded. For updates that
     recorded no gradient, those of shards in `local` are used.
     """
-    weight = start.weights[name].values()
+    weight = start.weights[name].elements()
     some_gradient = False
     for update in rest:
         record = update.gradient.get(name)
-        gradient = local.get(update.step) if record is None else record.values()
+        gradient = local.get(update.step) if record is None else record.elements()
         if weight is None or gradient is None or gradient.size != weight.size:
             why = f"{name} did not move, and its weight or gradient is unknown"
             missing.ask(tally, why, facts.values_of("Start.weights and Update.gradient"))
             return True
         step = update.rate_of(name) * _shrunk(update) * np.abs(gradient.astype(np.float64))
-        if (step > HALF_ULP * np.abs(weight)).any():
+        if (step > HALF_ULP * np.abs(weight)).any() or _is_longer(update, start, name):
             return False
-        some_gradient |= bool(gradient.any())
+        some_gradient |= bool(gradient.any()) or bool(record and record.square())
     if not (moved or some_gradient):
         tally.miss(
             f"{name} never moved and never had a gradient on rank {start.rank}: it is cut off from "
@@ -240,6 +241,17 @@ def _may_rest(
             "observe(..., frozen=(...))"
         )
     return True
+
+
+def _is_longer(update: Update, start: Start, name: str) -> bool:
+    """Return whether the norms of a gradient and its weight show that an element must move."""
+    if name not in update.gradient:
+        return False
+    slope, weight = (tensors[name].square() for tensors in (update.gradient, start.weights))
+    if slope is None or weight is None:
+        return False
+    step = update.rate_of(name) * _shrunk(update) * math.sqrt(slope)
+    return step > HALF_ULP * math.sqrt(weight)
 
 
 def _shrunk(update: Update) -> float:

@@ -39,7 +39,7 @@ def _unit(trace: Trace) -> float:
 
 def unit_of(tensors: Tensors) -> float:
     """Return the largest relative error of one rounding in the coarsest of `tensors`."""
-    known = (record.values() for record in tensors.values())
+    known = (record.elements() for record in tensors.values())
     return max(map(unit_of_values, (one for one in known if one is not None)), default=FLOAT32)
 
 

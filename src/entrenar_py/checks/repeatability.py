@@ -155,7 +155,7 @@ def other_beginning(compared: Compared) -> str:
         expected = model.weights.get(name)
         if expected is None or expected.digest == record.digest:
             continue
-        left, right = expected.values(), record.values()
+        left, right = expected.vector(), record.vector()
         if left is None or right is None or _are_other_draws(left, right):
             return (
                 f"{run_name(compared.trace)} begins with other weights than "

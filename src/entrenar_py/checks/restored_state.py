@@ -110,7 +110,7 @@ def _how_it_differs(name: str, due: TensorRecord, got: TensorRecord, before: Ten
     for other, record in before.items():
         if other != name and other.rpartition("/")[2] == key and record.digest == got.digest:
             return f"has what {other} had: restored in another order of the parameters"
-    left, right = due.values(), got.values()
+    left, right = due.elements(), got.elements()
     if left is None or right is None:
         return "differs"
     if left.size == right.size and left.any() and not right.any():

@@ -204,7 +204,7 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
     compared: set[str] = set()
     for name, expected in rule.step(update):
         record = update.weights.get(name)
-        after = None if record is None else record.values()
+        after = None if record is None else record.elements()
         if after is None or after.shape != expected.weight.shape:
             continue
         compared.add(name)
@@ -221,7 +221,7 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
             f"{name} did not move by learning rate times clipped gradient, as in {optimizer}"
             f"{words}",
             tensor=name,
-            element=element,
+            element=None if record is None or record.sketch else element,
             expected=repr(float(expected.weight[element])),
             got=repr(float(after[element])),
             **evidence.place(trace, update),

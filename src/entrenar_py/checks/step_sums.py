@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -25,8 +25,14 @@ def summed(by_rank: Mapping[int, Update], shard: Shard) -> Tensors:
     }
 
 
-def total(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[str, Vector] | None:
+def total(
+    by_rank: Mapping[int, Update],
+    shards: Collection[Shard],
+    vectors: Callable[[Tensors], Mapping[str, NDArray[Any]] | None] = evidence.vectors,
+) -> dict[str, Vector] | None:
     """Return the sum, in float64, of what the shards gave to the applied gradient.
+
+    `vectors` says what stands for a tensor: all its elements or their projection, or samples.
 
     None if a shard with samples has no gradient, if values are unknown, or if sizes differ.
     """
@@ -35,7 +41,7 @@ def total(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[str,
     for shard in shards:
         if any(shard is one for one in lost) or not (shard.ids or shard.gradient):
             continue
-        values = evidence.vectors(summed(by_rank, shard))
+        values = vectors(summed(by_rank, shard))
         if values is None:
             return None
         for name, value in values.items():

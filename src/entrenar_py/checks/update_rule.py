@@ -101,7 +101,7 @@ class Rule:
             self.known = False
             return
         for name, record in update.gradient.items():
-            slope, weight = record.values(), before[name].values() if name in before else None
+            slope, weight = record.elements(), before[name].elements() if name in before else None
             if slope is None or weight is None or slope.shape != weight.shape:
                 self.known = False
                 continue

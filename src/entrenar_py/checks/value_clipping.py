@@ -24,7 +24,7 @@ def limit(trace: Trace) -> float | None:
     """
     counts: Counter[float] = Counter()
     for update in trace.of(Update):
-        sizes = np.abs(_flat(evidence.vectors(update.gradient) or {}))
+        sizes = np.abs(_flat(evidence.elements(update.gradient) or {}))
         if sizes.size:
             largest = float(sizes.max())
             counts[largest] += int((sizes == largest).sum())

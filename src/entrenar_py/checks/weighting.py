@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,7 +116,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         total = step_sums.total(by_rank, shards[step])
         mean = evidence.vectors(update.gradient)
         if total and mean is not None and gradient_sums.shapes(total) == gradient_sums.shapes(mean):
-            divisions.add(update, total, mean)
+            divisions.add(update, by_rank, shards[step], total, mean)
         elif valued:
             fact = facts.values_of("Shard.gradient and Update.gradient of all tensors")
             missing.ask(tally, f"the gradients of step {step} could not be added", fact)
@@ -139,13 +139,25 @@ class _Divisions:
     @classmethod
     def of(cls, tally: Tally, trace: Trace) -> _Divisions:
         bound = run_comparison.Bounds.of({}, trace).gradient
+        if any(
+            record.sketch for shard in trace.of(Shard)[:1] for record in shard.gradient.values()
+        ):
+            bound *= evidence.PROJECTED
         limit = value_clipping.limit(trace) if trace.scenario.workload == "own" else None
         return cls(tally, trace, bound, limit)
 
     def add(
-        self, update: Update, total: gradient_sums.Vectors, mean: gradient_sums.Vectors
+        self,
+        update: Update,
+        by_rank: Mapping[int, Update],
+        shards: Sequence[Shard],
+        total: gradient_sums.Vectors,
+        mean: gradient_sums.Vectors,
     ) -> None:
-        """Check that a step divided all tensors by one number, the same as in earlier steps."""
+        """Check that a step divided all tensors by one number, the same as in earlier steps.
+
+        `total` is the sum of the shards' gradients, and `mean` the update's gradient.
+        """
         size = sum(float(np.square(v, dtype=np.float64).sum()) for v in mean.values())
         divisor = gradient_sums.divisor(total, mean) if size and math.isfinite(size) else None
         if divisor is None:
@@ -153,7 +165,7 @@ class _Divisions:
         place = evidence.place(self.trace, update)
         allowed = self.bound * abs(divisor) * math.sqrt(size)
         off: Collection[str] = gradient_sums.off(total, mean, divisor, allowed)
-        if off and self.limit and value_clipping.explains(total, mean, self.limit, self.bound):
+        if off and self._is_cut(update, by_rank, shards):
             self.tally.note(f"gradients are clipped element by element, at {self.limit:.3g}")
             off = set()
         why = None
@@ -186,6 +198,16 @@ class _Divisions:
             got=" or ".join(map(repr, divided)),
             **place,
         )
+
+    def _is_cut(
+        self, update: Update, by_rank: Mapping[int, Update], shards: Sequence[Shard]
+    ) -> bool:
+        """Return whether clipping of each element explains a step's gradient."""
+        total = step_sums.total(by_rank, shards, evidence.elements)
+        mean = evidence.elements(update.gradient)
+        if self.limit is None or total is None or mean is None:
+            return False
+        return value_clipping.explains(total, mean, self.limit, self.bound)
 
     def _explained(
         self,

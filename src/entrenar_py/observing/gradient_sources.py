@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from entrenar_py import trace
-from entrenar_py.observing import dtensors, tensors
+from entrenar_py.observing import dtensors
 
 
 @dataclass
@@ -32,7 +32,8 @@ class GradientSources:
     bits then was not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, digest: Callable[[str, Tensor], str]) -> None:
+        self._digest = digest  # of a gradient by name, as its record has it
         self._sources: dict[str, _Source] = {}
         self._given: dict[str, list[int]] = {}  # name -> the step's micro-batches that gave it
         self._held: dict[str, list[int]] = {}  # name -> those that it held when it was applied
@@ -46,7 +47,7 @@ class GradientSources:
                 continue
             if gradient is None or not dtensors.local(gradient).any():
                 del self._sources[name]
-            elif source.is_applied and source.digest != _digest(gradient):
+            elif source.is_applied and source.digest != self._digest(name, gradient):
                 source.first, source.is_applied = -1, False
 
     def after_backward(self, step: int, micro_batch: int, names: Iterable[str]) -> None:
@@ -70,7 +71,7 @@ class GradientSources:
             source = self._sources.get(name)
             if gradient is None or source is None:
                 continue
-            digest = known[name].digest if name in known else _digest(gradient)
+            digest = known[name].digest if name in known else self._digest(name, gradient)
             if source.is_applied and source.digest != digest:
                 source.first = -1
             if source.first >= 0:
@@ -95,7 +96,3 @@ class GradientSources:
         kept = self._kept
         self._given, self._held, self._kept = {}, {}, {}
         return kept, summed
-
-
-def _digest(gradient: Tensor) -> str:
-    return tensors.record(dtensors.local(gradient), values=False).digest

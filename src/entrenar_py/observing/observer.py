@@ -238,20 +238,18 @@ class Observer(Observation):
 
     def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         self._start()
-        values, number = self._values(gradients), self._micro_batches.index
+        number = self._micro_batches.index
+        records = self._subject.record(gradients, exact=False)
         self._step.sources.after_backward(self._step.number, number, _given(gradients))
-        self._micro_batches.after_backward(self._step.number, values, finite=finite)
+        self._micro_batches.after_backward(self._step.number, records, finite=finite)
         if not self._recording.life:  # else this rank has died before
             self._faults.perhaps_die()
 
     def _within_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         number = max(0, self._micro_batches.index - 1)
         self._step.sources.after_backward(self._step.number, number, _given(gradients))
-        self._micro_batches.within_backward(self._values(gradients), finite=finite)
-
-    def _values(self, gradients: Mapping[str, Tensor | None]) -> trace.Tensors:
-        """Return records of `gradients`, or none if tensors are recorded without their values."""
-        return self._subject.record(gradients) if self._subject.values else {}
+        records = self._subject.record(gradients, exact=False)
+        self._micro_batches.within_backward(records, finite=finite)
 
     def _look_at_sum(self) -> None:
         self._gradients.look(self._subject.gradients().values())

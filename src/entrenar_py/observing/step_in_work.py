@@ -25,7 +25,7 @@ class StepInWork:
         self._subject = subject
         self.number = number
         self.stepped: set[int] = set()
-        self.sources = GradientSources()
+        self.sources = GradientSources(subject.digest)
         # The weights as they were recorded last, and those that were changed since; by name.
         self._weights: trace.Tensors = {}
         self._edited: trace.Tensors = {}
@@ -37,7 +37,7 @@ class StepInWork:
     def reduced(self) -> None:
         """Note the gradients, which are those of the whole batch and not clipped yet."""
         gradients = self._subject.gradients()
-        self._gradient = dict(self._subject.record(gradients))
+        self._gradient = dict(self._subject.record(gradients, exact=False))
         self._norm = tensors.norm(gradients.values())
 
     def excuse(self) -> None:
@@ -58,7 +58,8 @@ class StepInWork:
         if not self.stepped:
             self._edited = self._edited_weights()
         if self._norm is None:
-            known = self._subject.record({name: gradients[name] for name in names})
+            due = {name: gradients[name] for name in names}
+            known = self._subject.record(due, exact=False)
             self._gradient |= known
         elif not self.stepped:
             self._applied_norm = tensors.norm(gradients.values())

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from entrenar_py import trace
-from entrenar_py.errors import UsageError
 from entrenar_py.observing import dtensors, tensors
 from entrenar_py.observing.buffers import Buffers
+from entrenar_py.observing.sketches import Sketches
 from entrenar_py.rank_files.layout import Layout, Piece, plain
 
 
@@ -25,9 +25,7 @@ class Subject:
     - `buffers`: those of the model that should be equal on all ranks.
     - `layout`: how the ranks are arranged, None if unknown.
     - `pieces`: by name, the place of each recorded tensor of which this rank holds a part.
-    - `values`: whether tensors are recorded with their values, not just digests.
-
-    Raises UsageError for a sharded model that is too large for values.
+    - `values`: whether tensors are recorded with their values, or else as sketches.
     """
 
     def __init__(
@@ -46,6 +44,7 @@ class Subject:
         self.trained: dict[str, Tensor] = {}
         self.pieces: dict[str, Piece] = {}
         self._told: dict[str, Any] = {}
+        self._sketches = Sketches()
         self.look_up()
 
     def look_up(self) -> bool:
@@ -68,7 +67,6 @@ class Subject:
         self.values = sum(p.numel() for p in current.values()) <= tensors.VALUES_MAX
         placed = {name: dtensors.piece_of(p) for name, p in current.items()}
         self.pieces = {name: piece for name, piece in placed.items() if piece is not None}
-        self._require_values()
         return True
 
     def _are_others(self, current: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> bool:
@@ -125,17 +123,27 @@ class Subject:
             buffers=self.buffer_records(),
         )
 
-    def record(self, named: Mapping[str, Tensor | None]) -> trace.Tensors:
-        """Return records of this rank's part of each tensor.
+    def record(self, named: Mapping[str, Tensor | None], *, exact: bool = True) -> trace.Tensors:
+        """Return records of this rank's part of each tensor, with values or sketches.
 
+        Without `exact`, the digest of a sketched tensor is that of its sketch.
         A tensor is left out if it is the term of a sum that was not reduced, or if this rank's
         piece of it isn't the one in `pieces`.
         """
-        return self._record(named, self.values)
+        held = self._held(named)
+        if self.values:
+            return {name: tensors.record(tensor, values=True) for name, tensor in held.items()}
+        return self._sketches.records(held, self.pieces, exact=exact)
 
-    def _record(self, named: Mapping[str, Tensor | None], values: bool) -> trace.Tensors:
+    def digest(self, name: str, gradient: Tensor) -> str:
+        """Return the digest that the record of a gradient has; "" if it can't be recorded."""
+        records = self.record({name: gradient}, exact=False)
+        return records[name].digest if name in records else ""
+
+    def _held(self, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Return this rank's part of each tensor that can be recorded."""
         return {
-            name: tensors.record(dtensors.local(tensor), values=values)
+            name: dtensors.local(tensor)
             for name, tensor in named.items()
             if tensor is not None
             and not dtensors.is_partial(tensor)
@@ -148,17 +156,20 @@ class Subject:
         for optimizer in self.optimizers:
             state |= tensors.optimizer_state(optimizer, self._names)
         self._place(state)
-        return self.record(state)
+        if self.values:
+            return self.record(state)
+        return self._sketches.digests(self._held(state))
 
     def buffer_records(self) -> trace.Tensors:
         """Return records of this rank's part of the buffers.
 
-        They have no values if the buffers have more elements than VALUES_MAX.
+        They have sketches if the buffers have more elements than VALUES_MAX.
         """
         held = self.buffers.held()
         self._place(held)
-        small = sum(buffer.numel() for buffer in held.values()) <= tensors.VALUES_MAX
-        return self._record(held, self.values and small)
+        if sum(buffer.numel() for buffer in held.values()) <= tensors.VALUES_MAX:
+            return self.record(held)
+        return self._sketches.records(self._held(held), self.pieces, exact=True)
 
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
         """Note the pieces that this rank holds of tensors other than parameters."""
@@ -244,14 +255,3 @@ class Subject:
         if declared is None:
             return shown
         return replace(declared, axes=(shown or plain(self._world_size)).axes)
-
-    def _require_values(self) -> None:
-        if self.pieces and not self.values:
-            name, piece = next(iter(self.pieces.items()))
-            num_elements = sum(p.numel() for p in self.parameters.values())
-            raise UsageError(
-                f"parameter {name} is sharded (this rank holds {piece.shape} of {piece.whole}) and "
-                f"the model has {num_elements} parameters: a sharded model may have at most "
-                f"{tensors.VALUES_MAX}, since whole tensors are made of recorded values; observe "
-                "the trainer with a smaller model"
-            )

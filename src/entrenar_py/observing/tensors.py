@@ -18,7 +18,7 @@ from entrenar_py.trace.traits import CONSTANTS
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, checkpoint_wrapper
 _CONSTANTS = {*CONSTANTS, "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"}
-VALUES_MAX = 2**16  # elements of a model up to which values are kept in addition to digests
+VALUES_MAX = 2**16  # elements of a model up to which values are kept, not sketches
 
 
 def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:
@@ -82,8 +82,15 @@ def stepped_copies(
 
 def is_finite(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether this rank's parts of `tensors` have no NaN and no infinity."""
-    held = (dtensors.local(tensor) for tensor in tensors if tensor is not None)
-    return all(bool(tensor.isfinite().all()) for tensor in held)
+    held = [dtensors.local(tensor) for tensor in tensors if tensor is not None]
+    by_kind: dict[Any, list[Tensor]] = {}
+    for tensor in held:
+        if tensor.is_cuda and tensor.numel() and tensor.is_floating_point():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    # One kernel for many tensors, and one answer to wait for.
+    largest = [torch.stack(torch._foreach_norm(many, math.inf)) for many in by_kind.values()]
+    rest = (tensor for tensor in held if not (tensor.is_cuda and tensor.is_floating_point()))
+    return all(bool(tensor.isfinite().all()) for tensor in (*largest, *rest))
 
 
 def norm(tensors: Iterable[Tensor | None]) -> float:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from entrenar_py.errors import TraceError
 from entrenar_py.rank_files import rank_trace, resumed_lives, sample_ids, whole_events
 from entrenar_py.rank_files.rank_file import SUFFIX
@@ -185,17 +187,21 @@ def holdings(ranks: Sequence[RankTrace]) -> list[Held]:
         start = next((event for event in rank.events if isinstance(event, Start)), None)
         if rank.layout is None or rank.layout.num_parts < 2 or start is None:
             continue
-        recorded = {name: record.values() for name, record in start.weights.items()}
-        known = {name: values for name, values in recorded.items() if values is not None}
-        if len(known) < len(recorded):
+        known = {
+            name: (record.size, np.dtype(record.dtype).itemsize)
+            for name, record in start.weights.items()
+            if record.size is not None
+        }
+        if len(known) < len(start.weights):
             continue
         whole = {name: math.prod(piece.whole) for name, piece in rank.pieces.items()}
+        own = {name: math.prod(piece.shape) for name, piece in rank.pieces.items()}
         records.append(
             Held(
                 rank=rank.rank,
                 num_parts=rank.layout.num_parts,
-                held_bytes=sum(values.nbytes for values in known.values()),
-                whole_bytes=sum(whole.get(n, v.size) * v.itemsize for n, v in known.items()),
+                held_bytes=sum(own.get(n, size) * width for n, (size, width) in known.items()),
+                whole_bytes=sum(whole.get(n, size) * width for n, (size, width) in known.items()),
             )
         )
     return records

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 
 import numpy as np
+from blake3 import blake3
 
-from entrenar_py.rank_files.layout import PARTIAL, Layout
+from entrenar_py.rank_files.layout import PARTIAL, Layout, Piece
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import TensorRecord, Tensors, record_tensor
+from entrenar_py.trace import TensorRecord, Tensors, record_sketch, record_tensor
 
 Held = Mapping[int, Tensors]  # rank -> its records of one kind: weights, say, after one step
 Ranks = Mapping[int, RankTrace]
@@ -77,14 +80,17 @@ def total(terms: Iterable[Tensors]) -> dict[str, TensorRecord]:
 
 def norm(tensors: Tensors) -> float | None:
     """Return the L2 norm of all tensors together; None if some values are unknown."""
-    values = [record.values() for record in tensors.values()]
-    squares = [float(np.square(v, dtype=np.float64).sum()) for v in values if v is not None]
-    return math.sqrt(math.fsum(squares)) if len(squares) == len(values) else None
+    squares = [record.square() for record in tensors.values()]
+    known = [square for square in squares if square is not None]
+    return math.sqrt(math.fsum(known)) if len(known) == len(squares) else None
 
 
 def _sum(records: Sequence[TensorRecord]) -> TensorRecord | None:
     if len(records) == 1:
         return records[0]
+    sketches = [record.sketch for record in records if record.sketch is not None]
+    if len(sketches) == len(records) and len({sketch.size for sketch in sketches}) == 1:
+        return record_sketch(reduce(operator.add, sketches), records[0].dtype)
     values = [record.values() for record in records]
     known = [term for term in values if term is not None]
     if len(known) < len(values) or len({(term.size, term.dtype) for term in known}) > 1:
@@ -97,6 +103,8 @@ def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | Non
     piece = ranks[rank].pieces.get(name)
     if piece is None:
         return held[rank][name]
+    if held[rank][name].data is None:
+        return _whole_sketch(name, piece, held, ranks)
     parts = []
     for holder in piece.ranks:
         record = held.get(holder, {}).get(name)
@@ -116,3 +124,28 @@ def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | Non
         whole[place] = values
         known[place] = True
     return record_tensor(whole, values=True) if known.all() else None
+
+
+def _whole_sketch(name: str, piece: Piece, held: Held, ranks: Ranks) -> TensorRecord | None:
+    """Return the record of a tensor of which the ranks of `piece` have sketches, or digests only.
+
+    Its digest is that of the pieces' digests, so it depends on how the tensor is cut.
+    """
+    records: list[TensorRecord] = []
+    num_elements = 0
+    for holder in piece.ranks:
+        record = held.get(holder, {}).get(name)
+        part = ranks[holder].pieces.get(name) if holder in ranks else None
+        if record is None or part is None or part.whole != piece.whole or record.data is not None:
+            return None
+        records.append(record)
+        num_elements += math.prod(part.shape)
+    if num_elements != math.prod(piece.whole):
+        return None
+    digest = blake3(" ".join(record.digest for record in records).encode()).hexdigest(16)
+    sketches = [record.sketch for record in records if record.sketch is not None]
+    if len(sketches) < len(records) or {sketch.size for sketch in sketches} != {num_elements}:
+        return TensorRecord(digest)
+    whole = reduce(operator.add, sketches)
+    whole.numbers[0] = sum(sketch.square for sketch in sketches)  # pieces don't overlap
+    return record_sketch(whole, records[0].dtype, digest)

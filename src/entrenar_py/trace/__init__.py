@@ -34,7 +34,7 @@ from entrenar_py.trace.ledger import VERSION, dump_events, dump_lines, load, loa
 from entrenar_py.trace.records import EVENTS
 from entrenar_py.trace.run import Trace
 from entrenar_py.trace.script_events import Declared, Noticed
-from entrenar_py.trace.tensors import TensorRecord, Tensors, record_tensor
+from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors, record_sketch, record_tensor
 from entrenar_py.trace.traits import Traits
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "Saved",
     "Selection",
     "Shard",
+    "Sketch",
     "Start",
     "Stepped",
     "Synchronised",
@@ -79,6 +80,7 @@ __all__ = [
     "dump_lines",
     "load",
     "load_events",
+    "record_sketch",
     "record_tensor",
     "save",
 ]

@@ -16,7 +16,7 @@ from entrenar_py.codec import WORDS, Form, Schema
 from entrenar_py.errors import UsageError
 from entrenar_py.trace import device_events, events, script_events
 from entrenar_py.trace.events import Event
-from entrenar_py.trace.tensors import TensorRecord, Tensors
+from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors
 
 # Every kind of event, by its name in a file.
 EVENTS: dict[str, type[Event]] = {
@@ -58,8 +58,13 @@ def from_record(record: Any) -> Event:
 def _read_tensor(value: Any) -> TensorRecord:
     if type(value) is str:
         return _of_digest(value)
+    if type(value) is list and [*map(type, value)] == [str, str, str, int]:
+        digest, text, dtype, size = value
+        if dtype not in _ITEM_BYTES:
+            raise ValueError(f"use a dtype of {', '.join(_ITEM_BYTES)}")
+        return TensorRecord(digest, None, dtype, Sketch.from_text(size, text))
     if type(value) is not list or [*map(type, value)] != [str, str, str]:
-        raise ValueError("use a digest, or a list of digest, data and dtype")
+        raise ValueError("use a digest, or a list of digest, data and dtype (and size)")
     digest, data, dtype = value
     if dtype not in _ITEM_BYTES or len(b64decode(data, validate=True)) % _ITEM_BYTES[dtype]:
         raise ValueError(f"use base64 of whole numbers or floats: {', '.join(_ITEM_BYTES)}")
@@ -86,10 +91,13 @@ def _read_tensors(value: Any) -> dict[str, TensorRecord]:
 
 
 def _write_tensors(tensors: Tensors) -> dict[str, Any]:
-    return {
-        name: tensor.digest if tensor.data is None else [tensor.digest, tensor.data, tensor.dtype]
-        for name, tensor in tensors.items()
-    }
+    return {name: _write_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _write_tensor(tensor: TensorRecord) -> str | list[str | int]:
+    if tensor.sketch is not None:
+        return [tensor.digest, tensor.sketch.to_text(), tensor.dtype, tensor.sketch.size]
+    return tensor.digest if tensor.data is None else [tensor.digest, tensor.data, tensor.dtype]
 
 
 _FORMS = {"Tensors": Form(_read_tensors, _write_tensors), "Mapping[str, Any]": WORDS}

@@ -1,10 +1,11 @@
-"""The record of a tensor: a digest of its bytes, and its values if they are requested."""
+"""The record of a tensor: a digest of its bytes, and its values or a sketch if requested."""
 
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
@@ -12,18 +13,23 @@ from blake3 import blake3
 if TYPE_CHECKING:
     import numpy as np
 
+PROJECTIONS = 32  # of a sketch
+SAMPLES = 16  # elements in a sketch
+
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class TensorRecord:
     """A tensor in a trace: its digest, and its values if the scenario requests them.
 
     `digest` is BLAKE3 (128 bits, hex) of the raw little-endian elements in C order. `data` is the
-    base64 of the same bytes, `dtype` a numpy dtype name.
+    base64 of the same bytes, `dtype` a numpy dtype name. A tensor of a large model has a `sketch`
+    in place of `data`, and another digest (`observing.sketches`).
     """
 
     digest: str
     data: str | None = None
     dtype: str = "float32"
+    sketch: Sketch | None = field(default=None, compare=False)
 
     def values(self) -> np.ndarray[Any, Any] | None:
         """Return the elements, flat `[size]`, or None if only the digest was kept."""
@@ -32,6 +38,105 @@ class TensorRecord:
         import numpy as np
 
         return np.frombuffer(base64.b64decode(self.data), dtype=self.dtype)
+
+    def elements(self) -> np.ndarray[Any, Any] | None:
+        """Return all elements, or those that the sketch has, flat; None without both."""
+        if self.sketch is None:
+            return self.values()
+        return self.sketch.sampled.astype(self.dtype)
+
+    def vector(self) -> np.ndarray[Any, Any] | None:
+        """Return all elements, flat, or their projection if there is a sketch; None without both.
+
+        Either stands for the tensor in sums, multiples, distances and angles.
+        """
+        return self.values() if self.sketch is None else self.sketch.projected
+
+    @property
+    def size(self) -> int | None:
+        """The number of elements, None if unknown."""
+        if self.sketch is not None:
+            return self.sketch.size
+        values = self.values()
+        return None if values is None else values.size
+
+    def square(self) -> float | None:
+        """Return the sum of the squares of all elements, estimated if need be; None if unknown."""
+        import numpy as np
+
+        if self.sketch is not None:
+            exact = self.sketch.square
+            return exact if exact == exact else float(np.square(self.sketch.projected).sum())
+        values = self.values()
+        with np.errstate(over="ignore"):
+            return None if values is None else float(np.square(values, dtype=np.float64).sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sketch:
+    """A few `numbers` that stand for the `size` elements of a tensor x.
+
+    float64 [1 + PROJECTIONS + min(SAMPLES, size)], in this order:
+
+    - `square`: the sum of the squares of all elements, NaN if unknown.
+    - `projected`: P x, where P is a fixed random matrix with E |P x|^2 = |x|^2. As P is linear, and
+      the same for all tensors of a size, sums, multiples and differences of tensors can be compared
+      by those of their projections.
+    - `sampled`: elements at fixed places.
+
+    A rank that holds a piece of the tensor has a sketch of the piece, at its place in the whole
+    tensor. The sketch of the whole is the sum of those of all pieces.
+    """
+
+    size: int
+    numbers: np.ndarray[Any, Any]
+
+    @property
+    def square(self) -> float:
+        """The sum of the squares of all elements, NaN if unknown."""
+        return float(self.numbers[0])
+
+    @property
+    def projected(self) -> np.ndarray[Any, Any]:
+        """The projection, float64 [PROJECTIONS]."""
+        return self.numbers[1 : 1 + PROJECTIONS]
+
+    @property
+    def sampled(self) -> np.ndarray[Any, Any]:
+        """The sampled elements, float64 [min(SAMPLES, size)]."""
+        return self.numbers[1 + PROJECTIONS :]
+
+    def __add__(self, other: Sketch) -> Sketch:
+        """Return the sketch of a sum. Its `square` is unknown."""
+        total = self.numbers + other.numbers
+        total[0] = math.nan
+        return Sketch(self.size, total)
+
+    def times(self, factor: float) -> Sketch:
+        """Return the sketch of a multiple."""
+        scaled = factor * self.numbers
+        scaled[0] *= factor
+        return Sketch(self.size, scaled)
+
+    def to_text(self) -> str:
+        """Return the numbers as base64 of little-endian float64."""
+        return base64.b64encode(self.numbers.astype("<f8", copy=False).tobytes()).decode()
+
+    @classmethod
+    def from_text(cls, size: int, text: str) -> Sketch:
+        """Return the sketch that `to_text` wrote; ValueError for another text."""
+        import numpy as np
+
+        numbers = np.frombuffer(base64.b64decode(text, validate=True), dtype="<f8")
+        if size < 0 or len(numbers) != 1 + PROJECTIONS + min(SAMPLES, size):
+            raise ValueError("use the number of elements, and base64 of the sketch's float64")
+        return cls(size, numbers)
+
+
+def record_sketch(sketch: Sketch, dtype: str, digest: str | None = None) -> TensorRecord:
+    """Return the record of a tensor with this sketch; by default its digest is the sketch's."""
+    digest = digest or blake3(sketch.numbers.tobytes()).hexdigest(16)
+    return TensorRecord(digest, None, dtype, sketch)
 
 
 def record_tensor(tensor: np.ndarray[Any, Any], *, values: bool = False) -> TensorRecord:
