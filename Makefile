@@ -68,7 +68,8 @@ soak-others: setup
 	$(BIN)/entrenar-check --contract reduction-v1.yaml
 	$(BIN)/python -m tests.systems.soak_hour
 	$(BIN)/python -m tests.harness.test_no_false_alarm 1000
-	$(BIN)/python -m pytest -q --hypothesis-profile=soak tests/contract tests/protocol tests/trace
+	$(BIN)/python -m pytest -q --hypothesis-profile=soak tests/contract tests/protocol tests/trace \
+		tests/observing/test_changes_nothing.py
 
 # Real processes over TCP, killed, frozen, cut off and damaged at random, run after run. Then ten
 # thousand strangers at a coordinator's door in the middle of a run, and as many over TLS.

@@ -112,8 +112,9 @@ class Draws:
 
     def __init__(self, source: Any, *, resumed: bool = False) -> None:
         self._in_order = isinstance(source, InOrder)
-        self.source = Source(source.source if isinstance(source, InOrder) else source)
-        self.is_sampler = isinstance(self.source.given, Sampler)
+        given = source.source if isinstance(source, InOrder) else source
+        self.source = Source(given)
+        self.is_sampler = isinstance(given, Sampler)
         self.is_loaded = False  # whether a DataLoader fetches what the sampler draws
         self.drops_last = False
         self._lock = threading.Lock()
@@ -128,7 +129,7 @@ class Draws:
         self._is_orderly: bool | None = None
         self._hooks: list[LoaderHooks | IterationHooks] = [LoaderHooks(self._begin_loader)]
         if not self.source.has_loader:
-            self._hooks.append(IterationHooks(self.source.given, lambda: SamplerIteration(self)))
+            self._hooks.append(IterationHooks(given, lambda: SamplerIteration(self)))
 
     def remove(self) -> None:
         """Put back the methods of the source's class."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+
+import torch
 
 
 class OwnHook:
@@ -16,6 +19,8 @@ class OwnHook:
 
     def __init__(self, model: Any, call: Callable[..., Any]) -> None:
         self._model, self._call = model, call
+        if "torch._dynamo" in sys.modules:  # a compiled model is not to trace what is recorded
+            self._call = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: Any, *called: Any) -> Any:
         return self._call(*called) if module is self._model else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
@@ -29,8 +30,21 @@ class InOrder:
     source: Any
 
 
+class _Weakly:
+    """An object that can be asked for by `held()`, kept alive only if it can't be referred to so.
+
+    The script decides when its loader, and the workers of it, are gone.
+    """
+
+    def __init__(self, held: Any) -> None:
+        try:
+            self.held: Callable[[], Any] = weakref.ref(held)
+        except TypeError:
+            self.held = lambda: held
+
+
 class Source:
-    """A DataLoader, a batch sampler or a sampler, as it was `given`; or an object around a loader.
+    """A DataLoader, a batch sampler or a sampler; or an object around a loader.
 
     - `numbering`: the numbers of the samples of its data set.
     - `selected`: the samples that are drawn in an epoch by all ranks, None for all.
@@ -48,13 +62,12 @@ class Source:
                 f"sampler={given!r}: give the DataLoader, batch sampler or sampler that draws the "
                 "samples, or leave it out and report them by samples(ids)"
             )
-        self.given = given
+        self._given = _Weakly(given)
         loaders = [*_loaders(given)]
         self.has_loader = bool(loaders)
         self.is_dispatched = any(_is_dispatcher(each) for each in [given, *loaders])
         parts = [part for each in loaders or [given] for part in _parts(each, _DEPTH_MAX)]
-        self._concerned = {id(part) for part in parts}
-        self._parts = parts  # kept, so that no id is given twice
+        self._concerned = {id(part): _Weakly(part) for part in parts}
         self.drop_last = any(bool(_attribute(part, "drop_last")) for part in parts)
         self.replacement = any(_attribute(part, "replacement") is True for part in parts)
         self.numbering = Numbering(_data_of(parts))
@@ -65,9 +78,17 @@ class Source:
             if isinstance(part, SubsetRandomSampler):
                 self.selected = self.numbering.selected([*map(int, part.indices)])
 
+    @property
+    def given(self) -> Any:
+        """The loader or sampler, None if the script has dropped it."""
+        return self._given.held()
+
     def concerns(self, loader: Any) -> bool:
         """Return whether `loader` is the source, is in it, or has the same sampler."""
-        return any(id(part) in self._concerned for part in _parts(loader, _DEPTH_MAX))
+        return any(
+            (known := self._concerned.get(id(part))) is not None and known.held() is part
+            for part in _parts(loader, _DEPTH_MAX)
+        )
 
 
 def positions_of(index: Any) -> Ids | None:
