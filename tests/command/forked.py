@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+import numpy
+
 # Loaded before the fork, as the first optimizer of every rank would load it after that.
 import torch._dynamo.aot_compile
 import torch.distributed
@@ -70,6 +72,7 @@ def _run(script: str) -> NoReturn:
     sometimes aborts or hangs. So nothing of the script is taken down.
     """
     kept = None
+    numpy.random.seed()  # as a new process does: a fork would have the state of the others
     if os.environ.get(SETTINGS):
         beginning.begin(Waiting())
     try:

@@ -19,6 +19,7 @@ from falsification import (
     user_knobs,
     user_large,
     user_presupposed,
+    user_random,
     user_resumes,
     user_rounds,
     user_scalers,
@@ -43,7 +44,8 @@ def findings(
     for before, after in twin.changes:
         assert text.count(before) == 1, before
         text = text.replace(before, after)
-    script = folder / twin.script
+    script = folder / "project" / twin.script
+    script.parent.mkdir()
     script.write_text(text)
     wanted = {twin.check} if twin.check else WANTED
     # Pairs are run for parity: other checks see them beside it.
@@ -52,6 +54,7 @@ def findings(
         {*wanted, "parity"} if twin.turned else wanted,
         folder / "runs",
         world_sizes=(twin.world_size,),
+        source=script.parent,
         launch=zygote.launch,
         witnesses=witnesses,
         deadline_s=deadline_s,
@@ -90,6 +93,7 @@ def main() -> int:
         *user_declared.BUGS,
         *user_knobs.BUGS,
         *user_presupposed.BUGS,
+        *user_random.BUGS,
         *user_resumes.BUGS,
         *user_resumes.OPEN,
         *user_rounds.BUGS,
@@ -98,6 +102,7 @@ def main() -> int:
         *user_benign.VARIANTS,
         *user_declared.VARIANTS,
         *user_presupposed.VARIANTS,
+        *user_random.VARIANTS,
         *user_scalers.VARIANTS,
         *user_scalers.ROUNDED,
         *user_large.TWINS,

@@ -6,20 +6,24 @@ import pytest
 import torch
 from torch import nn
 
+from entrenar_py.observing.generators import Generators
 from entrenar_py.observing.micro_batches import MicroBatches
+from entrenar_py.observing.random_numbers import RandomNumbers
 from entrenar_py.observing.samples import Samples
 
 
 @pytest.fixture
 def micro_batches() -> MicroBatches:
     """Return the micro-batches of a small model, whose samples a script reports."""
-    return MicroBatches(nn.Linear(1, 1), 1, Samples(None))
+    generators = Generators(nn.Linear(1, 1), objects={})
+    draws = RandomNumbers(generators, 1, lambda: (0, 0), lambda _: None)
+    return MicroBatches(1, Samples(None), draws)
 
 
 def go_through(micro_batches: MicroBatches, *ids: int, draw: bool = False) -> None:
     """Make one micro-batch of these samples."""
     micro_batches.samples.tell(ids, None)
-    micro_batches.before_forward([])
+    micro_batches.before_forward((), [])
     if draw:
         torch.rand(1)
     micro_batches.after_forward()

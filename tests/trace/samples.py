@@ -41,6 +41,7 @@ EVENTS: tuple[trace.Event, ...] = (
         weight=0.0,
         finite=True,
         draws="d",
+        contents=((3.0, 1.5, -0.5), (3.0, INF, NAN)),
         gradient=TENSORS,
     ),
     trace.Update(
@@ -54,6 +55,10 @@ EVENTS: tuple[trace.Event, ...] = (
         grad_norm=-INF,
         applied_norm=None,
     ),
+    trace.Drawn(
+        step=0, rank=1, where="loader", generator="numpy", before="a", after="b", worker=1, ids=(3,)
+    ),
+    trace.Drawn(step=0, rank=1, where="batch", generator="rng", before="a", after="b", part=0),
     trace.Declared(step=0, rank=1, frozen=("w",), tied=(("w", "v"), ("a", "b", "c"))),
     trace.Noticed(
         step=0,

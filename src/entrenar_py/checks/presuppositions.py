@@ -14,6 +14,7 @@ from entrenar_py.checks import (
     applied_gradients,
     copies,
     divergence,
+    random_draws,
     repeatability,
     tensor_names,
 )
@@ -84,6 +85,22 @@ FINITE = Presupposition(
     left=divergence.before,
 )
 
+SAME_CONTENTS = Presupposition(
+    name="same contents",
+    says="the model is given the same of each sample in both runs",
+    lacking=random_draws.other_contents,
+)
+NOTHING_BY_RANK = Presupposition(
+    name="nothing drawn by rank",
+    says="no random numbers depend on the rank, or on how a batch is split",
+    lacking=random_draws.drawn_by_rank,
+)
+NO_NOISE = Presupposition(
+    name="no noise on gradients",
+    says="nothing random is added to the gradients",
+    lacking=random_draws.noise_on_gradients,
+)
+
 
 def _strictly(presupposition: Presupposition) -> Presupposition:
     """Return a presupposition without which nothing of the comparison is left."""
@@ -102,14 +119,15 @@ UPDATES = "a step with the optimizer's rule"
 SAMPLES = "samples of the ranks with each other"
 SAMPLES_WITH_ONE_WORKER = "samples of several workers with those of one"
 SAMPLES_REPEATED = "samples of a second run with those of the first"
+_TWO_RUNS = (SAME_NAMES, COPIES, FINITE, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED)
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
-    WITH_ONE_WORKER: (SAME_NAMES, COPIES, FINITE, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED),
-    WITH_A_KNOB: (SAME_NAMES, COPIES, FINITE, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED),
+    WITH_ONE_WORKER: (*_TWO_RUNS, SAME_CONTENTS, NOTHING_BY_RANK),
+    WITH_A_KNOB: (*_TWO_RUNS, SAME_CONTENTS, NOTHING_BY_RANK),
     RESUMED: (SAME_NAMES, SAME_BITS_AGAIN, FINITE),
     KILLED: (FINITE, PLAIN_RUNS_AGREE),
     REPEATED: (SEEDED, FINITE),
     RANKS: (SAME_NAMES, COPIES, FINITE),
-    SUMS: (SAME_NAMES, COPIES, _strictly(REDUCED)),
+    SUMS: (SAME_NAMES, COPIES, _strictly(REDUCED), NO_NOISE),
     UPDATES: (FINITE, _strictly(REDUCED), THE_MODEL_S),
     SAMPLES: (SAMPLES_OF_ITS_OWN,),
     SAMPLES_WITH_ONE_WORKER: (SAMPLES_OF_ITS_OWN, SAMPLES_AGAIN),

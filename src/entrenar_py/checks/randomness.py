@@ -10,12 +10,13 @@ from entrenar_py.checks import (
     missing,
     plans,
     presuppositions,
+    script_streams,
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Shard, Start, Trace
+from entrenar_py.trace import Drawn, Shard, Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
 # Shorter orders are not compared: two shuffled orders of 10 samples are equal once in 10! = 3.6e6.
@@ -27,8 +28,12 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that dropout differs by step and shard, order by epoch, and that ranks start alike."""
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
+    alone = next(iter(runs.of(ALONE)), None)
     for trace in runs:
-        _dropout_differs(tally, trace)
+        if trace.of(Drawn):
+            script_streams.judge(tally, trace, alone)
+        else:
+            _dropout_differs(tally, trace)
         _orders_differ(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)

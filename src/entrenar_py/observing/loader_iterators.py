@@ -31,6 +31,8 @@ class LoaderListener(iterations.Listener, Protocol):
 Begin = Callable[[Any], LoaderListener | None]
 
 _BEGINS: list[Begin] = []
+_AROUND: list[Callable[[bool], None]] = []
+_ORDERING = ("__init__", "_next_index")  # the methods that draw an epoch's seed, and its order
 # By the id of an iterator of a loader. It is gone from here when the iterator is.
 _HEARD: dict[int, tuple[weakref.ref[Any], list[LoaderListener]]] = {}
 
@@ -50,6 +52,32 @@ class LoaderHooks:
             _BEGINS.remove(self._begin)
             for name in _METHODS:
                 iterations.put_back(_BaseDataLoaderIter, name)
+
+
+class OrderHooks:
+    """Calls `around` before a loader draws an epoch's seed or an index, and with True after it."""
+
+    def __init__(self, around: Callable[[bool], None]) -> None:
+        self._around = around
+        for name in _ORDERING:
+            iterations.replace(_BaseDataLoaderIter, name, _METHODS[name])
+        _AROUND.append(around)
+
+    def remove(self) -> None:
+        """Put back torch's methods."""
+        _AROUND.remove(self._around)
+        for name in _ORDERING:
+            iterations.put_back(_BaseDataLoaderIter, name)
+
+
+def _ordered(inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    for around in _AROUND:
+        around(False)
+    try:
+        return inner(*args, **named)
+    finally:
+        for around in _AROUND:
+            around(True)
 
 
 def _forget(address: int, _: object) -> None:
@@ -74,7 +102,7 @@ def _listeners(iterator: Any) -> list[LoaderListener]:
 def _telling_init(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, loader: Any, *args: Any, **named: Any) -> None:  # noqa: N807
         _begins(self, loader)
-        inner(self, loader, *args, **named)
+        _ordered(inner, self, loader, *args, **named)
 
     return __init__
 
@@ -91,7 +119,7 @@ def _telling_reset(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
 
 def _telling_index(_: type, inner: Callable[..., Any]) -> Callable[..., Any]:
     def _next_index(self: Any) -> Any:
-        index = inner(self)
+        index = _ordered(inner, self)
         for listener in _listeners(self):
             listener.drawn(index)
         return index

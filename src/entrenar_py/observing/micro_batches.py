@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
+from blake3 import blake3
 from torch import Tensor
 
 from entrenar_py import trace
-from entrenar_py.observing import tensors
+from entrenar_py.observing import contents
 from entrenar_py.observing.batches import Block
+from entrenar_py.observing.contents import Contents
+from entrenar_py.observing.random_numbers import RandomNumbers
 from entrenar_py.observing.samples import Samples
 from entrenar_py.rank_files import whole_tensors
 
@@ -35,23 +38,22 @@ class MicroBatches:
     """The micro-batches of one step; `done` are those whose backward pass is over.
 
     A micro-batch is one backward pass and the forward passes that led to it. Its `gradient` is what
-    that backward pass added, with any nested in it. Its `draws` is a digest of the generators'
-    state before its first forward pass, if any of them drew numbers (dropout). The script may
+    that backward pass added, with any nested in it. Its `draws` is a digest of the states, before
+    its first forward pass, of the generators that drew numbers in it (dropout). The script may
     report its loss before or after the backward pass. It is numbered within its rank.
     """
 
-    def __init__(self, model: torch.nn.Module, rank: int, samples: Samples) -> None:
+    def __init__(self, rank: int, samples: Samples, random: RandomNumbers) -> None:
         self.done: list[trace.Shard] = []
         self.samples = samples
-        self._model, self._rank = model, rank
+        self._rank, self._random = rank, random
         self._losses: list[_Loss] = []
         # The value that the current backward pass was called on, if the script reports no loss.
         self.backward_loss: float | None = None
         self._num_written = 0
-        # A digest of the generators' state before the forward pass ("" without a pass), and the
-        # same digest if something was drawn in the pass.
-        self._state_before = ""
         self._draws: str | None = None
+        self._is_in_forward = False
+        self._given: list[Contents] = []  # of each forward pass
 
     @property
     def index(self) -> int:
@@ -66,20 +68,25 @@ class MicroBatches:
             value.register_hook(told.slopes.append)  # type: ignore[no-untyped-call]
         self._losses.append(told)
 
-    def before_forward(self, blocks: list[Block]) -> None:
-        """Note the samples of a forward pass, and the random generators' state before it.
+    def before_forward(self, given: Any, blocks: list[Block]) -> None:
+        """Note the samples of a forward pass, and what the model is `given` of them.
 
         `blocks` are the memory of its inputs.
         """
         self.samples.forward(blocks)
-        if not self._state_before:
-            self._state_before = tensors.random_state(self._model)
+        self._given.append(contents.of(given))
+        self._random.mark("batch")
+        self._is_in_forward = True
 
     def after_forward(self) -> None:
-        """Note whether the forward pass has drawn random numbers."""
-        before = self._state_before
-        if before and self._draws is None and tensors.random_state(self._model) != before:
-            self._draws = before
+        """Note whether a forward pass that was announced has drawn random numbers."""
+        if not self._is_in_forward:
+            return
+        self._is_in_forward = False
+        before, drawn = self._random.mark("forward")
+        if drawn and self._draws is None:
+            states = " ".join(f"{name} {before[name]}" for name in drawn)
+            self._draws = blake3(states.encode()).hexdigest(16)
 
     def after_backward(self, step: int, gradient: trace.Tensors, *, finite: bool) -> None:
         """Note that the backward pass of a micro-batch of `step` is over."""
@@ -97,11 +104,12 @@ class MicroBatches:
                 weight=weight,
                 finite=finite and (loss is None or loss - loss == 0),
                 draws=self._draws,
+                contents=contents.of_samples(self._given, len(drawn.ids)),
                 gradient=gradient,
                 unknown=drawn.unknown,
             )
         )
-        self._state_before, self._draws = "", None
+        self._draws, self._given = None, []
 
     def within_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
         """Add the gradient of a nested pass to the last micro-batch done."""

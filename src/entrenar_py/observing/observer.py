@@ -19,14 +19,18 @@ from entrenar_py.observing import (
     first_look,
     process_rank,
     reduced_gradients,
+    sources,
     step_in_work,
 )
 from entrenar_py.observing.backward_hooks import BackwardHooks
+from entrenar_py.observing.generators import Generators
+from entrenar_py.observing.loader_draws import LoaderDraws
 from entrenar_py.observing.micro_batches import MicroBatches
 from entrenar_py.observing.module_hooks import OwnHook
 from entrenar_py.observing.outer_synchronisation import OuterSynchronisations
 from entrenar_py.observing.planned_faults import PlannedFaults
 from entrenar_py.observing.planned_stop import PlannedStop
+from entrenar_py.observing.random_numbers import RandomNumbers
 from entrenar_py.observing.recording import Recording
 from entrenar_py.observing.reduced_gradients import ReducedGradients
 from entrenar_py.observing.samples import Samples
@@ -75,7 +79,6 @@ class Observer(Observation):
         self._scheduler = scheduler
         self._started = False
         samples = Samples(sampler, resumed=step > 0) if seen is None else seen
-        self._micro_batches = MicroBatches(self._subject.model, rank, samples)
         self._gradients = ReducedGradients()
         self._synchronisations = OuterSynchronisations()
         self._recording = Recording(
@@ -89,6 +92,12 @@ class Observer(Observation):
                 **samples.facts(),
             },
         )
+        trained, drawing = sources.data_set(sampler), sources.generators(sampler)
+        held = {"dataset": trained, **getattr(trained, "__dict__", {})}
+        generators = Generators(self._subject.model, objects=held, left_out=drawing)
+        self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
+        self._micro_batches = MicroBatches(rank, samples, self._random)
+        self._loaders = LoaderDraws(self._random, trained=trained)
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
         self._stop = PlannedStop(rank, world_size)
         self._hook()
@@ -162,6 +171,7 @@ class Observer(Observation):
 
     def _remove_hooks(self) -> None:
         self._micro_batches.samples.remove()
+        self._loaders.remove()
         self._backward.remove()
         for handle in [*self._firsts.values(), *self._handles]:
             handle.remove()
@@ -214,7 +224,7 @@ class Observer(Observation):
         self._stop.perhaps_end(*self._place())
         self._gradients.expect()
         self._recording.compressed(reduced_gradients.compression(module))
-        self._micro_batches.before_forward(blocks)
+        self._micro_batches.before_forward(inputs, blocks)
 
     def _after_forward(self, module: torch.nn.Module, _: Any, output: Any) -> None:
         if (local := self._subject.buffers.after_forward()) is not None:
@@ -227,6 +237,7 @@ class Observer(Observation):
         """Handle gradients dropped without a step: forget them, or record a skipped step."""
         self._stop.perhaps_end(*self._place())
         micro_batches = self._micro_batches
+        self._random.mark("loss")
         micro_batches.samples.settle()
         self._step.sources.before_backward(self._subject.gradients())
         if not micro_batches.done or self._subject.has_gradients():
@@ -238,6 +249,7 @@ class Observer(Observation):
 
     def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         self._start()
+        self._random.mark("backward")
         number = self._micro_batches.index
         records = self._subject.record(gradients, exact=False)
         self._step.sources.after_backward(self._step.number, number, _given(gradients))
@@ -278,6 +290,7 @@ class Observer(Observation):
 
     def _before_step(self, index: int) -> None:
         self._start()
+        self._random.mark("gradient")
         if index in self._step.stepped:
             self._end_step()
         optimizer, due = self._subject.optimizers[index], list[str]()
@@ -290,6 +303,7 @@ class Observer(Observation):
         (self._step.apply_changed if nested else self._step.apply)(optimizer, due)
 
     def _after_step(self, index: int, *_: Any) -> None:
+        self._random.mark("step")
         if step_in_work.is_nested(self._subject.optimizers[index]):
             return
         self._step.stepped.add(index)

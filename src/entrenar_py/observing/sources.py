@@ -91,6 +91,22 @@ class Source:
         )
 
 
+def data_set(given: Any) -> Any:
+    """Return the data set of a loader or sampler, None if it has none."""
+    return _data_of([part for each in _all_loaders(given) for part in _parts(each, _DEPTH_MAX)])
+
+
+def generators(given: Any) -> list[Any]:
+    """Return the generators that a loader or sampler draws an epoch's seed and order from."""
+    parts = [part for each in _all_loaders(given) for part in _parts(each, _DEPTH_MAX)]
+    return [_attribute(part, "generator") for part in parts]
+
+
+def _all_loaders(given: Any) -> list[Any]:
+    inner = given.source if isinstance(given, InOrder) else given
+    return [*_loaders(inner)] or [inner]
+
+
 def positions_of(index: Any) -> Ids | None:
     """Return the positions that a sampler drew, of a sample or a batch; None if they are others."""
     if isinstance(index, np.ndarray | torch.Tensor):

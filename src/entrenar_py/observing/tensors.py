@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from blake3 import blake3
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -98,15 +97,6 @@ def norm(tensors: Iterable[Tensor | None]) -> float:
     held = [dtensors.local(tensor).double() for tensor in tensors if tensor is not None]
     squares = [float(tensor.square().sum()) for tensor in held]
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan
-
-
-def random_state(model: torch.nn.Module) -> str:
-    """Return a digest of the random generators' state, on the CPU and the model's GPUs."""
-    digest = blake3(torch.get_rng_state().numpy().tobytes())
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    for device in sorted(devices, key=str):
-        digest.update(torch.cuda.get_rng_state(device).numpy().tobytes())
-    return digest.hexdigest(16)
 
 
 @cache

@@ -20,6 +20,7 @@ from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import (
     Declared,
+    Drawn,
     Event,
     Halt,
     Held,
@@ -33,7 +34,18 @@ from entrenar_py.trace import (
 )
 
 # The order of the events of one step: starts come first, updates after the shards.
-_IN_ORDER = (Start, Declared, Noticed, Shard, Update, Synchronised, Injected, Halt, Membership)
+_IN_ORDER = (
+    Start,
+    Declared,
+    Noticed,
+    Drawn,
+    Shard,
+    Update,
+    Synchronised,
+    Injected,
+    Halt,
+    Membership,
+)
 
 
 def load(folder: Path) -> tuple[list[RankTrace], list[str]]:
@@ -166,6 +178,8 @@ def numbered(
         elif isinstance(event, Injected | Halt) and event.shard is not None:
             rank = event.rank or 0
             event = replace(event, shard=places.get(rank, rank) * accumulation + event.shard)
+        elif isinstance(event, Drawn):
+            event = replace(event, part=places.get(event.rank, event.rank))
         elif isinstance(event, Update):
             before = places.get(event.rank, event.rank) * accumulation
             summed = {

@@ -103,8 +103,10 @@ def _read(path: Path, file: BinaryIO, life: int) -> RankTrace:
             rank = RankTrace(life=life, header=header, events=(), ended=False, problem="")
             continue
         try:
-            if rank.ended:
+            if rank.ended and record.get("kind") != trace.Drawn.kind:  # by a loader's worker
                 raise TraceError("a line after the end of training; give the file as written")
+            if rank.ended:
+                continue
             note = _NOTES.get(str(record.get("kind")))
             if note is None:
                 events.append(_event(record, len(events)))

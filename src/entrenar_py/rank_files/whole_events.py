@@ -166,6 +166,7 @@ def _joined(shards: Sequence[Shard]) -> Shard:
         weight=sum(shard.weight for shard in losses or shards),
         finite=all(shard.finite for shard in shards),
         draws=_draws(shards),
+        contents=shards[0].contents if len(shards) == 1 else (),
         gradient=whole_tensors.total(shard.gradient for shard in shards),
     )
 

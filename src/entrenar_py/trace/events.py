@@ -55,10 +55,11 @@ class Shard(Event):
     `shard` is the logical shard, or the rank's micro-batch index if the trainer has no logical
     shards. `loss_sum` is the sum of the losses of all samples or tokens, if known, and `weight`
     their count. `draws` identifies the random stream: a digest of the first numbers that dropout
-    drew. `gradient` is the sum over the samples, up to a factor common to all shards, if revealed.
-    `finite` is true if loss and gradient hold no NaN or Inf. If the samples are not known,
-    `unknown` says why, and `ids` are empty. `slope` is the derivative of what the backward pass
-    began at, by the mean loss; None if unknown.
+    drew. `contents` has a few numbers for each of `ids`, from what the model was given; they are
+    equal, up to rounding, if the sample's contents are. `gradient` is the sum over the samples, up
+    to a factor common to all shards, if revealed. `finite` is true if loss and gradient hold no NaN
+    or Inf. If the samples are not known, `unknown` says why, and `ids` are empty. `slope` is the
+    derivative of what the backward pass began at, by the mean loss; None if unknown.
     """
 
     step: int
@@ -70,6 +71,7 @@ class Shard(Event):
     weight: float
     finite: bool
     draws: str | None = None
+    contents: tuple[tuple[float, ...], ...] = ()
     gradient: Tensors = field(default_factory=lambda: _NONE)
     unknown: str = ""
     slope: float | None = None

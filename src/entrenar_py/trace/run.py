@@ -20,6 +20,7 @@ from entrenar_py.trace.events import (
     Synchronised,
     Update,
 )
+from entrenar_py.trace.script_events import Drawn
 from entrenar_py.trace.traits import USUAL, Traits
 
 
@@ -108,12 +109,12 @@ def _resumes(event: Event) -> bool:
 
 def _abandoned(event: Event, step: int) -> bool:
     """Return whether `event` is a shard of `step` or of a later step."""
-    return isinstance(event, Shard) and event.step >= step
+    return isinstance(event, Shard | Drawn) and event.step >= step
 
 
 def _undone(event: Event, ranks: set[int], back_to: int) -> bool:
     """Return whether `event` is undone if `ranks` resume from the state before step `back_to`."""
-    if isinstance(event, Shard | Update | Synchronised):
+    if isinstance(event, Shard | Update | Synchronised | Drawn):
         return event.rank in ranks and event.step >= back_to
     if isinstance(event, Start | Saved):
         return event.rank in ranks and event.step > back_to

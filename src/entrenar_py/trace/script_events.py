@@ -38,3 +38,28 @@ class Noticed(Event):
     alike: tuple[tuple[str, str], ...] = ()
     doubled: tuple[str, ...] = ()
     peculiar: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn(Event):
+    """Worker `rank` drew random numbers in `step`, in the rank's own micro-batch `micro_batch`.
+
+    `generator` is `torch`, `numpy`, `python`, a device, or the name of a generator of the script's
+    own. `before` and `after` are digests of its state. `where`: in the forward pass (`forward`), in
+    the backward pass (`backward`) or in the optimizer's step (`step`); before the forward pass
+    (`batch`), between it and the backward pass (`loss`), or between this and the optimizer's step
+    (`gradient`); as the data set was read (`loader`, by the loader's `worker`, if it has any, for
+    its first samples `ids`); or since the step before (`between`). `part` is the index of the part
+    of the batch that the rank draws, which other ranks may draw, too.
+    """
+
+    step: int
+    rank: int
+    where: str
+    generator: str
+    before: str
+    after: str
+    micro_batch: int | None = None
+    part: int | None = None
+    worker: int | None = None
+    ids: tuple[int, ...] = ()

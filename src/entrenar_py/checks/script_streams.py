@@ -1,0 +1,164 @@
+"""Whether the random streams of a user's script that must differ do differ.
+
+Numbers for samples (masks, noise, augmentation) must differ between ranks that have other samples,
+between a loader's workers, and between epochs. Numbers for the whole batch may be equal on all
+ranks, and must be if each takes its own part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from entrenar_py.checks import evidence
+from entrenar_py.checks.random_draws import PLACES, named
+from entrenar_py.trace import Drawn, Shard, Trace
+from entrenar_py.verdict import Tally
+
+_IN_THE_MODEL = "forward"
+_JUDGED = ("batch", "forward", "loss", "loader")
+_OWN_SEEDS = "seed each rank differently, torch.manual_seed(seed + rank)"
+
+
+def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
+    """Judge the streams of a run; `alone` is the same training on one worker, if there is one."""
+    _masks_on_every_rank(tally, trace)
+    drawn = [event for event in trace.standing.of(Drawn) if event.where in _JUDGED]
+    main = [event for event in drawn if event.worker is None]
+    _ranks_differ(tally, trace, main, alone)
+    _passes_differ(tally, trace, main)
+    _workers_differ(tally, trace, [event for event in drawn if event.worker is not None], alone)
+
+
+def _masks_on_every_rank(tally: Tally, trace: Trace) -> None:
+    """Check that no rank leaves dropout out in every step, while another never does."""
+    if not trace.scenario.dropout:
+        return
+    by_rank: dict[int, list[Shard]] = {}
+    for shard in trace.of(Shard):
+        if shard.ids:
+            by_rank.setdefault(shard.rank, []).append(shard)
+    always = [rank for rank, shards in by_rank.items() if all(s.draws for s in shards)]
+    for shards in by_rank.values():
+        never = all(shard.draws is None for shard in shards)
+        tally.check(
+            not (always and never),
+            f"rank {shards[0].rank} drew no random numbers in the forward pass, and rank "
+            f"{always[0] if always else ''} did in every one: its dropout is off",
+            **evidence.place(trace, shards[0]),
+        )
+
+
+def _ranks_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Trace | None) -> None:
+    """Check that ranks with other samples don't draw the same numbers for them."""
+    first: dict[tuple[Any, ...], Drawn] = {}
+    unclear: set[str] = set()
+    for event in drawn:
+        place = event.step, event.micro_batch, event.where, event.generator
+        peer = first.setdefault(place, event)
+        if peer.part == event.part:
+            continue
+        same = peer.before == event.before
+        if not same:
+            tally.compared += 1
+        elif _is_by_sample(trace, event, alone):
+            tally.check(
+                False,
+                f"rank {event.rank} draws the same random numbers as rank {peer.rank}, for other "
+                f"samples ({PLACES[event.where]}, from {named(event.generator)}): {_OWN_SEEDS}",
+                step=event.step,
+                rank=event.rank,
+                scenario=trace.scenario,
+            )
+        elif event.where == _IN_THE_MODEL:
+            unclear.add(event.generator)
+    for generator in sorted(unclear):
+        tally.note(
+            f"all ranks draw the same numbers in the forward pass, from {named(generator)}: right "
+            "for a number that the whole batch shares, wrong for masks of samples"
+        )
+
+
+def _is_by_sample(trace: Trace, event: Drawn, alone: Trace | None) -> bool:
+    """Return whether numbers are drawn for each sample, as far as is known.
+
+    Dropout's are. Others are if one worker, from the same state, draws more of them for its larger
+    part of the batch: then its generator ends in another state.
+    """
+    dropout = trace.scenario.dropout and event.generator in ("torch", *_devices(event))
+    if dropout and event.where == _IN_THE_MODEL:
+        return True
+    if alone is None or alone.scenario.world_size == trace.scenario.world_size:
+        return False
+    first, here = _states(alone, event), _states(trace, event)
+    return any(first[before] != here[before] for before in first.keys() & here.keys())
+
+
+def _states(trace: Trace, event: Drawn) -> dict[str, str]:
+    """Return the states after draws by those before, of draws in the same place as `event`."""
+    return {
+        other.before: other.after
+        for other in trace.standing.of(Drawn)
+        if (other.where, other.generator) == (event.where, event.generator)
+        and (other.worker is None) == (event.worker is None)
+    }
+
+
+def _devices(event: Drawn) -> tuple[str, ...]:
+    return (event.generator,) if event.generator.startswith("cuda") else ()
+
+
+def _passes_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn]) -> None:
+    """Check that dropout has other masks in every pass of a rank."""
+    if not trace.scenario.dropout:
+        return
+    seen: dict[tuple[int, str, str], Drawn] = {}
+    for event in drawn:
+        if event.where != _IN_THE_MODEL or event.generator not in ("torch", *_devices(event)):
+            continue
+        earlier = seen.setdefault((event.rank, event.generator, event.before), event)
+        here, there = (event.step, event.micro_batch), (earlier.step, earlier.micro_batch)
+        tally.check(
+            earlier is event or here == there,
+            f"rank {event.rank} draws the same random numbers in step {event.step} as in step "
+            f"{earlier.step}, {PLACES[event.where]}: the generator was seeded again",
+            step=event.step,
+            rank=event.rank,
+            scenario=trace.scenario,
+        )
+
+
+def _workers_differ(
+    tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Trace | None
+) -> None:
+    """Check that no two workers of loaders draw the same numbers for other samples.
+
+    A generator that is seeded anew for each sample does not end in the same state.
+    """
+    seen: dict[tuple[str, str, str], Drawn] = {}
+    for event in drawn:
+        earlier = seen.setdefault((event.generator, event.before, event.after), event)
+        known = event.ids and earlier.ids and event.ids != earlier.ids
+        others = earlier.rank == event.rank or _is_by_sample(trace, event, alone)
+        tally.check(
+            earlier is event or not known or not others,
+            f"{_worker(event)} draws the same random numbers as {_worker(earlier)}, for other "
+            f"samples ({PLACES[event.where]}, from {named(event.generator)}): "
+            f"{_advice(event, earlier)}",
+            step=event.step,
+            rank=event.rank,
+            sample_ids=event.ids,
+            scenario=trace.scenario,
+        )
+
+
+def _worker(event: Drawn) -> str:
+    return f"worker {event.worker} of rank {event.rank}'s loader begun in step {event.step}"
+
+
+def _advice(event: Drawn, earlier: Drawn) -> str:
+    if event.rank != earlier.rank:
+        return _OWN_SEEDS
+    return (
+        "seed it in worker_init_fn from torch.initial_seed(), which differs by worker and by epoch"
+    )

@@ -1,0 +1,113 @@
+"""The random generators that a script may draw from, and digests of their states."""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+States = Mapping[str, str]  # name of a generator -> digest of its state
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DIGEST_BYTES = 12
+_GLOBAL = (
+    torch.default_generator,
+    getattr(random.seed, "__self__", None),
+    getattr(np.random.mtrand, "_rand", None),
+)
+# Modules whose frames and objects hold no generators of the script.
+_LIBRARIES = ("torch", "numpy", "entrenar_py", "runpy", "importlib", "multiprocessing")
+
+
+class Generators:
+    """The global generators (torch's, numpy's, Python's), those of GPUs, and the script's own.
+
+    The script's own are those that its functions and modules hold in a variable when it calls
+    `observe`, or that an object in a variable or in `objects` has in an attribute. They are named
+    so. `left_out` are generators of loaders and samplers, whose samples are known.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        objects: Mapping[str, object],
+        left_out: Iterable[object] = (),
+    ) -> None:
+        self._model = model
+        known = {id(generator) for generator in (*_GLOBAL, *left_out)}
+        self._own: dict[str, Any] = {}
+        for name, generator in (*_held(sys._getframe(1)), *_in_variables(objects)):
+            if id(generator) not in known:
+                known.add(id(generator))
+                self._own[name] = generator
+
+    def states(self) -> States:
+        """Return a digest of each generator's state."""
+        shown = {"torch": torch.get_rng_state().numpy().tobytes(), "python": _python(random)}
+        shown["numpy"] = _bytes(np.random.get_state(legacy=False))
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            devices = {p.device for p in self._model.parameters() if p.device.type == "cuda"}
+            for device in sorted(devices, key=str):
+                shown[str(device)] = torch.cuda.get_rng_state(device).numpy().tobytes()
+        for name, generator in self._own.items():
+            shown[name] = _state(generator)
+        return {name: blake3(state).hexdigest(_DIGEST_BYTES) for name, state in shown.items()}
+
+
+def moved(before: States, after: States) -> list[str]:
+    """Return the names of the generators whose state has changed."""
+    return [name for name, state in after.items() if before.get(name, state) != state]
+
+
+def _state(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().numpy().tobytes())
+    if isinstance(generator, random.Random):
+        return _python(generator)
+    if isinstance(generator, np.random.RandomState):
+        return _bytes(generator.get_state(legacy=False))
+    return _bytes(generator.bit_generator.state)
+
+
+def _python(generator: Any) -> bytes:
+    _, state, gauss = generator.getstate()
+    return array("Q", state).tobytes() + repr(gauss).encode()
+
+
+def _bytes(state: Any) -> bytes:
+    """Return a state of numpy, a dict of numbers and arrays, as bytes."""
+    if isinstance(state, Mapping):
+        return b"".join(_bytes(value) for value in state.values())
+    return bytes(state.tobytes()) if isinstance(state, np.ndarray) else repr(state).encode()
+
+
+def _held(frame: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and generator of each that the frames of the script hold, innermost first."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _LIBRARIES:
+            for variables in (frame.f_locals, frame.f_globals):
+                yield from _in_variables(variables)
+        frame = frame.f_back
+
+
+def _in_variables(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    # By their types: to ask a value for its class may run code of a proxy.
+    for name, value in [*variables.items()]:
+        kind = type(value)
+        of_library = str(kind.__module__).partition(".")[0] in _LIBRARIES
+        if issubclass(kind, _KINDS):
+            yield name, value
+        elif not issubclass(kind, type) and not of_library:
+            with suppress(AttributeError):
+                inside = object.__getattribute__(value, "__dict__")
+                for attribute, held in [*inside.items()]:
+                    if issubclass(type(held), _KINDS):
+                        yield f"{name}.{attribute}", held

@@ -1,0 +1,152 @@
+"""Comparisons presuppose that nothing is drawn by rank; streams of scripts that must differ do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from entrenar_py.checks import random_draws, script_streams
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import Runs
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Drawn, End, Event, Shard, Trace
+from entrenar_py.verdict import Tally
+
+
+def shard(rank: int, ids: Sequence[int], *, moved: float = 0.0, size: float = 2.0) -> Shard:
+    """Return a micro-batch of step 0, whose samples are given to the model `moved` away."""
+    numbers = tuple((size, 1.0 + moved, 0.5 * id_) for id_ in ids)
+    return Shard(
+        step=0,
+        epoch=0,
+        rank=rank,
+        shard=0,
+        ids=tuple(ids),
+        loss_sum=None,
+        weight=1.0,
+        finite=True,
+        contents=numbers,
+    )
+
+
+def drawn(rank: int, before: str, after: str, where: str = "batch", **fields: Any) -> Drawn:
+    usual = {"step": 0, "part": rank, "generator": "torch", "micro_batch": 0}
+    return Drawn(rank=rank, before=before, after=after, where=where, **{**usual, **fields})
+
+
+def run(world_size: int, *events: Event, dropout: float = 0.0) -> Trace:
+    scenario = Scenario(
+        system="command",
+        workload="own",
+        world_size=world_size,
+        seed=0,
+        num_shards=world_size,
+        num_samples=4,
+        batch_size=4,
+        num_steps=1,
+        dropout=dropout,
+    )
+    events = (*events, End(status="completed"))
+    return Trace(scenario=scenario, environment={}, promises=(), events=events)
+
+
+ALONE, TWO = [shard(0, (0, 1, 2, 3))], [shard(0, (0, 2)), shard(1, (1, 3))]
+
+
+def compared(alone: Sequence[Event], two: Sequence[Event], world_size: int = 1) -> Compared:
+    model, trace = run(world_size, *alone), run(2, *two)
+    return Compared(runs=Runs(trace), model=model, trace=trace)
+
+
+def test_a_sample_with_other_contents_is_named() -> None:
+    """Rounding is allowed, and nothing is said of tensors of other sizes (padding)."""
+    other = [shard(0, (0, 2)), shard(1, (1, 3), moved=0.01)]
+    assert "sample 1 of step 0" in random_draws.other_contents(compared(ALONE, other))
+    for events in (TWO, [TWO[0], shard(1, (1, 3), moved=1e-7)], [TWO[0], shard(1, (1, 3), size=3)]):
+        assert random_draws.other_contents(compared(ALONE, events)) == ""
+
+
+@pytest.mark.parametrize("where", ["forward", "loss", "backward", "gradient", "step"])
+def test_equal_states_are_not_enough_for_another_split(where: str) -> None:
+    """Masks of half of a batch may leave a generator as masks of the whole of it do."""
+    alone = [*ALONE, drawn(0, "a", "b", where)]
+    two = [*TWO, drawn(0, "a", "b", where), drawn(1, "a", "b", where)]
+    why = random_draws.drawn_by_rank(compared(alone, two))
+    assert random_draws.PLACES[where] in why
+    assert "torch's generator" in why
+    assert random_draws.drawn_by_rank(compared(two, two, world_size=2)) == ""
+
+
+def test_numbers_for_the_whole_batch() -> None:
+    """Drawn alike on all ranks before the forward pass they are compared, if contents agree."""
+    alone = [*ALONE, drawn(0, "a", "b")]
+    assert random_draws.drawn_by_rank(
+        compared(alone, [*TWO, drawn(0, "a", "b"), drawn(1, "a", "b")])
+    ) == ("")
+    for other in (drawn(1, "a", "c"), drawn(1, "x", "y"), shard(1, ())):
+        two = [*TWO, drawn(0, "a", "b"), other]
+        assert bool(random_draws.drawn_by_rank(compared(alone, two))) is (other.kind == "drawn")
+
+
+def test_what_only_changes_the_contents_is_seen_by_them() -> None:
+    """Augmentation and evaluation by rank are no obstacle where contents are equal."""
+    two = [*TWO, drawn(0, "a", "b", "loader"), drawn(1, "x", "y", "between")]
+    assert random_draws.drawn_by_rank(compared(ALONE, two)) == ""
+    bare = [replace(one, contents=()) for one in TWO]
+    assert "between two steps" in random_draws.drawn_by_rank(compared(ALONE, [*bare, *two[2:]]))
+
+
+def judged(two: Sequence[Event], alone: Sequence[Event] = (), dropout: float = 0.0) -> Tally:
+    tally = Tally("F-TI-005")
+    trace = run(2, *two, dropout=dropout)
+    script_streams.judge(tally, trace, run(1, *alone) if alone else None)
+    return tally
+
+
+def test_ranks_that_draw_the_same_for_other_samples() -> None:
+    """It is a bug where a worker alone draws more numbers for more samples."""
+    two = [*TWO, drawn(0, "a", "b"), drawn(1, "a", "b")]
+    broken = judged(two, [*ALONE, drawn(0, "a", "c")]).broken
+    assert broken is not None
+    assert (broken.step, broken.rank) == (0, 1)
+    assert "the same random numbers as rank 0" in broken.message
+    assert judged(two, [*ALONE, drawn(0, "a", "b")]).broken is None, "for the whole batch"
+    assert judged(two).broken is None, "unknown"
+    same_part = [*TWO, drawn(0, "a", "b"), drawn(1, "a", "b", part=0)]
+    assert judged(same_part, [*ALONE, drawn(0, "a", "c")]).broken is None
+    apart = judged([*TWO, drawn(0, "a", "b"), drawn(1, "x", "y")])
+    assert (apart.broken, apart.compared) == (None, 1)
+
+
+def test_dropout_is_for_samples() -> None:
+    """Its masks must differ between ranks and passes, and no rank may leave it out."""
+    forward = [drawn(0, "a", "b", "forward"), drawn(1, "a", "b", "forward")]
+    assert judged([*TWO, *forward], dropout=0.1).broken is not None
+    shared = judged([*TWO, *forward])
+    assert shared.broken is None
+    assert any("right for a number that the whole batch shares" in note for note in shared.notes)
+    again = [forward[0], drawn(0, "a", "b", "forward", step=1)]
+    broken = judged([*TWO, *again], dropout=0.1).broken
+    assert broken is not None
+    assert "seeded again" in broken.message
+
+
+def test_workers_of_a_loader() -> None:
+    """Two workers, or epochs, with one state that draw for other samples are a bug."""
+    first = drawn(0, "a", "b", "loader", worker=0, ids=(0,))
+    for other in (
+        drawn(0, "a", "b", "loader", worker=1, ids=(2,)),
+        drawn(0, "a", "b", "loader", worker=0, ids=(2,), step=2),
+    ):
+        broken = judged([*TWO, first, other]).broken
+        assert broken is not None
+        assert "worker_init_fn" in broken.message
+    for other in (
+        drawn(0, "a", "c", "loader", worker=1, ids=(2,)),  # seeded anew for each sample
+        drawn(0, "a", "b", "loader", worker=0, ids=(0,), step=2),  # the same samples again
+        drawn(1, "a", "b", "loader", worker=0, ids=(1,)),  # another rank: for the batch, perhaps
+    ):
+        assert judged([*TWO, first, other]).broken is None

@@ -1,0 +1,43 @@
+"""The contents of samples in a few numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from entrenar_py.observing import contents
+
+
+def test_a_sample_has_its_numbers_wherever_it_is() -> None:
+    """They do not depend on the other samples of the batch, nor on their number."""
+    x, y = torch.randn(6, 3, 4), torch.arange(6)
+    whole = contents.of(((x,), {"labels": y, "mask": torch.ones(4, 4), "flag": True}))
+    assert len(whole) == 6
+    assert contents.of(((x[2:4],), {"labels": y[2:4]})) == whole[2:4]
+
+
+def test_a_flip_shows() -> None:
+    """Also where norm and sum are what they were."""
+    x = torch.randn(1, 8)
+    assert contents.of(((x.flip(1),), {})) != contents.of(((x,), {}))
+
+
+def test_large_samples_are_looked_at_in_part() -> None:
+    """Noise on a large sample shows, though not each element is looked at."""
+    x = torch.randn(2, 3 * contents.ELEMENTS_MAX)
+    assert contents.of(((x + 0.1 * torch.randn_like(x),), {})) != contents.of(((x,), {}))
+
+
+def test_what_cannot_be_read_is_left_out() -> None:
+    """Without tensors that have samples nothing is known."""
+    assert contents.of(((torch.tensor(1.0), [], "text"), {})) == ()
+    assert contents.of(((torch.zeros(2, dtype=torch.complex64),), {})) == ()
+    assert contents.of(((torch.empty(2, 1, device="meta"),), {})) == ()
+
+
+def test_several_passes() -> None:
+    """Each pass has a part of the samples, or each has all of them in another form."""
+    one, two = ((1.0,), (2.0,)), ((3.0,), (4.0,))
+    assert contents.of_samples([one, two], 4) == (*one, *two)
+    assert contents.of_samples([one, two], 2) == ((1.0, 3.0), (2.0, 4.0))
+    assert contents.of_samples([one], 3) == ()
+    assert contents.of_samples([], 0) == ()
