@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py import checks
-from entrenar_py.checks import Check
+from entrenar_py.checks import Check, run_names
 from entrenar_py.checks.needs import ALONE, KILLED, REPEATED, RESUMED, Near, Need, Runs
 from entrenar_py.command import asked
 from entrenar_py.command.asked import Asked
@@ -83,7 +83,8 @@ def judge(
         traces = {file: run.trace for file, run in runs.items() if _is_for(check, run)}
         if not traces:
             continue
-        groups = {file: _beside(check, file, runs) for file in traces}
+        spared = [] if having else _spared(check, {file: runs[file] for file in traces})
+        groups = {file: _beside(check, file, runs) for file in traces if file not in spared}
         if having is not None:
             groups = {file: of for file, of in groups.items() if having in (file, *of)}
             if not groups:
@@ -98,7 +99,12 @@ def judge(
         asked = [runs[file].asked for file in traces]
         if why := _lacking(check, asked):
             entry = replace(entry, finding=inconclusive(task.invariant.id, why))
-        notes = (*entry.finding.notes, *_untried(check, asked), *_unbroken(check, runs.values()))
+        notes = (
+            *entry.finding.notes,
+            *_untried(check, asked),
+            *_unbroken(check, runs.values()),
+            *(_not_judged(runs[file]) for file in spared),
+        )
         yield replace(entry, finding=replace(entry.finding, notes=notes))
 
 
@@ -109,6 +115,30 @@ def _name(file: Path) -> Path:
 
 def _is_for(check: Check, run: Run) -> bool:
     return asked.judges(check, run.asked)
+
+
+def _spared(check: Check, runs: Mapping[Path, Run]) -> list[Path]:
+    """Return the files of failed runs that were made for other checks, if others did not fail.
+
+    This check judges them, too, but its verdict stands without them.
+    """
+    failed = [file for file, run in runs.items() if run.trace.end.status == "failed"]
+    most = max(run.asked.world_size for run in runs.values())
+    spare = [file for file in failed if _is_spare(check, runs[file].asked, most)]
+    return spare if len(spare) < len(runs) else []
+
+
+def _is_spare(check: Check, asked: Asked, most: int) -> bool:
+    """Return whether a run is none of those that the check needs, or that were requested."""
+    if asked.turn is not None and not asked.stops:
+        return asked.turn.knob not in {need.knob for need in check.needs}
+    if asked.repeat:
+        return REPEATED not in (*check.needs, *check.witnesses)
+    return asked.is_plain and asked.world_size == 1 < most and ALONE not in check.needs
+
+
+def _not_judged(run: Run) -> str:
+    return f"not judged: {run_names.of(run.trace.scenario)} failed: {run.trace.end.reason}"
 
 
 def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:

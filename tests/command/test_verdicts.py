@@ -1,0 +1,125 @@
+"""Verdicts while a command's runs are made: as soon as they are known, and of which runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py.command import judging, verdicts
+from entrenar_py.command.asked import Asked, Turn
+from entrenar_py.command.runs import Run
+from entrenar_py.reports.report import Entry
+from entrenar_py.trace import End, Trace, Update
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.conftest import shipped_invariants
+
+COPIES, SAMPLES, NAN = "F-DP-001", "F-DP-002", "F-DP-003"
+TASKS = judging.tasks([shipped_invariants()[name] for name in (COPIES, SAMPLES, NAN)])
+PLAIN = Asked(world_size=3, seed=0)
+AGAIN = replace(PLAIN, repeat=1)
+POISONED = replace(PLAIN, faults=(traces.leave(1, 2),))
+TURNED = replace(PLAIN, turn=Turn("permute", "1"))
+
+
+def trained(**changes: Any) -> Trace:
+    """Return the trace of a script's run."""
+    ran = traces.run(traces.scenario())
+    subject = ran.scenario.with_(workload="own", system="command", **changes)
+    return replace(ran, scenario=subject, promises=())
+
+
+def drifted() -> Trace:
+    """Return a run in which rank 1 has weights of its own after step 2."""
+    trace = trained()
+    update = traces.one(trace, Update, step=2, rank=1)
+    other = next(iter(update.weights.values()))
+    weights = {name: replace(other, digest="0" * 32) for name in update.weights}
+    return traces.altered(trace, Update, {"step": 2, "rank": 1}, weights=weights)
+
+
+def failed(trace: Trace) -> Trace:
+    return replace(trace, events=(*trace.events[:-1], End(status="failed", reason="ValueError: 9")))
+
+
+def recorded(*made: tuple[str, Asked, Trace]) -> Iterator[tuple[Path, Run]]:
+    """Yield the runs, each with the settings of those after it."""
+    for number, (name, asked, trace) in enumerate(made):
+        ahead = tuple(later[1] for later in made[number + 1 :])
+        yield Path(f"runs/{name}.jsonl"), Run(asked=asked, trace=trace, ahead=ahead)
+
+
+def timeline(*made: tuple[str, Asked, Trace]) -> list[tuple[int, str, Verdict]]:
+    """Return the verdicts, each with how many runs had been made by then."""
+    runs: dict[Path, Run] = {}
+    entries: Iterator[Entry] = verdicts.as_known(TASKS, recorded(*made), runs)
+    return [(len(runs), entry.invariant.id, entry.verdict) for entry in entries]
+
+
+def test_a_verdict_comes_with_the_last_run_that_it_is_about() -> None:
+    """A clause that judges runs with knobs waits for them; others come before."""
+    plain, again = ("3-workers", PLAIN, trained()), ("3-workers-again", AGAIN, trained(repeat=1))
+    turned = ("3-workers-permute-1", TURNED, trained())
+    assert timeline(plain, again, turned) == [
+        (2, SAMPLES, Verdict.HELD),
+        (2, NAN, Verdict.HELD),
+        (3, COPIES, Verdict.HELD),
+    ]
+
+
+def test_a_break_is_told_at_once_and_again_of_all_runs() -> None:
+    """After the plain runs a falsified clause waits no longer."""
+    plain, again = ("3-workers", PLAIN, trained()), ("3-workers-again", AGAIN, trained(repeat=1))
+    turned = ("3-workers-permute-1", TURNED, drifted())
+    last = ("3-workers-permute-2", replace(TURNED, turn=Turn("permute", "2")), drifted())
+    told = [
+        (num, verdict)
+        for num, name, verdict in timeline(plain, again, turned, last)
+        if name == COPIES
+    ]
+    assert told == [(3, Verdict.FALSIFIED), (4, Verdict.FALSIFIED)]
+
+
+def test_after_an_interrupt_what_is_falsified_is_told() -> None:
+    """The other clauses need all runs."""
+
+    def interrupted() -> Iterator[tuple[Path, Run]]:
+        yield Path("3-workers.jsonl"), Run(asked=PLAIN, trace=drifted(), ahead=(AGAIN,))
+        raise KeyboardInterrupt
+
+    entries = verdicts.as_known(TASKS, interrupted(), {})
+    entry = next(entries)
+    assert (entry.invariant.id, entry.verdict) == (COPIES, Verdict.FALSIFIED)
+    with pytest.raises(KeyboardInterrupt):
+        next(entries)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "verdict"),
+    [
+        ("1-worker", replace(PLAIN, world_size=1), Verdict.HELD),
+        ("3-workers-permute-1", TURNED, Verdict.HELD),
+        ("3-workers-again", replace(PLAIN, world_size=2), Verdict.INCONCLUSIVE),
+    ],
+)
+def test_a_verdict_stands_without_a_failed_run_of_others(
+    name: str, asked: Asked, verdict: Verdict
+) -> None:
+    """A failed run that was made for other checks is only noted."""
+    runs = dict(recorded(("3-workers", PLAIN, trained()), (name, asked, failed(trained()))))
+    (entry,) = judging.judge(TASKS[:1], runs)
+    assert entry.verdict is verdict
+    noted = any(note.startswith("not judged: the run on") for note in entry.finding.notes)
+    assert noted is (verdict is Verdict.HELD)
+
+
+def test_reasons_name_runs() -> None:
+    """A reason begins with the cause, and ends with the names of the runs."""
+    runs = dict(recorded(("3-workers", PLAIN, drifted()), ("3-workers-again", AGAIN, trained())))
+    (entry,) = judging.judge(TASKS[:1], runs)
+    assert entry.finding.reason.startswith("rank 1 and rank 0 hold different weights")
+    assert entry.finding.reason.endswith(" [3-workers]")
