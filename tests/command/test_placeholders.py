@@ -85,6 +85,8 @@ def test_a_command_is_stopped_between_epochs() -> None:
     [resumed] = [asked for name, asked in told.others(like).items() if name.endswith("-resumed")]
     assert resumed.stops == (4, 8)
     assert [epochs for _, epochs in told.lengths(resumed)] == [1, 2, 3]
-    assert not any(asked.stops for asked in told.others(like.with_(num_steps=11)).values())
+    assert not resumed.interrupted
+    unequal = [asked for asked in told.others(like.with_(num_steps=11)).values() if asked.stops]
+    assert [asked.interrupted for asked in unequal] == [True]
     by_steps = plan("{epochs}", "{steps}", "{workdir}")
     assert by_steps.lengths(resumed) == [(4, 2), (8, 2), (8, 2)]

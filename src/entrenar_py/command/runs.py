@@ -188,7 +188,7 @@ class Plan:
             others[f"{name}-nan"] = replace(asked, faults=(nan,))
         if KILLED in self.needs and self.most > 1:
             others[f"{name}-killed"] = replace(asked, faults=(leave,))
-        interrupted = not (self.can_say("steps") or self.can_say("epochs"))
+        interrupted = self._cuts_off(like)
         if {RESUMED, SAVED}.intersection(self.needs) and stops:
             # With several micro-batches a step, if possible: only then does a place in the data
             # that is counted in micro-batches differ from one that is counted in steps.
@@ -200,15 +200,18 @@ class Plan:
         return others
 
     def _stops(self, like: Scenario) -> tuple[int, ...]:
-        """Return the steps to stop before: by {epochs} after each epoch, otherwise within epochs.
-
-        There are none if the epochs of `like` have unequal lengths.
-        """
-        if self.can_say("steps") or not self.can_say("epochs"):
+        """Return the steps to stop before: after each epoch by {epochs}, else within epochs."""
+        if self.can_say("steps") or self._cuts_off(like):
             return _stops(like)
-        if like.num_steps % self.num_epochs:
-            return ()
         return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
+
+    def _cuts_off(self, like: Scenario) -> bool:
+        """Return whether runs can be stopped only from inside: neither {steps} nor {epochs} does.
+
+        {epochs} doesn't if the epochs of `like` have unequal lengths.
+        """
+        by_epochs = self.can_say("epochs") and like.num_steps % self.num_epochs == 0
+        return not (self.can_say("steps") or by_epochs)
 
     def lengths(self, asked: Asked) -> list[tuple[int, int]]:
         """Return the numbers of steps and of epochs to launch the command for, stop by stop."""
