@@ -12,6 +12,7 @@ from typing import Any
 from docs import cli_reference, kill_matrix_page
 from entrenar_py import kill_matrix, mutants, scenario
 from entrenar_py.checks import CHECKS, Check
+from entrenar_py.checks.presuppositions import COMPARISONS
 from entrenar_py.contract import Invariant
 from entrenar_py.contract.validation import RULES
 from entrenar_py.drivers import door
@@ -36,6 +37,7 @@ CONTRACT_RULES = DOCS / "contract-rules.md"
 PROTOCOL = DOCS / "protocol.md"
 SERVICE = DOCS / "entrenar.md"
 CONFIGURATION = DOCS / "configuration.md"
+YOUR_TRAINER = DOCS / "your-trainer.md"
 
 # The meaning of each field of a scenario; its type and default are read from the record.
 MEANINGS = {
@@ -115,6 +117,7 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
         "entrenar.md": service(SERVICE.read_text(encoding="utf-8")),
         "kill-matrix.md": kill_matrix_page.page(rows, scripts(), checks()),
         "protocol.md": protocol(PROTOCOL.read_text(encoding="utf-8")),
+        "your-trainer.md": your_trainer(YOUR_TRAINER.read_text(encoding="utf-8")),
     }
 
 
@@ -191,6 +194,17 @@ def service(page: str) -> str:
         ),
     }
     return _filled(page, tables)
+
+
+def your_trainer(page: str) -> str:
+    """Return `page` with the current table of what comparisons presuppose."""
+    made: dict[str, list[str]] = {}
+    for comparison, presupposed in COMPARISONS.items():
+        for one in presupposed:
+            made.setdefault(one.says, []).append(comparison)
+    rows = [(says, "; ".join(comparisons)) for says, comparisons in made.items()]
+    table = _table(("presupposed", "by comparisons of"), rows)
+    return _filled(page, {"presuppositions": table})
 
 
 def configuration(page: str) -> str:

@@ -18,6 +18,7 @@ from falsification.user_presupposed_scripts import (
     UNSEEDED,
     WRAPPED,
     ZERO_1,
+    ZERO_1_FLAT,
 )
 from falsification.user_trainers import Twin
 
@@ -41,6 +42,12 @@ VARIANTS = (
     _right("an expert on each rank, under the same name", EXPERT_EACH),
     _right("a module that keeps a flat shard", SHARDED_MODULE),
     _right("an optimizer that reduces and shards (ZeRO-1)", ZERO_1),
+    _right("a flat partition with an inner optimizer (ZeRO-1), which skips a NaN", ZERO_1_FLAT),
+    _right(
+        "a flat partition (ZeRO-1) whose skipped steps are reported",
+        ZERO_1_FLAT,
+        ("        if self.overflow:\n", "        if self.overflow:\n            obs.skipped()\n"),
+    ),
     _right("an optimizer that reduces in its step", HOROVOD),
     _right("gradients reduced in a hook of the optimizer", PRE_HOOK),
     _right("weights in bfloat16, with masters in float32", MASTERS),
@@ -103,6 +110,29 @@ BUGS = (
         tensor="2.bias",
     ),
     _bug(
+        "a flat partition (ZeRO-1) whose overflow each rank decides for itself",
+        ZERO_1_FLAT,
+        ("        dist.all_reduce(bad, dist.ReduceOp.MAX)\n", ""),
+        (
+            "        dist.all_reduce(g)\n",
+            "        g = g.nan_to_num()\n        dist.all_reduce(g)\n",
+        ),
+        check="finiteness",
+        step=4,
+        rank=1,
+    ),
+    _bug(
+        "a flat partition (ZeRO-1) gathered by all ranks but the last",
+        ZERO_1_FLAT,
+        (
+            "        for p in self.params:\n            p.data",
+            "        for p in self.params[self.rank:]:\n            p.data",
+        ),
+        check="replica_identity",
+        step=0,
+        rank=1,
+    ),
+    _bug(
         "an optimizer that reduces divides twice",
         HOROVOD,
         ("p.grad.div_(size)", "p.grad.div_(size * size)"),
@@ -127,6 +157,7 @@ BUGS = (
             "    for p, m in zip(net.parameters(), masters if rank == 0 else ()):\n        p.data",
         ),
         check="replica_identity",
+        step=0,
         rank=1,
     ),
     _bug(

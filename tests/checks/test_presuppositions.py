@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py.checks import CHECKS, tensor_names
 from entrenar_py.checks.needs import ALONE, REPEATED, Runs
-from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
+from entrenar_py.trace import Injected, Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, scenario
@@ -187,6 +187,22 @@ def test_gradients_that_the_optimizer_reduces_are_not_compared() -> None:
         weights = changed(traces.one(trace, Update, rank=rank, step=1).weights, name, by=1.0)
         trace = altered(trace, Update, {"rank": rank, "step": 1}, weights=weights)
     assert traces.broken(parity(trace, alone)).message.startswith("weights after the step")
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_skipped_step_that_ranks_did_not_see(dropped: bool) -> None:
+    """Finite gradients that a rank drops, since another's are not, are not taken for a step.
+
+    They are if the rank made that step with as many micro-batches as before.
+    """
+    trace = own()
+    nan = Injected(fault={"kind": "non_finite_gradient"}, step=2, rank=1)
+    again = [replace(s, shard=s.shard + 9) for s in trace.of(Shard) if s.step == 2 and s.rank != 1]
+    events = (*trace.events[:-1], *(again if dropped else ()), nan, trace.events[-1])
+    run = altered(replace(trace, events=events), Update, {"step": 2, "rank": 1}, gradient={})
+    finding = CHECKS["finiteness"].judge(traces.clause("finiteness"), Runs(run))
+    assert finding.verdict is (Verdict.INCONCLUSIVE if dropped else Verdict.FALSIFIED)
+    assert not dropped or "call obs.skipped() on every rank" in finding.reason
 
 
 def rule(trace: Trace) -> Finding:

@@ -33,6 +33,7 @@ def test_make_docs_changes_nothing(
         "entrenar.md",
         "kill-matrix.md",
         "protocol.md",
+        "your-trainer.md",
     ]
     written.remove("kill-matrix.md")
     for name in written:
@@ -55,6 +56,12 @@ def test_tables_stand_between_their_marks() -> None:
     edited = page.replace("| `seed` | whole", "| `seed` | hole")
     assert edited != page
     assert generate.contract_format(edited) == page
+
+
+def test_what_comparisons_presuppose_is_told() -> None:
+    """The table of presuppositions is generated from the code, and is current."""
+    page = generate.YOUR_TRAINER.read_text("utf-8")
+    assert generate.your_trainer(page) == page, "say `make docs`"
 
 
 def test_the_protocol_is_as_the_tables_have_it(monkeypatch: pytest.MonkeyPatch) -> None:

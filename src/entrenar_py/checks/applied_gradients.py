@@ -6,12 +6,13 @@ the weights (in float32, or of other shapes) that are written back later.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from entrenar_py.checks import evidence, rounds
+from entrenar_py.checks import evidence, missing, rounds
 from entrenar_py.checks.compared import Compared, run_name
-from entrenar_py.trace import Event, Shard, Start, Tensors, Trace, Update
+from entrenar_py.trace import Event, Injected, Shard, Start, Tensors, Trace, Update
 
 
 def unreduced(compared: Compared) -> str:
@@ -82,6 +83,35 @@ def _event_without(event: Event) -> Event:
     if isinstance(event, Update):
         return replace(event, gradient={}, grad_norm=None, applied_norm=None)
     return replace(event, gradient={}) if isinstance(event, Shard) else event
+
+
+def skipped_unseen(compared: Compared) -> str:
+    """Return why ranks may have skipped a step without a sign of it; "" if they haven't.
+
+    The ranks with a value that is not finite skipped it. Others, whose own values are finite, seem
+    to make it with more micro-batches than the step before, and all weights stay finite: an
+    optimizer that reduces gradients by itself dropped theirs, and the next step's came on top.
+    """
+    trace = compared.trace
+    made = evidence.updates(trace)
+    counts = Counter((shard.step, shard.rank) for shard in trace.of(Shard))
+    struck: dict[int, set[int]] = {}
+    planted = (one for one in trace.of(Injected) if one.fault["kind"].startswith("non_finite_"))
+    places = [(one.step or 0, one.rank or 0) for one in planted]
+    places += [(shard.step, shard.rank) for shard in trace.of(Shard) if not shard.finite]
+    for step, rank in places:
+        struck.setdefault(step, set()).add(rank)
+    if not all(update.finite for update in trace.of(Update)):
+        return ""
+    for step, ranks in sorted(struck.items()):
+        others = made.get(step, {}).keys() - ranks
+        if others and all(counts[step, rank] > counts[step - 1, rank] > 0 for rank in others):
+            return (
+                f"{missing.named(ranks)} skipped step {step} for a value that is not finite, and "
+                f"{missing.named(others)} may have dropped finite gradients there: call "
+                "obs.skipped() on every rank where the script, or its optimizer, skips a step"
+            )
+    return ""
 
 
 def copies_stepped(compared: Compared) -> str:

@@ -1,7 +1,7 @@
 """Which tensors of a run are copies, held whole by every rank, and which may be pieces.
 
 Model parallelism written by hand in plain tensors looks like data parallelism: each rank holds
-tensors of the same names and sizes, with other values.
+tensors of the same names and shapes, with other values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from entrenar_py.trace import Event, Shard, Start, Synchronised, Tensors, Trace,
 from entrenar_py.wording import listed
 
 _SHOWN = 2  # names in a reason
+Shape = tuple[int, ...]
 _FIELDS = ("weights", "buffers", "gradient")
 
 
@@ -33,49 +34,59 @@ def without(compared: Compared) -> Compared | None:
     return replace(compared, model=trace, trace=trace)
 
 
-def pieces(compared: Compared) -> Mapping[str, tuple[int, int]]:
-    """Return each tensor of which a rank holds more or fewer elements than the other run has.
+def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
+    """Return each tensor that has another shape on some rank than in the other run, and both.
 
-    The other run is the model, or of a single run, that on one worker. The values are the two
-    numbers of elements.
+    The other run is the model, or of a single run, that on one worker.
     """
-    due, held = _due_sizes(compared), _sizes(compared.trace)
+    due, held = _due_shapes(compared), _shapes(compared.trace)
     return {
-        name: (next(iter(sizes - due[name])), next(iter(due[name])))
-        for name, sizes in held.items()
-        if name in due and sizes - due[name]
+        name: (min(shapes - due[name]), min(due[name]))
+        for name, shapes in held.items()
+        if name in due and shapes - due[name]
     }
 
 
-def _pieces_told(compared: Compared, found: Mapping[str, tuple[int, int]]) -> str:
+def _pieces_told(compared: Compared, found: Mapping[str, tuple[Shape, Shape]]) -> str:
     if not found:
         return ""
-    name, (size, due) = next(iter(found.items()))
+    name, (shape, due) = next(iter(found.items()))
     model = compared.alone if compared.is_one_run else compared.model
     other = "" if model is None else run_name(model)
     return (
-        f"in {run_name(compared.trace)} a rank's {name} has {size} elements, in {other} {due}: "
-        "ranks that hold pieces in plain tensors can't be compared; keep the pieces as DTensors "
-        "(DTensor.from_local), whose places are known"
+        f"in {run_name(compared.trace)} a rank's {name} has {_elements(shape)}, in {other} "
+        f"{_elements(due)}: ranks that hold pieces in plain tensors can't be compared; keep the "
+        "pieces as DTensors (DTensor.from_local), whose places are known"
     )
 
 
-def _due_sizes(compared: Compared) -> dict[str, set[int]]:
-    """Return how many elements each weight has in the run that the judged one is held against."""
+def _elements(shape: Shape) -> str:
+    """Return `6x8 elements`."""
+    return f"{'x'.join(map(str, shape)) or 1} elements"
+
+
+def _due_shapes(compared: Compared) -> dict[str, set[Shape]]:
+    """Return the shapes of weights in the run that the judged one is held against."""
     model = compared.alone if compared.is_one_run else compared.model
     if model is None or model is compared.trace:
         return {}
-    return _sizes(tensor_names.aligned(model, compared.trace))
+    return _shapes(tensor_names.aligned(model, compared.trace))
 
 
-def _sizes(trace: Trace) -> dict[str, set[int]]:
-    """Return by name of a weight how many elements ranks hold of it, as far as recorded."""
-    sizes: dict[str, set[int]] = {}
+def _shapes(trace: Trace) -> dict[str, set[Shape]]:
+    """Return the shapes of each weight on the ranks that recorded them.
+
+    Files of earlier releases have no shapes: then it is the number of elements, if known.
+    """
+    shapes: dict[str, set[Shape]] = {}
     for start in trace.of(Start):
-        for name, record in start.weights.items():
-            if record.size is not None:
-                sizes.setdefault(name, set()).add(record.size)
-    return sizes
+        held: dict[str, Shape] = dict(start.shapes)
+        if not held:
+            sizes = {name: record.size for name, record in start.weights.items()}
+            held = {name: (size,) for name, size in sizes.items() if size is not None}
+        for name, shape in held.items():
+            shapes.setdefault(name, set()).add(tuple(shape))
+    return shapes
 
 
 # --- tensors of a rank's own ----------------------------------------------------------------------
@@ -85,7 +96,7 @@ def own(compared: Compared) -> Set[str]:
     """Return the tensors that each rank may have for itself, as experts and pieces are.
 
     Ranks begin with other values of them and apply other gradients to them. A tensor that was only
-    not broadcast gets the same gradients. If sizes show that tensors are no pieces, there must be
+    not broadcast gets the same gradients. If shapes show that tensors are no pieces, there must be
     others that ranks train and agree on, else nothing is synchronised. If a layout is declared, it
     is known which ranks hold copies.
     """
@@ -106,7 +117,7 @@ def own(compared: Compared) -> Set[str]:
         and _differ(name, [starts[min(starts)].weights, first[min(first)].weights])
         for name in trained
     )
-    is_whole = bool(_due_sizes(compared) and _sizes(trace))
+    is_whole = bool(_due_shapes(compared) and _shapes(trace))
     return frozenset(apart) if agreed or not is_whole else frozenset()
 
 
@@ -120,7 +131,7 @@ def _own_told(compared: Compared, names: Set[str]) -> str:
         return ""
     size = compared.trace.scenario.world_size
     unknown = (
-        "" if _due_sizes(compared) else " (the run on one worker, which would show, is lacking)"
+        "" if _due_shapes(compared) else " (the run on one worker, which would show, is lacking)"
     )
     return (
         f"each rank begins with its own {listed(sorted(names), most=_SHOWN)} and applies its own "
@@ -142,7 +153,7 @@ def shared_samples(compared: Compared) -> str:
     size = trace.scenario.world_size
     return (
         "all ranks draw the same samples, and hold other tensors of the model: if they share it, "
-        f'say so, observe(..., layout={{"tp": {size}}}), or {{"pp": {size}}}'
+        f'say so, observe(..., layout={{"tp": {size}}}), or "pp" or "ep" for "tp"'
     )
 
 

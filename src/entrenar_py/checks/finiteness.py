@@ -9,8 +9,18 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from entrenar_py.checks import audits, evidence, facts, history, missing, plans, skips
+from entrenar_py.checks import (
+    audits,
+    evidence,
+    facts,
+    history,
+    missing,
+    plans,
+    presuppositions,
+    skips,
+)
 from entrenar_py.checks.check import Check
+from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import POISONED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import OBSERVED
@@ -30,7 +40,9 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     """
     tally = missing.tally_for(invariant, traces)
     for trace in evidence.usable(traces, tally):
-        compare(tally, trace)
+        compared = Compared(runs=traces, model=trace, trace=trace)
+        if presuppositions.comparable(tally, presuppositions.POISONED, compared) is not None:
+            compare(tally, trace)
     why = "no update and no halt was recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.FINITE_AND_HALT))
 

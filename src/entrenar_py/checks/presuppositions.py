@@ -78,6 +78,11 @@ THE_MODEL_S = Presupposition(
     says="the optimizer steps the model's weights, not copies of them",
     lacking=applied_gradients.copies_stepped,
 )
+SKIPS_ARE_SEEN = Presupposition(
+    name="skips are seen",
+    says="a step that a rank skips because of another rank's value is recorded as skipped",
+    lacking=applied_gradients.skipped_unseen,
+)
 FINITE = Presupposition(
     name="finite",
     says="weights are finite: NaN equals NaN in any trainer",
@@ -120,6 +125,7 @@ SAMPLES = "samples of the ranks with each other"
 SAMPLES_WITH_ONE_WORKER = "samples of several workers with those of one"
 SAMPLES_REPEATED = "samples of a second run with those of the first"
 _TWO_RUNS = (SAME_NAMES, COPIES, FINITE, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED)
+POISONED = "a step at a value that is not finite, with its skipping or halting"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
     WITH_ONE_WORKER: (*_TWO_RUNS, SAME_CONTENTS, NOTHING_BY_RANK),
     WITH_A_KNOB: (*_TWO_RUNS, SAME_CONTENTS, NOTHING_BY_RANK),
@@ -132,6 +138,7 @@ COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
     SAMPLES: (SAMPLES_OF_ITS_OWN,),
     SAMPLES_WITH_ONE_WORKER: (SAMPLES_OF_ITS_OWN, SAMPLES_AGAIN),
     SAMPLES_REPEATED: (SAMPLES_SEEDED,),
+    POISONED: (SKIPS_ARE_SEEN,),
 }
 
 

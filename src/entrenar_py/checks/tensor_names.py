@@ -13,7 +13,11 @@ from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.trace import Event, Shard, Start, Synchronised, Trace, Update
 from entrenar_py.wording import listed
 
-_BY_NAME = ("weights", "buffers", "gradient", "rates")
+# The fields of events that map or list names of tensors, apart from `optimizer`.
+_BY_NAME = (
+    *("weights", "buffers", "shapes", "gradient", "rates"),
+    *("kept", "summed", "edited"),
+)
 _TUPLES = ("trainable", "frozen", "decayed")
 _SHOWN = 2  # names in a reason
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -98,6 +99,8 @@ class Observer(Observation):
         self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
         self._micro_batches = MicroBatches(rank, samples, self._random)
         self._loaders = LoaderDraws(self._random, trained=trained)
+        self._late: trace.Update | None = None
+        atexit.register(self._write_late)
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
         self._stop = PlannedStop(rank, world_size)
         self._hook()
@@ -146,6 +149,7 @@ class Observer(Observation):
         inner_steps: int | None = None,
     ) -> None:
         outer = arguments.outer(optimizer, weights, inner_steps)
+        self._write_late()
         self._step.forget_weights()
         event = self._synchronisations.event(self._subject, outer, self._step.number - 1)
         if event is not None:
@@ -157,6 +161,8 @@ class Observer(Observation):
         if self._micro_batches.done and self._gradients.has_overflowed():
             self._skip_step()
         self._end_step()
+        self._write_late()
+        atexit.unregister(self._write_late)
         self._recording.close()
         self._remove_hooks()
 
@@ -221,6 +227,7 @@ class Observer(Observation):
             self._firsts[module] = self._hook_first(module)
         for hooks in self._step_hooks:
             hooks.come_last()
+        self._write_late()
         self._stop.perhaps_end(*self._place())
         self._gradients.expect()
         self._recording.compressed(reduced_gradients.compression(module))
@@ -235,6 +242,7 @@ class Observer(Observation):
 
     def _before_backward(self) -> None:
         """Handle gradients dropped without a step: forget them, or record a skipped step."""
+        self._write_late()
         self._stop.perhaps_end(*self._place())
         micro_batches = self._micro_batches
         self._random.mark("loss")
@@ -316,19 +324,31 @@ class Observer(Observation):
             return
         self._write_shards()
         self._recording.look_at_optimizers()
-        self._recording.write([self._step.end()])
+        update = self._step.end()
+        if self._subject.is_stepped_as_copies:
+            self._late = update
+        else:
+            self._recording.write([update])
         self._synchronisations.stepped()
         self._micro_batches.end_step()
         self._gradients.forget()
 
+    def _write_late(self) -> None:
+        """Record the last step if its weights were still to be written back from copies."""
+        if self._late is not None:
+            update, self._late = self._late, None
+            self._recording.write([self._step.written_back(update)])
+
     # --- what is recorded -------------------------------------------------------------------------
 
     def _write_shards(self) -> None:
+        self._write_late()
         self._recording.sampling(self._micro_batches.samples.news())
         self._recording.write(self._micro_batches.written())
 
     def _start(self) -> None:
         """Record the initial state of this rank, once; look up parameters that were replaced."""
+        self._write_late()
         if self._subject.look_up():
             self._backward.set()
         if self._started:

@@ -84,6 +84,13 @@ class StepInWork:
         self._weights, self._edited = update.weights, {}
         return update
 
+    def written_back(self, update: trace.Update) -> trace.Update:
+        """Return the last update with the weights as they are now, written back from copies."""
+        held = self._subject.parameters
+        weights, finite = self._subject.record(held), tensors.is_finite(held.values())
+        self._weights = weights
+        return replace(update, weights=weights, finite=finite)
+
     def forget_weights(self) -> None:
         """Forget the weights: ranks that train independently were just given others."""
         self._weights = {}
