@@ -24,7 +24,7 @@ OPEN = {
     "ddp.py": {"recovery", "resume"},
     "plain_loop.py": {"recovery", "resume", "optimizer_state"},
     "accumulation.py": {"recovery", "resume"},
-    "resume.py": {"recovery", "step_rule"},
+    "resume.py": {"recovery"},
     "fsdp.py": {"recovery", "resume"},
     "tensor_parallel.py": {"recovery", "resume"},
     "knobs.py": {"recovery", "resume"},

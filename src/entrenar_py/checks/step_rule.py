@@ -21,6 +21,7 @@ from entrenar_py.checks import (
     facts,
     knobs,
     missing,
+    own_schedule,
     plans,
     presuppositions,
     skips,
@@ -28,7 +29,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
-from entrenar_py.checks.needs import REPEATED, Traces, turned
+from entrenar_py.checks.needs import ALONE, REPEATED, Traces, turned
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Tensors, Trace, Update
@@ -46,6 +47,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     runs = evidence.usable_runs(runs, tally)
     knobs.compare(tally, runs)
+    if tally.observed:
+        own_schedule.compare(tally, runs)
     for trace in runs:
         for update in trace.of(Update):
             place = evidence.place(trace, update)
@@ -144,15 +147,11 @@ def _rate(
 ) -> None:
     scenario = trace.scenario
     if trace.traits.schedule == "other":
-        tally.miss(
-            missing.told(
-                tally,
-                trace="the schedule is not one that is known here (traits: schedule: other): the "
-                "learning rate was not judged",
-                script="the learning rate changes by a schedule that is not known here: as a "
-                "function of the step it was not judged",
+        if not tally.observed:  # else see `own_schedule`
+            tally.miss(
+                "the schedule is not one that is known here (traits: schedule: other): the "
+                "learning rate was not judged"
             )
-        )
         return
     expected, allowed = expected_rate(scenario, update.step), relative * scenario.learning_rate
     message = f"learning rate of step {update.step} is not the {scenario.schedule} schedule's"
@@ -263,7 +262,7 @@ ROWS = (
         plan=plans.step_rules,
         explores=True,
         needs=(turned("clip"),),
-        witnesses=(REPEATED,),
+        witnesses=(REPEATED, ALONE),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         takes_turned=True,

@@ -1,0 +1,52 @@
+"""The learning rate of a script with a schedule of its own: is it a function of the step alone?
+
+Its closed form is unknown here. Its values are compared with those of the same steps in the same
+run made again, and on one worker.
+"""
+
+from __future__ import annotations
+
+import math
+
+from entrenar_py.checks import evidence, run_names
+from entrenar_py.checks.needs import ALONE, REPEATED, Traces
+from entrenar_py.trace import Trace
+from entrenar_py.verdict import Tally
+
+RATE_BOUND = 1e-6  # relative: the product of a few float64 numbers
+
+
+def compare(tally: Tally, runs: Traces) -> None:
+    """Compare the rates of the base with the witnesses'. One that differs is missing, not wrong.
+
+    Some scripts scale the rate by the number of workers, or have other steps on one worker.
+    """
+    base = runs.base
+    if base is None or base.traits.schedule != "other":
+        return
+    others = [run for need in (REPEATED, ALONE) for run in runs.witnesses.get(need, ())]
+    others = [run for run in others if run is not base and run.end.status == "completed"]
+    if not others:
+        tally.miss(
+            "the learning rate changes by a schedule that is not known here, and there is no other "
+            "run to compare it with"
+        )
+    for other in others:
+        _compare(tally, base, other)
+
+
+def _compare(tally: Tally, base: Trace, other: Trace) -> None:
+    expected = evidence.updates(other)
+    for step, by_rank in evidence.ranks_by_step(base):
+        if step not in expected:
+            continue
+        due = evidence.any_rank(expected[step]).learning_rate
+        got = evidence.any_rank(by_rank).learning_rate
+        if not math.isclose(due, got, rel_tol=RATE_BOUND):
+            tally.miss(
+                f"the learning rate of step {step} is {got:.6g} in {run_names.of(base.scenario)} "
+                f"and {due:.6g} in {run_names.of(other.scenario)}: make the schedule a function of "
+                "the step, with the same length in every run"
+            )
+            return
+        tally.compared += 1

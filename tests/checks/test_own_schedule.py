@@ -1,0 +1,60 @@
+"""A learning rate that changes is compared with that of the same steps in other runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from entrenar_py.checks import own_schedule
+from entrenar_py.checks.needs import ALONE, REPEATED, Need, Runs
+from entrenar_py.trace import End, Trace, Update
+from entrenar_py.verdict import Tally
+from tests.checks import traces
+
+
+def scheduled(*, factor: float = 1.0, **changes: object) -> Trace:
+    """Return a script's run whose rate falls from step to step, times `factor` from step 2 on."""
+    ran = traces.run(traces.scenario(**changes))
+    events = tuple(
+        replace(event, learning_rate=0.5**event.step * (factor if event.step >= 2 else 1.0))
+        if isinstance(event, Update)
+        else event
+        for event in ran.events
+    )
+    subject = ran.scenario.with_(workload="own", system="command")
+    return traces.was(replace(ran, scenario=subject, events=events), schedule="other")
+
+
+def compared(**witnesses: Trace) -> Tally:
+    """Return the tally of a run beside runs `again` and `alone`."""
+    needs: dict[str, Need] = {"again": REPEATED, "alone": ALONE}
+    beside = {needs[name]: (run,) for name, run in witnesses.items()}
+    tally = Tally("F-TI-008", observed=True)
+    own_schedule.compare(tally, Runs(scheduled(), witnesses=beside))
+    return tally
+
+
+def test_equal_rates_count() -> None:
+    """Each step is compared with each of the other runs."""
+    again, alone = scheduled(repeat=1), scheduled(world_size=1)
+    tally = compared(again=again, alone=alone)
+    num_steps = len({update.step for update in again.of(Update)})
+    assert (tally.compared, tally.missing) == (2 * num_steps, [])
+
+
+@pytest.mark.parametrize("name", ["again", "alone"])
+def test_other_rates_are_missing_evidence(name: str) -> None:
+    """A rate that depends on the number of workers may be meant so: it is no alarm."""
+    (why,) = compared(**{name: scheduled(factor=2.0, world_size=1)}).missing
+    assert why.startswith("the learning rate of step 2 is 0.25 in the run on 3 workers and 0.5 in ")
+
+
+def test_without_another_run_it_is_open() -> None:
+    """A failed run is no witness."""
+    failed = replace(scheduled(), events=(End(status="failed", reason="x"),))
+    for tally in (compared(), compared(alone=failed)):
+        assert tally.missing == [
+            "the learning rate changes by a schedule that is not known here, and there is no other "
+            "run to compare it with"
+        ]
