@@ -144,6 +144,32 @@ def test_what_keeps_runs_from_being_compared() -> None:
     assert "saves" not in "\n".join(guess("torchrun train.py --out {workdir}").look)
 
 
+def test_a_script_that_counts_epochs() -> None:
+    """Without an option for steps, epochs are counted; batches are shares of a global one."""
+    Path("train.py").write_text(SCRIPT.replace("--max-steps", "--batch-size"))
+    found = guess("torchrun train.py --epochs 90")
+    assert "--epochs {epochs}" in " ".join(found.command)
+    told = "\n".join(found.look)
+    assert "a run can be stopped only between epochs" in told
+    assert "--batch-size {share:16} divides a global batch of 16 among the workers" in told
+
+
+@pytest.mark.parametrize(
+    ("line", "expects"),
+    [
+        ("loss.backward()", True),
+        ("clip_grad_norm_(weights, 1.0, error_if_nonfinite=True)", False),
+        ("if not torch.isfinite(loss): raise SystemExit(1)", False),
+        ("scaler = torch.amp.GradScaler()", False),
+    ],
+)
+def test_a_script_without_a_test_for_nan(line: str, expects: bool) -> None:
+    """A likely falsification is told before anything runs, with a line that prevents it."""
+    Path("train.py").write_text(f"{SCRIPT}{line}\n")
+    told = "\n".join(guess("torchrun train.py").look)
+    assert ("train.py shows no test for NaN" in told) is expects
+
+
 @pytest.mark.parametrize(
     ("options", "restarts"),
     [

@@ -19,9 +19,12 @@ from entrenar_py.command import (
 )
 from entrenar_py.harness import falsify, stored
 from entrenar_py.harness.runner import Listener
+from entrenar_py.project import launchers, script
 from entrenar_py.project.exclusions import Standing
 from entrenar_py.rank_files import shown_scenario
 from entrenar_py.reports.report import Entry
+
+FINITENESS = "finiteness"  # the check of F-DP-003
 
 
 def work(options: argparse.Namespace, standing: Standing) -> Work:
@@ -52,7 +55,9 @@ def work(options: argparse.Namespace, standing: Standing) -> Work:
         source=_copied_folder(options),
         spelled=options.knobs,
     )
-    foreseen = make_plan(folder=Path()).foreseen()
+    foreseen = [*make_plan(folder=Path()).foreseen()]
+    if any(one.check is not None and one.check.name == FINITENESS for one in tasks):
+        foreseen += _expected(options)
     runs_by_file: dict[Path, runs.Run] = {}
     declared = {one.invariant.id: one.reason for one in standing.not_applying}
     left_out = judging.tasks([one.invariant for one in standing.not_applying])
@@ -77,10 +82,19 @@ def work(options: argparse.Namespace, standing: Standing) -> Work:
         system=shown_scenario.SYSTEM,
         seed=options.seed,
         not_applying=judging.elsewhere(standing.selected),
-        foreseen=foreseen,
+        foreseen=tuple(foreseen),
         doubts=doubts,
         streams=True,
     )
+
+
+def _expected(options: argparse.Namespace) -> list[str]:
+    """Return in a line what is likely to be found, as far as the text of the script shows."""
+    if launchers.is_for_shell(options.command):
+        return []
+    _, path = launchers.script(options.command, options.command_folder or Path.cwd())
+    told = script.without_a_test_for_nan(path) if path is not None else ""
+    return [f"expected: {told}"] if told else []
 
 
 def _copied_folder(options: argparse.Namespace) -> Path | None:

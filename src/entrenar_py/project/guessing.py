@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from entrenar_py.command import declarations
 from entrenar_py.project import launchers
 from entrenar_py.project import script as scripts
 from entrenar_py.project.script import Script
@@ -38,7 +39,6 @@ _KNOBS = {
 }
 _WEAK = ("dir",)  # may as well be where the data lies
 _EPOCHS = ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "n_epochs")
-_RESTARTS = ("--max-restarts", "--max_restarts")
 _WORKERS_MAX = 64
 
 
@@ -46,13 +46,15 @@ _WORKERS_MAX = 64
 class Guess:
     """The `command` with its placeholders, and the `folder` where it will run.
 
-    `taken` are the guesses that were made. `look` are questions that only the author can answer.
+    `restarts`: the launcher starts workers again. `saves`: the script may save checkpoints. `taken`
+    are the guesses that were made. `look` are questions that only the author can answer.
     """
 
     command: list[str]
     folder: Path
     world_size: int | None = None
     restarts: bool = False
+    saves: bool = True
     taken: list[str] = field(default_factory=list)
     look: list[str] = field(default_factory=list)
 
@@ -88,6 +90,9 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
         return draft
     assert path is not None, "it was read"
     _guess_options(draft, script, path.name)
+    draft.saves = script.saves
+    if why := scripts.without_a_test_for_nan(path):
+        draft.look.append(why)
     if not script.is_observed:
         draft.look.append(
             f"{path.name} does not call entrenar_py.observe(model, optimizer, sampler=loader), as "
@@ -99,7 +104,7 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
 def _guess_workers(draft: Guess, end: int) -> None:
     """Put {world_size} where the launcher, among the words before `end`, takes that number."""
     command = draft.command
-    draft.restarts = _restarts(command, end)
+    draft.restarts = bool(declarations.restarts(command[:end]))
     nodes = launchers.num_nodes(command, end)
     if nodes is not None:
         draft.look.append(
@@ -128,15 +133,6 @@ def _guess_workers(draft: Guess, end: int) -> None:
         draft.world_size = int(number)
 
 
-def _restarts(command: Sequence[str], end: int) -> bool:
-    """Return whether the launcher is told to restart ranks."""
-    for at, word in enumerate(command[:end]):
-        name, _, value = word.partition("=")
-        if name in _RESTARTS:
-            return (value or "".join(command[at + 1 : at + 2])) != "0"
-    return False
-
-
 def _guess_options(draft: Guess, script: Script, name: str) -> None:
     """Put in placeholders for the script's own options; list what a person has to look at."""
     _put_placeholders(draft, script, name)
@@ -147,7 +143,10 @@ def _guess_options(draft: Guess, script: Script, name: str) -> None:
 def _put_placeholders(draft: Guess, script: Script, name: str) -> None:
     """Put in each placeholder as the value of an option that fits by name, if it is clear which."""
     known = (*script.options, *(one for one in _given(draft.command) if one not in script.options))
-    for placeholder, names in _PLACES.items():
+    places = _PLACES
+    if not any(_plain(option) in _PLACES["steps"] for option in known):
+        places = {**_PLACES, "epochs": _EPOCHS}
+    for placeholder, names in places.items():
         slot = "{" + placeholder + "}"
         if any(slot in word for word in draft.command):
             continue
@@ -170,6 +169,8 @@ def _tell_of_steps_and_folders(draft: Guess, script: Script, name: str) -> None:
     if not any("{steps}" in word for word in draft.command):
         epochs = [one for one in script.options if _plain(one) in _EPOCHS]
         told = f"; {epochs[0]} counts epochs: give it a small number" if epochs else ""
+        if any("{epochs}" in word for word in draft.command):
+            told = ", of so many epochs; a run can be stopped only between epochs"
         draft.look.append(
             f"no option of {name} was found for the number of steps: each run makes as many as "
             f"the script does{told}"
@@ -187,7 +188,8 @@ def _tell_of_knobs(draft: Guess, script: Script) -> None:
     if batches:
         draft.look.append(
             f"{batches[0]}: if it is the size for one worker, two workers train on other batches "
-            "than one, and F-DP-005 can't compare them; divide a global batch among the workers"
+            f"than one, and F-DP-005 can't compare them; {batches[0]} {{share:16}} divides a "
+            "global batch of 16 among the workers"
         )
     for knob, names in _KNOBS.items():
         for option in script.options:

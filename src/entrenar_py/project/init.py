@@ -19,10 +19,10 @@ from entrenar_py.untrusted import printing
 
 NAME = "init"
 CONTRACT = "distributed-training-v1.yaml"
-REFERENCE = (CONTRACT, "training-integrity-v1.yaml")
+INTEGRITY = "training-integrity-v1.yaml"
+REFERENCE = (CONTRACT, INTEGRITY)
 STEPS = 8
 DEADLINE_S = 300
-KILLED = "F-DP-006"  # of CONTRACT: takes a launcher that starts ranks again
 _LINE_CHARS_MAX = 100
 _PLAIN = re.compile(r"[\w@%+=:,./{}-]+", re.ASCII)
 
@@ -37,11 +37,11 @@ def run(arguments: Sequence[str]) -> int:
     chosen = tuple(given.contract or ((CONTRACT,) if guess else REFERENCE))
     for contract in chosen:
         shipped.contract_path(contract)
-    if guess and not guess.restarts and CONTRACT in chosen:
-        guess.taken.append(
-            f"{KILLED} (recovery of a killed worker) does not apply, since the launcher starts no "
-            "worker again; if it does, take the exclusion out"
-        )
+    if guess:
+        guess.taken += [
+            f"{clause} ({what}) does not apply, since {why}; if it does, take the exclusion out"
+            for clause, what, why in _not_applying(guess, chosen)
+        ]
     lines = _lines(guess, chosen)
     header = [f"[tool.{location.TABLE}]"] if path.name == location.SHARED else []
     _append(path, before, [*header, *lines])
@@ -101,14 +101,24 @@ def _lines(guess: Guess | None, chosen: Sequence[str]) -> list[str]:
     if guess.world_size is not None:
         lines.append(f"world-size = {guess.world_size}")
     lines.append(f"deadline = {DEADLINE_S}  # seconds; a run that takes longer is ended")
-    if not guess.restarts and CONTRACT in chosen:
-        lines += [
-            "exclude = [",
-            f'  {{clause = "{KILLED}", kind = "not-applicable", reason = "the launcher starts no '
-            'worker again: it has no --max-restarts"},',
-            "]",
+    if left_out := _not_applying(guess, chosen):
+        entries = [
+            f'  {{clause = "{clause}", kind = "not-applicable", reason = "{why}"}},'
+            for clause, _, why in left_out
         ]
+        lines += ["exclude = [", *entries, "]"]
     return lines
+
+
+def _not_applying(guess: Guess, chosen: Sequence[str]) -> list[tuple[str, str, str]]:
+    """Return id, subject and reason of each clause that can't be tried with the command."""
+    clauses = []
+    if not guess.restarts and CONTRACT in chosen:
+        why = "the launcher starts no worker again: it has no --max-restarts"
+        clauses.append(("F-DP-006", "recovery of a killed worker", why))
+    if not guess.saves and INTEGRITY in chosen:
+        clauses.append(("F-TI-003", "exact resume", "the script saves no checkpoint"))
+    return clauses
 
 
 def _command(words: Sequence[str]) -> str:

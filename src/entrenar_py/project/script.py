@@ -14,18 +14,22 @@ BYTES_MAX = 2**22
 _OBSERVES = ("observe", "ObserveCallback")  # of entrenar_py, and of its integrations
 
 _SAVES = ("save", "save_checkpoint", "save_state")
+# Names by which scripts notice a value that is not finite: functions, arguments, classes.
+_FINITE = ("isfinite", "isnan", "isinf", "error_if_nonfinite", "GradScaler", "TerminateOnNaN")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
     """Facts of a script: `options` are the long options that it declares to argparse or click.
 
-    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` whether it saves anything.
+    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` whether it saves anything,
+    `minds_nan` whether it may notice a value that is not finite.
     """
 
     options: tuple[str, ...]
     is_observed: bool
     saves: bool
+    minds_nan: bool
 
 
 def read(path: Path) -> Script | None:
@@ -44,6 +48,22 @@ def read(path: Path) -> Script | None:
         options=tuple(dict.fromkeys(_options(calls))),
         is_observed=observed,
         saves=any(_name(call.func) in _SAVES for call in calls),
+        minds_nan=any(_said(node) in _FINITE for node in ast.walk(tree)),
+    )
+
+
+def without_a_test_for_nan(path: Path) -> str:
+    """Return what a script that never tests for NaN has to expect and can add; "" if it may test.
+
+    A script that can't be read may.
+    """
+    script = read(path)
+    if script is None or script.minds_nan:
+        return ""
+    return (
+        f"{path.name} shows no test for NaN, so F-DP-003 is likely to be falsified, as with most "
+        "scripts: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, "
+        "error_if_nonfinite=True) before optimizer.step() is one"
     )
 
 
@@ -61,6 +81,13 @@ def _options(calls: list[ast.Call]) -> Iterator[str]:
                     for name in argument.value.split("/"):  # click: --shout/--no-shout
                         if name.startswith("--") and len(name) > 2:
                             yield name
+
+
+def _said(node: ast.AST) -> str | None:
+    """Return the name that a node says: of a variable, an attribute, or an argument."""
+    if isinstance(node, ast.keyword):
+        return node.arg
+    return _name(node) if isinstance(node, ast.expr) else None
 
 
 def _name(function: ast.expr) -> str:
