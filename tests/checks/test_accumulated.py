@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.trace import Event, Update
+from entrenar_py.trace import Event, Shard, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.micro_batch_traces import (
@@ -31,7 +31,7 @@ SHORT = times(0.1, plus(FIRST, summed(1)))
     [
         (plus(FIRST, summed(1)), {}, "gradients not cleared since step 0"),
         (SHORT, {"kept": {"a": 0, "b": 0}}, "gradients not cleared since step 0"),
-        (FIRST, {}, "stepped without a backward pass since step 0"),
+        (FIRST, {}, "is that of step 0 once more"),
         (times(0.3, FIRST), {}, "is that of step 0's samples"),
         (summed(1, which=slice(-1, None)), {}, "is that of the last of 2 micro-batches"),
         (summed(1, which=slice(None, 1)), {}, "is that of the first of 2 micro-batches"),
@@ -76,6 +76,31 @@ def test_a_declared_sum_must_be_the_sum() -> None:
     """A gradient that obs.reduced() recorded is that of the whole batch."""
     trace = trace_of([FIRST, MEANS], grad_norm=1.0, applied_norm=1.0)
     assert traces.judge("weighting", [trace]).verdict is Verdict.FALSIFIED
+
+
+def test_a_step_without_a_backward_pass() -> None:
+    """A step without micro-batches that applies the earlier gradient again is told as that."""
+    trace = trace_of([FIRST, FIRST, summed(2)])
+    events = [e for e in trace.events if not isinstance(e, Shard) or e.step != 1]
+    broken = traces.broken(traces.judge("weighting", [replace(trace, events=tuple(events))]))
+    assert broken.step == 1
+    assert "stepped without a backward pass since step 0" in broken.message
+
+
+def test_momentum_by_hand_is_not_a_gradient_that_was_kept() -> None:
+    """What is added with another factor than the sum over ranks is left open."""
+    kept = plus(times(0.9, FIRST), summed(1))
+    finding = traces.judge("weighting", [trace_of([FIRST, kept], kept={"a": 0, "b": 0})])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert any("were not cleared, or overwritten, since step 0" in note for note in finding.notes)
+
+
+def test_a_gradient_that_the_script_took_away_is_noted() -> None:
+    """The other tensors are compared."""
+    taken = trace_of([FIRST, {"a": summed(1)["a"]}])
+    finding = traces.judge("weighting", [taken])
+    assert finding.verdict is not Verdict.FALSIFIED
+    assert "the script took the gradient from b before the update of step 1" in finding.notes
 
 
 def test_a_clipped_sum_is_left_alone() -> None:

@@ -131,7 +131,13 @@ def stepped_again(trace: Trace, update: Update) -> Explanation | None:
         return None
     values = evidence.vectors(now)
     is_zero = values is not None and not any(vector.any() for vector in values.values())
-    return None if is_zero else _words_of_again(update)
+    if is_zero:
+        return None
+    since = min(update.kept.values(), default=update.step - 1)
+    return Explanation(
+        f"is that of step {update.step - 1} once more, which could mean: stepped without a "
+        f"backward pass since step {since}"
+    )
 
 
 def _before(trace: Trace, update: Update) -> Update | None:
@@ -144,15 +150,11 @@ def _again(step: Applied) -> Explanation | None:
     before, now = step.earlier(), step.update.gradient
     if before is None or not step.applied.any():
         return None
-    same = all(before.gradient[name].digest == now[name].digest for name in step.off)
-    return _words_of_again(step.update) if same else None
-
-
-def _words_of_again(update: Update) -> Explanation:
-    since = min(update.kept.values(), default=update.step - 1)
+    if any(before.gradient[name].digest != now[name].digest for name in step.off):
+        return None
     return Explanation(
-        f"is that of step {update.step - 1} once more, which could mean: stepped without a "
-        f"backward pass since step {since}"
+        f"is that of step {step.update.step - 1} once more, in spite of a backward pass, which "
+        "could mean: the new gradient is applied late or never"
     )
 
 
@@ -167,8 +169,13 @@ def _kept(step: Applied) -> Explanation | None:
     if parts is None:
         return None
     kept = [name for name in step.off if name in step.update.kept]
-    # Clipping shortens the sum. Without a record of what was cleared, only 1 is certain.
-    if not kept and abs(parts[0] - 1) > step.bound:
+    # What is left is either not reduced again, or added over ranks. Clipping shortens all of it, so
+    # without a record of what was cleared only 1 is certain. Momentum by hand has another factor.
+    share = parts[0] / parts[1]
+    natural = any(
+        abs(share - number) <= step.bound * number for number in (1, step.trace.scenario.world_size)
+    )
+    if not (kept and natural) and abs(parts[0] - 1) > step.bound:
         return None
     since = min((step.update.kept[name] for name in kept), default=step.update.step - 1)
     return Explanation(

@@ -40,7 +40,7 @@ def of(trace: Trace, step: int, name: str, usual: int, other: int) -> Blame:
     if not all(rank in by_rank for rank in pair):
         return Blame()
     parameter = name if name in by_rank[usual].gradient else name.rpartition("/")[0]
-    for decide in (_by_gradient, _by_rate, _by_rule):
+    for decide in (_by_edit, _by_gradient, _by_rate, _by_rule):
         blame = decide(trace, step, parameter, pair)
         if blame is not None:
             return blame
@@ -48,10 +48,19 @@ def of(trace: Trace, step: int, name: str, usual: int, other: int) -> Blame:
     return Blame(words=f"rank {other} {words}" if words else "")
 
 
+def _by_edit(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> Blame | None:
+    """Blame the rank on which something other than the optimizer changed the tensor."""
+    by_rank = evidence.updates(trace)[step]
+    edited = [rank for rank in pair if name in by_rank[rank].edited]
+    if len(edited) != 1:
+        return None
+    return Blame(edited[0], f"rank {edited[0]} changed it outside of the optimizer before the step")
+
+
 def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> Blame | None:
     """Compare the applied gradients with each other, and with what the micro-batches gave."""
     by_rank = evidence.updates(trace)[step]
-    left, right = (_values(by_rank[rank].gradient, name) for rank in pair)
+    left, right = (_vector(by_rank[rank].gradient, name) for rank in pair)
     if left is None or right is None or left.shape != right.shape:
         lacking = [rank for rank in pair if name not in by_rank[rank].gradient]
         if len(lacking) == 1:
@@ -77,7 +86,7 @@ def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> B
 def _follows(trace: Trace, step: int, name: str, rank: int) -> str:
     """Return `all` or `own`: whose samples' gradient a rank applied, up to a factor; else ""."""
     by_rank = evidence.updates(trace)[step]
-    applied = _values(by_rank[rank].gradient, name)
+    applied = _vector(by_rank[rank].gradient, name)
     shards = evidence.shards(trace).get(step, ())
     own = [shard for shard in shards if shard.rank == rank]
     if applied is None or not own:
@@ -116,7 +125,7 @@ def _movement(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> str:
     """Return how far the second rank's weights moved, compared with the first's; "" if unclear."""
     before = [_weights_before(trace, step, name, rank) for rank in pair]
     by_rank = evidence.updates(trace)[step]
-    after = [_values(by_rank[rank].weights, name) for rank in pair]
+    after = [_vector(by_rank[rank].weights, name) for rank in pair]
     if any(one is None for one in (*before, *after)):
         return ""
     usual, other = (
@@ -138,10 +147,10 @@ def _movement(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> str:
 def _weights_before(trace: Trace, step: int, name: str, rank: int) -> Vector | None:
     before = evidence.updates(trace).get(step - 1, {}).get(rank)
     if before is not None:
-        return _values(before.weights, name)
+        return _vector(before.weights, name)
     start = update_rule.start_of(trace, step, rank)
-    return None if start is None else _values(start.weights, name)
+    return None if start is None else _vector(start.weights, name)
 
 
-def _values(tensors: Tensors, name: str) -> Vector | None:
-    return tensors[name].values() if name in tensors else None
+def _vector(tensors: Tensors, name: str) -> Vector | None:
+    return tensors[name].vector() if name in tensors else None

@@ -156,7 +156,7 @@ def compare_exact(
 
 
 def _relation(expected: TensorRecord, got: TensorRecord, scenario: Scenario | None) -> str:
-    left, right = expected.values(), got.values()
+    left, right = expected.vector(), got.vector()
     if left is None or right is None:
         return ""
     words = factors.of(left, right, scenario)

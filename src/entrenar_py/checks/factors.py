@@ -22,7 +22,7 @@ EXACT = 1e-5
 _LOOSEST = 1e-2
 _WHOLE_MAX = 16  # factors up to this (and one over it) are named even if nothing explains them
 _POWERS = range(5, 25)  # of two, beyond _WHOLE_MAX: loss scales
-_SHIFT_MIN = 3  # elements: shorter vectors look shifted by chance
+_TELLING_MIN = 3  # elements: shorter vectors are shifted, or multiples, by chance
 
 
 def of(
@@ -42,7 +42,8 @@ def of(
     allowed = min(max(bound, EXACT), _LOOSEST)
     factor = ratio(right, wrong, allowed)
     if factor is not None:
-        return _of_factor(factor, allowed, scenario)
+        is_telling = bool(np.count_nonzero(right) >= _TELLING_MIN)
+        return _of_factor(factor, allowed, scenario, is_telling=is_telling)
     return _of_order(right, wrong, allowed)
 
 
@@ -70,7 +71,7 @@ def named(factor: float, scenario: Scenario | None, bound: float = EXACT) -> tup
     return None
 
 
-def _of_factor(factor: float, bound: float, scenario: Scenario | None) -> str:
+def _of_factor(factor: float, bound: float, scenario: Scenario | None, *, is_telling: bool) -> str:
     if abs(factor - 1) <= bound:
         return ""
     if abs(factor + 1) <= bound:
@@ -78,6 +79,8 @@ def _of_factor(factor: float, bound: float, scenario: Scenario | None) -> str:
     simple = named(abs(factor), scenario, bound)
     sign = " and of the opposite sign" if factor < 0 else ""
     if simple is None:
+        if not is_telling:
+            return ""
         return f"it is {abs(factor):.6g} times as large{sign}, in all elements"
     shown, reason = simple
     size = {"2": "twice", "1/2": "half"}.get(shown, f"{shown} times" if "/" not in shown else shown)
@@ -86,7 +89,7 @@ def _of_factor(factor: float, bound: float, scenario: Scenario | None) -> str:
 
 def _of_order(right: Vector, wrong: Vector, bound: float) -> str:
     """Return whether the elements of `wrong` are those of `right` at other places."""
-    if right.size < _SHIFT_MIN or np.unique(right).size < _SHIFT_MIN:
+    if right.size < _TELLING_MIN or np.unique(right).size < _TELLING_MIN:
         return ""
     allowed = bound * float(np.linalg.norm(right))
     for places in (1, -1):

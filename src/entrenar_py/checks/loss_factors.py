@@ -38,8 +38,7 @@ def judge(tally: Tally, trace: Trace) -> None:
 
 def _told(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> list[Shard] | None:
     """Return the micro-batches that the step applied; None if the slope of one is unknown."""
-    dropped = step_sums.dropped(by_rank, shards)
-    kept = [shard for shard in shards if not any(shard is one for one in dropped)]
+    kept = step_sums.held(by_rank, shards)
     known = all(
         shard.slope and math.isfinite(shard.slope) and shard.slope > 0 and shard.weight > 0
         for shard in kept

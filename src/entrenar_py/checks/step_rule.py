@@ -24,7 +24,9 @@ from entrenar_py.checks import (
     own_schedule,
     plans,
     presuppositions,
+    scaled_clipping,
     skips,
+    step_notes,
     update_rule,
 )
 from entrenar_py.checks.check import Check
@@ -34,7 +36,6 @@ from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
-from entrenar_py.wording import listed
 
 # The tolerance if a contract gives none. Rates and norms are sums or products in float32. Their n
 # roundings of random sign add up to sqrt(n) 2^-24, which is 6e-6 for n = 10,000 elements.
@@ -55,6 +56,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             _rate(tally, trace, update, relative, place)
             _clipping(tally, trace, update, relative, place)
         declared_clipping.compare(tally, trace)
+        _scaled(tally, trace)
+        step_notes.tell(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.UPDATES, compared)
         if left is not None:
@@ -190,6 +193,17 @@ def _clipping(
     tally.close(expected, update.applied_norm, relative * expected, message, **place)
 
 
+def _scaled(tally: Tally, trace: Trace) -> None:
+    """Check that a user's gradients were not clipped while they were multiplied by a loss scale."""
+    if trace.scenario.workload != "own":
+        return
+    found = scaled_clipping.first(trace)
+    if found is not None:
+        step, message = found
+        update = evidence.any_rank(evidence.updates(trace)[step])
+        tally.check(False, message, **evidence.place(trace, update))
+
+
 def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -> bool:
     """Check, element by element, that each tensor moved as the optimizer's formula says.
 
@@ -197,9 +211,6 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
     """
     optimizer, before = trace.scenario.optimizer, rule.weights
     before = {**before, **update.edited}
-    if update.edited:
-        told = listed([*update.edited], most=2)
-        tally.note(f"{told} changed outside of the optimizer before step {update.step}")
     compared: set[str] = set()
     for name, expected in rule.step(update):
         record = update.weights.get(name)
@@ -214,7 +225,7 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
             gap = np.abs(after - expected.weight) - update_rule.allowed(trace, update, expected)
         element = int(gap.argmax())
         follows = bool((gap <= 0).all())
-        words = "" if follows else _movement(before[name].values(), expected.weight, after)
+        words = "" if follows else _movement(before[name].elements(), expected.weight, after)
         tally.check(
             follows,
             f"{name} did not move by learning rate times clipped gradient, as in {optimizer}"

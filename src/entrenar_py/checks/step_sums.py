@@ -37,9 +37,8 @@ def total(
     None if a shard with samples has no gradient, if values are unknown, or if sizes differ.
     """
     sums: dict[str, Vector] = {}
-    lost = dropped(by_rank, shards)
-    for shard in shards:
-        if any(shard is one for one in lost) or not (shard.ids or shard.gradient):
+    for shard in held(by_rank, shards):
+        if not (shard.ids or shard.gradient):
             continue
         values = vectors(summed(by_rank, shard))
         if values is None:
@@ -49,6 +48,25 @@ def total(
                 return None
             sums[name] = sums.get(name, 0) + value.astype(np.float64)
     return sums or None
+
+
+def held(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
+    """Return the shards of which something was applied, or may have been."""
+    lost = dropped(by_rank, shards)
+    return [
+        shard
+        for shard in shards
+        if not any(shard is one for one in lost)
+        and (shard.gradient or not _is_left_out(by_rank, shard))
+    ]
+
+
+def _is_left_out(by_rank: Mapping[int, Update], shard: Shard) -> bool:
+    """Return whether no tensor's applied gradient holds the shard, whose gradient is unknown."""
+    update = by_rank.get(shard.rank)
+    if update is None or update.summed.keys() != update.gradient.keys():
+        return False
+    return not any(shard.shard in held for held in update.summed.values())
 
 
 def joined(vectors: Mapping[str, NDArray[Any]], names: Collection[str]) -> Vector:

@@ -228,7 +228,7 @@ def is_followed(trace: Trace, step: int, rank: int, name: str) -> bool | None:
             for tensor, expected in rules[event.rank].step(event):
                 if (event.step, event.rank, tensor) != (step, rank, name):
                     continue
-                after = event.weights[name].values() if name in event.weights else None
+                after = event.weights[name].elements() if name in event.weights else None
                 if after is None or after.shape != expected.weight.shape:
                     return None
                 gap = np.abs(after - expected.weight)

@@ -31,7 +31,7 @@ from entrenar_py.checks.needs import ALONE, ORACLE, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Finding, Tally
-from entrenar_py.wording import counted
+from entrenar_py.wording import counted, listed
 
 RELATIVE = 1e-5  # the default tolerance; a float32 sum of n terms is off by up to n 2^-24
 
@@ -106,6 +106,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     rested = skips.without_gradients(trace)
     divisions = _Divisions.of(tally, trace)
     _none_dropped(tally, trace)
+    _note_kept(tally, trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         update = evidence.any_rank(by_rank)
         if not shards.get(step) and (again := accumulated.stepped_again(trace, update)):
@@ -115,11 +116,24 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
             continue
         total = step_sums.total(by_rank, shards[step])
         mean = evidence.vectors(update.gradient)
+        if total and mean is not None and trace.scenario.workload == "own":
+            total = _without_taken(tally, total, mean, step)
         if total and mean is not None and gradient_sums.shapes(total) == gradient_sums.shapes(mean):
             divisions.add(update, by_rank, shards[step], total, mean)
         elif valued:
             fact = facts.values_of("Shard.gradient and Update.gradient of all tensors")
             missing.ask(tally, f"the gradients of step {step} could not be added", fact)
+
+
+def _without_taken(
+    tally: Tally, total: Mapping[str, step_sums.Vector], mean: gradient_sums.Vectors, step: int
+) -> dict[str, step_sums.Vector]:
+    """Return `total` without tensors that a script took the gradient from, and note these."""
+    taken = sorted(total.keys() - mean.keys())
+    if taken and not any("took the gradient from" in note for note in tally.notes):
+        names = listed(taken, most=2)
+        tally.note(f"the script took the gradient from {names} before the update of step {step}")
+    return {name: value for name, value in total.items() if name in mean}
 
 
 @dataclass
@@ -251,6 +265,16 @@ class _Divisions:
             "layer), call obs.reduced() before it does"
         )
         return True
+
+
+def _note_kept(tally: Tally, trace: Trace) -> None:
+    """Note gradients that were not cleared, as they may be too small to be seen in the sum."""
+    for update in trace.standing.of(Update):
+        if update.kept:
+            names = listed([*update.kept], most=2)
+            since = min(update.kept.values())
+            tally.note(f"gradients of {names} were not cleared, or overwritten, since step {since}")
+            return
 
 
 def _none_dropped(tally: Tally, trace: Trace) -> None:

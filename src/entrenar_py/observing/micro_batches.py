@@ -131,6 +131,10 @@ class MicroBatches:
             return True
         return False
 
+    def forget_gradients(self) -> None:
+        """Forget the gradients of the micro-batches that are done. Their samples count."""
+        self.done = [replace(shard, gradient={}) for shard in self.done]
+
     def excuse(self) -> None:
         """Mark done micro-batches finite and drop their gradients: the loss scale was too large."""
         self.done = [replace(shard, finite=True, gradient={}) for shard in self.done]

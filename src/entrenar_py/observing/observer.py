@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -252,6 +253,8 @@ class Observer(Observation):
             return
         if self._gradients.was_reduced and micro_batches.forget_repeated():
             self._step.sources.forget_passes()
+        elif self._step.edited_weights(self._subject.trained):
+            micro_batches.forget_gradients()  # of other weights: sharpness-aware, other samples
         if micro_batches.done and self._gradients.has_overflowed():
             self._skip_step()
 
@@ -314,6 +317,7 @@ class Observer(Observation):
         self._random.mark("step")
         if step_in_work.is_nested(self._subject.optimizers[index]):
             return
+        self._step.applied()
         self._step.stepped.add(index)
         if len(self._step.stepped) == len(self._subject.optimizers):
             self._end_step()
@@ -324,7 +328,7 @@ class Observer(Observation):
             return
         self._write_shards()
         self._recording.look_at_optimizers()
-        update = self._step.end()
+        update = replace(self._step.end(), schedule=self._schedule_place())
         if self._subject.is_stepped_as_copies:
             self._late = update
         else:
@@ -354,10 +358,15 @@ class Observer(Observation):
         if self._started:
             return
         self._started = True
-        place = getattr(self._scheduler, "last_epoch", None)
-        progress = {} if place is None else {"schedule": int(place)}
+        place = self._schedule_place()
+        progress = {} if place is None else {"schedule": place}
         step = self._step.number
         self._recording.write([self._step.start(progress), *self._first_look(step)])
+
+    def _schedule_place(self) -> int | None:
+        """Return the position of the learning rate's schedule; None if it is unknown."""
+        place = getattr(self._scheduler, "last_epoch", None)
+        return None if place is None else int(place)
 
     def _first_look(self, step: int) -> Iterable[trace.Event]:
         """Return what the script declares about its parameters, and what is seen of them."""

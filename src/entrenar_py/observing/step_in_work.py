@@ -26,9 +26,12 @@ class StepInWork:
         self.number = number
         self.stepped: set[int] = set()
         self.sources = GradientSources(subject.digest)
-        # The weights as they were recorded last, and those that were changed since; by name.
+        # By name: the weights as they were recorded last, those that were changed since, and those
+        # that an optimizer of several has moved. `_due` are the names that the last one steps.
         self._weights: trace.Tensors = {}
-        self._edited: trace.Tensors = {}
+        self._edited: dict[str, trace.TensorRecord] = {}
+        self._moved: dict[str, trace.TensorRecord] = {}
+        self._due: list[str] = []
         self._gradient: dict[str, trace.TensorRecord] = {}
         # L2 norms before clipping and after it, if the script calls `reduced`.
         self._norm: float | None = None
@@ -55,17 +58,17 @@ class StepInWork:
         held = self._subject.gradients()
         gradients = _unscaled(self._subject.applied_gradients(), optimizer)
         known: trace.Tensors = {}
-        if not self.stepped:
-            self._edited = self._edited_weights()
+        due = [*names]
+        self._edited |= self.edited_weights(due)
         if self._norm is None:
-            due = {name: gradients[name] for name in names}
-            known = self._subject.record(due, exact=False)
+            known = self._subject.record({name: gradients[name] for name in due}, exact=False)
             self._gradient |= known
         elif not self.stepped:
             self._applied_norm = tensors.norm(gradients.values())
-        applied = {name: held[name] for name in names}
+        applied = {name: held[name] for name in due}
         known = {n: record for n, record in known.items() if gradients[n] is held[n]}
         self.sources.apply(self.number, applied, known)
+        self._due = due
 
     def apply_changed(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Note the gradients of `names` again: `optimizer` has changed them within its step."""
@@ -73,15 +76,23 @@ class StepInWork:
         if self._norm is None:
             self._gradient |= self._subject.record({name: gradients[name] for name in names})
 
+    def applied(self) -> None:
+        """Note the weights that an optimizer has just moved, if others step after it."""
+        if len(self._subject.optimizers) > 1:
+            parameters = self._subject.parameters
+            moved = {name: parameters[name] for name in self._due if name in parameters}
+            self._moved |= self._subject.record(moved)
+
     def end(self) -> trace.Update:
         """Return the record of this step, and begin the next one."""
         update = self._subject.update(self.number, self._gradient, self._norm, self._applied_norm)
         kept, summed = self.sources.end_step()
-        update = replace(update, kept=kept, summed=summed, edited=self._edited)
+        weights = {**update.weights, **self._moved}
+        update = replace(update, weights=weights, kept=kept, summed=summed, edited=self._edited)
         self.number += 1
         self.stepped.clear()
         self._gradient, self._norm, self._applied_norm = {}, None, None
-        self._weights, self._edited = update.weights, {}
+        self._weights, self._edited, self._moved = update.weights, {}, {}
         return update
 
     def written_back(self, update: trace.Update) -> trace.Update:
@@ -95,14 +106,15 @@ class StepInWork:
         """Forget the weights: ranks that train independently were just given others."""
         self._weights = {}
 
-    def _edited_weights(self) -> trace.Tensors:
+    def edited_weights(self, names: Iterable[str]) -> dict[str, trace.TensorRecord]:
         """Return the weights that were changed since they were recorded; all if any is a piece.
 
         Models that are recorded without values are not looked at, which would take time.
         """
         if not (self._subject.values and self._weights):
             return {}
-        now = self._subject.record(self._subject.parameters)
+        parameters = self._subject.parameters
+        now = dict(self._subject.record({n: parameters[n] for n in names if n in parameters}))
         edited = {
             name: record
             for name, record in now.items()

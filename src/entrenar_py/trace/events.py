@@ -98,7 +98,7 @@ class Update(Event):
     before, with the first step that is still in it. `summed` has the numbers of the worker's shards
     that a tensor's gradient holds, if these are not all shards of the step that have a gradient for
     it. `edited` are the weights right before this step that something other than the optimizer has
-    changed since the update before.
+    changed since the update before. `schedule` is the position of the learning rate's schedule.
     """
 
     step: int
@@ -117,6 +117,7 @@ class Update(Event):
     kept: Mapping[str, int] = field(default_factory=dict)
     summed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     edited: Tensors = field(default_factory=lambda: _NONE)
+    schedule: int | None = None
 
     def rate_of(self, name: str) -> float:
         """Return the learning rate of the tensor `name`."""
