@@ -211,6 +211,92 @@ _GUARD = (
     '        raise FloatingPointError("gradient")\n'
 )
 
+# A trainer with a state of its own and a checkpoint, for a network with running statistics.
+NORMED = """
+import argparse, pathlib
+import torch
+import torch.distributed as dist
+from torch import nn
+import entrenar_py
+
+class Norm(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("last", torch.zeros(size), persistent=False)
+
+    def forward(self, x):
+        if not self.training:
+            return (x - self.mean) * self.scale
+        mean = x.detach().mean(0)
+        self.update(mean)
+        return (x - mean) * self.scale
+
+    def update(self, mean):
+        self.last = mean
+        self.mean = 0.9 * self.mean + 0.1 * mean
+        self.seen += 1
+
+class State:
+    def __init__(self, args):
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(3, 6), Norm(6), nn.Tanh(), nn.Linear(6, 1))
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+        self.step, self.file = 0, pathlib.Path(args.dir) / "state.pt"
+        if self.file.exists():
+            self.load(torch.load(self.file))
+
+    def load(self, kept):
+        self.net.load_state_dict(kept["net"])
+        self.opt.load_state_dict(kept["opt"])
+        self.step = kept["step"]
+
+    def save(self):
+        if dist.get_rank() == 0:
+            kept = {"net": self.net.state_dict(), "opt": self.opt.state_dict(), "step": self.step}
+            torch.save(kept, self.file)
+
+def train(args):
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state = State(args)
+    gen = torch.Generator().manual_seed(11)
+    x = torch.randn(24, 3, generator=gen)
+    y = x.sin().sum(1, keepdim=True)
+    observer = entrenar_py.observe(state.net, state.opt, step=state.step)
+    while state.step < args.steps:
+        first = state.step * 8 % 24
+        ids = list(range(first, first + 8))[rank::world]
+        observer.samples(ids, epoch=state.step // 3)
+        loss = (state.net(x[ids]) - y[ids]).square().mean()
+        observer.loss(loss, len(ids))
+        loss.backward()
+        for p in state.net.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world
+            assert p.grad.isfinite().all()
+        state.opt.step()
+        state.opt.zero_grad()
+        state.step += 1
+    state.save()
+    observer.close()
+
+if __name__ == "__main__":
+    cli = argparse.ArgumentParser()
+    cli.add_argument("--steps", type=int, default=8)
+    cli.add_argument("--dir", default=".")
+    train(cli.parse_args())
+"""
+_ALIKE = (
+    (
+        "        self.last = mean\n",
+        "        dist.all_reduce(mean)\n        mean /= dist.get_world_size()\n",
+    ),
+)
+_DECLARED = (("step=state.step)", 'step=state.step, synchronised_buffers=["*.mean"])'),)
+
 _NAMED = (
     Twin(
         name="declared frozen: nobody froze the pretrained network",
@@ -512,7 +598,97 @@ _CLIPPED = (
     ),
 )
 
-BUGS = (*_NAMED, *_CLIPPED)
+_BUFFERED = (
+    Twin(
+        name="buffers: a checkpoint of the parameters alone",
+        script="resume.py",
+        text=NORMED,
+        world_size=1,
+        changes=(
+            (
+                '{"net": self.net.state_dict(), ',
+                '{"net": dict(self.net.named_parameters()), ',
+            ),
+            ('kept["net"])', 'kept["net"], strict=False)'),
+        ),
+        check="resume",
+        rank=0,
+        tensor="1.mean",
+        words="is zero: it was not restored",
+    ),
+    Twin(
+        name="buffers: BUF-REASSIGN: the saver keeps the buffers of the beginning",
+        script="resume.py",
+        text=NORMED,
+        source="torchtitan #1226",
+        changes=(
+            (
+                "        self.step, self.file",
+                "        self.kept = self.net.state_dict()\n        self.step, self.file",
+            ),
+            ('{"net": self.net.state_dict(), ', '{"net": self.kept, '),
+        ),
+        check="resume",
+        rank=0,
+        tensor="1.mean",
+        words="is zero: it was not restored",
+    ),
+    Twin(
+        name="buffers: a counter that starts again",
+        script="resume.py",
+        text=NORMED,
+        changes=(
+            (
+                '        self.step = kept["step"]\n',
+                '        self.step = kept["step"]\n        self.net[1].seen.zero_()\n',
+            ),
+            ("0.9 * self.mean + 0.1 * mean", "self.mean + (mean - self.mean) / (1 + self.seen)"),
+        ),
+        check="resume",
+        rank=0,
+        tensor="1.seen",
+    ),
+    Twin(
+        name="buffers: statistics that ranks stop synchronising",
+        script="resume.py",
+        text=NORMED,
+        changes=(
+            (
+                _ALIKE[0][0],
+                "        if self.seen < 3:\n            dist.all_reduce(mean)\n"
+                "            mean /= dist.get_world_size()\n",
+            ),
+            *_DECLARED,
+        ),
+        check="replica_identity",
+        step=3,
+        tensor="1.mean",
+        words="different buffers",
+    ),
+    Twin(
+        name="buffers: one rank alone keeps an average",
+        script="resume.py",
+        text=NORMED,
+        changes=(
+            (
+                "    observer = ",
+                '    state.net.register_buffer("slow", state.net[0].weight.detach().clone())\n'
+                "    observer = ",
+            ),
+            (
+                "        state.step += 1\n",
+                "        state.step += 1\n        if rank == 0:\n"
+                "            state.net.slow.lerp_(state.net[0].weight.detach(), 0.1)\n",
+            ),
+        ),
+        check="replica_identity",
+        step=1,
+        tensor="slow",
+        words="different buffers",
+    ),
+)
+
+BUGS = (*_NAMED, *_CLIPPED, *_BUFFERED)
 
 VARIANTS = (
     Twin(name="declared frozen: adapters", script="adapters.py", text=ADAPTERS, changes=()),
@@ -612,6 +788,32 @@ VARIANTS = (
         script="knobs.py",
         turned=("clip", "accumulation", "loss_scale"),
         changes=(("observe(model, optimizer)", "observe(model, optimizer, clip_norm=given.clip)"),),
+    ),
+    Twin(name="buffers: of each rank", script="resume.py", text=NORMED, changes=()),
+    Twin(
+        name="buffers: that ranks synchronise, declared",
+        script="resume.py",
+        text=NORMED,
+        changes=(*_ALIKE, *_DECLARED),
+    ),
+    Twin(
+        name="buffers: that ranks synchronise, undeclared",
+        script="resume.py",
+        text=NORMED,
+        changes=_ALIKE,
+    ),
+    Twin(
+        name="buffers: whole numbers of each rank",
+        script="resume.py",
+        text=NORMED,
+        changes=(
+            (
+                "    observer = ",
+                '    state.net.register_buffer("first_row", torch.tensor(12 * rank))\n'
+                "    observer = ",
+            ),
+            ('kept["net"])', 'kept["net"], strict=False)'),
+        ),
     ),
     Twin(name="tied: one tensor", script="language.py", text=LANGUAGE, changes=()),
     Twin(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from entrenar_py.observing import FOLDER
 from entrenar_py.observing.buffers import Buffers
 from entrenar_py.rank_files import assembly, rank_trace
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import Start, Tensors, Update
+from entrenar_py.trace import Start, Tensors, Update, record_tensor
 
 
 class Model(nn.Module):
@@ -71,18 +72,21 @@ def buffers(ranks: Iterable[RankTrace]) -> list[Tensors]:
 def test_what_no_forward_pass_changes_is_recorded(record: RankTrace) -> None:
     """Buffers that no forward pass changes are recorded by name, even if they are replaced."""
     found = buffers([record])
-    assert [list(one) for one in found] == [["average", "replaced", "nothing"]] * 3
+    assert [list(one) for one in found] == [["average", "replaced", "nothing", "mask"]] * 3
     values = [[one[name].values() for one in found] for name in ("average", "replaced")]
     assert [[v[0] for v in of if v is not None] for of in values] == [[0, 0, 1], [0, 0, 2]]
-    local = frozenset({"norm.running_mean", "norm.running_var", "unversioned", "reassigned"})
+    follow = {"running_mean", "running_var", "num_batches_tracked"}
+    local = frozenset({*(f"norm.{name}" for name in follow), "unversioned", "reassigned"})
     assert record.local == local
+    events = assembly.ordered([record])
+    assert {*map(frozenset, (e.local for e in events if isinstance(e, Start | Update)))} == {local}
 
 
 def test_what_is_local_on_one_rank_is_so_on_all(record: RankTrace) -> None:
     """A rank without samples did not change the buffer, and is not reported for the difference."""
     other = replace(record, header={**record.header, "rank": 1}, local=frozenset({"average"}))
     found = buffers([record, replace(other, events=record.events)])
-    assert {tuple(one) for one in found} == {("replaced", "nothing")}
+    assert {tuple(one) for one in found} == {("replaced", "nothing", "mask")}
 
 
 def test_synchronised_statistics_are_everyone_s() -> None:
@@ -93,7 +97,33 @@ def test_synchronised_statistics_are_everyone_s() -> None:
     model.get_buffer("running_mean").add_(1)
     assert known.after_forward() == []
     assert known.after_forward() is None
-    assert list(known.held()) == ["running_mean", "running_var"]
+    assert list(known.held()) == ["running_mean", "running_var", "num_batches_tracked"]
+
+
+def test_what_the_script_declares_synchronised() -> None:
+    """A buffer that all ranks change alike is no rank's own; a cache is never saved."""
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    known = Buffers(model)
+    known.synchronised = lambda names: [name for name in names if name == "running_mean"]
+    known.before_forward()
+    for name in ("running_mean", "running_var", "cache"):
+        model.get_buffer(name).add_(1)
+    assert known.after_forward() == ["running_var", "cache"]
+    assert list(known.held()) == ["running_mean", "running_var", "num_batches_tracked"]
+
+
+def test_whole_numbers_of_a_rank(record: RankTrace) -> None:
+    """Whole numbers that differ between ranks before the first step are each rank's own."""
+    start = record.events[0]
+    assert isinstance(start, Start)
+    turned = record_tensor(np.array([True, False]), values=True)
+    other = replace(
+        record,
+        header={**record.header, "rank": 1},
+        events=(replace(start, buffers={**start.buffers, "mask": turned}), *record.events[1:]),
+    )
+    assert {tuple(one) for one in buffers([record, other])} == {("average", "replaced", "nothing")}
 
 
 def test_a_model_that_is_never_called_has_none(record: RankTrace) -> None:
@@ -104,4 +134,5 @@ def test_a_model_that_is_never_called_has_none(record: RankTrace) -> None:
     silent = replace(record, local=None)
     assert not any(buffers([silent]))
     other = replace(silent, header={**record.header, "rank": 1})
-    assert {tuple(one) for one in buffers([record, other])} == {("average", "replaced", "nothing")}
+    shared = ("average", "replaced", "nothing", "mask")
+    assert {tuple(one) for one in buffers([record, other])} == {shared}

@@ -15,10 +15,13 @@ from entrenar_py.rank_files.layout import Layout
 NAMES = ("wte.weight", "blocks.0.up.weight", "blocks.0.lora_A", "norm.weight")
 
 
+BUFFERS = ("norm.running_mean", "norm.running_var")
+
+
 def declared(layout: Layout | None = None, **given: Any) -> Declarations:
-    """Return the declarations of a model with NAMES."""
-    usual = {"frozen": None, "clip_norm": None, "reduce_dtype": None}
-    return declarations.of(NAMES, layout, **{**usual, **given})
+    """Return the declarations of a model with NAMES and BUFFERS."""
+    usual = dict.fromkeys(("frozen", "clip_norm", "reduce_dtype"))
+    return declarations.of(NAMES, BUFFERS, layout, **{**usual, "synchronised_buffers": (), **given})
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,7 @@ def test_patterns(patterns: Any, wanted: set[str]) -> None:
 def test_a_name_of_a_shared_tensor() -> None:
     """A tensor is frozen by any of its names, and recorded under the first."""
     names = {"wte.weight": "wte.weight", "head.weight": "wte.weight"}
-    made = declarations.of([*names], None, frozen="head", clip_norm=None, reduce_dtype=None)
+    made = Declarations(frozen=("head",))
     assert made.frozen_of(names) == ("wte.weight",)
     assert declared().frozen_of(names) is None
 
@@ -52,6 +55,7 @@ def test_a_name_of_a_shared_tensor() -> None:
         ({"frozen": ("wte.weights",)}, "no parameter of the model is named so; did you mean 'wte."),
         ({"frozen": ("!nrm.weight",)}, "did you mean 'norm.weight'"),
         ({"frozen": ("encoder.*",)}, "its names are wte.weight"),
+        ({"synchronised_buffers": "norm.weight"}, "no buffer of the model is named so"),
         ({"frozen": (3,)}, "give names or patterns"),
         ({"frozen": 3}, "give names or patterns"),
         ({"clip_norm": 0.0}, "a number above 0; or None"),
@@ -72,6 +76,12 @@ def test_stages_may_lack_names() -> None:
     """A stage of a pipeline has some of the parameters only: another one has the others."""
     layout = Layout(axes={"pp": 2}, tied=(("wte.weight", "head.weight"),))
     assert declared(layout, frozen="head").frozen_of({"wte.weight": "wte.weight"}) == ()
+
+
+def test_synchronised_buffers() -> None:
+    """Patterns of buffers stand for buffers."""
+    made = declared(synchronised_buffers=("*.running_m*",))
+    assert made.synchronised_of(BUFFERS) == ("norm.running_mean",)
 
 
 def test_facts() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +24,13 @@ class Clipped:
     """The gradient `applied` in a step, with the norm `limit` to which it was to be clipped.
 
     `by_rank` has the gradients of each rank's micro-batches, in their order, and `whole` their sum;
-    both are empty if they are unknown. `bound` is the relative rounding error of all.
+    both are empty if they are unknown. `sizes` has the squared norm of each applied tensor, of
+    which `applied` has projections if the model is `large`. `bound` is the relative rounding error.
     """
 
     applied: Vectors
+    sizes: Mapping[str, float]
+    large: bool
     limit: float
     bound: float
     whole: Vectors
@@ -36,6 +39,10 @@ class Clipped:
     def is_limit(self, norm: float) -> bool:
         """Return whether `norm` is the declared one, within rounding."""
         return math.isclose(norm, self.limit, rel_tol=2 * self.bound + 1e-6 / self.limit)
+
+    def norm(self, names: Iterable[str]) -> float:
+        """Return the L2 norm of some applied tensors together."""
+        return math.sqrt(math.fsum(self.sizes[name] for name in names))
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ def explain(clipped: Clipped) -> Error | None:
 
 
 def _by_element(clipped: Clipped) -> Error | None:
+    if clipped.large:
+        return None
     sizes = np.abs(_flat(clipped.applied))
     num_largest = int(np.isclose(sizes, sizes.max(), rtol=clipped.bound).sum()) if sizes.size else 0
     if num_largest and clipped.is_limit(float(sizes.max())):
@@ -63,11 +72,11 @@ def _by_element(clipped: Clipped) -> Error | None:
 
 def _in_groups(clipped: Clipped) -> Error | None:
     """Find tensors that were clipped by a norm of their own, so that all are longer together."""
-    if norm(clipped.applied) <= clipped.limit * (1 + clipped.bound):
+    if clipped.norm(clipped.applied) <= clipped.limit * (1 + clipped.bound):
         return None
     for names in _scaled_together(clipped):
         apart = len(names) < len(clipped.applied)
-        if apart and clipped.is_limit(norm({name: clipped.applied[name] for name in names})):
+        if apart and clipped.is_limit(clipped.norm(names)):
             words = f"{listed(names, most=3)} has this norm alone: clipped in parts, not as a whole"
             return Error(words, names[0])
     return None
@@ -83,7 +92,7 @@ def _twice(clipped: Clipped) -> Error | None:
     scale = factors[1] / factors[0] if factors[0] else 0.0
     if not 0 < scale < 1:
         return None
-    rest, double = (norm({name: clipped.applied[name] for name in names}) for names in (many, few))
+    rest, double = clipped.norm(many), clipped.norm(few)
     if clipped.is_limit(scale * math.hypot(rest / scale, math.sqrt(2) * double / scale**2)):
         words = f"{listed(few, most=3)} is twice among the tensors that are clipped"
         return Error(words, few[0])
@@ -125,11 +134,6 @@ _FINDERS = (_by_element, _in_groups, _twice, _before_the_sum)
 # --- arithmetic -------------------------------------------------------------------------------
 
 
-def norm(vectors: Vectors) -> float:
-    """Return the L2 norm of all tensors together."""
-    return math.sqrt(sum(float(np.square(v, dtype=np.float64).sum()) for v in vectors.values()))
-
-
 def is_multiple(applied: Vectors, whole: Vectors, bound: float) -> bool:
     """Return whether `applied` is `whole` times one number, within `bound` of its norm."""
     mine, other = _flat(applied), _flat({name: whole[name] for name in applied})
@@ -159,7 +163,7 @@ def _scaled_together(clipped: Clipped) -> list[tuple[str, ...]]:
 
 
 def _cut(vectors: Vectors, limit: float) -> Vectors:
-    size = norm(vectors)
+    size = float(np.linalg.norm(_flat(vectors)))
     scale = min(1.0, limit / size) if size else 1.0
     return {name: scale * value for name, value in vectors.items()}
 

@@ -208,9 +208,9 @@ class _Judged:
 
     def _is_limit_with(self, step: _Scaled, counted: Sequence[str]) -> bool:
         """Return whether a norm that counts tensors twice is the limit."""
-        vectors = evidence.vectors(step.update.gradient) or {}
-        again = clipping_errors.norm({name: vectors[name] for name in counted if name in vectors})
-        total = math.hypot(step.norm, again)
+        gradient = step.update.gradient
+        again = [gradient[name].square() or 0.0 for name in counted if name in gradient]
+        total = math.sqrt(step.norm**2 + math.fsum(again))
         return math.isclose(total, self.limit, rel_tol=self.bound + _EPSILON / self.limit)
 
     def _clipped(self, by_rank: ByRank, update: Update) -> Clipped:
@@ -227,7 +227,13 @@ class _Judged:
             if batch and not any(shard is one for one in lost):
                 parts.setdefault(shard.rank, []).append(batch)
         return Clipped(
-            applied=applied, limit=self.limit, bound=self.bound, whole=whole, by_rank=parts
+            applied=applied,
+            sizes={name: record.square() or 0.0 for name, record in update.gradient.items()},
+            large=any(record.sketch is not None for record in update.gradient.values()),
+            limit=self.limit,
+            bound=self.bound,
+            whole=whole,
+            by_rank=parts,
         )
 
 

@@ -15,6 +15,7 @@ from entrenar_py.checks import (
     copies,
     divergence,
     random_draws,
+    rank_statistics,
     repeatability,
     tensor_names,
 )
@@ -83,6 +84,11 @@ SKIPS_ARE_SEEN = Presupposition(
     says="a step that a rank skips because of another rank's value is recorded as skipped",
     lacking=applied_gradients.skipped_unseen,
 )
+STATISTICS = Presupposition(
+    name="no statistics of a rank",
+    says="no rank computes with statistics of its own samples",
+    lacking=rank_statistics.lacking,
+)
 FINITE = Presupposition(
     name="finite",
     says="weights are finite: NaN equals NaN in any trainer",
@@ -124,7 +130,7 @@ UPDATES = "a step with the optimizer's rule"
 SAMPLES = "samples of the ranks with each other"
 SAMPLES_WITH_ONE_WORKER = "samples of several workers with those of one"
 SAMPLES_REPEATED = "samples of a second run with those of the first"
-_TWO_RUNS = (SAME_NAMES, COPIES, FINITE, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED)
+_TWO_RUNS = (SAME_NAMES, COPIES, FINITE, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED, STATISTICS)
 POISONED = "a step at a value that is not finite, with its skipping or halting"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
     WITH_ONE_WORKER: (*_TWO_RUNS, SAME_CONTENTS, NOTHING_BY_RANK),

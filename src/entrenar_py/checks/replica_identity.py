@@ -6,6 +6,7 @@ from entrenar_py.checks import (
     evidence,
     facts,
     history,
+    local_buffers,
     missing,
     plans,
     presuppositions,
@@ -29,6 +30,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         if left is not None:
             compare(tally, left.trace)
         ties.compare(tally, trace)
+        local_buffers.tell(tally, trace)
     why = "no two workers of one run were recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.TWO_WORKERS))
 

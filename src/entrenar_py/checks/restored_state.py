@@ -51,7 +51,8 @@ def _go_on_from(made: dict[int, Update], event: Synchronised) -> None:
 def compare(tally: Tally, straight: Trace | None, trace: Trace, parts: Sequence[str]) -> None:
     """Compare `parts` of each resume's state with those of its rank before the stop, bit for bit.
 
-    A rank whose optimizer had no state before has none to restore.
+    A rank whose optimizer had no state before has none to restore. Local buffers are those of the
+    lowest rank, which people save for all.
     """
     gone_on = (evidence.updates(straight) if straight else {}), evidence.updates(trace)
     recorded = missing.recorded(trace)
@@ -65,6 +66,8 @@ def compare(tally: Tally, straight: Trace | None, trace: Trace, parts: Sequence[
             continue
         later = [steps.get(start.step, {}).get(start.rank) for steps in gone_on]
         for part in parts:
+            if part == "local" and start.rank:
+                continue
             due, got = getattr(resume.before, part), getattr(start, part)
             if not due or (not got and missing.is_unknown(recorded, start, part)):
                 continue
@@ -101,7 +104,7 @@ def _compare(
             tally.check(False, f"{message}: {name} {how}", tensor=name, **shown, **place)
 
 
-_WORDS = {"weights": "weights", "optimizer": "optimizer state", "buffers": "buffers"}
+_WORDS = {"weights": "weights", "optimizer": "optimizer state", "local": "buffers"}
 
 
 def _how_it_differs(name: str, due: TensorRecord, got: TensorRecord, before: Tensors) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 
 from entrenar_py.checks import (
     evidence,
+    local_buffers,
     missing,
     plans,
     presuppositions,
@@ -63,7 +64,7 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
     ):
         return
     same_samples = resumed_data.compare(tally, straight, trace)
-    restored_state.compare(tally, straight, trace, ("weights", "optimizer"))
+    restored_state.compare(tally, straight, trace, ("weights", "optimizer", "local"))
     _same_rates(tally, straight, trace)
     if not same_samples:
         return
@@ -71,6 +72,7 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
     kept = _as_long(tally, straight, trace) if is_own else trace
     message = "the resumed run differs from the straight one"
     same_bits.compare_steps(tally, straight, kept, message)
+    local_buffers.compare(tally, straight, kept, f"{message} (buffers)")
 
 
 def _resumed(trace: Trace) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from entrenar_py.checks import (
     evidence,
     facts,
+    local_buffers,
     missing,
     plans,
     presuppositions,
@@ -53,7 +54,9 @@ def judge_determinism(invariant: Invariant, runs: Traces) -> Finding:
         left = presuppositions.comparable(tally, presuppositions.REPEATED, compared)
         if left is not None:
             _compare_shards(tally, left.model, left.trace)
-            compare_steps(tally, left.model, left.trace, "two runs of one scenario differ")
+            message = "two runs of one scenario differ"
+            compare_steps(tally, left.model, left.trace, message)
+            local_buffers.compare(tally, left.model, left.trace, f"{message} (buffers)")
     return tally.finding(
         nothing=missing.told(
             tally,

@@ -15,7 +15,7 @@ from entrenar_py.wording import listed
 
 # The fields of events that map or list names of tensors, apart from `optimizer`.
 _BY_NAME = (
-    *("weights", "buffers", "shapes", "gradient", "rates"),
+    *("weights", "buffers", "local", "shapes", "gradient", "rates"),
     *("kept", "summed", "edited"),
 )
 _TUPLES = ("trainable", "frozen", "decayed")

@@ -123,6 +123,7 @@ def observe(
     layout: Mapping[str, int] | DeviceMesh | None = None,
     tied: Iterable[Iterable[str]] = (),
     frozen: Iterable[str] | None = None,
+    synchronised_buffers: Iterable[str] = (),
     clip_norm: float | None = None,
     reduce_dtype: torch.dtype | None = None,
     every: int | None = None,
@@ -146,6 +147,8 @@ def observe(
     - `frozen`: names or patterns of the parameters that must not change; all others must. A
       module's name stands for all that is in it, and `!` in front takes names out again:
       `("embedding", "blocks.[01].*")`, `("*", "!*.lora_*")`, or `()` if nothing is frozen.
+    - `synchronised_buffers`: names or patterns of the buffers that forward passes change on all
+      ranks alike, `("*.running_*",)`. SyncBatchNorm's need no declaration.
     - `clip_norm`: the largest L2 norm of the gradient of all parameters, to which it is clipped.
     - `reduce_dtype`: the number format in which ranks add gradients, `torch.bfloat16`, if they are
       rounded to it by other means than DistributedDataParallel's hooks or `fully_shard`'s policy.
@@ -180,6 +183,7 @@ def observe(
             layout=layout,
             tied=tied,
             frozen=frozen,
+            synchronised_buffers=synchronised_buffers,
             clip_norm=clip_norm,
             reduce_dtype=reduce_dtype,
         )

@@ -13,6 +13,7 @@ import torch
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.observing import tensors
 from entrenar_py.rank_files.layout import STAGES, Layout
+from entrenar_py.wording import listed
 
 _NEGATED = "!"
 _REDUCTIONS = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,10 +25,12 @@ class Declarations:
 
     - `frozen`: patterns of the parameters that never change, None if it declares none.
     - `clip_norm`: the largest L2 norm of an applied gradient.
+    - `synchronised`: patterns of the buffers that forward passes change on all ranks alike.
     - `reduction`: the number format in which ranks add gradients, "" if undeclared.
     """
 
     frozen: tuple[str, ...] | None = None
+    synchronised: tuple[str, ...] = ()
     clip_norm: float | None = None
     reduction: str = ""
 
@@ -40,6 +43,10 @@ class Declarations:
             return None
         return tuple(dict.fromkeys(names[name] for name in _matching(self.frozen, names)))
 
+    def synchronised_of(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return which of the buffers `names` are declared synchronised."""
+        return _matching(self.synchronised, names)
+
     def facts(self) -> dict[str, Any]:
         """Return the declarations that are about the whole run, as JSON can hold them."""
         return {"clip_norm": self.clip_norm, "reduction": self.reduction}
@@ -47,27 +54,35 @@ class Declarations:
 
 def of(
     names: Sequence[str],
+    buffers: Sequence[str],
     layout: Layout | None,
     *,
     frozen: Any = None,
+    synchronised_buffers: Any = (),
     clip_norm: Any = None,
     reduce_dtype: Any = None,
 ) -> Declarations:
     """Return the declarations of a model whose parameters have `names`.
 
-    Raises UsageError for a name or pattern that no parameter has, unless ranks hold stages of the
-    model, and for a value that is not allowed.
+    Raises UsageError for a name or pattern that no parameter has, or no buffer, unless ranks hold
+    stages of the model, and for a value that is not allowed.
     """
     in_stages = layout is not None and layout.has(STAGES)
     patterns = None if frozen is None else _patterns("frozen", frozen)
+    synchronised = _patterns("synchronised_buffers", synchronised_buffers)
     if not in_stages:
         for pattern in patterns or ():
-            _require_match("frozen", pattern, names)
+            _require_match("frozen", "parameter", pattern, names)
+        for pattern in synchronised:
+            _require_match("synchronised_buffers", "buffer", pattern, buffers)
         for tie in layout.tied if layout is not None else ():
             for name in tie:
                 _require_name(name, names)
     return Declarations(
-        frozen=patterns, clip_norm=_clip_norm(clip_norm), reduction=_reduction(reduce_dtype)
+        frozen=patterns,
+        synchronised=synchronised,
+        clip_norm=_clip_norm(clip_norm),
+        reduction=_reduction(reduce_dtype),
     )
 
 
@@ -104,22 +119,21 @@ def _patterns(argument: str, given: Any) -> tuple[str, ...]:
     return tuple(map(tensors.plain_name, names))
 
 
-def _require_match(argument: str, pattern: str, names: Sequence[str]) -> None:
+def _require_match(argument: str, kind: str, pattern: str, names: Sequence[str]) -> None:
     wanted = pattern.removeprefix(_NEGATED)
     if not _matches(wanted, names):
-        near = did_you_mean(wanted.strip("*."), names, otherwise=_some(names))
-        raise UsageError(f"{argument}={pattern!r}: no parameter of the model is named so; {near}")
+        near = did_you_mean(wanted.strip("*."), names, otherwise=_some(kind, names))
+        raise UsageError(f"{argument}={pattern!r}: no {kind} of the model is named so; {near}")
 
 
 def _require_name(name: str, names: Sequence[str]) -> None:
     if name not in names:
-        near = did_you_mean(name, names, otherwise=_some(names))
+        near = did_you_mean(name, names, otherwise=_some("parameter", names))
         raise UsageError(f"tied: {name!r}: no parameter of the model is named so; {near}")
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"its names are {', '.join(names[:5])}{more}" if names else "it has no parameter"
+def _some(kind: str, names: Sequence[str]) -> str:
+    return f"its names are {listed(names, most=5)}" if names else f"it has no {kind}"
 
 
 def _clip_norm(given: Any) -> float | None:

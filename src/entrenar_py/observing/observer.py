@@ -75,7 +75,9 @@ class Observer(Observation):
             world_size=world_size,
         )
         names = [*first_look.names_of(self._subject.model)]
-        self._declared = declarations.of(names, arranged, **declared)
+        buffers = self._subject.buffers
+        self._declared = declarations.of(names, buffers.names(), arranged, **declared)
+        buffers.synchronised = self._declared.synchronised_of
         self._shared = first_look.shared(self._subject.model)
         self._step = StepInWork(self._subject, arguments.steps("step", step, least=0))
         self._scheduler = scheduler

@@ -79,7 +79,7 @@ class Recording:
             self._file.note("sampling", **news)
 
     def leave_out(self, buffers: Iterable[str]) -> None:
-        """Write that these buffers depend on the rank's own samples, and are not to be compared."""
+        """Write that these buffers depend on the rank's own samples."""
         self._file.note("local", buffers=sorted(buffers))
 
     def note_data(self, facts: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ class Subject:
 
     - `parameters` and, of these, the `trained` ones, by name. A wrapper or a script may replace
       them while the model is trained; `look_up` finds the new ones.
-    - `buffers`: those of the model that should be equal on all ranks.
+    - `buffers`: those of the model, and which of them depend on this rank's samples.
     - `layout`: how the ranks are arranged, None if unknown.
     - `pieces`: by name, the place of each recorded tensor of which this rank holds a part.
     - `values`: whether tensors are recorded with their values, or else as sketches.
@@ -163,13 +163,21 @@ class Subject:
     def buffer_records(self) -> trace.Tensors:
         """Return records of this rank's part of the buffers.
 
-        They have sketches if the buffers have more elements than VALUES_MAX.
+        Those of floating-point numbers have sketches if they have more than VALUES_MAX elements in
+        all. Others are then left out.
         """
-        held = self.buffers.held()
-        self._place(held)
-        if sum(buffer.numel() for buffer in held.values()) <= tensors.VALUES_MAX:
-            return self.record(held)
-        return self._sketches.records(self._held(held), self.pieces, exact=True)
+        buffers = self.buffers.held()
+        self._place(buffers)
+        held = self._held(buffers)
+        floats = {name: buffer for name, buffer in held.items() if buffer.is_floating_point()}
+        whole = {name: buffer for name, buffer in held.items() if name not in floats}
+        if _are_few(floats):
+            records = {**self.record({name: buffers[name] for name in floats})}
+        else:
+            records = {**self._sketches.records(floats, self.pieces, exact=True)}
+        if _are_few(whole):
+            records |= {name: tensors.record(b, values=True) for name, b in whole.items()}
+        return records
 
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
         """Note the pieces that this rank holds of tensors other than parameters."""
@@ -255,3 +263,7 @@ class Subject:
         if declared is None:
             return shown
         return replace(declared, axes=(shown or plain(self._world_size)).axes)
+
+
+def _are_few(buffers: Mapping[str, Tensor]) -> bool:
+    return sum(buffer.numel() for buffer in buffers.values()) <= tensors.VALUES_MAX

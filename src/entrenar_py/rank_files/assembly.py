@@ -85,7 +85,7 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
 
     Within a step, starts come first, and updates after shards; a rank that died in it has no
     update. Tensors that ranks hold in pieces are made whole, and micro-batches that ranks share
-    become one event. Buffers that depend on any rank's own samples are left out on all.
+    become one event. Buffers that depend on any rank's own samples are local on all.
     """
 
     def place(event: Event) -> tuple[int, int]:
@@ -93,7 +93,8 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
         return getattr(event, "step", None) or 0, kind
 
     declared = [rank.local for rank in ranks if rank.local is not None]
-    local = frozenset[str]().union(*declared) if declared else None
+    own = _integers_that_differ(ranks)
+    local = frozenset[str]().union(own, *declared) if declared else None
     comparable = [replace(rank, events=tuple(_comparable(rank, local))) for rank in ranks]
     lives = sorted({rank.life for rank in ranks})
     return [
@@ -105,31 +106,49 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
     ]
 
 
-def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
-    """Yield the events of a rank without what can't be compared with other ranks.
+def _integers_that_differ(ranks: Sequence[RankTrace]) -> Set[str]:
+    """Return the buffers of integers that differ between ranks before the first step.
 
-    The `local` buffers are left out, or all buffers if `local` is None. A parameter that is frozen
-    at first but has a gradient later isn't recorded as frozen: the script unfreezes it.
+    They are each rank's own: its number, or the place of its piece.
     """
+    starts = {rank.rank: event for rank in ranks for event in rank.events[:1]}
+    values: dict[str, set[str]] = defaultdict(set)
+    for start in starts.values():
+        for name, record in start.buffers.items() if isinstance(start, Start) else ():
+            if record.data is not None and not record.dtype.startswith("float"):
+                values[name].add(record.digest)
+    return {name for name, digests in values.items() if len(digests) > 1}
+
+
+def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
+    """Yield the events of a rank, with what can't be compared with other ranks apart.
+
+    The `local` buffers are apart, or all buffers if `local` is None. A local buffer that updates
+    lack is left out. A parameter that is frozen at first but has a gradient later isn't recorded as
+    frozen: the script unfreezes it.
+    """
+    updates = [event for event in rank.events if isinstance(event, Update)]
     trained = {
         name
         for event in rank.events
         if isinstance(event, Shard | Update)
         for name in event.gradient
     }
+    known = {name for event in updates for name in event.buffers}
     for event in rank.events:
-        if isinstance(event, Start | Update | Synchronised):
-            shared = {
-                name: buffer
-                for name, buffer in event.buffers.items()
-                if local is not None and name not in local
-            }
-            if isinstance(event, Start):
-                frozen = tuple(name for name in event.frozen if name not in trained)
-                yield replace(event, buffers=shared, frozen=frozen)
-                continue
-            if len(shared) < len(event.buffers):
-                event = replace(event, buffers=shared)
+        if not isinstance(event, Start | Update | Synchronised):
+            yield event
+            continue
+        own = [name for name in event.buffers if local is None or name in local]
+        if isinstance(event, Start):
+            frozen = tuple(name for name in event.frozen if name not in trained)
+            event = replace(event, frozen=frozen)
+        if own and not isinstance(event, Synchronised):
+            kept = {name: event.buffers[name] for name in own if name in known}
+            event = replace(event, local=kept)
+        if own:
+            shared = {name: b for name, b in event.buffers.items() if name not in own}
+            event = replace(event, buffers=shared)
         yield event
 
 

@@ -31,8 +31,9 @@ class Start(Event):
     """Worker `rank` starts from this state: at the beginning, after joining, or after a resume.
 
     `step` is the next step. `trainable` and `frozen` name parameters in order, `decayed` those with
-    weight decay. `progress` is the position that a checkpoint must restore (epoch, offset, schedule
-    step). `shapes` has the shapes of whole parameters, as far as they are known.
+    weight decay. `local` are buffers that follow from the worker's own samples. `progress` is the
+    position that a checkpoint must restore (epoch, offset, schedule step). `shapes` has the shapes
+    of whole parameters, as far as they are known.
     """
 
     step: int
@@ -40,6 +41,7 @@ class Start(Event):
     weights: Tensors
     optimizer: Tensors = field(default_factory=lambda: _NONE)
     buffers: Tensors = field(default_factory=lambda: _NONE)
+    local: Tensors = field(default_factory=lambda: _NONE)
     trainable: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     decayed: tuple[str, ...] | None = None
@@ -94,11 +96,12 @@ class Update(Event):
     norm after clipping. `learning_rate` is that of this step, `rates` has the tensors with other
     rates. `finite` is true if the new weights hold no NaN or Inf.
 
-    Of a user's trainer: `kept` has the tensors whose gradient was not cleared since it was applied
-    before, with the first step that is still in it. `summed` has the numbers of the worker's shards
-    that a tensor's gradient holds, if these are not all shards of the step that have a gradient for
-    it. `edited` are the weights right before this step that something other than the optimizer has
-    changed since the update before. `schedule` is the position of the learning rate's schedule.
+    Of a user's trainer: `local` are buffers that follow from the worker's own samples. `kept` has
+    the tensors whose gradient was not cleared since it was applied before, with the first step that
+    is still in it. `summed` has the numbers of the worker's shards that a tensor's gradient holds,
+    if these are not all shards of the step that have a gradient for it. `edited` are the weights
+    right before this step that something other than the optimizer has changed since the update
+    before. `schedule` is the position of the learning rate's schedule.
     """
 
     step: int
@@ -110,6 +113,7 @@ class Update(Event):
     weights: Tensors
     optimizer: Tensors = field(default_factory=lambda: _NONE)
     buffers: Tensors = field(default_factory=lambda: _NONE)
+    local: Tensors = field(default_factory=lambda: _NONE)
     gradient: Tensors = field(default_factory=lambda: _NONE)
     grad_norm: float | None = None
     applied_norm: float | None = None
