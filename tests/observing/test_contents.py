@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
 from entrenar_py.observing import contents
 
@@ -27,11 +29,27 @@ def test_large_samples_are_looked_at_in_part() -> None:
     assert contents.of(((x + 0.1 * torch.randn_like(x),), {})) != contents.of(((x,), {}))
 
 
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype)")
 def test_what_cannot_be_read_is_left_out() -> None:
     """Without tensors that have samples nothing is known."""
     assert contents.of(((torch.tensor(1.0), [], "text"), {})) == ()
     assert contents.of(((torch.zeros(2, dtype=torch.complex64),), {})) == ()
     assert contents.of(((torch.empty(2, 1, device="meta"),), {})) == ()
+    assert contents.of(((torch.eye(2).to_sparse(),), {})) == ()
+    assert contents.of(((torch.eye(2).to_sparse_csr(),), {})) == ()
+    assert contents.of(((torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),), {})) == ()
+    assert contents.of(((torch.zeros(0, 3), torch.zeros(0)), {})) == ()
+    assert len(contents.of(((torch.zeros(2, 0), torch.full((2,), torch.inf)), {}))) == 2
+
+
+def test_a_model_under_vmap_is_left_alone() -> None:
+    """Samples of a mapped function have no numbers that can be read."""
+
+    def call(x: Tensor) -> Tensor:
+        assert contents.of(((x,), {})) == ()
+        return x
+
+    torch.func.vmap(call)(torch.ones(2, 3))
 
 
 def test_several_passes() -> None:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 # For each tensor: its number of elements per sample, their L2 norm, and their sum with fixed signs.
@@ -27,9 +28,9 @@ def of(given: Any) -> Contents:
     Samples are along the first dimension of the first tensor. Tensors of another size there are
     left out.
     """
-    leaves = [leaf for leaf in tree_leaves(given) if type(leaf) is Tensor and leaf.dim()]
-    batched = [leaf.detach() for leaf in leaves if leaf.shape[0] == leaves[0].shape[0]]
-    shown = [_shown(tensor) for tensor in batched[:TENSORS_MAX] if _can_be_read(tensor)]
+    leaves = [leaf for leaf in tree_leaves(given) if type(leaf) is Tensor and _can_be_read(leaf)]
+    batched = [leaf for leaf in leaves if leaf.shape[0] == leaves[0].shape[0]]
+    shown = [_shown(tensor) for tensor in batched[:TENSORS_MAX]]
     return tuple(
         tuple(number for of_tensor in of_sample for number in of_tensor)
         for of_sample in zip(*shown, strict=True)
@@ -48,17 +49,23 @@ def of_samples(passes: Sequence[Contents], num_samples: int) -> Contents:
 
 
 def _can_be_read(tensor: Tensor) -> bool:
-    return not (
-        tensor.is_complex() or tensor.is_meta or tensor.is_sparse or isinstance(tensor, DTensor)
-    )
+    """Return whether a tensor has samples with numbers, which can be read now."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    of_functorch = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return tensor.dim() > 0 and not (tensor.is_complex() or tensor.is_meta or of_functorch)
 
 
 def _shown(tensor: Tensor) -> list[tuple[float, float, float]]:
-    rows = tensor.reshape(len(tensor), -1)
+    rows = tensor.detach().flatten(1) if tensor.dim() > 1 else tensor.detach()[:, None]
     size = rows.shape[1]
-    rows = rows[:, :: -(-size // ELEMENTS_MAX) or 1].double().cpu()
-    sums = rows @ _signs(rows.shape[1])
-    both = zip(rows.norm(dim=1).tolist(), sums.tolist(), strict=True)
+    # Computed by numpy: autocast and the script's own modes of dispatch have no part in it.
+    seen = rows[:, :: -(-size // ELEMENTS_MAX) or 1].cpu().double().resolve_neg().numpy()
+    with np.errstate(all="ignore"):
+        norms, sums = np.sqrt(np.square(seen).sum(1)), seen @ _signs(seen.shape[1])
+    both = zip(norms.tolist(), sums.tolist(), strict=True)
     return [(float(size), _short(norm), _short(total)) for norm, total in both]
 
 
@@ -67,6 +74,5 @@ def _short(number: float) -> float:
 
 
 @cache
-def _signs(size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
+def _signs(size: int) -> NDArray[np.float64]:
+    return np.random.default_rng(0).choice((-1.0, 1.0), size)

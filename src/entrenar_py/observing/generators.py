@@ -52,7 +52,8 @@ class Generators:
         """Return a digest of each generator's state."""
         shown = {"torch": torch.get_rng_state().numpy().tobytes(), "python": _python(random)}
         shown["numpy"] = _bytes(np.random.get_state(legacy=False))
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # While a graph is captured, a GPU's generator may not be asked.
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             devices = {p.device for p in self._model.parameters() if p.device.type == "cuda"}
             for device in sorted(devices, key=str):
                 shown[str(device)] = torch.cuda.get_rng_state(device).numpy().tobytes()

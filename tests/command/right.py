@@ -1,0 +1,159 @@
+"""`make right`: many runs of right scripts, with several seeds and 1 to 4 workers: no alarm.
+
+`python -m tests.command.right [NUM_RUNS [FIRST]]` tries the cases from number FIRST on until they
+have made NUM_RUNS runs. The cases come in a fixed order: every script with its own number of
+workers, then with others, then all of that with the next seed. The exit code is 1 after an alarm,
+or if a script could not be run.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from entrenar_py import trace
+from entrenar_py.verdict import Finding, Verdict
+from falsification import (
+    user_benign,
+    user_declared,
+    user_presupposed,
+    user_random,
+    user_resume_scripts,
+    user_round_scripts,
+    user_scalers,
+)
+from falsification.user_trainers import Twin
+from tests.command import scripts, twins
+
+NUM_RUNS = 500
+_THREE = (("torch.randn(32, 4)", "torch.randn(24, 4)"), ("GLOBAL_BATCH = 8", "GLOBAL_BATCH = 6"))
+_SNAPSHOT = ("--total-steps", "{steps}", "--snapshot-dir", "{workdir}")
+_ALL_KNOBS = tuple(scripts.KNOBS)
+# Script -> the numbers of workers for which it is right, its own first, and the knobs to turn.
+_EXAMPLES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "accumulation.py": ((2, 1), ()),
+    "ddp.py": ((2, 1, 4), ()),
+    "ema.py": ((2, 1, 4), ()),
+    "experts.py": ((2, 1, 4), ()),
+    "fsdp.py": ((2, 1, 4), ()),
+    "knobs.py": ((2, 1, 4), _ALL_KNOBS),
+    "lora.py": ((2, 1, 4), ()),
+    "plain_loop.py": ((2, 1, 4, 3), ()),
+    "resume.py": ((2, 1, 4), ()),
+    "tensor_parallel.py": ((4, 2, 1), ()),
+    "uneven.py": ((2, 1, 4, 3), ()),
+}
+_OF_THREE = ("ddp.py", "fsdp.py", "ema.py")  # right for three workers with other sizes
+_TWINS = (
+    *(*user_benign.VARIANTS, *user_declared.VARIANTS, *user_presupposed.VARIANTS),
+    *(*user_random.VARIANTS, *user_scalers.VARIANTS, *user_scalers.ROUNDED),
+    *(
+        Twin(name=f"right: {script}", script=script, text=text, changes=(), arguments=arguments)
+        for script, text, arguments in (
+            ("nanogpt.py", user_resume_scripts.NANOGPT, ("{steps}", "{workdir}")),
+            ("folders.py", user_resume_scripts.FOLDERS, ("{steps}", "{workdir}")),
+            ("snapshot.py", user_resume_scripts.SNAPSHOT, _SNAPSHOT),
+            ("diloco.py", user_round_scripts.DILOCO, ("{steps}",)),
+            ("stages.py", user_round_scripts.STAGES, ()),
+        )
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A right script with a number of workers and a seed."""
+
+    twin: Twin
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The script, the number of workers and the seed, in words."""
+        return f"{self.twin.name}, {self.twin.world_size} workers, seed {self.seed}"
+
+
+def cases() -> Iterator[Case]:
+    """Yield right scripts without end, in a fixed order: seed by seed, all scripts with each."""
+    examples = [
+        Twin(name=name, script=name, changes=(), turned=turned, world_size=world_size)
+        for place in range(4)
+        for name, (world_sizes, turned) in _EXAMPLES.items()
+        for world_size in world_sizes[place : place + 1]
+    ]
+    examples += [
+        Twin(name=f"{name} of six", script=name, changes=_THREE, world_size=3) for name in _OF_THREE
+    ]
+    for seed in count():
+        for twin in (*examples, *_TWINS):
+            yield Case(twin=seeded(twin, seed), seed=seed)
+
+
+def seeded(twin: Twin, seed: int) -> Twin:
+    """Return `twin` with another seed wherever its script seeds a generator with a number."""
+    text = twin.text or (scripts.EXAMPLES / twin.script).read_text()
+    for before, after in twin.changes:
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    shift = 1000 * seed
+    text = re.sub(
+        r"(\bmanual_seed\(|\brandom\.seed\(|^SEED = |^SEED, STEPS = )(\d+)",
+        lambda found: f"{found[1]}{int(found[2]) + shift}",
+        text,
+        flags=re.MULTILINE,
+    )
+    return replace(twin, text=text, changes=())
+
+
+def alarms(found: dict[str, Finding]) -> list[str]:
+    """Return what is reported of a right script, by check."""
+    return [f"{name}: {one.reason}" for name, one in found.items() if twins.is_broken(one)]
+
+
+def tried(case: Case, folder: Path) -> tuple[dict[str, Finding], list[trace.Trace]]:
+    """Run a case; return the findings, and its runs."""
+    found = twins.findings(case.twin, folder, witnesses=True)
+    return found, [trace.load(file) for file in sorted((folder / "runs").glob("*.jsonl"))]
+
+
+def main() -> int:
+    """Print a line for each case, and how many runs, cases and alarms there were."""
+    wanted, first = ([int(text) for text in sys.argv[1:]] + [NUM_RUNS, 0][len(sys.argv) - 1 :])[:2]
+    began, num_runs, wrong = time.monotonic(), 0, Counter[str]()
+    verdicts: Counter[Verdict] = Counter()
+    for number, case in enumerate(cases()):
+        if number < first:
+            continue
+        if num_runs >= wanted:
+            break
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            found, runs = tried(case, Path(folder))
+        num_runs += len(runs)
+        verdicts.update(one.verdict for one in found.values())
+        reported = alarms(found)
+        unrun = [run.end.reason for run in runs if run.end.status == "failed"]
+        outcome = "ALARM" if reported else "NOT RUN" if unrun else "ok"
+        wrong[outcome] += 1
+        seconds = time.monotonic() - started
+        print(
+            f"{outcome:7} {number:4} {len(runs):3} runs {seconds:6.1f} s  {case.name}", flush=True
+        )
+        for line in (*reported, *unrun):
+            print(f"        {line}", flush=True)
+    minutes = (time.monotonic() - began) / 60
+    shown = ", ".join(f"{number} {verdict.value}" for verdict, number in sorted(verdicts.items()))
+    print(f"{num_runs} runs of {wrong.total()} cases in {minutes:.1f} minutes: {shown}")
+    print(f"{wrong['ALARM']} alarms, {wrong['NOT RUN']} cases with a run that failed")
+    return int(wrong["ok"] < wrong.total())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
