@@ -87,6 +87,20 @@ def test_a_step_without_a_backward_pass() -> None:
     assert "stepped without a backward pass since step 0" in broken.message
 
 
+def test_a_step_that_only_makes_the_optimizers_state() -> None:
+    """Weights must not move without a backward pass; nothing is said if they don't."""
+    zero = {name: 0 * value for name, value in FIRST.items()}
+    trace = trace_of([FIRST, zero, summed(2)])
+    events = [e for e in trace.events if not isinstance(e, Shard) or e.step != 1]
+    probe = replace(trace, events=tuple(events))
+    broken = traces.broken(traces.judge("weighting", [probe]))
+    assert (broken.step, broken.tensor) == (1, "a")
+    assert "moved without a backward pass" in broken.message
+    before = traces.one(probe, Update, step=0).weights
+    rests = traces.altered(probe, Update, {"step": 1}, weights=before)
+    assert traces.judge("weighting", [rests]).verdict is not Verdict.FALSIFIED
+
+
 def test_momentum_by_hand_is_not_a_gradient_that_was_kept() -> None:
     """What is added with another factor than the sum over ranks is left open."""
     kept = plus(times(0.9, FIRST), summed(1))

@@ -15,6 +15,7 @@ from entrenar_py.verdict import Finding, Verdict
 from falsification import (
     user_benign,
     user_bugs,
+    user_catalogued,
     user_declared,
     user_knobs,
     user_large,
@@ -91,6 +92,7 @@ def main() -> int:
     every = (
         *TWINS,
         *user_bugs.BUGS,
+        *user_catalogued.BUGS,
         *user_declared.BUGS,
         *user_knobs.BUGS,
         *user_oracles.BUGS,
@@ -102,6 +104,7 @@ def main() -> int:
         *user_rounds.OPEN,
         *user_scalers.BUGS,
         *user_benign.VARIANTS,
+        *user_catalogued.VARIANTS,
         *user_declared.VARIANTS,
         *user_oracles.VARIANTS,
         *user_presupposed.VARIANTS,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.checks import evidence, factors
-from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.wording import listed
 
 Vector = NDArray[np.float64]
@@ -138,6 +138,27 @@ def stepped_again(trace: Trace, update: Update) -> Explanation | None:
         f"is that of step {update.step - 1} once more, which could mean: stepped without a "
         f"backward pass since step {since}"
     )
+
+
+def moved_without_pass(trace: Trace, update: Update) -> tuple[str, str] | None:
+    """Return a tensor that a step without a gradient moved, and what that could mean; or None."""
+    gradient = evidence.vectors(update.gradient)
+    if gradient is None or any(vector.any() for vector in gradient.values()):
+        return None
+    before = _before(trace, update)
+    starts = (start for start in trace.standing.of(Start) if start.rank == update.rank)
+    held = before or next((start for start in starts if start.step == update.step), None)
+    if held is None:
+        return None
+    weights = {**held.weights, **update.edited}
+    for name in gradient:
+        known = name in weights and name in update.weights
+        if known and weights[name].digest != update.weights[name].digest:
+            return name, (
+                f"{name} moved without a backward pass and by a gradient of zero, which could "
+                "mean: a step that only makes the optimizer's state"
+            )
+    return None
 
 
 def _before(trace: Trace, update: Update) -> Update | None:

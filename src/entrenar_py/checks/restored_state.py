@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence, missing
+from entrenar_py.checks import evidence, factors, missing
 from entrenar_py.trace import Saved, Start, Synchronised, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -122,7 +122,8 @@ def _how_it_differs(name: str, due: TensorRecord, got: TensorRecord, before: Ten
         for form, bits in _MANTISSAS.items():
             if _was_rounded(left, right, bits):
                 return f"was rounded to {form}"
-    return "differs"
+    words = factors.of(left, right)
+    return f"differs: {words}" if words else "differs"
 
 
 def _was_rounded(due: Any, got: Any, bits: int) -> bool:

@@ -109,9 +109,8 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     _note_kept(tally, trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         update = evidence.any_rank(by_rank)
-        if not shards.get(step) and (again := accumulated.stepped_again(trace, update)):
-            message = f"the applied gradient {again.words}"
-            tally.check(False, message, **evidence.place(trace, update))
+        if not shards.get(step):
+            _require_pass(tally, trace, update)
         if step in unknown or step in rested:
             continue
         total = step_sums.total(by_rank, shards[step])
@@ -123,6 +122,16 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         elif valued:
             fact = facts.values_of("Shard.gradient and Update.gradient of all tensors")
             missing.ask(tally, f"the gradients of step {step} could not be added", fact)
+
+
+def _require_pass(tally: Tally, trace: Trace, update: Update) -> None:
+    """Check that a step without micro-batches applies no old gradient, and moves nothing."""
+    place = evidence.place(trace, update)
+    if (again := accumulated.stepped_again(trace, update)) is not None:
+        tally.check(False, f"the applied gradient {again.words}", **place)
+    if (moved := accumulated.moved_without_pass(trace, update)) is not None:
+        name, message = moved
+        tally.check(False, message, tensor=name, **place)
 
 
 def _without_taken(
