@@ -20,6 +20,43 @@ _GUARD = (
     '        raise RuntimeError(f"worker {rank}: gradient norm {norm} in step {step}")\n'
     "    inner.step()\n"
 )
+# The changes by which each worker writes all its state after every step, and goes on from there.
+_RESUMED = (
+    (
+        "obs = entrenar_py.observe(net, inner)\n",
+        'path, begun = f"{HOME}/worker{rank}.pt", 0\n'
+        "if os.path.exists(path):\n"
+        "    kept = torch.load(path)\n"
+        '    net.load_state_dict(kept["net"])\n'
+        '    inner.load_state_dict(kept["inner"])\n'
+        '    outer.load_state_dict(kept["outer"])\n'
+        "    for name, tensor in shared.items():\n"
+        '        tensor.copy_(kept["shared"][name])\n'
+        '    begun = kept["step"]\n'
+        "obs = entrenar_py.observe(net, inner, step=begun)\n",
+    ),
+    ("import sys\n", "import os\nimport sys\n"),
+    (
+        "    obs.samples(ids, epoch=epoch)\n",
+        "    if step < begun:\n        continue\n    obs.samples(ids, epoch=epoch)\n",
+    ),
+    (
+        "    dist.barrier()\n",
+        '    kept = {"net": net.state_dict(), "inner": inner.state_dict(), "step": step + 1}\n'
+        '    torch.save({**kept, "outer": outer.state_dict(), "shared": shared}, path)\n',
+    ),
+)
+
+
+def _resumed(before: str, after: str) -> tuple[tuple[str, str], ...]:
+    """Return the changes of `_RESUMED`, with `after` in place of `before` in the first of them."""
+    assert before in _RESUMED[0][1], before
+    return ((_RESUMED[0][0], _RESUMED[0][1].replace(before, after)), *_RESUMED[1:])
+
+
+_stopped = partial(
+    Twin, script="diloco.py", text=DILOCO, arguments=("{steps}", "{workdir}"), check="resume"
+)
 _MEAN = "        shared[name].grad = delta / world\n"
 
 BUGS = (
@@ -109,6 +146,28 @@ BUGS = (
         rank=1,
         tensor="0.weight",
     ),
+    _stopped(
+        name="a worker resumes without the outer momentum",
+        changes=_resumed('    outer.load_state_dict(kept["outer"])\n', ""),
+        step=3,
+        rank=0,
+        words="(outer weights)",
+    ),
+    _stopped(
+        name="a worker resumes from its own weights as the outer ones",
+        changes=_resumed('kept["shared"][name]', 'kept["net"][name]'),
+        step=3,
+        rank=0,
+        words="(outer weights)",
+    ),
+    _stopped(
+        name="a worker resumes without its own moments",
+        changes=_resumed('    inner.load_state_dict(kept["inner"])\n', ""),
+        step=3,
+        rank=0,
+        tensor="0.weight/step",
+        words="it has none, so none was loaded",
+    ),
     _stages(
         name="TIED-PP: the copies of the embedding are not reduced",
         source="Megatron-LM #844",
@@ -179,6 +238,7 @@ OPEN = (
             *("coverage", "step_rule"),
         )
     ),
+    _stopped(name="local SGD by hand, stopped and resumed", changes=_RESUMED, verdict="held"),
     _diloco(
         name="momentum without a look ahead",
         changes=(("nesterov=True", "nesterov=False"),),

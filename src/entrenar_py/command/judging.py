@@ -23,9 +23,9 @@ from entrenar_py.verdict import inconclusive
 # The reason why a run that a check requires was not made.
 _WHY_NOT: Mapping[Need, str] = {
     RESUMED: (
-        "the run was not stopped and resumed: the command needs {steps} (number of optimizer "
-        "steps) or {epochs}, and {workdir} (folder of its checkpoints); put them into it, or say "
-        "that the clause does not apply (exclude, in the configuration)"
+        "the run was not stopped and resumed: the command needs {workdir} (the folder of its "
+        "checkpoints), and should have {steps} (number of optimizer steps in all); put them into "
+        "it, or say that the clause does not apply (exclude, in the configuration)"
     ),
     KILLED: "no worker was killed: that takes two workers or more; raise --world-size",
 }
