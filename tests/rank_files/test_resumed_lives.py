@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -64,6 +65,15 @@ def test_a_third_life() -> None:
     """The steps of a life that was recognised count for the next one."""
     found = resumed_lives.recognised([FIRST, life(1, [3.0, 4.0, 5.0]), life(2, [5.0, 6.0])])
     assert begun(found) == [(4, True)]
+
+
+def test_a_process_that_observes_twice() -> None:
+    """A second call of observe in one process is no resume."""
+    ranks = [FIRST, life(1, [3.0, 4.0])]
+    same = [replace(one, header={**one.header, "pid": 7}) for one in ranks]
+    assert resumed_lives.recognised(same) == same
+    other = [replace(one, header={**one.header, "pid": one.life}) for one in ranks]
+    assert begun(resumed_lives.recognised(other)) == [(2, True)]
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     tally = missing.tally_for(invariant, traces)
     stopped = traces.of(SAVED)
     for run in evidence.usable(stopped or traces, tally):
+        restored_state.compare(tally, traces.base if stopped else None, run, ("optimizer",))
         compared = Compared(runs=traces, model=run, trace=run)
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
         if left is None:
@@ -45,7 +46,6 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         for step, by_rank in evidence.ranks_by_step(trace):
             comparison.compare_ranks(step, by_rank, ("optimizer",))
         _compare_restored(tally, comparison)
-        restored_state.compare(tally, traces.base if stopped else None, trace, ("optimizer",))
         comparison.tell()
     stateless = {trace.scenario.optimizer for trace in traces} == {"sgd"}
     why = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"

@@ -19,7 +19,8 @@ def recognised(ranks: Sequence[RankTrace]) -> list[RankTrace]:
 
     A later life of a rank that begins at step 0 with the weights which the rank had after step k,
     and not after any other, begins at step k + 1. All ranks of that life must show the same step.
-    Nothing is changed if the weights are the initial ones: then the script began anew.
+    Nothing is changed if the weights are the initial ones: then the script began anew. Nor if the
+    process is that of an earlier life: it called `observe` twice.
     """
     memories: dict[int, _Memory] = defaultdict(_Memory)
     known: dict[tuple[int, int], RankTrace] = {}
@@ -40,17 +41,22 @@ class _Memory:
     def __init__(self) -> None:
         self._first: tuple[str, ...] | None = None
         self._steps: dict[tuple[str, ...], set[int]] = defaultdict(set)
+        self._processes: set[int] = set()
 
     def step_before(self, rank: RankTrace) -> int | None:
         """Return the step that a life goes on with; None if it says so itself, or can't be told."""
         start = next((event for event in rank.events if isinstance(event, Start)), None)
         if start is None or start.step or not start.weights:
             return None
+        if rank.header.get("pid") in self._processes:
+            return None
         weights = fingerprint(start.weights)
         made = self._steps.get(weights, set())
         return None if weights == self._first or len(made) != 1 else min(made) + 1
 
     def add(self, rank: RankTrace) -> None:
+        if "pid" in rank.header:
+            self._processes.add(int(rank.header["pid"]))
         for event in rank.events:
             if isinstance(event, Start) and self._first is None:
                 self._first = fingerprint(event.weights)
