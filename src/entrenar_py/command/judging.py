@@ -9,7 +9,7 @@ from pathlib import Path
 
 from entrenar_py import checks
 from entrenar_py.checks import Check, run_names
-from entrenar_py.checks.needs import ALONE, KILLED, REPEATED, RESUMED, Near, Need, Runs
+from entrenar_py.checks.needs import ALONE, KILLED, REPEATED, RESUMED, SAVED, Near, Need, Runs
 from entrenar_py.command import asked
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.runs import Run
@@ -102,6 +102,7 @@ def judge(
         notes = (
             *entry.finding.notes,
             *_untried(check, asked),
+            *_unresumed(check, asked),
             *_unbroken(check, runs.values()),
             *(_not_judged(runs[file]) for file in spared),
         )
@@ -167,6 +168,13 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     alone = [run for run in plain if run.world_size == 1 and not run.repeat]
     witnesses = {REPEATED: twice, ALONE: alone}
     return {need: tuple(plain[run] for run in some) for need, some in witnesses.items()}
+
+
+def _unresumed(check: Check, asked: Sequence[Asked]) -> list[str]:
+    """Return a note if `check` judges what a resume restores, and no run was stopped."""
+    if SAVED not in check.needs or any(run.stops for run in asked):
+        return []
+    return ["what a resume restores was not compared: put {workdir} into the command"]
 
 
 def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
