@@ -688,7 +688,67 @@ _BUFFERED = (
     ),
 )
 
-BUGS = (*_NAMED, *_CLIPPED, *_BUFFERED)
+_BEGUN = (
+    Twin(
+        name="first weights: made on no device, and never initialised",
+        script="language.py",
+        text=LANGUAGE,
+        source="pytorch examples, fully_shard after to_empty",
+        changes=(
+            # Then torch fills memory that nobody wrote with NaN.
+            ("torch.manual_seed(1337)\n", "torch.use_deterministic_algorithms(True)\n"),
+            (
+                "model = Model()\n",
+                'with torch.device("meta"):\n    model = Model()\n'
+                'model.to_empty(device="cpu")\nmodel.lm_head.weight = model.wte.weight\n',
+            ),
+            ("if not torch.isfinite(norm):", "if iter_num < 0:"),
+        ),
+        check="finiteness",
+        step=-1,
+        rank=0,
+        tensor="wte.weight",
+        words="weights hold NaN before the first step",
+    ),
+    Twin(
+        name="tied: two parameters of the same memory, each stepped",
+        script="language.py",
+        text=LANGUAGE,
+        source="classic (nn.Parameter around a tied weight)",
+        changes=(
+            (
+                "self.lm_head.weight = self.wte.weight",
+                "self.lm_head.weight = nn.Parameter(self.wte.weight.data)",
+            ),
+            (
+                "SGD(raw_model.parameters(), lr=learning_rate, momentum=0.9)",
+                "AdamW(raw_model.parameters(), lr=learning_rate)",
+            ),
+        ),
+        check="step_rule",
+        step=0,
+        tensor="lm_head.weight",
+        words="moves twice in each step",
+    ),
+    Twin(
+        name="tied: the optimizer's list has the weight twice",
+        script="language.py",
+        text=LANGUAGE,
+        source="classic (a list of modules' parameters)",
+        changes=(
+            (
+                "SGD(raw_model.parameters()",
+                "SGD([p for m in raw_model.modules() for p in m.parameters(recurse=False)]",
+            ),
+        ),
+        check="step_rule",
+        step=0,
+        tensor="wte.weight",
+        words="moves twice in each step",
+    ),
+)
+
+BUGS = (*_NAMED, *_CLIPPED, *_BUFFERED, *_BEGUN)
 
 VARIANTS = (
     Twin(name="declared frozen: adapters", script="adapters.py", text=ADAPTERS, changes=()),
@@ -788,6 +848,44 @@ VARIANTS = (
         script="knobs.py",
         turned=("clip", "accumulation", "loss_scale"),
         changes=(("observe(model, optimizer)", "observe(model, optimizer, clip_norm=given.clip)"),),
+    ),
+    Twin(
+        name="first weights: the last layer is zero",
+        script="plain_loop.py",
+        changes=(
+            (
+                "torch.nn.Linear(8, 1))\n",
+                "torch.nn.Linear(8, 1))\ntorch.nn.init.zeros_(model[2].weight)\n",
+            ),
+        ),
+    ),
+    Twin(
+        name="first weights: one layer, which is zero",
+        script="plain_loop.py",
+        changes=(
+            (
+                "torch.nn.Sequential("
+                "torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))",
+                "torch.nn.Linear(4, 1)\ntorch.nn.init.zeros_(model.weight)",
+            ),
+        ),
+    ),
+    Twin(
+        name="tied: two parameters of the same memory, plain SGD",
+        script="language.py",
+        text=LANGUAGE,
+        changes=(
+            (
+                "self.lm_head.weight = self.wte.weight",
+                "self.lm_head.weight = nn.Parameter(self.wte.weight.data)",
+            ),
+            (", momentum=0.9", ""),
+            (", clip_norm=grad_clip", ""),
+            (
+                "    norm = torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip)\n",
+                "    norm = torch.stack([p.grad.norm() for p in raw_model.parameters()]).norm()\n",
+            ),
+        ),
     ),
     Twin(name="buffers: of each rank", script="resume.py", text=NORMED, changes=()),
     Twin(

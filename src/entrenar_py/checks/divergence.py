@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from entrenar_py.checks.compared import Compared, run_name
-from entrenar_py.trace import Event, Shard, Start, Synchronised, Trace, Update
+from entrenar_py.trace import Event, Noticed, Shard, Start, Synchronised, Trace, Update
 
 
 def lacking(compared: Compared) -> str:
@@ -21,6 +21,8 @@ def lacking(compared: Compared) -> str:
 
 
 def _advice(trace: Trace) -> str:
+    if any({"nan", "inf"} & {*event.peculiar.values()} for event in trace.of(Noticed)):
+        return "they were not before the first step either, see F-DP-003"
     if trace.traits.clipping == "told":
         return (
             "nothing is clipped, since {clip} is 1e9 in every run but its own; name the norm that "

@@ -13,6 +13,7 @@ from entrenar_py.checks import (
     audits,
     evidence,
     facts,
+    first_weights,
     history,
     missing,
     plans,
@@ -39,6 +40,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     and that a run without such a value stays finite and never halts.
     """
     tally = missing.tally_for(invariant, traces)
+    first_weights.judge_finite(tally, traces)
     for trace in evidence.usable(traces, tally):
         compared = Compared(runs=traces, model=trace, trace=trace)
         if presuppositions.comparable(tally, presuppositions.POISONED, compared) is not None:

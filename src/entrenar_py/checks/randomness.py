@@ -7,6 +7,7 @@ from itertools import pairwise
 from entrenar_py.checks import (
     evidence,
     facts,
+    first_weights,
     missing,
     plans,
     presuppositions,
@@ -35,6 +36,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         else:
             _dropout_differs(tally, trace)
         _orders_differ(tally, trace)
+        first_weights.tell_peculiar(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
         if left is not None:

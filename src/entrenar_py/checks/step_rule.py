@@ -7,7 +7,7 @@ recomputed from what the run recorded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from entrenar_py.checks import (
     scaled_clipping,
     skips,
     step_notes,
+    stepped_twice,
     update_rule,
 )
 from entrenar_py.checks.check import Check
@@ -83,13 +84,14 @@ def _follow(tally: Tally, trace: Trace) -> None:
     rested = skips.without_gradients(trace)
     lost: set[int] = set()
     gaps = missing.Gaps()
+    twice = stepped_twice.judge(tally, trace)
     for event in trace.events:
         if not isinstance(event, Update):
             update_rule.prepare(rules, event, trace)
             continue
         rule = rules.get(event.rank)
         rule_before = None if rule is None else replace(rule)
-        moved = rule is not None and _moved(tally, trace, rule, event)
+        moved = rule is not None and _moved(tally, trace, rule, event, twice)
         if moved or event.step in rested:  # a wrongly skipped step shows in a later one
             continue
         if event.rank not in lost and (lack := _lack(rule_before, event)):
@@ -204,8 +206,12 @@ def _scaled(tally: Tally, trace: Trace) -> None:
         tally.check(False, message, **evidence.place(trace, update))
 
 
-def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -> bool:
+def _moved(
+    tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]
+) -> bool:
     """Check, element by element, that each tensor moved as the optimizer's formula says.
+
+    Those that are stepped `twice` are left out.
 
     Return True if tensors were compared, among them all with a gradient or that may have moved.
     """
@@ -218,7 +224,7 @@ def _moved(tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update) -
         if after is None or after.shape != expected.weight.shape:
             continue
         compared.add(name)
-        if not after.size:
+        if not after.size or name in twice:
             continue
         # inf - inf gives NaN, which fails the comparison below.
         with np.errstate(invalid="ignore", over="ignore"):
