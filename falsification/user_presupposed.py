@@ -53,6 +53,12 @@ VARIANTS = (
     _right("weights in bfloat16, with masters in float32", MASTERS),
     _right("gradients reduced in buckets, by hooks", BUCKETS),
     _right("a script without a seed", UNSEEDED),
+    Twin(
+        name="knobs of a script whose weights are not seeded",
+        script="knobs.py",
+        changes=(("sampler: Dist", "torch.seed()\nsampler: Dist"),),
+        turned=("accumulation", "clip", "loss_scale", "permute"),
+    ),
     _right(
         "a script with seeded weights, and an order of its own in every run",
         UNSEEDED,

@@ -11,6 +11,7 @@ from entrenar_py.checks import CHECKS
 from entrenar_py.checks import knobs as knob_table
 from entrenar_py.command import judging, runs
 from entrenar_py.command.asked import Asked
+from entrenar_py.command.launch import OUTPUT, Ended
 from entrenar_py.contract import Binding, Position
 from entrenar_py.verdict import Verdict
 from falsification import user_knobs
@@ -75,6 +76,20 @@ def test_knobs_are_turned_one_by_one() -> None:
     assert list(replace(usual, needs=CHECKS["step_rule"].needs).pairs(trace)) == [
         "2-workers-clip-0.001"
     ]
+
+
+@pytest.mark.parametrize(("spelled", "clipping"), [("1e9", "told"), ("1.0", "other")])
+def test_the_usual_norm_may_be_spelled(spelled: str, clipping: str, tmp_path: Path) -> None:
+    """A script whose usual norm is another number than ours may clip in every run."""
+
+    def launched(*_: object, folder: Path, **__: object) -> Ended:
+        return Ended(code=0, seconds=0.0, tail=(), output=folder / OUTPUT, num_left=0)
+
+    texts = {} if spelled == "1e9" else {"clip": {"1e9": spelled}}
+    told = {"command": ("train", "{clip}"), "needs": (), "spelled": texts, "launch": launched}
+    plan = runs.Plan(folder=tmp_path, **told)  # type: ignore[arg-type]
+    ((_, run),) = runs.record(plan, lambda _: None)
+    assert run.trace.traits.clipping == clipping
 
 
 def test_what_nothing_tries_is_said_of_a_command_too() -> None:
