@@ -19,7 +19,7 @@ from entrenar_py.checks import (
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
-from entrenar_py.checks.population import Population, compare_selections
+from entrenar_py.checks.population import Population, compare_selections, has_parts
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -238,6 +238,12 @@ def _stable(tally: Tally, runs: Traces) -> None:
         is_again = first.scenario.world_size == trace.scenario.world_size
         if trace.traits.replacement and not is_again:
             continue  # with replacement, each rank draws its own
+        if not is_again and (has_parts(first) or has_parts(trace)):
+            tally.note(
+                "each rank draws from its own part of the data: batches were not compared between "
+                "runs on other numbers of workers"
+            )
+            continue
         compared = Compared(runs=runs, model=first, trace=trace)
         comparison = (
             presuppositions.SAMPLES_REPEATED

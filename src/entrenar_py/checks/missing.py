@@ -175,11 +175,22 @@ def unknown_steps(trace: Trace) -> set[int]:
 def _unnamed(trace: Trace) -> set[int]:
     """Return the steps with a shard that has weight but no ids; all steps if no shard has ids."""
     never = not any(shard.ids for shard in trace.of(Shard))
+    observed = trace.scenario.system == OBSERVED
     return {
         step
         for step, shards in evidence.shards(trace).items()
-        if never or any(s.unknown or (s.weight > 0 and not s.ids) for s in shards)
+        if never or any(s.unknown or _is_unnamed(s, shards, observed) for s in shards)
     }
+
+
+def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
+    """Return whether a shard has samples whose ids are unknown.
+
+    A script's micro-batch may be given what another one of the rank was given before.
+    """
+    if shard.ids or not shard.weight > 0:
+        return False
+    return not (observed and any(other.ids and other.rank == shard.rank for other in shards))
 
 
 def require_updates(tally: Tally, *traces: Trace) -> bool:

@@ -68,3 +68,8 @@ def compare_selections(tally: Tally, trace: Trace) -> None:
             sample_ids=tuple(sorted(model ^ ids)),
             scenario=trace.scenario,
         )
+
+
+def has_parts(trace: Trace) -> bool:
+    """Return whether ranks select different samples."""
+    return len({event.ids for event in trace.of(Selection)}) > 1

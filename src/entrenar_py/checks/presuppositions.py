@@ -17,6 +17,7 @@ from entrenar_py.checks import (
     random_draws,
     rank_statistics,
     repeatability,
+    sample_numbers,
     tensor_names,
 )
 from entrenar_py.checks.compared import Compared, Presupposition
@@ -67,6 +68,16 @@ SAMPLES_OF_ITS_OWN = Presupposition(
     name="samples of a rank's own",
     says="ranks that draw the same samples hold copies of the model, not parts of it",
     lacking=copies.shared_samples,
+)
+SAME_BATCHES = Presupposition(
+    name="same batches",
+    says="the script cuts the same batches for any number of workers",
+    lacking=sample_numbers.other_batches,
+)
+SAME_NUMBERS = Presupposition(
+    name="same numbers",
+    says="a number means the same sample on every rank",
+    lacking=sample_numbers.of_own_data,
 )
 REDUCED = Presupposition(
     name="reduced before the step",
@@ -141,8 +152,8 @@ COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
     RANKS: (SAME_NAMES, COPIES, FINITE),
     SUMS: (SAME_NAMES, COPIES, _strictly(REDUCED), NO_NOISE),
     UPDATES: (FINITE, _strictly(REDUCED), THE_MODEL_S),
-    SAMPLES: (SAMPLES_OF_ITS_OWN,),
-    SAMPLES_WITH_ONE_WORKER: (SAMPLES_OF_ITS_OWN, SAMPLES_AGAIN),
+    SAMPLES: (SAMPLES_OF_ITS_OWN, SAME_NUMBERS),
+    SAMPLES_WITH_ONE_WORKER: (SAMPLES_OF_ITS_OWN, SAMPLES_AGAIN, SAME_NUMBERS, SAME_BATCHES),
     SAMPLES_REPEATED: (SAMPLES_SEEDED,),
     POISONED: (SKIPS_ARE_SEEN,),
 }

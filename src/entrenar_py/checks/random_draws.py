@@ -55,7 +55,7 @@ def other_contents(compared: Compared) -> str:
     for (step, id_), got in _contents(compared.trace).items():
         due = expected.get((step, id_))
         bound = max(coarse, CONTENTS_BOUND_MOVED if step else CONTENTS_BOUND)
-        if due is None or _are_alike(due, got, bound):
+        if due is None or are_alike(due, got, bound):
             continue
         return (
             f"sample {id_} of step {step} reaches the model with other contents in "
@@ -113,7 +113,7 @@ def _contents(trace: Trace) -> Contents:
     }
 
 
-def _are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> bool:
+def are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> bool:
     """Return whether a sample has the same contents, or tensors of other sizes: then who knows."""
     if len(due) != len(got) or len(due) % 3:
         return True

@@ -22,17 +22,19 @@ def judge(tally: Tally, trace: Trace) -> None:
     is_first = any(start.step > 0 for start in trace.of(Start))  # the epoch may have begun before
     seen: dict[int, int] = {}  # sample -> step that drew it, in the epoch as it seems
     for step, shards in sorted(evidence.shards(trace).items()):
-        lacking = {*islice(population.surely_lacking(seen), slack)}
+        drawn = {id_ for shard in shards for id_ in shard.ids}
+        num_lacking = len([*islice(population.surely_lacking(seen), slack)])
+        is_used_up = not any(True for _ in population.surely_lacking(drawn.union(seen)))
         fresh: dict[int, int] = {}
         for shard in shards:
             again = tuple(i for n, i in enumerate(shard.ids) if i in fresh or i in shard.ids[:n])
             fresh.update(dict.fromkeys(shard.ids, step))
             repeated = tuple(id_ for id_ in shard.ids if id_ in seen)
-            if again and len(lacking - fresh.keys()) > 0:
+            if again and not is_used_up:
                 _drawn_again(tally, trace, shard, again, fresh)
-            elif repeated and len(lacking) == slack and not is_first:
+            elif repeated and num_lacking == slack and not (is_used_up or is_first):
                 _drawn_again(tally, trace, shard, repeated, seen)
-            elif again or (repeated and (lacking or is_first)):
+            elif again or (repeated and (num_lacking or is_first)):
                 _ask(tally, step)
             else:
                 tally.check(True, "")

@@ -91,6 +91,10 @@ class Numbering:
                 data = inner
             else:
                 break
+        length = length_of(data) or 0
+        position += length if position < 0 else 0
+        if not 0 <= position < length:
+            raise IndexError(position)
         return self._first[id(data)] + position
 
 

@@ -125,6 +125,7 @@ class Samples:
             "drop_last": source.drop_last,
             "replacement": source.replacement,
             "thorough": source.is_thorough,
+            "splits": source.splits,
         }
 
     def selected(self) -> Ids | None:

@@ -49,6 +49,7 @@ class Source:
     - `numbering`: the numbers of the samples of its data set.
     - `selected`: the samples that are drawn in an epoch by all ranks, None for all.
     - `is_thorough`: all of them are drawn in an epoch; False if a sampler of the script's decides.
+    - `splits`: a sampler gives each rank its part of the data set.
     - `drop_last`: an incomplete last batch is dropped. `replacement`: samples are drawn again.
     - `is_dispatched`: one rank iterates it for all (accelerate with `dispatch_batches`), so no rank
       knows its own samples.
@@ -70,6 +71,7 @@ class Source:
         self._concerned = {id(part): _Weakly(part) for part in parts}
         self.drop_last = any(bool(_attribute(part, "drop_last")) for part in parts)
         self.replacement = any(_attribute(part, "replacement") is True for part in parts)
+        self.splits = any(_splits(part) for part in parts)
         self.numbering = Numbering(_data_of(parts))
         samplers = [part for part in parts if not isinstance(part, DataLoader)]
         self.is_thorough = all(map(_is_thorough, samplers))
@@ -160,6 +162,11 @@ def _data_of(parts: list[Any]) -> Any:
             if data is not None:
                 return data
     return None
+
+
+def _splits(part: Any) -> bool:
+    ranks = [_attribute(part, name) for name in ("num_replicas", "num_processes")]
+    return any(isinstance(number, int) and number > 1 for number in ranks)
 
 
 def _is_dispatcher(loader: Any) -> bool:

@@ -85,6 +85,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "replacement": (False, _is_flag, "true or false"),
     "clip_norm": (False, _is_norm, "a number above 0, or null where none was declared"),
     "reduction": (False, _is_text, "the name of a number format"),
+    "splits": (False, _is_flag, "true or false"),
     "thorough": (False, _is_flag, "true or false"),
     "optimizer": (False, _is_text, "the name of a class"),
     "groups": (False, _are_groups, "a list of mappings from names to numbers"),

@@ -101,7 +101,7 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     traits: dict[str, Any] = {"clipping": "other"}
     if header.get("auto"):
         traits |= _of_no_line(ranks)
-    traits |= {name: True for name in ("drop_last", "replacement") if header.get(name)}
+    traits |= {name: True for name in ("drop_last", "replacement", "splits") if header.get(name)}
     if any(rank.drops_last for rank in ranks):
         traits["drop_last"] = True
     if any(rank.layout is not None for rank in ranks):

@@ -57,6 +57,7 @@ class Traits:
     - `epochs`: `untold` if it is not known to which epoch a sample belongs.
     - `population`: `guessed` if it is not known which samples an epoch should have: the scenario's
       number of samples is that of those that were drawn, or a sampler of the user's decides.
+    - `splits`: a sampler splits one data set between the ranks, so that ids mean the same on all.
     - `sample_ids`: `content` if they are digests of what the model was given.
     - `losses`: `backward` if they are what `backward` was called on, of an unknown scale.
     - `arranged`: `guessed` if nothing shows that each rank draws samples of its own.
@@ -86,6 +87,7 @@ class Traits:
     seeded: bool = False
     epochs: str = "told"
     population: str = "known"
+    splits: bool = False
     sample_ids: str = "known"
     losses: str = "known"
     arranged: str = "known"

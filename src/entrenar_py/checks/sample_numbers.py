@@ -1,0 +1,66 @@
+"""Whether a number means the same sample on every rank, or one in a data set of each rank's own."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.random_draws import CONTENTS_BOUND_MOVED, are_alike
+from entrenar_py.trace import Selection, Shard, Trace, Update
+from entrenar_py.wording import counted
+
+
+def of_own_data(compared: Compared) -> str:
+    """Return which number stands for other samples on two ranks, as it seems; "" for none.
+
+    It does if both draw it in an epoch, with other contents. If a sampler splits the data between
+    the ranks, or the script selects each rank's part of it, numbers mean the same on all ranks.
+    """
+    runs = (compared.trace,) if compared.is_one_run else (compared.model, compared.trace)
+    return next((why for run in runs if (why := _apart(run))), "")
+
+
+def _apart(trace: Trace) -> str:
+    if trace.traits.splits or trace.of(Selection) or trace.traits.sample_ids == "content":
+        return ""
+    first: dict[tuple[int, int], tuple[int, tuple[float, ...]]] = {}
+    for shard in trace.standing.of(Shard):
+        if len(shard.contents) != len(shard.ids):
+            continue
+        for id_, contents in zip(shard.ids, shard.contents, strict=True):
+            rank, others = first.setdefault((shard.epoch, id_), (shard.rank, contents))
+            if rank != shard.rank and not are_alike(others, contents, CONTENTS_BOUND_MOVED):
+                return (
+                    f"sample {id_} has other contents on rank {shard.rank} than on rank {rank}: "
+                    "each rank may have a data set of its own, in which it counts from 0. Give "
+                    "each rank a Subset of one data set, or report numbers that all ranks count "
+                    "alike, obs.samples(ids)"
+                )
+    return ""
+
+
+def other_batches(compared: Compared) -> str:
+    """Return why two runs on other numbers of workers need not have the same batches; "" if so.
+
+    Each rank may have a part of the data, from which it draws its share of each batch.
+    """
+    samples, others = _batches(compared.model), _batches(compared.trace)
+    common = sorted(samples.keys() & others.keys())
+    if not common or any(samples[step] == others[step] for step in common):
+        return ""
+    workers = counted(compared.trace.scenario.world_size, "worker")
+    return (
+        f"no step has the samples on {workers} that it has on "
+        f"{compared.model.scenario.world_size}, as where each rank draws from a part of the data: "
+        "whether samples are moved between steps is known if each rank takes its share of batches "
+        "that are cut for all (DistributedSampler)"
+    )
+
+
+def _batches(trace: Trace) -> dict[int, Counter[int]]:
+    made = {update.step for update in trace.of(Update)}
+    batches: dict[int, Counter[int]] = defaultdict(Counter)
+    for shard in trace.standing.of(Shard):
+        if shard.step in made and shard.ids:
+            batches[shard.step].update(shard.ids)
+    return batches

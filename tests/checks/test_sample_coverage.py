@@ -1,0 +1,121 @@
+"""F-DP-002 on what scripts leave open: epochs, the data set, and numbers of each rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from entrenar_py.trace import Selection, Shard, Trace, Update
+from entrenar_py.verdict import Finding, Verdict
+from tests.checks import traces
+from tests.checks.traces import broken, scenario, was
+
+
+def run(
+    steps: Sequence[Sequence[Sequence[int]]], *selected: Sequence[int], **subject: Any
+) -> Trace:
+    """Return a script's run in which `steps[step][rank]` are ids, all of epoch 0."""
+    usual = {"system": "command", "workload": "own", "num_samples": 8, "batch_size": 4}
+    size = {"world_size": len(steps[0]), "num_steps": len(steps)}
+    events: list[Any] = [Selection(rank=r, ids=tuple(ids)) for r, ids in enumerate(selected)]
+    fields: dict[str, Any] = {"loss_sum": 1.0, "finite": True, "shard": 0}
+    for step, by_rank in enumerate(steps):
+        for rank, ids in enumerate(by_rank):
+            weight = float(len(ids))
+            given = tuple((1.0, float(id_), float(id_)) for id_ in ids)
+            events.append(
+                Shard(step=step, epoch=0, rank=rank, ids=tuple(ids), weight=weight, **fields)
+                if not subject.get("contents")
+                else Shard(
+                    step=step,
+                    epoch=0,
+                    rank=rank,
+                    ids=tuple(ids),
+                    weight=weight,
+                    contents=tuple((size, norm + 9 * rank, total) for size, norm, total in given),
+                    **fields,
+                )
+            )
+            events.append(
+                Update(
+                    step=step,
+                    rank=rank,
+                    loss=1.0,
+                    weight=1.0,
+                    learning_rate=0.1,
+                    finite=True,
+                    weights={},
+                )
+            )
+    return traces.hand_written(*events, subject=scenario(**{**usual, **size}))
+
+
+def judged(trace: Trace) -> Finding:
+    """Return the finding on a run."""
+    return traces.judge("coverage", [trace])
+
+
+EVENS, ODDS = [0, 2, 4, 6], [1, 3, 5, 7]
+
+
+def test_ranks_with_parts_of_their_own() -> None:
+    """Parts that together are the data set hold; a rank whose part is another is named."""
+    steps = [[EVENS[:2], ODDS[:2]], [EVENS[2:], ODDS[2:]]]
+    assert judged(run(steps, EVENS, ODDS)).verdict is Verdict.HELD
+    found = broken(judged(run(steps, [0, 2, 4, 6], [1, 3, 5, 6])))
+    assert (found.step, found.rank, found.sample_ids) == (-1, 1, (0, 1, 2, 3, 4, 5))
+    assert "1 samples are in the data of both" in found.message
+    three = run([[[0], [1], [2]]], [0, 1, 2], [0, 1, 3], [0, 1, 2])
+    assert broken(judged(three)).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "verdict", "words"),
+    [
+        pytest.param([[0, 1, 2, 3], [0, 4, 5, 6]], "falsified", "before all 8", id="again"),
+        pytest.param([[0, 1, 1, 2]], "falsified", "drawn again", id="twice in a step"),
+        pytest.param([[0, 1, 2, 3], [4, 5, 6], [0, 1, 2, 3]], "inconclusive", "epoch=", id="rest"),
+        pytest.param([[0, 1, 2, 3], [4, 5, 6, 7], [0, 3]], "held", "", id="a new epoch"),
+        pytest.param([[0, 1, 2, 3], [4, 5, 6, 7, 0]], "inconclusive", "epoch=", id="padding?"),
+    ],
+)
+def test_epochs_that_are_not_told(steps: list[list[int]], verdict: str, words: str) -> None:
+    """A sample that comes again before the data is used up is wrong whatever the epochs are."""
+    trace = was(run([[ids] for ids in steps]), epochs="untold")
+    found = judged(trace)
+    assert (found.verdict.value, words in found.reason) == (verdict, True), found
+
+
+def test_numbers_of_a_rank_s_own() -> None:
+    """An id with other contents on another rank may be another sample, unless a sampler splits."""
+    trace = run([[[0, 1], [1, 2]]], contents=True)
+    found = judged(trace)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "sample 1 has other contents on rank 1 than on rank 0" in found.reason
+    assert broken(judged(was(trace, splits=True))).sample_ids == (1,)
+
+
+def test_a_data_set_that_is_guessed() -> None:
+    """Samples that other epochs have are lacking; those that none has may not belong to it."""
+    steps = [[0, 1, 2], [3, 6, 7]]
+    for known in ("known", "guessed"):
+        trace = was(run([[ids] for ids in [*steps, [0, 1, 2]]]), population=known)
+        events = [
+            Shard(**{**{n: getattr(e, n) for n in e.__slots__}, "epoch": 1})
+            if isinstance(e, Shard) and e.step == 2
+            else e
+            for e in trace.events
+        ]
+        found = judged(
+            Trace(
+                scenario=trace.scenario,
+                environment={},
+                promises=(),
+                events=tuple(events),
+                traits=trace.traits,
+            )
+        )
+        assert "4, 5" in found.reason or "6 of 8 samples" in found.reason
+        assert found.verdict.value == ("falsified" if known == "known" else "inconclusive")
