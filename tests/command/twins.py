@@ -24,6 +24,7 @@ from falsification import (
     user_random,
     user_resumes,
     user_rounds,
+    user_samples,
     user_scalers,
 )
 from falsification.user_trainers import TWINS, Twin
@@ -102,6 +103,7 @@ def main() -> int:
         *user_resumes.OPEN,
         *user_rounds.BUGS,
         *user_rounds.OPEN,
+        *user_samples.BUGS,
         *user_scalers.BUGS,
         *user_benign.VARIANTS,
         *user_catalogued.VARIANTS,
@@ -109,6 +111,7 @@ def main() -> int:
         *user_oracles.VARIANTS,
         *user_presupposed.VARIANTS,
         *user_random.VARIANTS,
+        *user_samples.VARIANTS,
         *user_scalers.VARIANTS,
         *user_scalers.ROUNDED,
         *user_large.TWINS,
