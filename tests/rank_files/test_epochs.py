@@ -31,7 +31,9 @@ def drawn(steps: Sequence[Sequence[int]], begin: int = 0) -> list[Start | Shard]
 def found(steps: Sequence[Sequence[int]], size: int | None, begin: int = 0) -> list[int] | None:
     """Return the epoch of each step, None if they are unknown."""
     events = epochs.derived(drawn(steps, begin), None if size is None else range(size))
-    return events and [event.epoch for event in events if isinstance(event, Shard)]
+    if events is None:
+        return None
+    return [event.epoch for event in events if isinstance(event, Shard)]
 
 
 @pytest.mark.parametrize("size", [4, None])
