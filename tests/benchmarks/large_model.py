@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences on all ranks together")
     parser.add_argument("--optimizer", choices=("SGD", "AdamW"), default="SGD")
     parser.add_argument("--wrong", choices=("factor", "row"), help="the bug to plant")
+    parser.add_argument("--float32", action="store_true", help="no autocast to bfloat16")
     parser.add_argument("--time", action="store_true")
     given = parser.parse_args()
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -68,7 +69,7 @@ def train(
     for step in range(given.steps):
         ids = range(step * given.batch + RANK, (step + 1) * given.batch, WORLD)
         obs.samples(ids)
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast("cuda", torch.bfloat16, enabled=not given.float32):
             loss = ddp(data[list(ids)].cuda())
         obs.loss(loss, len(ids))
         optimizer.zero_grad()
