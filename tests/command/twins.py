@@ -29,19 +29,53 @@ from falsification import (
 )
 from falsification.user_trainers import TWINS, Twin
 from tests.command import scripts, zygote
+from tests.command.stripped import stripped
 
 WANTED = (
     *("coverage", "determinism", "finiteness", "liveness", "optimizer_state", "parity"),
     *("randomness", "replica_identity", "resume", "step_rule", "weighting"),
 )
 
+EVERY: tuple[Twin, ...] = (
+    *TWINS,
+    *user_bugs.BUGS,
+    *user_catalogued.BUGS,
+    *user_declared.BUGS,
+    *user_knobs.BUGS,
+    *user_oracles.BUGS,
+    *user_presupposed.BUGS,
+    *user_random.BUGS,
+    *user_resumes.BUGS,
+    *user_resumes.OPEN,
+    *user_rounds.BUGS,
+    *user_rounds.OPEN,
+    *user_samples.BUGS,
+    *user_scalers.BUGS,
+    *user_benign.VARIANTS,
+    *user_catalogued.VARIANTS,
+    *user_declared.VARIANTS,
+    *user_oracles.VARIANTS,
+    *user_presupposed.VARIANTS,
+    *user_random.VARIANTS,
+    *user_samples.VARIANTS,
+    *user_scalers.VARIANTS,
+    *user_scalers.ROUNDED,
+    *user_large.TWINS,
+)
+
 
 def findings(
-    twin: Twin, folder: Path, *, witnesses: bool = False, deadline_s: float = scripts.DEADLINE_S
+    twin: Twin,
+    folder: Path,
+    *,
+    witnesses: bool = False,
+    auto: bool = False,
+    deadline_s: float = scripts.DEADLINE_S,
 ) -> dict[str, Finding]:
     """Return the findings on the runs of the changed script, by its check or by all checks.
 
     With `witnesses` all runs of a user's command are made, without it only those to be compared.
+    With `auto` the script has no line.
     """
     text = twin.text or (scripts.EXAMPLES / twin.script).read_text()
     for before, after in twin.changes:
@@ -49,7 +83,7 @@ def findings(
         text = text.replace(before, after)
     script = folder / "project" / twin.script
     script.parent.mkdir()
-    script.write_text(text)
+    script.write_text(stripped(text) if auto else text)
     wanted = {twin.check} if twin.check else WANTED
     # Pairs are run for parity: other checks see them beside it.
     traces = scripts.record(
@@ -60,6 +94,7 @@ def findings(
         source=script.parent,
         launch=zygote.launch,
         witnesses=witnesses,
+        auto=auto,
         deadline_s=deadline_s,
     )
     return scripts.findings(traces, wanted)
@@ -90,33 +125,7 @@ def is_broken(finding: Finding) -> bool:
 
 def main() -> int:
     """Print a line for each script, and the number with a problem."""
-    every = (
-        *TWINS,
-        *user_bugs.BUGS,
-        *user_catalogued.BUGS,
-        *user_declared.BUGS,
-        *user_knobs.BUGS,
-        *user_oracles.BUGS,
-        *user_presupposed.BUGS,
-        *user_random.BUGS,
-        *user_resumes.BUGS,
-        *user_resumes.OPEN,
-        *user_rounds.BUGS,
-        *user_rounds.OPEN,
-        *user_samples.BUGS,
-        *user_scalers.BUGS,
-        *user_benign.VARIANTS,
-        *user_catalogued.VARIANTS,
-        *user_declared.VARIANTS,
-        *user_oracles.VARIANTS,
-        *user_presupposed.VARIANTS,
-        *user_random.VARIANTS,
-        *user_samples.VARIANTS,
-        *user_scalers.VARIANTS,
-        *user_scalers.ROUNDED,
-        *user_large.TWINS,
-    )
-    chosen = [one for one in every if all(word in one.name for word in sys.argv[1:])]
+    chosen = [one for one in EVERY if all(word in one.name for word in sys.argv[1:])]
     missed = 0
     for twin in chosen:
         started = time.monotonic()

@@ -23,6 +23,7 @@ WORKER = "worker --coordinator trainer.example:7411 --secret-file s"
         ("coordinator --help", "entrenar-coordinator-help.txt"),
         ("worker --help", "entrenar-worker-help.txt"),
         ("ledger verify --help", "entrenar-ledger-verify-help.txt"),
+        ("watch --help", "entrenar-watch-help.txt"),
         ("doctor --help", "entrenar-doctor-help.txt"),
     ],
 )

@@ -157,11 +157,15 @@ class Plan:
         cuts = [(size, int(KNOBS["accumulation"].usual)) for size in sizes]
         return sorted([*cuts, *((self.most, int(turn.value)) for turn in turns)])
 
-    def observing(self) -> dict[str, str]:
-        """Return the environment variables by which a script without a line is observed."""
+    def observing(self, num_made: int) -> dict[str, str]:
+        """Return the environment variables by which a script without a line is observed.
+
+        It goes on after `num_made` steps, and ends by itself if the command has no {steps}.
+        """
         if not self.auto:
             return {}
-        return Settings(steps=None if self.can_say("steps") else self.num_steps).variables()
+        steps = None if self.can_say("steps") else max(1, self.num_steps - num_made)
+        return Settings(steps=steps).variables()
 
     @property
     def most(self) -> int:
@@ -318,7 +322,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
                 folder=folder,
                 variables={
                     FAULTS: json.dumps([fault.to_dict() for fault in asked.faults]),
-                    **plan.observing(),
+                    **plan.observing(asked.stops[life - 1] if life else 0),
                     **stop,
                 },
                 deadline_s=plan.deadline_s,

@@ -35,7 +35,9 @@ def of(
     for shard in shards:
         samples_by_step[shard.step] += len(shard.ids)
     ids = {id_ for shard in shards for id_ in shard.ids}
-    samples = ids if header.get("samples") == "content" else population.of(ranks, events)
+    samples = population.of(ranks, events)
+    if header.get("samples") == "content":  # how many there are is unknown: as many as in a step
+        samples = range(max(samples_by_step.values(), default=1))
     num_samples = max(max(ids, default=0) + 1 if samples is None else len(samples), world_size)
     batch_size = max(samples_by_step.values(), default=1) or 1
     accumulation = 1 + max((shard.shard for shard in shards), default=0)

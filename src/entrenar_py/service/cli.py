@@ -1,4 +1,4 @@
-"""The command `entrenar`: coordinator, worker, ledger verification and doctor."""
+"""The command `entrenar`: coordinator, worker, ledger verification, watch and doctor."""
 
 from __future__ import annotations
 
@@ -53,6 +53,10 @@ def _run(given: argparse.Namespace) -> int:
         from entrenar_py.service import worker
 
         return worker.run(given)
+    if given.command == options.WATCH:
+        from entrenar_py.service import watching
+
+        return watching.run(given)
     if given.command == "doctor":
         from entrenar_py.doctor import visit
 

@@ -17,6 +17,8 @@ from entrenar_py.service import address, exit_codes
 
 PROG = "entrenar"
 AUTO = "auto"
+WATCH = "watch"
+EVERY = 10
 PATIENCE_S = 300.0
 _HELP_COLUMNS = 98
 
@@ -43,13 +45,18 @@ def parser() -> argparse.ArgumentParser:
     _add_coordinator(commands)
     _add_worker(commands)
     _add_ledger(commands)
+    _add_watch(commands)
     _add_doctor(commands)
     return cli
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options, `command` among them; UsageError if they are invalid."""
+    program: Sequence[str] = ()
+    if list(arguments[:1]) == [WATCH]:
+        arguments, program = _split(arguments)
     parsed = parser().parse_args(arguments)
+    parsed.program = list(program)
     if parsed.command == "worker" and parsed.tls_ca is None and (parsed.tls_cert or parsed.tls_key):
         raise UsageError(
             "--tls-cert and --tls-key need --tls-ca, the authority that the coordinator's "
@@ -154,6 +161,40 @@ def _add_ledger(commands: _Commands) -> None:
         action="store_true",
         help="also train again, in this process, and compare the weights after every step",
     )
+
+
+def _add_watch(commands: _Commands) -> None:
+    watch = _add(commands, WATCH, "watch a training whose script doesn't call observe(every=)")
+    watch.epilog = (
+        "The exit code is the command's own. A finding is raised out of optimizer.step() on every\n"
+        "rank, so the training ends as it does after any other error."
+    )
+    watch.usage = "%(prog)s [--every N] [--contract FILE] -- COMMAND ..."
+    watch.add_argument(
+        "--every",
+        metavar="N",
+        type=functools.partial(values.natural, least=1),
+        default=EVERY,
+        help=f"optimizer steps between two looks (default {EVERY})",
+    )
+    watch.add_argument(
+        "--contract",
+        metavar="FILE",
+        help="a contract, or the name of a shipped one: only its clauses are watched",
+    )
+
+
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the arguments of `watch` before `--` and the command after it."""
+    words = list(arguments)
+    if {"-h", "--help"}.intersection(words[: words.index("--") if "--" in words else None]):
+        return words, ()
+    if "--" not in words or words[-1] == "--":
+        raise UsageError(
+            f"no command after --; write the command that trains: {PROG} {WATCH} -- torchrun ..."
+        )
+    place = words.index("--")
+    return words[:place], words[place + 1 :]
 
 
 def _add_doctor(commands: _Commands) -> None:

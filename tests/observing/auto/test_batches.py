@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from entrenar_py.observing.auto.batches import Batches
-from entrenar_py.observing.auto.seen_samples import CUT, SeenSamples
+from entrenar_py.observing.auto.seen_samples import CUT, STRANGE, SeenSamples
 
 DATA = torch.arange(12.0).reshape(12, 1)
 
@@ -86,6 +86,26 @@ def test_a_second_pass_at_other_weights(seen: Seen) -> None:
     """The same inputs again are no new samples."""
     batch = seen.yields(3, 1, 0, 2)
     assert [seen.given(batch), seen.given(batch)] == [[3, 1, 0, 2], []]
+
+
+def test_an_evaluation_between(seen: Seen) -> None:
+    """A batch that was changed is still found after another loader's batches were evaluated."""
+    seen.given(seen.yields(3, 1, 0, 2))
+    batch = seen.yields(7, 5, 4, 6)
+    loader: DataLoader[int] = DataLoader([0])  # type: ignore[arg-type]
+    iterator = iter(loader)
+    seen.batches.iterated(loader, iterator)
+    seen.batches.drew(iterator, [0, 1, 2, 3])
+    with torch.no_grad():
+        seen.batches.yielded(iterator, other := DATA[:4])
+        seen.samples.given([other], trains=False)
+    assert seen.given(batch / 3) == [7, 5, 4, 6]
+
+
+def test_inputs_of_unknown_origin(seen: Seen) -> None:
+    """Inputs that no loader handed out are unknown, not none."""
+    seen.given(seen.yields(3, 1, 0, 2))
+    assert (seen.given(torch.randn(4, 1)), seen.unknown) == ([], STRANGE)
 
 
 def test_what_is_evaluated_is_not_trained_on(seen: Seen) -> None:

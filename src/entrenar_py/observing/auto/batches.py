@@ -138,6 +138,11 @@ class Batches:
         self.loader = iteration.loader
         return iteration.epoch
 
+    def set_aside(self, num_rows: int | None) -> None:
+        """Note that the batch that was yielded last went to a pass that doesn't train."""
+        if self.pending and self.pending[-1].size == num_rows:
+            self.pending[-1].trains = False
+
     def source(self) -> Source | None:
         """Return the facts of the loader that is trained from; None if there is none."""
         loader = self.loader

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import weakref
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from entrenar_py.observing.auto.recorder import Recorder
 
 _Given = ParamSpec("_Given")
+_LOG = logging.getLogger("entrenar_py")
 
 CURRENT: Follower | None = None  # of this process
 
@@ -64,11 +66,17 @@ class Follower:
         self._recorder: Recorder | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._batches: Batches | None = None
+        # A module that is called in training mode, and of which no optimizer holds anything.
+        self._untrained: weakref.ref[nn.Module] | None = None
         self._pid = os.getpid()
         self._gave_up = False
         self._within = False  # a backward pass
         self._stepping = 0  # optimizers whose steps have begun: one may step inside of another's
         self._ending = Ending()
+        # The modules that each optimizer steps, None if there are none.
+        self._watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, nn.Module | None] = (
+            weakref.WeakKeyDictionary()
+        )
         os.register_at_fork(after_in_child=self._forked)
 
     def is_off(self) -> bool:
@@ -88,7 +96,13 @@ class Follower:
             sys.stderr.write(f"entrenar: this process is not watched: {why}\n")
 
     def wins(self, observation: Observation) -> None:
-        """Note that the script calls `observe` itself: what was recorded here is dropped."""
+        """Note that the script calls `observe` itself: what was recorded here is dropped.
+
+        A line that only records doesn't end a watch, as it does nothing in production.
+        """
+        if self.settings.every is not None:
+            self._gave_up |= observation.watch is not None
+            return
         if self._recorder is not None:
             self._recorder.withdraw()
             self._recorder = None
@@ -132,16 +146,47 @@ class Follower:
         optimizers = self.optimizers()
         parameters = {p for opt in optimizers for g in opt.param_groups for p in g["params"]}
         if called is not None and parameters.isdisjoint(called.parameters()):
+            if self._untrained is None and any(p.requires_grad for p in called.parameters()):
+                self._untrained = weakref.ref(called)
             return
         from entrenar_py.observing.auto import surroundings
         from entrenar_py.observing.auto.recorder import Recorder
 
-        model = surroundings.model_of(called, optimizers)
+        instead = None if self._untrained is None else self._untrained()
+        model = surroundings.model_of(called, optimizers, instead=instead)
         if model is None:
             return
         self._recorder = Recorder(model, optimizers, self.batches, called)
         self.observation = self._recorder
         self.hooks[0].remove()  # of all modules: they cost, and compiled ones warn of them
+
+    def _watch(self, optimizer: torch.optim.Optimizer, every: int) -> None:
+        """Watch the modules that an optimizer steps, from its first step on."""
+        if optimizer in self._watched:
+            return
+        from entrenar_py.observing import PATIENCE
+        from entrenar_py.observing.auto import surroundings
+        from entrenar_py.watch.watch import Watch
+
+        model = surroundings.model_of(None, [optimizer])
+        self._watched[optimizer] = model
+        kind = type(optimizer).__name__
+        if model is None:
+            _LOG.warning("entrenar watch: %s steps tensors that no module has: not watched", kind)
+            return
+        others = [other for known, other in self._watched.items() if known is not optimizer]
+        if any(model is other for other in others):
+            _LOG.warning("entrenar watch: %s steps a module that is watched already", kind)
+            return
+        Watch(
+            model,
+            optimizer,
+            every=every,
+            contract=self.settings.contract,
+            on_finding=None,
+            patience=PATIENCE,
+            step=0,
+        )
 
     @property
     def batches(self) -> Batches:
@@ -221,6 +266,8 @@ class Follower:
         self._stepping += 1
         if self._ending.is_due:
             self._ending.leave()
+        if self.settings.every is not None and self._stepping == 1:
+            self._watch(optimizer, self.settings.every)
         if self._recorder is None or self._stepping > 1:
             return
         if not any(optimizer is followed for followed in self._recorder.optimizers):

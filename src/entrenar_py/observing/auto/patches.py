@@ -87,7 +87,7 @@ def _yielded(original: Function, follower: Follower) -> Function:
 def _scaled(original: Function, follower: Follower) -> Function:
     @wraps(original)
     def scale(self: Any, *given: Any, **named: Any) -> Any:
-        follower.scales_losses = True
+        follower.scales_losses |= self.is_enabled()
         return original(self, *given, **named)
 
     return scale
@@ -172,12 +172,12 @@ def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
     A module that isn't imported yet is patched when it is: `awaited` takes functions to call then.
     """
     follower.hooks = [
-        register_module_forward_pre_hook(follower.forward),
         register_optimizer_step_pre_hook(follower.step_begins),
         register_optimizer_step_post_hook(follower.step_ended),
     ]
     if follower.settings.every is not None:
         return  # the watch needs no more than a step
+    follower.hooks.insert(0, register_module_forward_pre_hook(follower.forward))
     for module in dict.fromkeys(patch.module for patch in TABLE):
         apply = partial(_apply, module, follower)
         if module in sys.modules:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import process_rank
@@ -36,6 +36,7 @@ class Recorder(Observer):
         self.optimizers = tuple(optimizers)
         self._seen = SeenSamples(batches)
         self._facts: dict[str, Any] = {}
+        self._alternates = False  # backward passes come between the steps of several optimizers
         super().__init__(
             model,
             self.optimizers,
@@ -56,6 +57,14 @@ class Recorder(Observer):
     def _was_given(self, module: nn.Module, given: Any, named: Any, _: Any) -> None:
         trains = module.training and torch.is_grad_enabled()
         self._seen.given([given, named], trains=trains)
+
+    def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
+        """Record a backward pass, as one of unknown gradients if optimizers alternate.
+
+        A pass for the generator leaves gradients in the discriminator that no step applies.
+        """
+        self._alternates |= bool(self._step.stepped)
+        super()._after_backward({} if self._alternates else gradients, finite)
 
     # --- called by the follower -------------------------------------------------------------------
 

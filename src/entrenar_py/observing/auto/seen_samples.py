@@ -12,6 +12,7 @@ from entrenar_py.observing.samples import Samples, Told
 
 INDEX, CONTENT = "index", "content"
 CUT = "a part of a batch was given that doesn't look like it any more, and nothing tells which"
+STRANGE = "the model was given something that no loader has handed out"
 NO_ROWS = "the model was given nothing that has rows, and no loader has drawn samples for it"
 
 
@@ -30,7 +31,7 @@ class SeenSamples(Samples):
         self._seen_epoch = 0
         self._unknown = ""
         self._again: Ids = ()
-        self._rows: set[Row] = set()  # content that this step was given, without a loader
+        self._rows: set[Row] = set()  # content that this step was given, and no loader knows
         self._is_given = False  # whether a forward pass was seen since the last backward pass
 
     # --- the forward passes -----------------------------------------------------------------------
@@ -38,13 +39,26 @@ class SeenSamples(Samples):
     def given(self, inputs: Any, *, trains: bool) -> None:
         """Note the inputs of a forward pass of the model."""
         if not trains:
-            batch = self._batches.meant()
-            if batch is not None and contents.num_rows(inputs) == batch.size:
-                batch.trains = False
+            self._batches.set_aside(contents.num_rows(inputs))
             return
         self._is_given = True
-        if not (self._by_content(inputs) or self._by_count(inputs) or self._batches.loader):
-            self._by_digest(inputs)
+        if self._by_content(inputs):
+            return
+        rows = contents.rows_together(inputs)
+        is_again = rows is not None and self._rows.issuperset(rows)
+        self._rows.update(rows or ())
+        meant = self._batches.meant()
+        if meant is not None:
+            self._by_count(inputs, meant, is_again=is_again)
+        elif is_again:
+            return  # a second pass, maybe at other weights
+        elif self._batches.loader is not None:
+            self._unknown = STRANGE
+        elif rows is None:
+            self._unknown = NO_ROWS
+        else:
+            self._ids += map(contents.as_id, rows)
+            self._kinds.add(CONTENT)
 
     def _by_content(self, inputs: Any) -> bool:
         """Look the inputs up in the pending batches, the oldest first."""
@@ -58,28 +72,15 @@ class SeenSamples(Samples):
                     return True
         return False
 
-    def _by_count(self, inputs: Any) -> bool:
+    def _by_count(self, inputs: Any, batch: Batch, *, is_again: bool) -> None:
         """Take the batch that is meant as a whole, if the inputs are as many; or note the unknown.
 
         That is right for inputs that were changed on the way (normalised, of another dtype).
         """
-        batch = self._batches.meant()
-        if batch is None:
-            return False
         counts = [size for tensor in contents.tensors_in(inputs) for size in tensor.shape[:2]]
-        if counts and batch.size > 1 and max(counts) < len(batch.left):
+        if is_again or (counts and batch.size > 1 and max(counts) < len(batch.left)):
             self._unknown = CUT
         self._use(batch, batch.left)
-        return True
-
-    def _by_digest(self, inputs: Any) -> None:
-        rows = contents.rows_together(inputs)
-        if rows is None:
-            self._unknown = NO_ROWS
-        elif not self._rows.issuperset(rows):  # else a second pass, maybe at other weights
-            self._rows.update(rows)
-            self._ids += map(contents.as_id, rows)
-            self._kinds.add(CONTENT)
 
     def _use(self, batch: Batch, places: list[int]) -> None:
         self._seen_epoch, ids = self._batches.use(batch, places)

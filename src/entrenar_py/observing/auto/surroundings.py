@@ -7,12 +7,12 @@ tells of them when they are made, and to patch their constructors would miss cop
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,21 +24,48 @@ _Object = TypeVar("_Object")
 
 
 def model_of(
-    called: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]
+    called: nn.Module | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    instead: nn.Module | None = None,
 ) -> nn.Module | None:
     """Return the module that `optimizers` train; None if there is none.
 
     That is `called`, if it has all their parameters. Else it is a list of the outermost modules
-    that have some of them, `called` among these.
+    that have some of them, `called` among these, and of the parameters that no module has.
+    If no module has any of them the optimizers hold copies, and `instead`, which the script calls,
+    is the model that is never stepped.
     """
     parameters = {p for opt in optimizers for group in opt.param_groups for p in group["params"]}
     own = [] if called is None else [tensors.unwrapped(called)]
     lacking = parameters.difference(*(module.parameters() for module in own))
     if lacking:
         own += _outermost(lacking)
+        lacking = lacking.difference(*(module.parameters() for module in own))
+    if lacking and not own and instead is not None:
+        own = [tensors.unwrapped(instead)]
+    elif lacking:
+        own.append(Loose(optimizers, lacking))
     if len(own) < 2:
         return own[0] if own else None
     return nn.ModuleList(own)
+
+
+class Loose(nn.Module):
+    """The tensors that optimizers step and no module has, by their place in the optimizers."""
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], wanted: Collection[Tensor]
+    ) -> None:
+        super().__init__()
+        groups = [group["params"] for opt in optimizers for group in opt.param_groups]
+        loose: dict[str, Any] = {
+            f"group{number}.{index}": tensor
+            for number, group in enumerate(groups)
+            for index, tensor in enumerate(group)
+            if tensor in wanted
+        }
+        self._parameters.update(loose)  # not registered: they may be plain tensors
 
 
 def _outermost(parameters: set[Any]) -> list[nn.Module]:

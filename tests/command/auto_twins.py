@@ -1,0 +1,74 @@
+"""Scripts without their line: right ones as with it, or inconclusive; broken ones never held.
+
+`python -m tests.command.auto_twins [WORD ...]` tries those whose names have all words, as a part of
+`make twins`. The exit code is 1 if one is judged wrongly.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from entrenar_py.verdict import Finding, Verdict
+from falsification.user_trainers import Twin
+from tests.command import scripts, twins
+
+OF_INTEGRATIONS = ("accelerate_loop.py", "trainer.py", "lightning_module.py")
+# Names of bugs that only a declaration of the line (`clip_norm=`, `tied=`) makes visible.
+DECLARED = ("clip_norm:", "tied:")
+
+
+def right() -> list[Twin]:
+    """Return every example, unchanged."""
+    names = sorted(path.name for path in scripts.EXAMPLES.glob("*.py"))
+    return [
+        Twin(
+            name=f"as it is: {name}",
+            script=name,
+            changes=(),
+            turned=tuple(scripts.KNOBS) if name == "knobs.py" else (),
+        )
+        for name in names
+        if name not in OF_INTEGRATIONS
+    ]
+
+
+def told(twin: Twin, found: dict[str, Finding]) -> str:
+    """Return `found`, `open`, `undeclared` or `left alone`, or what is wrong about the findings."""
+    if not twin.check or twin.verdict != "falsified":
+        broken = [f"{name}: {one.reason}" for name, one in found.items() if twins.is_broken(one)]
+        return "; ".join(broken) or "left alone"
+    finding = found[twin.check]
+    if finding.verdict is Verdict.HELD and twin.name.startswith(DECLARED):
+        return "undeclared"
+    if finding.verdict is Verdict.HELD:
+        return f"held wrongly, with {finding.compared} comparisons"
+    return "open" if finding.verdict is Verdict.INCONCLUSIVE else "found"
+
+
+def main() -> int:
+    """Print a line for each script, and how many bugs are found without a line."""
+    chosen = [
+        one for one in (*right(), *twins.EVERY) if all(word in one.name for word in sys.argv[1:])
+    ]
+    counts: dict[str, int] = {}
+    for twin in chosen:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            found = twins.findings(twin, Path(folder), witnesses=True, auto=True)
+        how = told(twin, found)
+        kind = how if how in ("found", "open", "undeclared", "left alone") else "WRONG"
+        counts[kind] = counts.get(kind, 0) + 1
+        print(f"{kind:10} {time.monotonic() - started:5.1f} s  {twin.script}: {twin.name}")
+        if kind == "WRONG":
+            print(f"           {how}")
+        elif kind == "open":
+            print(f"           {found[twin.check].reason[:200]}", flush=True)
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    return int("WRONG" in counts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Scripts without a line are judged as with it, watched, and ended after their steps."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.checks import CHECKS
+from entrenar_py.command import runs
+from entrenar_py.observing.auto import Settings
+from entrenar_py.verdict import Verdict
+from falsification.user_trainers import TWINS
+from tests.command import scripts, twins, zygote
+from tests.command.stripped import stripped
+
+HELD = ("coverage", "replica_identity", "randomness", "step_rule")
+ALTERNATING = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+weights = torch.randn(3, 1).requires_grad_()
+optimizer = torch.optim.SGD([weights], lr=0.1)
+for step in range(100):
+    optimizer.zero_grad()
+    (torch.randn(4, 3) @ weights).square().mean().backward()
+    optimizer.step()
+    print("made", step, flush=True)
+raise SystemExit(3)
+"""
+
+
+def test_a_right_script(tmp_path: Path) -> None:
+    """What is held of a script with its line is held without it, on the same samples."""
+    script = tmp_path / "train.py"
+    script.write_text(stripped((scripts.EXAMPLES / "ddp.py").read_text()))
+    recorded = scripts.record(
+        scripts.command(script),
+        ("replica_identity",),
+        tmp_path / "runs",
+        launch=zygote.launch,
+        auto=True,
+    )
+    found = scripts.findings(recorded, HELD)
+    assert {name: one.verdict for name, one in found.items()} == dict.fromkeys(HELD, Verdict.HELD)
+
+
+def test_a_broken_script(tmp_path: Path) -> None:
+    """A bug is found at its place without the line."""
+    found = twins.findings(TWINS[0], tmp_path, auto=True)
+    assert twins.problem(TWINS[0], found) == ""
+
+
+def test_the_end_after_the_last_step(tmp_path: Path) -> None:
+    """A run ends with code 0 after its steps, not with the script's own; no module is called."""
+    script = tmp_path / "train.py"
+    script.write_text(ALTERNATING)
+    told = (*scripts.command(script)[:2], "1", str(script))
+    recorded = scripts.record(
+        told,
+        ("replica_identity",),
+        tmp_path / "runs",
+        world_sizes=(1,),
+        num_steps=3,
+        launch=zygote.launch,
+        auto=True,
+    )
+    (run,) = recorded.values()
+    assert run.trace.end.status == "completed", run.trace.end.reason
+    assert run.trace.scenario.num_steps == 3
+    assert "ended" in run.trace.environment
+    output = (tmp_path / "runs/1-worker/output.txt").read_text()
+    assert [line for line in output.splitlines() if "made" in line] == [
+        f"made {step}" for step in range(3)
+    ]
+
+
+def test_a_watched_training(tmp_path: Path) -> None:
+    """A training whose ranks drift apart ends with a finding, without a line."""
+    script, output = tmp_path / "train.py", tmp_path / "run/output.txt"
+    text = (scripts.EXAMPLES / "ddp.py").read_text()
+    for before, after in TWINS[0].changes:
+        text = text.replace(before, after)
+    script.write_text(stripped(text))
+    told = [*scripts.command(script)[:2], "2", str(script)]
+    ended = zygote.launch(
+        told,
+        folder=tmp_path / "run",
+        variables=Settings(every=2).variables(),
+        deadline_s=scripts.DEADLINE_S,
+        is_over=lambda: False,
+    )
+    assert ended.code == 1
+    assert "WatchFinding: F-DP-001: step 1, tensor 0.weight: ranks 0, 1 hold" in output.read_text()
+
+
+def test_a_command_that_says_its_steps_ends_by_itself() -> None:
+    """With {steps} in the command the harness ends no run, and a resumed one makes the rest."""
+    needs = CHECKS["replica_identity"].needs
+    plan = runs.Plan(command=("train", "{steps}"), needs=needs, folder=Path(), auto=True)
+    assert Settings.of(plan.observing(0)).steps is None
+    plan = runs.Plan(command=("train",), needs=needs, folder=Path(), auto=True, num_steps=5)
+    assert Settings.of(plan.observing(2)).steps == 3
+    assert runs.Plan(command=("train",), needs=needs, folder=Path()).observing(0) == {}
+
+
+def test_what_belongs_to_the_line_is_stripped() -> None:
+    """No name of the package is left in an example, and every example is still a script."""
+    for path in sorted(scripts.EXAMPLES.glob("*.py")):
+        text = stripped(path.read_text())
+        names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+        assert names.isdisjoint({"obs", "entrenar_py", "ObserveCallback"})
+        assert "import entrenar_py" not in text
+
+
+@pytest.mark.parametrize("before", [None, "/own/folder"])
+def test_variables(before: str | None) -> None:
+    """The start-up folder comes first on the path, before the user's own folders."""
+    environment = {} if before is None else {"PYTHONPATH": before}
+    variables = Settings(every=3, contract="c.yaml").variables(environment)
+    first, *rest = variables["PYTHONPATH"].split(":")
+    assert (Path(first) / "sitecustomize.py").is_file()
+    assert rest == ([] if before is None else [before])
+    assert Settings.of(variables) == Settings(every=3, contract="c.yaml")
