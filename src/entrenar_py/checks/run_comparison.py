@@ -19,6 +19,7 @@ from entrenar_py.checks import (
     rates,
     reduction_format,
     skips,
+    step_shape,
 )
 from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
@@ -181,6 +182,7 @@ class Bounds:
         losses = (abs(update.loss or 0.0) for update in first)
         norms = (evidence.norm_l2(update.gradient) or 0.0 for update in first)
         adam = any(run.scenario.optimizer == "adamw" for run in runs)
+        adam = adam or step_shape.is_adaptive(*runs)
         own = [run for run in runs if run.scenario.workload == "own"]
         unit = precision.unit(*own)
         coarse = unit > precision.FLOAT32
