@@ -1,4 +1,4 @@
-"""The tutorial, followed by its text: its files, changes, commands and their output."""
+"""The tutorial and the first look, followed by their text: files, changes, commands, output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests.command import zygote
 from tests.command_line import check
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/tutorial.md").read_text("utf-8")
+PAGE, FIRST_LOOK = (
+    (ROOT / f"docs/{name}.md").read_text("utf-8") for name in ("tutorial", "first-look")
+)
 BLOCK = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FORKED = ROOT / "tests/command/forked.py"
 # What differs between machines: decimals and counts, but not steps, ranks and ids.
@@ -27,13 +29,9 @@ VARIES = re.compile(r"(?<![\w=-])(?<!rank )(?<!step )(?<!exit code )-?\d[\d.,+]*
 EXIT_CODES = re.compile(r"The exit code is (\d)")
 
 
-def test_the_tutorial_can_be_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Started in an empty folder, each block does what the page says, and prints the shown lines.
-
-    The first command starts torchrun; ranks that entrenar-check runs are forked, which is quicker.
-    """
+@pytest.fixture(autouse=True)
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start in an empty folder; fork the ranks that torchrun would start, which is quicker."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     activated = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -42,8 +40,28 @@ def test_the_tutorial_can_be_followed(
     monkeypatch.setattr(
         runs, "record", lambda plan, show: record(replace(plan, launch=_launch), show)
     )
+
+
+def test_the_tutorial_can_be_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each block does what the page says, and prints the shown lines. The first command starts
+    torchrun.
+    """
+    codes = _follow(PAGE, capsys)
+    told = [int(code) for code in EXIT_CODES.findall(PAGE)]
+    assert codes == [0, told[0], 0, told[1]], "torchrun, a bug, init, held"
+
+
+def test_a_first_look_shows_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script in a style of its own is inconclusive first, and exits 0 in the end."""
+    codes = _follow(FIRST_LOOK, capsys)
+    told = [int(code) for code in EXIT_CODES.findall(FIRST_LOOK)]
+    assert codes == [told[0], 0, told[1]] == [1, 0, 0], "first look, init, second look"
+
+
+def _follow(page: str, capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """Do what each block of a page says; return the exit codes of its commands."""
     codes = []
-    for info, text in BLOCK.findall(PAGE):
+    for info, text in BLOCK.findall(page):
         if info.startswith("python title="):
             Path(info.partition("=")[2].strip('"')).write_text(text, "utf-8")
         elif info == "diff":
@@ -52,8 +70,7 @@ def test_the_tutorial_can_be_followed(
             command, *shown = text.removeprefix("$ ").splitlines()
             codes.append(_run(shlex.split(command)))
             _compare(shown, capsys.readouterr().out.splitlines())
-    told = [int(code) for code in EXIT_CODES.findall(PAGE)]
-    assert codes == [0, told[0], 0, told[1]], "torchrun, a bug, init, held"
+    return codes
 
 
 def test_the_install_commands_are_the_tested_ones() -> None:
@@ -74,11 +91,12 @@ def _run(command: Sequence[str]) -> int:
 
 def _launch(command: Sequence[str], **told: Any) -> Any:
     """Fork the ranks that `torchrun --standalone --nproc_per_node=N SCRIPT` starts."""
-    launcher, standalone, number, script = command
+    launcher, standalone, number, script, *options = command
     assert (launcher, standalone) == ("torchrun", "--standalone")
     world_size = number.removeprefix("--nproc_per_node=")
     launch: Callable[..., Any] = zygote.launch
-    return launch([sys.executable, str(FORKED), world_size, str(Path(script).resolve())], **told)
+    path = str(Path(script).resolve())
+    return launch([sys.executable, str(FORKED), world_size, path, *options], **told)
 
 
 def _change(path: Path, diff: str) -> None:

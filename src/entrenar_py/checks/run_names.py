@@ -11,7 +11,7 @@ from entrenar_py.wording import counted, named
 KNOB = "pair"
 # Kind of a planted fault -> what was done to the run.
 _DONE: Mapping[str, str] = {
-    "non_finite_gradient": "with a NaN in a gradient",
+    "non_finite_gradient": "with a NaN planted in a gradient",
     "leave": "with a worker killed",
 }
 

@@ -185,7 +185,7 @@ def _tell_of_steps_and_folders(draft: Guess, script: Script, name: str) -> None:
 def _tell_of_knobs(draft: Guess, script: Script) -> None:
     """Report the options that matter when the number of workers, or a knob, changes."""
     batches = [one for one in script.options if "batch_size" in _plain(one)]
-    if batches:
+    if batches and "{share:" not in " ".join(draft.command):
         draft.look.append(
             f"{batches[0]}: if it is the size for one worker, two workers train on other batches "
             f"than one, and F-DP-005 can't compare them; {batches[0]} {{share:16}} divides a "
