@@ -7,7 +7,7 @@ READY := .venv/.ready
 # Many processes load the same modules: what they compile is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: verify verify-reference verify-processes verify-wgpu test coverage integrations mutants twins soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
+.PHONY: verify verify-reference verify-processes verify-wgpu test coverage integrations mutants twins right soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
 # (without the clauses that probe no trainer: the first run has those); and the wgpu backend against
@@ -52,6 +52,11 @@ mutants: setup
 # Every planted bug in a script as users write them, and what finds it: real processes, some minutes.
 twins: setup
 	$(BIN)/python -m tests.command.twins
+
+# Hundreds of runs of right scripts, with several seeds and 1 to 4 workers: no alarm. Real processes.
+RUNS ?= 500
+right: setup
+	$(BIN)/python -m tests.command.right $(RUNS)
 
 # Ten thousand random schedules of faults under the simulator: every run ends right, and every mutant
 # is found. Beside them a thousand random scenarios on the unbroken trainers: no alarm allowed; an

@@ -5,10 +5,19 @@
 
 from __future__ import annotations
 
+from falsification.user_random_loops import (
+    ADVERSARIAL,
+    ENDLESS,
+    EVALUATED,
+    MIXED,
+    PADDED,
+    TWO_VIEWS,
+)
 from falsification.user_random_scripts import (
     AUGMENTED,
     DIFFUSION,
     MASKED,
+    RESTORED,
     SNAPSHOT,
     WHOLE_BATCH,
 )
@@ -127,6 +136,19 @@ VARIANTS = (
         ),
     ),
     Twin(name="snapshot.pt in the working folder", script="s.py", text=SNAPSHOT, changes=()),
+    Twin(name="evaluation and samples by rank", script="e.py", text=EVALUATED, changes=()),
+    Twin(name="texts, padded to the longest", script="p.py", text=PADDED, changes=()),
+    Twin(name="two models, and noise by rank", script="g.py", text=ADVERSARIAL, changes=()),
+    Twin(name="mixup, dropout and micro-batches", script="x.py", text=MIXED, changes=()),
+    Twin(name="a loader without end, ids by hand", script="c.py", text=ENDLESS, changes=()),
+    Twin(name="two views of each sample", script="v.py", text=TWO_VIEWS, changes=()),
+    Twin(
+        name="noise, resumed with every rank's generator",
+        script="r.py",
+        text=RESTORED,
+        changes=(),
+        arguments=("{steps}", "{workdir}"),
+    ),
 )
 
 BUGS = (
@@ -217,5 +239,52 @@ BUGS = (
         step=0,
         rank=1,
         words="rank 0's loader",
+    ),
+    Twin(
+        name="RNG-RESTORE: every rank resumes with the first rank's generator",
+        script="r.py",
+        text=RESTORED,
+        changes=(('ck["rng"][rank]', 'ck["rng"][0]'),),
+        arguments=("{steps}", "{workdir}"),
+        check="resume",
+        rank=1,
+        words="rank 1 has rank 0's",
+    ),
+    Twin(
+        name="RNG-RESTORE: the generator is restored before the loader draws its seed",
+        script="r.py",
+        text=RESTORED,
+        changes=(
+            (
+                "ddp = nn",
+                "if rng is not None:\n    torch.set_rng_state(rng)\n    rng = None\nddp = nn",
+            ),
+        ),
+        arguments=("{steps}", "{workdir}"),
+        check="resume",
+        words="other random numbers are drawn",
+    ),
+    Twin(
+        name="mixup: all ranks mix alike",
+        script="x.py",
+        text=MIXED,
+        changes=(
+            ("    torch.manual_seed(seed + rank)\n    np.random.seed(seed + rank)\n", ""),
+            ("nn.Dropout(0.1), ", ""),
+        ),
+        check="randomness",
+        step=0,
+        rank=1,
+        words="between the batch and the forward pass",
+    ),
+    Twin(
+        name="a loader without end, whose workers have copies of one generator",
+        script="c.py",
+        text=ENDLESS,
+        changes=(("torch.randn(2), self", "torch.from_numpy(self.rng.randn(2)).float(), self"),),
+        check="randomness",
+        step=0,
+        rank=0,
+        words="worker 1 of rank 0's loader",
     ),
 )

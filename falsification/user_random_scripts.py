@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # A Trainer with _run_batch, as in torch's tutorials; noise and timesteps are drawn in the loop.
-DIFFUSION = """
+DIFFUSION = """\
 import os, torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -66,7 +66,7 @@ if __name__ == "__main__":
 """
 
 # Functions and a batch by hand, as in nanoGPT; patches are masked in the forward pass.
-MASKED = """
+MASKED = """\
 import os, torch, torch.distributed as dist
 from torch import nn
 import entrenar_py
@@ -118,7 +118,7 @@ dist.destroy_process_group()
 """
 
 # A data set of its own that augments with numpy, in the loader's workers.
-AUGMENTED = """
+AUGMENTED = """\
 import numpy as np, torch, torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -178,7 +178,7 @@ main()
 """
 
 # Every rank draws the indices and the noise of the whole batch, and takes its part.
-WHOLE_BATCH = """
+WHOLE_BATCH = """\
 import torch, torch.distributed as dist
 from torch import nn
 import entrenar_py
@@ -216,7 +216,7 @@ dist.destroy_process_group()
 """
 
 # torch's tutorial of elastic training: it goes on from snapshot.pt in its working folder, if any.
-SNAPSHOT = """
+SNAPSHOT = """\
 import os, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -271,4 +271,66 @@ def main(save_every=1, total_epochs=3, batch_size=8, snapshot_path="snapshot.pt"
 
 if __name__ == "__main__":
     main()
+"""
+
+# A loop that saves every rank's generator, and restores it before its next draw.
+RESTORED = """\
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+import entrenar_py
+
+STEPS, HOME = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(24, 4)
+data = TensorDataset(x)
+net = nn.Linear(4, 4)
+torch.manual_seed(rank)
+opt = torch.optim.Adam(net.parameters(), 1e-2)
+path, done, rng = os.path.join(HOME, "ckpt.pt"), 0, None
+if os.path.exists(path):
+    ck = torch.load(path, weights_only=True)
+    net.load_state_dict(ck["net"])
+    opt.load_state_dict(ck["opt"])
+    done = ck["step"]
+    rng = ck["rng"][rank]
+ddp = nn.parallel.DistributedDataParallel(net)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, 8 // world, sampler=sampler)
+obs = entrenar_py.observe(net, opt, sampler=loader, step=done)
+step = 0
+for epoch in range(100):
+    sampler.set_epoch(epoch)
+    for (a,) in loader:
+        if step < done:
+            step += 1
+            continue
+        if step >= STEPS:
+            break
+        if rng is not None:
+            torch.set_rng_state(rng)
+            rng = None
+        noise = torch.randn_like(a)
+        loss = (ddp(a + noise) - noise).square().mean()
+        obs.loss(loss, len(a))
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 9.0, error_if_nonfinite=True)
+        opt.step()
+        step += 1
+        states = [torch.zeros_like(torch.get_rng_state()) for _ in range(world)]
+        dist.all_gather(states, torch.get_rng_state())
+        if rank == 0:
+            torch.save(
+                {"net": net.state_dict(), "opt": opt.state_dict(), "step": step, "rng": states},
+                path + ".new",
+            )
+            os.replace(path + ".new", path)
+        dist.barrier()
+    if step >= STEPS:
+        break
+obs.close()
+dist.destroy_process_group()
 """

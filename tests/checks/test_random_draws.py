@@ -115,6 +115,8 @@ def test_ranks_that_draw_the_same_for_other_samples() -> None:
     assert "the same random numbers as rank 0" in broken.message
     assert judged(two, [*ALONE, drawn(0, "a", "b")]).broken is None, "for the whole batch"
     assert judged(two).broken is None, "unknown"
+    seeded = [*TWO, drawn(0, "a", "b"), drawn(1, "a", "d")]
+    assert judged(seeded, [*ALONE, drawn(0, "a", "c")]).broken is None, "seeded there, by rank"
     same_part = [*TWO, drawn(0, "a", "b"), drawn(1, "a", "b", part=0)]
     assert judged(same_part, [*ALONE, drawn(0, "a", "c")]).broken is None
     apart = judged([*TWO, drawn(0, "a", "b"), drawn(1, "x", "y")])

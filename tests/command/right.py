@@ -50,7 +50,7 @@ _EXAMPLES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "tensor_parallel.py": ((4, 2, 1), ()),
     "uneven.py": ((2, 1, 4, 3), ()),
 }
-_OF_THREE = ("ddp.py", "fsdp.py", "ema.py")  # right for three workers with other sizes
+_OF_THREE = ("ddp.py", "fsdp.py")  # right for three workers with other sizes
 _TWINS = (
     *(*user_benign.VARIANTS, *user_declared.VARIANTS, *user_presupposed.VARIANTS),
     *(*user_random.VARIANTS, *user_scalers.VARIANTS, *user_scalers.ROUNDED),

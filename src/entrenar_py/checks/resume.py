@@ -17,6 +17,7 @@ from entrenar_py.checks import (
     resumed_data,
     same_bits,
     stopped_run,
+    summation,
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
@@ -70,6 +71,8 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
         return
     _same_scale(tally, straight, trace)
     kept = _as_long(tally, straight, trace) if is_own else trace
+    if is_own:
+        straight, kept = summation.comparable(tally, straight, kept)
     message = "the resumed run differs from the straight one"
     same_bits.compare_steps(tally, straight, kept, message)
     local_buffers.compare(tally, straight, kept, f"{message} (buffers)")

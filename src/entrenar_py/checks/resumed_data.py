@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from entrenar_py.checks import evidence, missing
-from entrenar_py.trace import Shard, Start, Trace
+from entrenar_py.checks.random_draws import PLACES, named
+from entrenar_py.trace import Drawn, Shard, Start, Trace
 from entrenar_py.verdict import Tally
 
 Place = tuple[int, int, int]  # step, rank, number of the shard
@@ -38,7 +39,41 @@ def compare(tally: Tally, straight: Trace, trace: Trace) -> bool:
         if "draws" not in bare:
             message = f"after the resume other random numbers are drawn{_whose(expected, shard)}"
             tally.equal(model.draws, shard.draws, message, **where)
+    _same_numbers(tally, straight, trace)
     return True
+
+
+def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
+    """Compare what a script draws outside of the forward pass: noise, timesteps, augmentation."""
+    expected = {_stream(drawn): drawn for drawn in straight.standing.of(Drawn) if _counts(drawn)}
+    for drawn in trace.standing.of(Drawn):
+        model = expected.get(_stream(drawn))
+        if model is None or not _counts(drawn):
+            continue
+        others = [
+            other.rank
+            for other in expected.values()
+            if other.after == drawn.after
+            and (other.step, other.where) == (drawn.step, drawn.where)
+            and other.rank != drawn.rank
+        ]
+        whose = f": rank {drawn.rank} has rank {others[0]}'s" if others else ""
+        tally.check(
+            model.after == drawn.after,  # before it the generator may have had to be restored
+            f"after the resume other random numbers are drawn {PLACES[drawn.where]}, from "
+            f"{named(drawn.generator)}{whose}",
+            step=drawn.step,
+            rank=drawn.rank,
+            scenario=trace.scenario,
+        )
+
+
+def _counts(drawn: Drawn) -> bool:
+    return drawn.where in ("batch", "loss", "loader") and drawn.worker is None
+
+
+def _stream(drawn: Drawn) -> tuple[int, int, int | None, str, str]:
+    return drawn.step, drawn.rank, drawn.micro_batch, drawn.where, drawn.generator
 
 
 def _place(shard: Shard) -> Place:

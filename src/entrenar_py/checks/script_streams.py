@@ -58,8 +58,8 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Tra
         peer = first.setdefault(place, event)
         if peer.part == event.part:
             continue
-        same = peer.before == event.before
-        if not same:
+        # The state afterwards tells: the generator may have been seeded here, by rank or not.
+        if peer.after != event.after:
             tally.compared += 1
         elif _is_by_sample(trace, event, alone):
             tally.check(
@@ -116,7 +116,7 @@ def _passes_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn]) -> None:
     for event in drawn:
         if event.where != _IN_THE_MODEL or event.generator not in ("torch", *_devices(event)):
             continue
-        earlier = seen.setdefault((event.rank, event.generator, event.before), event)
+        earlier = seen.setdefault((event.rank, event.generator, event.after), event)
         here, there = (event.step, event.micro_batch), (earlier.step, earlier.micro_batch)
         tally.check(
             earlier is event or here == there,
