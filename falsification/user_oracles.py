@@ -34,6 +34,31 @@ def _changed(name: str, line: str) -> Twin:
     )
 
 
+_CLOSURE = """\
+        def closure():
+            optimizer.zero_grad()
+            loss = model(X, Y)[1]
+            loss.backward()
+            assert loss.isfinite()
+            return loss
+
+        optimizer.step(closure)
+"""
+_WITHIN = """\
+each = {p: torch.optim.SGD([p], lr=learning_rate) for p in raw_model.parameters()}
+
+
+def now(p):
+    dist.all_reduce(p.grad)
+    p.grad /= world_size
+    assert p.grad.isfinite().all()
+    each[p].step()
+    each[p].zero_grad()
+
+
+for p in raw_model.parameters():
+    p.register_post_accumulate_grad_hook(now)"""
+
 BUGS = (
     _loop(
         "gradients are never cleared",
@@ -301,4 +326,72 @@ VARIANTS = (
     ),
     _changed("a layer rests", "net[0].weight.grad = None if k < 4 else net[0].weight.grad"),
     _changed("clipped by value", "torch.nn.utils.clip_grad_value_(params, 0.02)"),
+    _loop(
+        "two losses of the same samples, each with a backward pass",
+        (_SHARE, ""),
+        (
+            "        loss.backward()\n",
+            "        loss = loss / gradient_accumulation_steps\n"
+            "        loss.backward(retain_graph=True)\n"
+            "        second = logits.square().mean()\n"
+            "        obs.loss(second, Y.numel())\n"
+            "        (second / gradient_accumulation_steps).backward()\n",
+        ),
+        check="",
+    ),
+    _loop(
+        "gradients of two losses, of which one's share in the other is taken out",
+        (_SHARE, ""),
+        ("gradient_accumulation_steps = 4 // ", "gradient_accumulation_steps = 1 or "),
+        ("for row in range(batch_size)]", "for row in range(batch_size)] if not again else again"),
+        ("def get_batch(step, micro_step):", "def get_batch(step, micro_step, again=None):"),
+        (
+            "        loss.backward()\n",
+            "        loss.backward(retain_graph=True)\n"
+            "        one = [p.grad.clone() for p in raw_model.parameters()]\n"
+            "        optimizer.zero_grad()\n"
+            "        get_batch(iter_num, micro_step)\n"
+            "        logits.square().mean().backward()\n"
+            "        for a, p in zip(one, raw_model.parameters()):\n"
+            "            share = (a * p.grad).sum().clamp(max=0) / a.square().sum()\n"
+            "            p.grad.add_(a * (1 - share))\n",
+        ),
+        check="",
+    ),
+    _loop(
+        "an optimizer that calls the loss again and again",
+        ("torch.optim.SGD(raw_model", "torch.optim.LBFGS(raw_model"),
+        ("gradient_accumulation_steps = 4 // ", "gradient_accumulation_steps = 1 or "),
+        (_SHARE + "        loss.backward()\n" + _CLIP + "    optimizer.step()\n", _CLOSURE),
+        check="",
+    ),
+    _loop(
+        "gradients are views of the wrapper's buckets, and zeroed",
+        ("DDP(raw_model)", "DDP(raw_model, gradient_as_bucket_view=True)"),
+        ("set_to_none=True", "set_to_none=False"),
+        world_size=2,
+    ),
+    _loop(
+        "an optimizer for each tensor, which steps within the backward pass",
+        ("gradient_accumulation_steps = 4 // ", "gradient_accumulation_steps = 1 or "),
+        ("optimizer = torch.optim.SGD(raw_model.parameters(), lr=learning_rate)", _WITHIN),
+        ("    for param_group in optimizer.param_groups:\n", "    for param_group in ():\n"),
+        (_CLIP + "    optimizer.step()\n" + _ZERO_GRAD, ""),
+        ("observe(raw_model, optimizer)", "observe(raw_model, list(each.values()))"),
+        ("model = DDP(raw_model)", "model = raw_model"),
+        check="",
+    ),
+    Twin(
+        name="a critic that steps twice for each step of the other network",
+        script="gan.py",
+        text=GAN,
+        changes=(
+            ("for at in range(0, 24, 8):", "for turn, at in enumerate([0, 8, 16, 0, 8, 16]):"),
+            ("epoch=0)", "epoch=turn // 3)"),
+            (
+                "    opt_g.zero_grad()\n",
+                "    if turn % 2 == 0:\n        continue\n    opt_g.zero_grad()\n",
+            ),
+        ),
+    ),
 )

@@ -31,7 +31,8 @@ def judge(tally: Tally, trace: Trace) -> None:
         if told is None:
             continue
         _shares(tally, trace, told)
-        if (factor := _factor(trace, by_rank, told)) is not None:
+        factor = _factor(trace, by_rank, told) if step_sums.are_apart(told) else None
+        if factor is not None:
             common[step] = factor
     _common(tally, trace, common)
 

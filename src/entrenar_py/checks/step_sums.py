@@ -74,6 +74,12 @@ def joined(vectors: Mapping[str, NDArray[Any]], names: Collection[str]) -> Vecto
     return np.concatenate([np.asarray(vectors[name], np.float64) for name in sorted(names)])
 
 
+def are_apart(shards: Collection[Shard]) -> bool:
+    """Return whether all shards have samples of their own, and no sample is in two of them."""
+    ids = [id_ for shard in shards for id_ in shard.ids]
+    return len({*ids}) == len(ids) and all(shard.ids for shard in shards)
+
+
 def dropped(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
     """Return the shards with a gradient of which nothing was applied: it was cleared before."""
     return [shard for shard in shards if shard.gradient and not summed(by_rank, shard)]

@@ -297,6 +297,7 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
         step: dropped
         for step, by_rank in sorted(by_step.items())
         if (dropped := step_sums.dropped(by_rank, shards.get(step, ())))
+        and step_sums.are_apart(shards[step])  # else several losses of the same samples
     }
     if not lost:
         return

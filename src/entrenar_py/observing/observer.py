@@ -250,7 +250,7 @@ class Observer(Observation):
         micro_batches = self._micro_batches
         self._random.mark("loss")
         micro_batches.samples.settle()
-        self._step.sources.before_backward(self._subject.gradients())
+        self._step.before_backward()
         if not micro_batches.done or self._subject.has_gradients():
             return
         if self._gradients.was_reduced and micro_batches.forget_repeated():
@@ -263,16 +263,20 @@ class Observer(Observation):
     def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         self._start()
         self._random.mark("backward")
+        if self._step.is_over(gradients):
+            ahead = self._micro_batches.take_losses_ahead()
+            self._end_step()
+            self._micro_batches.give_losses(ahead)
         number = self._micro_batches.index
         records = self._subject.record(gradients, exact=False)
-        self._step.sources.after_backward(self._step.number, number, _given(gradients))
+        self._step.sources.after_backward(self._step.number, number, gradients)
         self._micro_batches.after_backward(self._step.number, records, finite=finite)
         if not self._recording.life:  # else this rank has died before
             self._faults.perhaps_die()
 
     def _within_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         number = max(0, self._micro_batches.index - 1)
-        self._step.sources.after_backward(self._step.number, number, _given(gradients))
+        self._step.sources.after_backward(self._step.number, number, gradients)
         records = self._subject.record(gradients, exact=False)
         self._micro_batches.within_backward(records, finite=finite)
 
@@ -385,11 +389,6 @@ class Observer(Observation):
         )
         if (selected := self._micro_batches.samples.selected()) is not None:
             yield trace.Selection(rank=subject.rank, ids=selected)
-
-
-def _given(gradients: Mapping[str, Tensor | None]) -> list[str]:
-    """Return the names of the parameters that got a gradient."""
-    return [name for name, gradient in gradients.items() if gradient is not None]
 
 
 def _entrances(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:

@@ -25,6 +25,7 @@ class StepInWork:
         self._subject = subject
         self.number = number
         self.stepped: set[int] = set()
+        self._stepped_before: set[int] = set()  # when the current backward pass began
         self.sources = GradientSources(subject.digest)
         # By name: the weights as they were recorded last, those that were changed since, and those
         # that an optimizer of several has moved. `_due` are the names that the last one steps.
@@ -52,6 +53,24 @@ class StepInWork:
         start = self._subject.start(self.number, progress)
         self._weights = start.weights
         return start
+
+    def before_backward(self) -> None:
+        """Note which gradients are cleared as a backward pass begins."""
+        self._stepped_before = {*self.stepped}
+        self.sources.before_backward(self._subject.gradients())
+
+    def is_over(self, gradients: Mapping[str, Tensor | None]) -> bool:
+        """Return whether a pass that added `gradients` is one of the next step.
+
+        It is if all optimizers of these parameters had stepped when it began.
+        """
+        stepped = {
+            name
+            for index in self._stepped_before & self.stepped
+            for name in self._subject.stepped_by(index, alone=False)
+        }
+        names = {name for name, gradient in gradients.items() if gradient is not None}
+        return bool(names) and names <= stepped
 
     def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Note the gradients that `optimizer` is about to apply to the parameters `names`."""
