@@ -46,13 +46,15 @@ class Observation:
     def loss(self, value: float | torch.Tensor, weight: float) -> None:
         """Report the mean loss of a micro-batch, over `weight` samples or tokens.
 
-        Call it once for each backward pass, before or after that pass.
+        Call it once for each backward pass, before or after that pass. If `value` is the tensor
+        that the pass goes through, and is given before, its share of the gradient is judged, too.
         """
 
     def reduced(self) -> None:
         """Report that the gradients are now those of the whole batch, and not clipped yet.
 
-        Call it once a step. Without it, the gradients are recorded as the optimizer finds them.
+        Call it once a step, before the script changes gradients on purpose. Without it, they are
+        recorded as the optimizer finds them.
         """
 
     def skipped(self) -> None:
