@@ -123,6 +123,12 @@ def test_more_steps_than_without_a_stop() -> None:
     assert "2 steps more" in finding.reason
 
 
+def test_a_script_that_does_not_heed_its_number_of_steps() -> None:
+    """A run that goes on where it was to stop was not stopped by {steps}."""
+    assert not stopped_run.differed_before(STRAIGHT, RESUMED)
+    assert stopped_run.differed_before(STRAIGHT, replace(STRAIGHT, scenario=STOPPED))
+
+
 def test_the_first_life_ends_where_a_rank_is_started_again() -> None:
     """Events of the second life don't belong to the first."""
     assert [*stopped_run.first_life(RESUMED)] == list(RESUMED.events[:5])

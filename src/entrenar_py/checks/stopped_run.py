@@ -25,8 +25,11 @@ def repeats(tally: Tally, straight: Trace, trace: Trace) -> bool:
 
 
 def differed_before(straight: Trace, trace: Trace) -> bool:
-    """Return whether the run differs from the `straight` one before its first stop."""
-    return bool(next(_differences(straight, trace), ""))
+    """Return whether the run differs from the `straight` one before its first stop, or in it."""
+    stop = min(trace.scenario.stops, default=0)
+    updates = (event for event in first_life(trace) if isinstance(event, Update))
+    went_on = any(update.step >= stop for update in updates)
+    return went_on or bool(next(_differences(straight, trace), ""))
 
 
 def _differences(straight: Trace, trace: Trace) -> Iterator[str]:

@@ -57,9 +57,14 @@ def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
 def optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `parameter/key` and value of the optimizer's state, for parameters in `names`."""
-    for parameter, entries in optimizer.state.items():
-        if parameter in names:
+    """Yield `parameter/key` and value of the optimizer's state, for parameters in `names`.
+
+    Of a `ZeroRedundancyOptimizer` it is the state of the rank's own optimizer inside.
+    """
+    inner = getattr(optimizer, "optim", None)
+    stepping = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    for parameter, entries in stepping.state.items():
+        if parameter in names and isinstance(entries, Mapping):
             for key, value in entries.items():
                 if isinstance(value, Tensor | int | float):
                     yield f"{names[parameter]}/{key}", torch.as_tensor(value)

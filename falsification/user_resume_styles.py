@@ -1,0 +1,217 @@
+"""More scripts that stop and resume: two optimizers with a record of states, and a sharded one.
+
+`make twins` tries all of them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from falsification.user_trainers import Twin
+
+TWO_NETWORKS = """\
+# Two networks and two optimizers in one record of states, and a generator that yields batches.
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import entrenar_py
+
+
+class States(dict):
+    def save(self, path):
+        kept = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in self.items()}
+        torch.save(kept, path + ".new")
+        os.replace(path + ".new", path)
+
+    def restore(self, path):
+        for key, kept in torch.load(path, weights_only=False).items():
+            if hasattr(self[key], "load_state_dict"):
+                self[key].load_state_dict(kept)
+            else:
+                self[key] = kept
+
+
+def batches(generator):
+    epoch = 0
+    while True:
+        order = torch.randperm(24, generator=generator).tolist()
+        for at in range(0, 24, 8):
+            yield epoch, order[at : at + 8][rank::world]
+        epoch += 1
+
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(3)
+maker = nn.Linear(3, 4)
+critic = nn.Sequential(nn.Linear(4, 5), nn.LeakyReLU(), nn.Linear(5, 1))
+both = nn.ModuleList([maker, critic])
+for_maker = torch.optim.RMSprop(maker.parameters(), lr=1e-3, momentum=0.5)
+for_critic = torch.optim.Adam(critic.parameters(), lr=2e-3, betas=(0.5, 0.9))
+decay = torch.optim.lr_scheduler.StepLR(for_critic, 2, 0.5)
+real, noise = torch.randn(24, 4), torch.randn(24, 3)
+states = States(
+    maker=maker, critic=critic, for_maker=for_maker, for_critic=for_critic, decay=decay, step=0
+)
+path = os.path.join(sys.argv[2], "states.pth")
+if os.path.exists(path):
+    states.restore(path)
+obs = entrenar_py.observe(both, [for_maker, for_critic], step=states["step"])
+stream = batches(torch.Generator().manual_seed(9))
+for _ in range(states["step"]):
+    next(stream)
+while states["step"] < int(sys.argv[1]):
+    epoch, ids = next(stream)
+    obs.samples(ids, epoch=epoch)
+    made = maker(noise[ids])
+    loss = (1 - critic(real[ids])).relu().mean() + (1 + critic(made)).relu().mean()
+    obs.loss(loss, len(ids))
+    both.zero_grad()
+    loss.backward()
+    for parameter in both.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world
+    for parameter in maker.parameters():
+        parameter.grad.neg_()
+    for_critic.step()
+    for_maker.step()
+    decay.step()
+    states["step"] += 1
+    if rank == 0:
+        states.save(path)
+    dist.barrier()
+obs.close()
+dist.destroy_process_group()
+"""
+
+SHARDED = """\
+# Optimizer state that is spread over ranks, and brought together for the checkpoint.
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import entrenar_py
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+data = torch.randn(32, 4)
+file, step = os.path.join(sys.argv[2], "checkpoint.pt"), 0
+net = DistributedDataParallel(model)
+optimizer = ZeroRedundancyOptimizer(
+    net.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
+)
+if os.path.exists(file):
+    kept = torch.load(file, weights_only=False)
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    step = kept["step"]
+obs = entrenar_py.observe(net, optimizer, step=step)
+while step < int(sys.argv[1]):
+    at = step * 8 % 32
+    ids = list(range(at, at + 8))[rank::world]
+    obs.samples(ids, epoch=step * 8 // 32)
+    loss = (net(data[ids]) - data[ids].sum(1, keepdim=True)).square().mean()
+    obs.loss(loss, len(ids))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    step += 1
+    optimizer.consolidate_state_dict(0)
+    if rank == 0:
+        kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        torch.save(kept, file)
+    dist.barrier()
+obs.close()
+dist.destroy_process_group()
+"""
+
+_two = partial(
+    Twin, script="two.py", text=TWO_NETWORKS, arguments=("{steps}", "{workdir}"), check="resume"
+)
+_sharded = partial(
+    Twin, script="sharded.py", text=SHARDED, arguments=("{steps}", "{workdir}"), check="resume"
+)
+_RESTORED = "    states.restore(path)\n"
+
+BUGS = (
+    _two(
+        name="the second of two optimizers is not in the checkpoint",
+        changes=(
+            (
+                "for_critic=for_critic, decay",
+                "for_critic=torch.optim.Adam(critic.parameters()), decay",
+            ),
+        ),
+        step=2,
+        rank=0,
+        tensor="1.0.weight/step",
+        words="is not there any more",
+    ),
+    _two(
+        name="one rank does not restore the second optimizer",
+        changes=(
+            (
+                _RESTORED,
+                _RESTORED + "    if rank == 1:\n        for_critic.state.clear()\n",
+            ),
+        ),
+        check="optimizer_state",
+        step=2,
+        rank=1,
+        tensor="1.0.weight/step",
+    ),
+    _two(
+        name="the schedule of the second optimizer is lost",
+        changes=(("decay=decay, step=0", "step=0"),),
+        words="another learning rate",
+        rank=0,
+        tensor="1.0.weight",
+    ),
+    _two(
+        name="the stream of batches begins anew",
+        changes=(('for _ in range(states["step"]):\n    next(stream)\n', ""),),
+        step=2,
+        rank=0,
+        words="the data starts over",
+    ),
+    _two(
+        name="the stream of batches goes on one batch too far",
+        changes=(
+            (
+                'for _ in range(states["step"]):',
+                'for _ in range(states["step"] + (states["step"] > 0)):',
+            ),
+        ),
+        step=2,
+        rank=0,
+        words="step 2 has the samples of step 3",
+    ),
+    _sharded(
+        name="sharded state is not loaded",
+        changes=(('    optimizer.load_state_dict(kept["optimizer"])\n', ""),),
+        step=3,
+        rank=0,
+        tensor="0.weight/step",
+        words="it has none, so none was loaded",
+    ),
+)
+
+OPEN = (
+    _two(name="two optimizers, stopped and resumed", changes=(), verdict="held"),
+    _two(
+        name="a script that does not heed {steps}",
+        changes=(("int(sys.argv[1])", "8"),),
+        verdict="held",
+    ),
+    _sharded(name="sharded state, stopped and resumed", changes=(), verdict="held"),
+)
