@@ -136,7 +136,8 @@ _FINDERS = (_by_element, _in_groups, _twice, _before_the_sum)
 
 def is_multiple(applied: Vectors, whole: Vectors, bound: float) -> bool:
     """Return whether `applied` is `whole` times one number, within `bound` of its norm."""
-    mine, other = _flat(applied), _flat({name: whole[name] for name in applied})
+    mine = _flat(applied)
+    other = _flat({name: whole.get(name, np.zeros_like(v)) for name, v in applied.items()})
     size = float(np.dot(other, other))
     if not size:
         return False

@@ -217,7 +217,10 @@ class _Judged:
         """Return what is known of the gradient of a step before clipping."""
         applied = evidence.vectors(update.gradient) or {}
         shards = self._shards.get(update.step, [])
-        whole = step_sums.total(by_rank, shards)
+        whole = step_sums.total(by_rank, shards) or {}
+        # Gradients that nothing was added to are zeros, if they were not set to None.
+        idle = {n: v for n, v in applied.items() if n not in whole and not v.any()}
+        whole = {**whole, **idle} if whole else {}
         if not whole or gradient_sums.shapes(whole) != gradient_sums.shapes(applied):
             whole, shards = {}, []
         lost = step_sums.dropped(by_rank, shards)

@@ -171,7 +171,10 @@ def _moving(
         moved = len(rest) < sum(name in update.weights for update in live)
         late = len(rest) >= STEPS_TO_MOVE
         if late and name not in start.trainable:
-            why = "is not declared frozen, and does not train: it requires no gradient"
+            why = (
+                "is not declared frozen, and requires no gradient: name it in frozen=, or run "
+                "until it trains"
+            )
             _dead(tally, trace, name, rest, f"{name} {why}")
             continue
         local = _local(trace, start.rank, name) if late else {}

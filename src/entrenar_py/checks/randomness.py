@@ -28,6 +28,8 @@ DRAWING = ("mlp", "decoder", "decoder_full", "own")  # workloads in which dropou
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that dropout differs by step and shard, order by epoch, and that ranks start alike."""
     tally = missing.tally_for(invariant, runs)
+    for trace in runs:
+        first_weights.tell_peculiar(tally, trace)
     runs = evidence.usable_runs(runs, tally)
     alone = next(iter(runs.of(ALONE)), None)
     for trace in runs:
@@ -36,7 +38,6 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         else:
             _dropout_differs(tally, trace)
         _orders_differ(tally, trace)
-        first_weights.tell_peculiar(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
         if left is not None:

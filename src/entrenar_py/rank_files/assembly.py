@@ -107,17 +107,20 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
 
 
 def _integers_that_differ(ranks: Sequence[RankTrace]) -> Set[str]:
-    """Return the buffers of integers that differ between ranks before the first step.
+    """Return the buffers of whole numbers that differ between ranks, before a step or after one.
 
-    They are each rank's own: its number, or the place of its piece.
+    They are each rank's own: its number, the place of its piece, the samples that it has seen.
     """
-    starts = {rank.rank: event for rank in ranks for event in rank.events[:1]}
-    values: dict[str, set[str]] = defaultdict(set)
-    for start in starts.values():
-        for name, record in start.buffers.items() if isinstance(start, Start) else ():
-            if record.data is not None and not record.dtype.startswith("float"):
-                values[name].add(record.digest)
-    return {name for name, digests in values.items() if len(digests) > 1}
+    values: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for rank in ranks:
+        for event in rank.events:
+            if not isinstance(event, Start | Update):
+                continue
+            step = event.step - isinstance(event, Start)
+            for name, record in event.buffers.items():
+                if record.data is not None and not record.dtype.startswith("float"):
+                    values[name, step].add(record.digest)
+    return {name for (name, _), digests in values.items() if len(digests) > 1}
 
 
 def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
