@@ -50,6 +50,15 @@ VARIANTS = (
     _covered("samples: told by the script and by the loader", scripts.BOTH_TOLD),
     _covered("samples: an own iterator holds", scripts.OWN_ITERATOR),
     _covered("samples: epochs follow from the positions", scripts.POSITIONS),
+    _covered(
+        "samples: positions that are drawn with replacement",
+        scripts.POSITIONS,
+        ("obs.samples(mine)", "obs.samples(mine, replacement=True)"),
+        (
+            'torch.randperm(N, generator=state["g"]).tolist()',
+            'torch.randint(N, (N,), generator=state["g"]).tolist()',
+        ),
+    ),
     _open(
         "samples: copies of batches that were fetched ahead",
         scripts.AHEAD_IN_COPIES,

@@ -147,13 +147,20 @@ def _count(
         tally.check(
             not again or trace.traits.replacement,
             f"samples drawn again in epoch {shard.epoch} by rank {shard.rank}: {list(again)[:8]}, "
-            f"first drawn in step {drawn.get(again[0], shard.step) if again else ''}",
+            f"first drawn in step {drawn.get(again[0], shard.step) if again else ''}"
+            f"{_with_replacement(tally)}",
             sample_ids=again,
             **place,
         )
         message = f"sample ids outside {population.in_words}: {list(strange)[:8]}"
         tally.check(not strange, message, sample_ids=strange, **place)
     drawn.update(dict.fromkeys(shard.ids, shard.step))
+
+
+def _with_replacement(tally: Tally) -> str:
+    """Return the end of a message: how a script says that samples may be drawn again."""
+    how = "; if they are drawn with replacement, say obs.samples(ids, replacement=True)"
+    return missing.told(tally, trace="", script=how)
 
 
 def _ended_complete(

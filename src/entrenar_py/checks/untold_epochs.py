@@ -49,7 +49,8 @@ def _drawn_again(
     tally.check(
         False,
         f"samples drawn again by rank {shard.rank}: {[*again[:8]]}, first drawn in step "
-        f"{seen[again[0]]}, before all {trace.scenario.num_samples} samples were drawn",
+        f"{seen[again[0]]}, before all {trace.scenario.num_samples} samples were drawn; if they "
+        "are drawn with replacement, say obs.samples(ids, replacement=True)",
         sample_ids=tuple(again),
         **evidence.place(trace, shard),
     )

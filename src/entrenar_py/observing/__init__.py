@@ -36,11 +36,15 @@ class Observation:
 
     watch: Watch | None = None
 
-    def samples(self, ids: Iterable[int], *, epoch: int | None = None) -> None:
-        """Report the samples of the next backward pass by their ids, if `observe` has no sampler.
+    def samples(
+        self, ids: Iterable[int], *, epoch: int | None = None, replacement: bool = False
+    ) -> None:
+        """Report the samples of the next backward pass by their ids.
 
         An id is a sample's index in the data set, from 0. `epoch` counts from 0; by default it is
-        that of the previous samples.
+        that of the previous samples. If the script never says it, epochs are taken to be complete.
+        `replacement` says that samples may be drawn again within an epoch. What a script reports
+        counts in place of what its sampler draws.
         """
 
     def loss(self, value: float | torch.Tensor, weight: float) -> None:

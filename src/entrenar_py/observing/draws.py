@@ -111,9 +111,10 @@ class Draws:
     """
 
     def __init__(self, source: Any, *, resumed: bool = False) -> None:
-        self._in_order = isinstance(source, InOrder)
         given = source.source if isinstance(source, InOrder) else source
         self.source = Source(given)
+        # accelerate's loaders fetch one batch ahead, and skip none that they have fetched.
+        self._in_order = isinstance(source, InOrder) or self.source.is_accelerate_s
         self.is_sampler = isinstance(given, Sampler)
         self.is_loaded = False  # whether a DataLoader fetches what the sampler draws
         self.drops_last = False
@@ -232,10 +233,13 @@ class Draws:
         if not self._pending:
             return [] if self._of_step or self._was_unsure else NONE
         if self._in_order:
+            latest = self._pending[-1].iteration  # what is left of those before was dropped
+            self._keep(lambda batch: batch.iteration is latest)
             return self._take([self._pending[0]])
         newest, skipped = self._pending[-1], [*self._pending][:-1]
-        if self._is_orderly is None:
-            self._is_orderly = not skipped or self._is_resumed
+        if self._is_orderly is None:  # maybe after an evaluation on the same loader
+            evaluated = all(batch.iteration.is_over for batch in skipped)
+            self._is_orderly = evaluated or self._is_resumed
         if self._is_orderly and self._may_skip(skipped, newest) and newest.fits(blocks):
             self._pending.clear()
             return self._take([newest])

@@ -110,8 +110,10 @@ class Observer(Observation):
 
     # --- called by the script ---------------------------------------------------------------------
 
-    def samples(self, ids: Iterable[int], *, epoch: int | None = None) -> None:
-        self._micro_batches.samples.tell(ids, epoch)
+    def samples(
+        self, ids: Iterable[int], *, epoch: int | None = None, replacement: bool = False
+    ) -> None:
+        self._micro_batches.samples.tell(ids, epoch, replacement=replacement)
 
     def loss(self, value: float | Tensor, weight: float) -> None:
         self._micro_batches.tell_loss(value, weight)

@@ -29,6 +29,7 @@ class Samples:
         self.draws = None if source is None else Draws(source, resumed=resumed)
         self._epoch = 0
         self._tells = self._tells_epochs = False  # whether the script reports them
+        self._replaces = False
         # Those that were reported since the last forward pass, and their epoch.
         self._ahead: list[int] | None = None
         self._epoch_ahead: int | None = None
@@ -39,9 +40,9 @@ class Samples:
         self._blocks: list[Block] = []  # of the last pass that may be no training
         self._written: dict[str, bool] = {}
 
-    def tell(self, ids: Iterable[int], epoch: int | None) -> None:
+    def tell(self, ids: Iterable[int], epoch: int | None, *, replacement: bool = False) -> None:
         """Note that `ids` are the next samples, by default of the same epoch as those before."""
-        self._tells = True
+        self._tells, self._replaces = True, self._replaces or replacement
         self._ahead = [*(self._ahead or []), *map(int, ids)]
         if epoch is not None:
             self._epoch_ahead, self._tells_epochs = epoch, True
@@ -135,6 +136,8 @@ class Samples:
     def news(self) -> dict[str, bool]:
         """Return what has become known since the last call, as JSON can hold it."""
         found = {"drop_last": self.draws is not None and self.draws.drops_last}
+        if self._replaces:
+            found["replacement"] = True
         if self._tells and self.draws is None:
             found["epochs"] = self._tells_epochs
         fresh = {name: value for name, value in found.items() if value != self._written.get(name)}

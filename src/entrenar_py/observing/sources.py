@@ -51,6 +51,7 @@ class Source:
     - `is_thorough`: all of them are drawn in an epoch; False if a sampler of the script's decides.
     - `splits`: a sampler gives each rank its part of the data set.
     - `drop_last`: an incomplete last batch is dropped. `replacement`: samples are drawn again.
+    - `is_accelerate_s`: it is a loader that accelerate has prepared.
     - `is_dispatched`: one rank iterates it for all (accelerate with `dispatch_batches`), so no rank
       knows its own samples.
 
@@ -66,6 +67,7 @@ class Source:
         self._given = _Weakly(given)
         loaders = [*_loaders(given)]
         self.has_loader = bool(loaders)
+        self.is_accelerate_s = _library_of(given) == "accelerate"
         self.is_dispatched = any(_is_dispatcher(each) for each in [given, *loaders])
         parts = [part for each in loaders or [given] for part in _parts(each, _DEPTH_MAX)]
         self._concerned = {id(part): _Weakly(part) for part in parts}
@@ -174,4 +176,8 @@ def _is_dispatcher(loader: Any) -> bool:
 
 
 def _is_thorough(sampler: Any) -> bool:
-    return type(sampler).__module__.partition(".")[0] in _THOROUGH
+    return _library_of(sampler) in _THOROUGH
+
+
+def _library_of(part: Any) -> str:
+    return type(part).__module__.partition(".")[0]

@@ -47,6 +47,7 @@ class RankTrace:
     - `outer`: the rule by which ranks that step alone are brought together: `rule`, and for known
       ones `lr` and `momentum`; `inner_steps`, the steps of a round, if declared.
     - `drops_last`: the script has skipped a last, short batch of its loader.
+    - `replaces`: the script says that it draws with replacement.
     - `epochs`: whether the script reports epochs with its samples, None if a loader shows them.
     - `is_limited`: the harness ended the rank after its last step, and not the script.
     """
@@ -64,6 +65,7 @@ class RankTrace:
     compression: str = ""
     outer: Mapping[str, Any] = field(default_factory=dict)
     drops_last: bool = False
+    replaces: bool = False
     epochs: bool | None = None
     is_limited: bool = False
 
@@ -184,6 +186,7 @@ _NOTES: Mapping[str, Callable[[RankTrace, Mapping[str, Any]], RankTrace]] = {
     "sampling": lambda rank, record: replace(
         rank,
         drops_last=rank.drops_last or record.get("drop_last") is True,
+        replaces=rank.replaces or record.get("replacement") is True,
         epochs=bool(record["epochs"]) if "epochs" in record else rank.epochs,
     ),
     "compressed": lambda rank, record: replace(rank, compression=str(record.get("to", ""))),

@@ -106,6 +106,8 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     traits |= {name: True for name in ("drop_last", "replacement", "splits") if header.get(name)}
     if any(rank.drops_last for rank in ranks):
         traits["drop_last"] = True
+    if any(rank.replaces for rank in ranks):
+        traits["replacement"] = True
     if any(rank.layout is not None for rank in ranks):
         traits["shared"] = True  # ranks that draw the same samples share a shard
     sent = next((rank.compression for rank in ranks if rank.compression), "")
