@@ -147,13 +147,13 @@ def shared_samples(compared: Compared) -> str:
     They may if all draw the same in each step, and hold other tensors, or pieces of the same.
     """
     trace = compared.trace
-    parts = bool(tensor_names.apart_on_ranks(trace) or lacking(compared))
-    if trace.traits.shared or not parts or not _all_draw_alike(trace):
+    apart, size = bool(tensor_names.apart_on_ranks(trace)), trace.scenario.world_size
+    if trace.traits.shared or not (apart or lacking(compared)) or not _all_draw_alike(trace):
         return ""
-    size = trace.scenario.world_size
+    axis, other = ("pp", 'or "ep" for "pp"') if apart else ("tp", "for parts of each layer")
     return (
         "all ranks draw the same samples, and hold other tensors of the model: if they share it, "
-        f'say so, observe(..., layout={{"tp": {size}}}), or "pp" or "ep" for "tp"'
+        f'say so, observe(..., layout={{"{axis}": {size}}}), {other}'
     )
 
 
