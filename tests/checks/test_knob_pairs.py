@@ -163,6 +163,17 @@ def test_clipped_as_it_should_be(check: str) -> None:
     assert finding.compared > 0
 
 
+@pytest.mark.parametrize(("applied", "is_clipped"), [(0.5, True), (1.0, False)])
+def test_a_gradient_that_was_reported_before_clipping(applied: float, is_clipped: bool) -> None:
+    """After `obs.reduced()` the recorded gradient is the unclipped one; both norms are known."""
+    whole = float(np.linalg.norm(SLOPE))
+    turned = run("clip")
+    norms = {"grad_norm": whole, "applied_norm": min(applied, whole)}
+    reduced = traces.altered(turned, Update, {}, **norms)
+    finding = traces.judge("parity", [reduced, run()])
+    assert ("with clip=0.5: the norm of the applied" in finding.reason) is not is_clipped
+
+
 @pytest.mark.parametrize("check", ["parity", "step_rule"])
 @pytest.mark.parametrize(
     ("factor", "bent", "words"),

@@ -169,7 +169,8 @@ def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
     updates = (update for _, ranks in evidence.ranks_by_step(trace) for update in ranks.values())
     for update in updates:
         place = evidence.place(trace, update)
-        norm = evidence.norm_l2(update.gradient)
+        applied = _applied(update)
+        norm = evidence.norm_l2(applied)
         if norm is None:
             continue
         num_gradients += 1
@@ -179,8 +180,18 @@ def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
         if update.step == 0:
             what = f"that of {pair.knob}={pair.usual} clipped to this norm"
             message = f"{pair.words.before}the gradient is not {what}"
-            evidence.compare_close(tally, clipped, update.gradient, bound, message, **place)
+            evidence.compare_close(tally, clipped, applied, bound, message, **place)
     return num_gradients
+
+
+def _applied(update: Update) -> Tensors:
+    """Return the gradient as it was applied. A script may report it before clipping
+    (`obs.reduced()`): then its norm after that is known, too.
+    """
+    before, after = update.grad_norm, update.applied_norm
+    if not before or after is None or not math.isfinite(before + after):
+        return update.gradient
+    return _times(update.gradient, after / before)
 
 
 def _times(tensors: Tensors, factor: float) -> Tensors:

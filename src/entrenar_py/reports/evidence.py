@@ -100,10 +100,21 @@ def note_lines(entry: Entry) -> list[str]:
 
     For a clause that held this includes its binding; `describe` shows it for the others.
     """
-    notes = [*entry.finding.notes]
-    if entry.verdict is Verdict.HELD and (told := bound(entry.invariant)):
-        notes.insert(0, told)
-    return [one_line(f"note {entry.invariant.id}: {note}") for note in notes]
+    return [one_line(f"note {entry.invariant.id}: {note}") for note in _notes(entry)]
+
+
+def all_notes(report: Report) -> list[str]:
+    """Return `note ID, ID: text` for each note of a report; clauses with the same share a line."""
+    clauses: dict[str, list[str]] = {}
+    for entry in report.ranked:
+        for note in _notes(entry):
+            clauses.setdefault(note, []).append(entry.invariant.id)
+    return [one_line(f"note {', '.join(ids)}: {note}") for note, ids in clauses.items()]
+
+
+def _notes(entry: Entry) -> tuple[str, ...]:
+    told = bound(entry.invariant) if entry.verdict is Verdict.HELD else ""
+    return (*filter(None, [told]), *entry.finding.notes)
 
 
 def alike(entries: Sequence[Entry]) -> dict[str, list[Entry]]:

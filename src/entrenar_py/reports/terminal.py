@@ -252,7 +252,7 @@ def _print_evidence(console: Console, report: Report, entry: Entry) -> None:
 
 
 def _print_notes(console: Console, report: Report) -> None:
-    noted = [line for entry in report.ranked for line in evidence.note_lines(entry)]
+    noted = evidence.all_notes(report)
     if noted:
         _line(console, "")
     for line in noted:
