@@ -147,3 +147,17 @@ def _holding(event: Event, held: Mapping[str, tuple[int, ...]], steps: set[int])
         return event
     before = event.rank * MICRO_BATCHES
     return replace(event, summed={n: tuple(before + i for i in at) for n, at in held.items()})
+
+
+def test_a_tensor_that_some_micro_batches_have_no_gradient_for() -> None:
+    """A part of a model that only the last micro-batch trains, clipped apart, lacks no other."""
+    last = times(0.37, summed(1, which=slice(-1, None)))
+    trace = trace_of([FIRST, {**summed(1), "b": last["b"]}])
+    events = [
+        replace(event, gradient={"a": event.gradient["a"]})
+        if isinstance(event, Shard) and event.step == 1 and event.shard % MICRO_BATCHES == 0
+        else event
+        for event in trace.events
+    ]
+    finding = traces.judge("weighting", [replace(trace, events=tuple(events))])
+    assert finding.verdict is Verdict.INCONCLUSIVE

@@ -114,6 +114,14 @@ class Applied:
         """Return whether the tensors in `off` that are in `values` have the applied ones' sizes."""
         return all(values[n].shape == self.mean[n].shape for n in self.off if n in values)
 
+    @property
+    def is_whole(self) -> bool:
+        """True if the applied gradient is a multiple of the sum over all micro-batches.
+
+        A part of them may have the same sum: the others have no gradient for these tensors.
+        """
+        return self.is_times(self.sum_of(self.shards))
+
     def is_times(self, vector: Vector | None) -> bool:
         """Return whether the applied gradient is a positive multiple of `vector`."""
         if vector is None or np.count_nonzero(vector) < _TELLING_MIN:
@@ -229,7 +237,7 @@ def _some_micro_batches(step: Applied) -> Explanation | None:
     """The applied gradient lacks micro-batches, the same ones on each rank."""
     by_rank = _by_rank(step.shards)
     most = max(map(len, by_rank.values()), default=0)
-    if most < 2:
+    if most < 2 or step.is_whole:
         return None
     for place, words, meaning in _PARTS:
         chosen = [shard for shards in by_rank.values() for shard in shards[place]]
@@ -251,7 +259,7 @@ _PARTS = (
 def _one_rank(step: Applied) -> Explanation | None:
     """The applied gradient is that of one rank's samples."""
     by_rank = _by_rank(step.shards)
-    if len(by_rank) < 2:
+    if len(by_rank) < 2 or step.is_whole:
         return None
     for rank, shards in by_rank.items():
         if not step.is_times(step.sum_of(shards)):
