@@ -52,6 +52,7 @@ mutants: setup
 # Every planted bug in a script as users write them, and what finds it: real processes, some minutes.
 twins: setup
 	$(BIN)/python -m tests.command.twins
+	$(BIN)/python -m tests.command.auto_twins
 
 # Hundreds of runs of right scripts, with several seeds and 1 to 4 workers: no alarm. Real processes.
 RUNS ?= 500
