@@ -204,17 +204,20 @@ class _Divisions:
                 else f"the applied gradient of {name} {why.words}"
             )
             self.tally.check(name not in off, message, tensor=name, **place)
-        if self.trace.traits.clipping == "other" or self.trace.traits.losses == "backward":
-            # Clipping may have changed each step's recorded gradient by another factor; and without
-            # the script's own losses their weights (tokens, say) aren't known.
-            return
-        divided = divisor, divisor / update.weight
+        if self.trace.traits.clipping == "other":
+            return  # clipping may have changed each step's recorded gradient by another factor
+        divided = divisor, divisor / (update.weight or 1.0)
         first = self.first = self.first or divided
+        is_alike = any(
+            abs(now - before) <= self.bound * abs(before)
+            for now, before in zip(divided, first, strict=True)
+        )
+        if not is_alike and self.trace.traits.losses == "backward":
+            told = "the gradient was divided by another number than before, maybe by its weight"
+            missing.ask(self.tally, told, facts.LOSS_AND_WEIGHT)
+            return
         self.tally.check(
-            any(
-                abs(now - before) <= self.bound * abs(before)
-                for now, before in zip(divided, first, strict=True)
-            ),
+            is_alike,
             "the gradient was divided by another number than before, and by another multiple of "
             "the step's weight",
             expected=" or ".join(map(repr, first)),
