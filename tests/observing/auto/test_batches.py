@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ DATA = torch.arange(12.0).reshape(12, 1)
 
 
 class Seen:
-    """Samples of a loader that yields two batches of four, the first with ids 3, 1, 0, 2."""
+    """Samples of a loader that yields three batches of four, the first with ids 3, 1, 0, 2."""
 
     def __init__(self) -> None:
         self.batches = Batches()
@@ -25,6 +26,7 @@ class Seen:
         self.batches.iterated(loader, self.iterator)
         self.batches.drew(self.iterator, [3, 1, 0, 2])
         self.batches.drew(self.iterator, [7, 5, 4, 6])
+        self.batches.drew(self.iterator, [8, 9, 10, 11])
 
     def yields(self, *rows: int) -> torch.Tensor:
         """Yield the next batch, of these rows of the data, and labels that don't tell rows."""
@@ -74,6 +76,24 @@ def test_a_loader_that_looks_ahead(seen: Seen) -> None:
 def test_inputs_that_were_changed(seen: Seen) -> None:
     """Inputs of another dtype are those of the batch if they are as many."""
     assert seen.given(seen.yields(3, 1, 0, 2).double()) == [3, 1, 0, 2]
+
+
+def test_changed_inputs_of_a_loader_that_looks_ahead(seen: Seen) -> None:
+    """With several batches to choose from, content that was changed tells none of them."""
+    first, second = seen.yields(3, 1, 0, 2), seen.yields(7, 5, 4, 6)
+    seen.given(first)
+    later = seen.yields(8, 9, 10, 11)
+    assert (seen.given(second / 3), seen.unknown) == ([], STRANGE)
+    assert (seen.given(later / 3), seen.unknown) == ([], STRANGE)
+
+
+def test_a_batch_of_another_thread(seen: Seen) -> None:
+    """A batch that a thread has fetched may wait in a queue: it is known by content alone."""
+    batches: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: batches.append(seen.yields(3, 1, 0, 2)))
+    thread.start()
+    thread.join()
+    assert seen.given(batches[0].double()) != [3, 1, 0, 2]
 
 
 def test_a_part_that_was_changed(seen: Seen) -> None:

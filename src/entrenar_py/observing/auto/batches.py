@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
@@ -9,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from entrenar_py.observing.auto import contents
 from entrenar_py.observing.auto.contents import Row
@@ -45,6 +45,7 @@ class Batch:
     size: int
     left: list[int]
     trains: bool
+    thread: int
     _columns: list[list[Row]] | None = None
 
     def find(self, rows: list[Row]) -> list[int] | None:
@@ -83,6 +84,7 @@ class Batches:
         self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
         self.loader: Any = None  # the one that was trained from last
         self._source: Source | None = None
+        self._is_ahead = False
 
     # --- called by the patches --------------------------------------------------------------------
 
@@ -103,7 +105,8 @@ class Batches:
             ids = None
         size = (contents.num_rows(content) or 0) if ids is None else len(ids)
         grown = torch.is_grad_enabled()
-        self.pending.append(Batch(iteration, ids, content, size, [*range(size)], grown))
+        left, thread = [*range(size)], threading.get_ident()
+        self.pending.append(Batch(iteration, ids, content, size, left, grown, thread))
 
     def _iteration(self, iterator: Any) -> Iteration:
         return self._iterations.setdefault(iterator, Iteration(None))
@@ -155,10 +158,14 @@ class Batches:
         return self._source
 
     def meant(self) -> Batch | None:
-        """Return the batch that a training pass most likely uses; None if none is likely."""
+        """Return the one batch that a training pass of this thread can use; None without one.
+
+        If there are several the script skips batches, or fetches them ahead, maybe in a thread.
+        From then on only content tells batches apart.
+        """
         fit = [batch for batch in self.pending if batch.trains and batch.ids is not None]
         if self.loader is not None:
             fit = [batch for batch in fit if batch.iteration.loader is self.loader]
-        if not fit or (len(fit) > 1 and type(fit[-1].iteration.loader) is not DataLoader):
-            return None  # a loader of another kind may hold its newest batch back
-        return fit[-1]
+        here = threading.get_ident()
+        self._is_ahead |= len(fit) > 1 or any(batch.thread != here for batch in fit)
+        return None if self._is_ahead or not fit else fit[0]

@@ -31,7 +31,7 @@ class SeenSamples(Samples):
         self._seen_epoch = 0
         self._unknown = ""
         self._again: Ids = ()
-        self._rows: set[Row] = set()  # content that this step was given, and no loader knows
+        self._rows: set[Row] = set()  # content that this step was given
         self._is_given = False  # whether a forward pass was seen since the last backward pass
 
     # --- the forward passes -----------------------------------------------------------------------
@@ -42,11 +42,11 @@ class SeenSamples(Samples):
             self._batches.set_aside(contents.num_rows(inputs))
             return
         self._is_given = True
-        if self._by_content(inputs):
-            return
         rows = contents.rows_together(inputs)
         is_again = rows is not None and self._rows.issuperset(rows)
         self._rows.update(rows or ())
+        if self._by_content(inputs):
+            return
         meant = self._batches.meant()
         if meant is not None:
             self._by_count(inputs, meant, is_again=is_again)
