@@ -343,14 +343,11 @@ VARIANTS = (
         "gradients of two losses, of which one's share in the other is taken out",
         (_SHARE, ""),
         ("gradient_accumulation_steps = 4 // ", "gradient_accumulation_steps = 1 or "),
-        ("for row in range(batch_size)]", "for row in range(batch_size)] if not again else again"),
-        ("def get_batch(step, micro_step):", "def get_batch(step, micro_step, again=None):"),
         (
             "        loss.backward()\n",
             "        loss.backward(retain_graph=True)\n"
             "        one = [p.grad.clone() for p in raw_model.parameters()]\n"
             "        optimizer.zero_grad()\n"
-            "        get_batch(iter_num, micro_step)\n"
             "        logits.square().mean().backward()\n"
             "        for a, p in zip(one, raw_model.parameters()):\n"
             "            share = (a * p.grad).sum().clamp(max=0) / a.square().sum()\n"

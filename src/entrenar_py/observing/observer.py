@@ -257,9 +257,9 @@ class Observer(Observation):
             return
         if self._gradients.was_reduced and micro_batches.forget_repeated():
             self._step.sources.forget_passes()
-        elif self._step.edited_weights(self._subject.trained):
+        elif self._step.has_moved():
             micro_batches.forget_gradients()  # of other weights: sharpness-aware, other samples
-        if micro_batches.done and self._gradients.has_overflowed():
+        elif micro_batches.done and self._gradients.has_overflowed():
             self._skip_step()
 
     def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:

@@ -26,6 +26,7 @@ class StepInWork:
         self.number = number
         self.stepped: set[int] = set()
         self._stepped_before: set[int] = set()  # when the current backward pass began
+        self._at_first_pass: dict[str, str] = {}  # the digests of the weights
         self.sources = GradientSources(subject.digest)
         # By name: the weights as they were recorded last, those that were changed since, and those
         # that an optimizer of several has moved. `_due` are the names that the last one steps.
@@ -58,6 +59,19 @@ class StepInWork:
         """Note which gradients are cleared as a backward pass begins."""
         self._stepped_before = {*self.stepped}
         self.sources.before_backward(self._subject.gradients())
+        if not self._at_first_pass:
+            self._at_first_pass = self._digests()
+
+    def has_moved(self) -> bool:
+        """Return whether weights were changed since the step's first backward pass began.
+
+        Models that are recorded without values are not looked at, which would take time.
+        """
+        return self._at_first_pass != self._digests()
+
+    def _digests(self) -> dict[str, str]:
+        held = self._subject.trained if self._subject.values else {}
+        return {name: record.digest for name, record in self._subject.record(held).items()}
 
     def is_over(self, gradients: Mapping[str, Tensor | None]) -> bool:
         """Return whether a pass that added `gradients` is one of the next step.
@@ -112,6 +126,7 @@ class StepInWork:
         self.stepped.clear()
         self._gradient, self._norm, self._applied_norm = {}, None, None
         self._weights, self._edited, self._moved = update.weights, {}, {}
+        self._at_first_pass = {}
         return update
 
     def written_back(self, update: trace.Update) -> trace.Update:
