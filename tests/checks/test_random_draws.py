@@ -65,6 +65,9 @@ def test_a_sample_with_other_contents_is_named() -> None:
     """Rounding is allowed, and nothing is said of tensors of other sizes (padding)."""
     other = [shard(0, (0, 2)), shard(1, (1, 3), moved=0.01)]
     assert "sample 1 of step 0" in random_draws.other_contents(compared(ALONE, other))
+    numbers = drawn(1, "a", "b", "loader", generator="numpy", worker=0)
+    why = random_draws.other_contents(compared(ALONE, [*other, numbers]))
+    assert "as the data set is read (augmentation), from numpy's generator" in why
     for events in (TWO, [TWO[0], shard(1, (1, 3), moved=1e-7)], [TWO[0], shard(1, (1, 3), size=3)]):
         assert random_draws.other_contents(compared(ALONE, events)) == ""
 

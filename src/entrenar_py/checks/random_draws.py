@@ -60,9 +60,21 @@ def other_contents(compared: Compared) -> str:
         return (
             f"sample {id_} of step {step} reaches the model with other contents in "
             f"{run_name(compared.trace)} than in {run_name(compared.model)}: they depend on the "
-            f"rank, on a loader's worker, or on the rest of the batch: {_BY_SAMPLE}"
+            f"rank, on a loader's worker, or on the rest of the batch"
+            f"{_drawn_before(compared.trace)}: {_BY_SAMPLE}"
         )
     return ""
+
+
+def _drawn_before(trace: Trace) -> str:
+    """Return in words where numbers are drawn that may be in the contents, "" for nowhere."""
+    drawn = _by_place(trace)
+    places = [
+        f"{PLACES[where]}, from {_named(drawn[where])}"
+        for where in (*_BEFORE_THE_BATCH, "batch")
+        if where in drawn
+    ]
+    return f" (random numbers are drawn {'; '.join(places)})" if places else ""
 
 
 def drawn_by_rank(compared: Compared) -> str:
