@@ -68,7 +68,7 @@ def test_every_option_has_a_key_or_none_on_purpose() -> None:
     names = {action.dest for action in parser.build()._actions} - NOT_CONFIGURED
     keys = {name.replace("-", "_") for name in KEYS}
     assert names - keys == set()
-    assert keys - names == {"command", "knobs"}
+    assert keys - names == {"accept", "command", "knobs"}
 
 
 def test_all_keys(tmp_path: Path) -> None:

@@ -153,6 +153,8 @@ def require_resumes(tally: Tally, trace: Trace) -> None:
         anew = [lives[number]] if number < len(lives) and not lives[number].resumed else []
         if anew and trace.scenario.workload == "own":
             _tell_anew(tally, stop, lives[0], anew[0], is_enough=bool(resumed))
+            if not resumed:
+                break  # after every stop it begins anew, for the same reason
         elif stop not in resumed and len(lives) <= number and stop <= last:
             why = f"the run was to stop before step {stop}, and no resume was recorded"
             missing.ask(tally, why, facts.RESUMED_START)
