@@ -33,6 +33,7 @@ from falsification.user_trainers import Twin
 from tests.command import scripts, twins
 
 NUM_RUNS = 500
+DEADLINE_S = 300.0  # a run takes seconds; a machine that does other things needs more
 _THREE = (("torch.randn(32, 4)", "torch.randn(24, 4)"), ("GLOBAL_BATCH = 8", "GLOBAL_BATCH = 6"))
 _SNAPSHOT = ("--total-steps", "{steps}", "--snapshot-dir", "{workdir}")
 _ALL_KNOBS = tuple(scripts.KNOBS)
@@ -119,7 +120,7 @@ def alarms(found: dict[str, Finding]) -> list[str]:
 
 def tried(case: Case, folder: Path) -> tuple[dict[str, Finding], list[trace.Trace]]:
     """Run a case; return the findings, and its runs."""
-    found = twins.findings(case.twin, folder, witnesses=True)
+    found = twins.findings(case.twin, folder, witnesses=True, deadline_s=DEADLINE_S)
     return found, [trace.load(file) for file in sorted((folder / "runs").glob("*.jsonl"))]
 
 
