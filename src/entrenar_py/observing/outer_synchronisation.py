@@ -55,12 +55,10 @@ class OuterSynchronisations:
     def __init__(self) -> None:
         self._begun: int | None = None
         self._stepped: int | None = None
-        self._has_stepped = False
         self._last: tuple[int, dict[str, trace.TensorRecord]] = -1, {}
 
     def stepped(self) -> None:
         """Note that the rank has made a step; counting begins with its first."""
-        self._has_stepped = True
         self._stepped = num_collectives()
         self._begun = self._stepped if self._begun is None else self._begun
 
@@ -69,11 +67,11 @@ class OuterSynchronisations:
     ) -> trace.Synchronised | None:
         """Return the record of a synchronisation after `step`, and count anew from here.
 
-        None before the first step of this process: ranks are given their initial weights, or those
-        of a checkpoint, which the record of its start has. Several calls after one step, each for
-        some tensors, are one synchronisation.
+        None before the first step of the run (-1): ranks are given their initial weights, which the
+        record of their start has. Several calls after one step, each for some tensors, are one
+        synchronisation.
         """
-        if not self._has_stepped:
+        if step < 0:
             return None
         begun, stepped, now = self._begun, self._stepped, num_collectives()
         self._begun = self._stepped = now
