@@ -50,6 +50,9 @@ STRANGE: dict[str, st.SearchStrategy[Any]] = {
     "str": st.sampled_from(["", "left", "joined", "failed", "halted"]),
     "tuple[int, ...]": st.lists(st.integers(-1, 13), max_size=4).map(tuple),
     "tuple[str, ...]": st.lists(st.sampled_from(["weight", "w"]), max_size=2).map(tuple),
+    "tuple[tuple[str, ...], ...]": st.sampled_from([(), (("w",),), (("w", "weight"), ("w", "v"))]),
+    "tuple[tuple[str, str], ...]": st.sampled_from([(), (("w", "weight"),)]),
+    "tuple[tuple[float, ...], ...]": st.sampled_from([(), ((0.0, math.nan),), ((1.0,), ())]),
     "Mapping": st.sampled_from([{}, {"kind": "non_finite_loss"}, {"step": None}]),
 }
 

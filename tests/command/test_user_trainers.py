@@ -49,7 +49,8 @@ def test_no_alarm_on_what_is_right(script: str, tmp_path: Path) -> None:
     turned = scripts.KNOBS if script == "knobs.py" else ()
     told = scripts.command(scripts.EXAMPLES / script, turned)
     recorded = scripts.record(told, wanted, tmp_path, launch=zygote.launch)
-    found = scripts.findings(recorded)
+    # No example has an outer optimizer, which the clauses of local SGD judge.
+    found = {n: one for n, one in scripts.findings(recorded).items() if not n.startswith("outer_")}
     assert {name: one for name, one in found.items() if one.verdict is Verdict.FALSIFIED} == {}
     undecided = {name for name, one in found.items() if one.verdict is Verdict.INCONCLUSIVE}
     assert undecided == OPEN[script], {name: found[name].reason for name in undecided}

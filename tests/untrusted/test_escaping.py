@@ -336,7 +336,11 @@ def test_the_doctor() -> None:
 # --- no way around it -------------------------------------------------------------------------
 
 # Who prints: lines, and what rich lays out. What memory prints is JSON for the process that asked.
-PRINTERS = {"untrusted.printing", "cli.console", "systems.probes.memory"}
+# The start-up module imports nothing of ours, and its sentences are its own.
+PRINTERS = {
+    *("untrusted.printing", "cli.console", "systems.probes.memory"),
+    "observing.auto.startup.sitecustomize",
+}
 # TOML has escapes of its own.
 WRITERS = {"untrusted.escaping", "project.init"}
 FORBIDDEN = ("print", "Console", "rich.print", "traceback.print_exc", "warnings.warn")

@@ -68,6 +68,7 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Tra
                 f"samples ({PLACES[event.where]}, from {named(event.generator)}): {_OWN_SEEDS}",
                 step=event.step,
                 rank=event.rank,
+                shard=_shard(trace, event),
                 scenario=trace.scenario,
             )
         elif event.where == _IN_THE_MODEL:
@@ -150,6 +151,13 @@ def _workers_differ(
             sample_ids=event.ids,
             scenario=trace.scenario,
         )
+
+
+def _shard(trace: Trace, event: Drawn) -> int | None:
+    """Return the number of the shard for which a rank drew; None if it wasn't recorded."""
+    place = event.step, event.rank
+    own = [shard.shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
+    return dict(enumerate(own)).get(-1 if event.micro_batch is None else event.micro_batch)
 
 
 def _worker(event: Drawn) -> str:

@@ -315,7 +315,8 @@ def _none_dropped(tally: Tally, trace: Trace) -> None:
     message = (
         f"{words}, which could mean: gradients are cleared between the micro-batches of a step"
     )
-    tally.check(False, message, **evidence.place(trace, first[0]))
+    tensor = next(iter(first[0].gradient))
+    tally.check(False, message, tensor=tensor, **evidence.place(trace, first[0]))
 
 
 ROWS = (

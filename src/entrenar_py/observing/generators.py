@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from array import array
@@ -94,8 +95,11 @@ def _held(frame: Any) -> Iterator[tuple[str, Any]]:
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] not in _LIBRARIES:
-            for variables in (frame.f_locals, frame.f_globals):
-                yield from _in_variables(variables)
+            variables = frame.f_locals
+            yield from _in_variables(variables)
+            yield from _in_variables(frame.f_globals)
+            if type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                variables.clear()  # a copy, which would keep what the script deletes
         frame = frame.f_back
 
 

@@ -205,6 +205,9 @@ class StepHooks:
     def _set(self) -> None:
         self._before = self._optimizer.register_step_pre_hook(self._begins)
         self._after = self._optimizer.register_step_post_hook(self._ends)
+        held = self._optimizer._optimizer_step_post_hooks
+        for key in [key for key, hook in held.items() if _watches(hook)]:
+            held[key] = held.pop(key)  # it comes last: it may raise, and the step is to be recorded
 
     def come_last(self) -> None:
         """Set the hooks again if the script has set others since. Not within a step."""
@@ -212,7 +215,9 @@ class StepHooks:
             self._optimizer._optimizer_step_pre_hooks,
             self._optimizer._optimizer_step_post_hooks,
         )
-        last = [next(reversed(held), None) for held in hooks]
+        last = [
+            next((key for key in reversed(held) if not _watches(held[key])), None) for held in hooks
+        ]
         if last != [self._before.id, self._after.id]:
             self.remove()
             self._set()
@@ -221,6 +226,11 @@ class StepHooks:
         """Remove the hooks."""
         self._before.remove()
         self._after.remove()
+
+
+def _watches(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is that of a `Watch`."""
+    return getattr(hook, "watches", False) is True
 
 
 # The code that torch wraps around the `step` of each class of optimizers, to call its hooks.

@@ -55,7 +55,7 @@ class Watch:
         self._table: DigestTable | None = None
         self._places: object = None
         self._asked: tuple[int, ...] | None = None
-        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
+        self._hook = self._optimizer.register_step_post_hook(_AfterStep(self))
         atexit.register(self._leave)
 
     def watched(self) -> tuple[Watched, ...]:
@@ -196,3 +196,15 @@ class Watch:
 
 def _stop(finding: WatchFinding) -> None:
     raise finding
+
+
+class _AfterStep:
+    """The hook of a watch. By `watches`, a recorder of the same optimizer lets it come last."""
+
+    watches = True
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __call__(self, *_: object) -> None:
+        self._watch._after_step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from entrenar_py.observing import FOLDER
 from entrenar_py.observing.auto import Settings
 from entrenar_py.observing.auto.ending import Ending
 from entrenar_py.rank_files import auto_notes
+from entrenar_py.untrusted import printing
 
 if TYPE_CHECKING:
     from entrenar_py.observing import Observation
@@ -93,7 +93,7 @@ class Follower:
         if folder:
             auto_notes.write(Path(folder), why)
         else:
-            sys.stderr.write(f"entrenar: this process is not watched: {why}\n")
+            printing.warn(f"entrenar: this process is not watched: {why}")
 
     def wins(self, observation: Observation) -> None:
         """Note that the script calls `observe` itself: what was recorded here is dropped.
