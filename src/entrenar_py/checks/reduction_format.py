@@ -46,11 +46,13 @@ def _of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: float) -
     """Return the format of a step's sums, "" if they were not rounded; None if it is neither."""
     update = evidence.any_rank(by_rank)
     known = {
-        rank: step_sums.total(by_rank, [shard for shard in shards if shard.rank == rank])
+        rank: step_sums.total(
+            by_rank, [shard for shard in shards if shard.rank == rank], evidence.elements
+        )
         for rank in sorted({shard.rank for shard in shards})
     }
     local = {rank: sums for rank, sums in known.items() if sums}
-    applied = evidence.vectors(update.gradient)
+    applied = evidence.elements(update.gradient)
     if not local or applied is None or any(_names(s) != _names(applied) for s in local.values()):
         return ""
     whole = {name: np.sum([sums[name] for sums in local.values()], axis=0) for name in applied}
