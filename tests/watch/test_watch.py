@@ -19,6 +19,16 @@ from entrenar_py.rank_files import rank_trace
 from entrenar_py.trace import Update
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Draw the same weights in every run.
+
+    In 13 of 400 seeds a model of these tests learns its constant data exactly. Its gradients are
+    zero then, and a tensor that does not move is right.
+    """
+    torch.manual_seed(0)
+
+
 def train(
     model: nn.Module,
     num_steps: int,
