@@ -31,7 +31,7 @@ _TELLING_MIN = 3
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the applied gradient is, in words that follow a tensor's name.
+    """The explanation of an applied gradient, in words that follow a tensor's name.
 
     `is_wrong` is False if a right script may do this on purpose; `advice` then says what settles
     it.

@@ -1,4 +1,4 @@
-"""Whether the recorded gradients are those that moved the weights.
+"""Test whether the recorded gradients are those that moved the weights.
 
 They are read as a step begins. Some optimizers reduce them inside of the step, or step copies of
 the weights (in float32, or of other shapes) that are written back later.

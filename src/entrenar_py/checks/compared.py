@@ -42,7 +42,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Presupposition:
-    """What must hold before two tensors, losses or orders of samples may be compared.
+    """A condition of comparing two tensors, losses or orders of samples.
 
     `says` completes "a comparison presupposes that ...". `lacking` tests it on the runs: it returns
     why it fails or is unknown, and the call that settles it, or "" if it holds. `left` returns what

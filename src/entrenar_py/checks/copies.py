@@ -1,4 +1,4 @@
-"""Which tensors of a run are copies, held whole by every rank, and which may be pieces.
+"""Tell the tensors that every rank holds whole, as copies, from those that may be pieces.
 
 Model parallelism written by hand in plain tensors looks like data parallelism: each rank holds
 tensors of the same names and shapes, with other values.

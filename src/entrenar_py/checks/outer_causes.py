@@ -19,7 +19,7 @@ _ALIKE = 1e-3  # of the step's length: the causes are far further apart
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What an outer step is computed from.
+    """The quantities that an outer step is computed from.
 
     `before` are the outer weights that all began the round with, `momentum` is the outer one,
     `inner` has each worker's weights at its end, and `shares` each worker's part of the samples.

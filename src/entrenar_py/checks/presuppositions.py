@@ -1,4 +1,4 @@
-"""What comparisons of a user's own runs presuppose: one table, tested on the runs themselves.
+"""The presuppositions of comparing a user's runs: one table, tested on the runs themselves.
 
 A comparison counts only if each of its presuppositions holds. Where one fails, it is reported as
 missing, with the call that settles it. Nothing is presupposed of the harness's own trainers, which

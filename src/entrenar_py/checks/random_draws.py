@@ -1,4 +1,4 @@
-"""Whether random numbers, or contents of samples, depend on the rank or on how a batch is split.
+"""Test whether draws, or contents of samples, depend on the rank or on how a batch is split.
 
 Then another number of workers, or of micro-batches, rightly trains otherwise.
 """

@@ -1,4 +1,4 @@
-"""Whether ranks compute with statistics of their own samples. Judges nothing.
+"""Test whether ranks compute with statistics of their own samples. Judges nothing.
 
 BatchNorm does, and so do layers that people write themselves: they keep running statistics in
 buffers. Their results rightly depend on how a batch is divided.

@@ -1,4 +1,4 @@
-"""Whether two plain runs of a user's command agree, and whether two runs begin alike."""
+"""Test whether two plain runs of a user's command agree, and whether two runs begin alike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a number means the same sample on every rank, or one in a data set of each rank's own."""
+"""Test whether a number means the same sample on every rank, or one of the rank's own data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the random streams of a user's script that must differ do differ.
+"""Check that the random streams of a user's script that must differ do differ.
 
 Numbers for samples (masks, noise, augmentation) must differ between ranks that have other samples,
 between a loader's workers, and between epochs. Numbers for the whole batch may be equal on all

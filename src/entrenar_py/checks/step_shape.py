@@ -1,4 +1,4 @@
-"""Whether an optimizer of an unknown rule moves weights in proportion to their gradients.
+"""Test whether an optimizer of an unknown rule moves weights in proportion to gradients.
 
 SGD does. Adam and its like move an element whose gradient is rounding noise as far as any other, so
 weights after their steps can't be compared within rounding. Judges nothing.

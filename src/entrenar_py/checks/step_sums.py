@@ -1,4 +1,4 @@
-"""What the micro-batches of a step gave to the gradient that was applied. Judges nothing."""
+"""Add up what a step's micro-batches gave to the applied gradient. Judges nothing."""
 
 from __future__ import annotations
 

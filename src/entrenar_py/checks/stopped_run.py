@@ -1,4 +1,4 @@
-"""What a stopped run must show before it can be compared with the same run without stops.
+"""The conditions of comparing a stopped run with the same run without stops.
 
 Only for users' commands, of which the harness knows neither whether they repeat themselves nor
 whether `observe(step=...)` says what the script does.

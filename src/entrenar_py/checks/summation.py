@@ -1,4 +1,4 @@
-"""Whether the gradients of several ranks were added in the same order in two runs.
+"""Test whether the gradients of several ranks were added in the same order in two runs.
 
 Up to rounding the sum is the same in any order, and with two ranks to the bit. With more, torch's
 DistributedDataParallel adds otherwise in its first step, before it has arranged its buckets: so a

@@ -38,7 +38,7 @@ def doubts(declared: Sequence[Task], command: Sequence[str], folder: Path) -> di
 
     `folder` has the folders of the runs that were made.
     """
-    saved = sorted({path.name for path in folder.glob("*/work/*")})
+    saved = sorted({path.name for work in folder.glob("*/work") for path in work.iterdir()})
     found = {
         RESUMED: saved and f"the script wrote {listed(saved, most=_NAMED_MAX)} to {{workdir}}",
         KILLED: restarts(command) and f"the command has {restarts(command)}",

@@ -162,7 +162,7 @@ class OwnFolder:
 
 @dataclass
 class _Budget:
-    """What may still be copied for a run, of the file system `device`."""
+    """The budget of files that may still be copied for a run from the file system `device`."""
 
     device: int
     entries: int = ENTRIES_MAX

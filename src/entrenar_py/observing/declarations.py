@@ -1,4 +1,4 @@
-"""What a script declares to `observe` about its training: validated, its patterns resolved."""
+"""The declarations of a script to `observe`, validated and with their patterns resolved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which samples a model is given: those of the batches that a loader or sampler has handed out."""
+"""Attribute to a forward pass the samples of the batches that a loader or sampler handed out."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Iteration:
 
     @property
     def dropped_last(self) -> bool:
-        """Whether the last batch was short, and not used."""
+        """True if the last batch was short, and not used."""
         last = self.last
         if not self.is_over or last is None or last.ids is None or last.is_used:
             return False

@@ -1,4 +1,4 @@
-"""What a rank notices about its parameters before the first step, beyond their values."""
+"""Notice facts about a rank's parameters before the first step, beyond their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backward passes the gradient of each parameter holds when an optimizer applies it."""
+"""Follow which backward passes each gradient holds when an optimizer applies it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entrenar_py.observing import dtensors
 
 @dataclass
 class _Source:
-    """Where the gradient of a parameter comes from, since it was found cleared.
+    """The sources of a parameter's gradient since it was found cleared.
 
     `passes` are the backward passes (step, micro-batch) that added to it. `first` is the first step
     in it if it was applied with `digest` and not touched since; -1 if it wasn't, or is changed.

@@ -72,7 +72,7 @@ class Samples:
 
     @property
     def are_new(self) -> bool:
-        """Whether there are any samples since the last backward pass."""
+        """True if there are samples since the last backward pass."""
         return bool(self._now().ids)
 
     def take(self) -> Told:

@@ -1,4 +1,4 @@
-"""What processes that were observed without a line (`--auto`) say to the harness, besides records.
+"""Notes to the harness from processes that are observed without a line (`--auto`).
 
 `observing/auto/startup/sitecustomize.py` writes these files, too, where this package is missing.
 """

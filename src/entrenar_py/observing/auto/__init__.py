@@ -19,7 +19,7 @@ STARTUP = Path(__file__).with_name("startup")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a script without a line is observed.
+    """The settings by which a script without a line is observed.
 
     - `steps`: a process ends by itself after so many optimizer steps; None for no end.
     - `every`: the training is watched every so many steps, and not recorded; None for a record.

@@ -75,7 +75,7 @@ class Batch:
 
 
 class Batches:
-    """What the process's DataLoaders have yielded (`pending`), without what training has used."""
+    """The batches that the process's DataLoaders have yielded and training has not used yet."""
 
     def __init__(self) -> None:
         self._iterations: weakref.WeakKeyDictionary[Any, Iteration] = weakref.WeakKeyDictionary()

@@ -190,7 +190,7 @@ class Follower:
 
     @property
     def batches(self) -> Batches:
-        """What the process's DataLoaders yield."""
+        """The batches that the process's DataLoaders yield."""
         if self._batches is None:
             from entrenar_py.observing.auto.batches import Batches
 

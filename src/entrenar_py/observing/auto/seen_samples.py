@@ -115,7 +115,7 @@ class SeenSamples(Samples):
 
     @property
     def are_new(self) -> bool:
-        """Whether there are any samples since the last backward pass."""
+        """True if there are samples since the last backward pass."""
         return bool(self._ids)
 
     def take(self) -> Told:

@@ -1,4 +1,4 @@
-"""What a script has made beside the optimizer: modules, meshes, schedules.
+"""Look up what a script has made alongside the optimizer: modules, meshes, schedules.
 
 They are looked up once, among all objects that the garbage collector knows. Torch has no hook that
 tells of them when they are made, and to patch their constructors would miss copies.
