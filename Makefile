@@ -7,7 +7,7 @@ READY := .venv/.ready
 # Many processes load the same modules: what they compile is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: verify verify-reference verify-processes verify-wgpu test coverage integrations mutants twins right soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
+.PHONY: verify verify-reference verify-processes verify-wgpu test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
 # (without the clauses that probe no trainer: the first run has those); and the wgpu backend against
@@ -58,6 +58,15 @@ twins: setup
 RUNS ?= 500
 right: setup
 	$(BIN)/python -m tests.command.right $(RUNS)
+
+# Training scripts of others as they are published, by --auto and by the line: each verdict is one that
+# docs/field.md explains, and each defect is seen without the harness. WORDS are parts of recipes'
+# names; CLONES is a folder with clones `owner+name`, without which they are cloned. Many minutes.
+WORDS ?=
+CLONES ?=
+field: setup
+	@$(BIN)/python -m pip -qq --disable-pip-version-check install --constraint constraints.txt --editable '.[field]'
+	$(BIN)/python -m tests.field.run $(WORDS) $(if $(CLONES),--clones $(CLONES))
 
 # Ten thousand random schedules of faults under the simulator: every run ends right, and every mutant
 # is found. Beside them a thousand random scenarios on the unbroken trainers: no alarm allowed; an
@@ -121,6 +130,7 @@ docs: setup
 	$(BIN)/python -m docs.generate
 	$(BIN)/python -m docs.fault_table
 	$(BIN)/python -m docs.bound_family
+	$(BIN)/python -m docs.field_page
 
 # The docs as a site, in build/site; a broken link, or a page that the navigation lacks, fails.
 site: setup

@@ -16,7 +16,7 @@ CONFIGURATION = yaml.safe_load((DOCS / "website/mkdocs.yml").read_text("utf-8"))
 PAGES = [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
 # Made by the site's hooks.
 GENERATED = {"index.md", "changelog.md"}
-WHOLLY_GENERATED = {"cli.md", "faults.md", "kill-matrix.md"}
+WHOLLY_GENERATED = {"cli.md", "faults.md", "field.md", "kill-matrix.md"}
 COLUMNS_MAX = 100
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)

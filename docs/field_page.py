@@ -1,0 +1,131 @@
+"""Writes docs/field.md from the recipes of tests/field and their results: `make docs`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.field import recipes
+from tests.field.recipe import Expected, Recipe, Trial, result_path
+
+PAGE = Path(__file__).parent / "field.md"
+HEAD = """\
+# The field
+
+<!-- Written by `python -m docs.field_page`; a test says when it is out of date. -->
+
+See what entrenar-check says of well-known training scripts, as they are published, and why each of
+its verdicts is right. `make field` does it again, and fails if a verdict differs. The scripts are
+not copied into this project: a recipe in `tests/field/recipes/` names repository and commit, the
+lines to add, the data and the command.
+
+Each verdict that is not "held" is explained as one of these:
+
+- **defect**: the script does what nobody wants. It is reproduced in at most thirty lines without
+  entrenar-check.
+- **default**: the script or library does as documented, and the contract asks for more.
+- **property**: a design that the clause can't be compared with.
+- **not declared**: a declaration, or an option of the command, would settle it.
+- **limit of the tool**: nothing that a user can say would settle it.
+"""
+
+
+def page() -> str:
+    """Return the text of docs/field.md."""
+    everything = recipes.everything()
+    return "\n".join(
+        [
+            HEAD,
+            "## All scripts\n",
+            "| script | how | on | held | falsified | inconclusive | s |",
+            "|---|---|---|---|---|---|---|",
+            *(line for recipe in everything for line in _rows(recipe)),
+            "",
+            *(line for recipe in everything for line in _section(recipe)),
+        ]
+    )
+
+
+def results(recipe: Recipe, trial: Trial) -> Mapping[str, Any] | None:
+    """Return what was recorded of a trial, or None."""
+    path = result_path(recipe, trial.hardware)
+    if not path.exists():
+        return None
+    found: Mapping[str, Any] | None = json.loads(path.read_text("utf-8")).get(trial.name)
+    return found
+
+
+def _rows(recipe: Recipe) -> Iterator[str]:
+    for trial in recipe.trials:
+        result = results(recipe, trial)
+        link = f"[{recipe.title}](#{recipe.name})"
+        if result is None:
+            yield _line(link, trial.name, trial.hardware, "not run yet", "", "", "")
+            continue
+        held = [name for name, one in result["clauses"].items() if one["verdict"] == "held"]
+        yield _line(
+            link,
+            trial.name,
+            result["device"],
+            str(len(held)),
+            _kinds(trial, "falsified"),
+            _kinds(trial, "inconclusive"),
+            str(result["seconds"]),
+        )
+
+
+def _kinds(trial: Trial, verdict: str) -> str:
+    told = [f"{one.clause} ({one.kind})" for one in trial.expected if one.verdict == verdict]
+    return ", ".join(told) or "none"
+
+
+def _section(recipe: Recipe) -> Iterator[str]:
+    yield f"## {recipe.name}\n"
+    source = f"[{recipe.repository}]({recipe.address})" if recipe.address else "a driver of ours"
+    if recipe.driver:
+        source = f"[`{recipe.driver}`](../tests/field/drivers/{recipe.driver}), as a user writes it"
+    yield f"{recipe.title}, from {source}.\n"
+    for trial in recipe.trials:
+        yield f"**{trial.name}**{_lines(trial)}\n"
+        yield f"```\n{' '.join(trial.command)}\n```\n"
+        result = results(recipe, trial)
+        if result is not None:
+            versions = ", ".join(f"{name} {one}" for name, one in result["versions"].items())
+            held = [name for name, one in result["clauses"].items() if one["verdict"] == "held"]
+            yield f"With {versions}; held: {', '.join(held) or 'none'}.\n"
+        if trial.expected:
+            yield "| clause | verdict | kind | why |"
+            yield "|---|---|---|---|"
+            yield from map(_explained, trial.expected)
+            yield ""
+
+
+def _lines(trial: Trial) -> str:
+    added = sum(len(one.add.splitlines()) for one in trial.edits)
+    changed = sum(len(one.instead.splitlines()) for one in trial.edits)
+    told = [f"{added} lines added"] * bool(added) + [f"{changed} lines changed"] * bool(changed)
+    return f", {' and '.join(told)}:" if told else ":"
+
+
+def _explained(one: Expected) -> str:
+    links = []
+    if one.reproduction:
+        links.append(f"[reproduced](../tests/field/reproductions/{one.reproduction})")
+    if one.known:
+        links.append(f"[known]({one.known})")
+    return _line(one.clause, one.verdict, str(one.kind), " ".join((one.because, *links)))
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""karpathy/nanoGPT: `train.py` by its README's command for a CPU, with two ranks."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
+from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+
+# With torchrun the script insists on GPUs.
+_ON_CPU = (
+    Edit(file="train.py", line="device = f'cuda:{ddp_local_rank}'", instead="device = 'cpu'"),
+    Edit(file="train.py", line="torch.cuda.set_device(device)", instead="pass"),
+    Edit(
+        file="train.py",
+        line="model = DDP(model, device_ids=[ddp_local_rank])",
+        instead="model = DDP(model)",
+    ),
+)
+_COMMAND = (
+    *("torchrun", "--standalone", "--nproc_per_node={world_size}", "train.py"),
+    *("config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--backend=gloo"),
+    *("--eval_iters=1", "--log_interval=1", "--block_size=16", "--batch_size=4", "--dropout=0.0"),
+    *("--n_layer=2", "--n_head=2", "--n_embd=16", "--gradient_accumulation_steps=2"),
+    "--warmup_iters=2",
+)
+# A checkpoint at the begin of each iteration but the first; the script makes max_iters + 1 of them.
+_RESUMED = " ".join(
+    (
+        *_COMMAND,
+        *("--max_iters={steps}", "--eval_interval=1", "--always_save_checkpoint=True"),
+        *("--out_dir={workdir}", "--init_from=$(test -e {workdir}/ckpt.pt && echo resume"),
+        "|| echo scratch)",
+    )
+)
+_LINE = (
+    Edit(
+        file="train.py",
+        line="ix = torch.randint(len(data) - block_size, (batch_size,))",
+        add="get_batch.ids = ix.tolist()",
+    ),
+    Edit(
+        file="train.py",
+        line="raw_model = model.module if ddp else model # unwrap DDP container if needed",
+        add=(
+            "import entrenar_py\n"
+            "tied = (('transformer.wte.weight', 'lm_head.weight'),)\n"
+            "obs = entrenar_py.observe(\n"
+            "    model, optimizer, step=iter_num, frozen=(), tied=tied, clip_norm=grad_clip\n"
+            ")\n"
+            "ids = get_batch.ids"
+        ),
+    ),
+    Edit(
+        file="train.py",
+        line="loss = loss / gradient_accumulation_steps # scale the loss to account for "
+        "gradient accumulation",
+        add=(
+            "obs.samples(ids, replacement=True)\n"
+            "obs.loss(loss * gradient_accumulation_steps, Y.numel())"
+        ),
+    ),
+    Edit(file="train.py", line="X, Y = get_batch('train')", add="ids = get_batch.ids"),
+)
+_OTHER_SAMPLES = Expected(
+    clause="F-DP-002",
+    verdict="inconclusive",
+    kind=Kind.PROPERTY,
+    words="no step has the samples on 1 worker that it has on 2",
+    because="Each rank draws places in the text at random, by a seed of its own. There are no "
+    "epochs that could be covered, and two workers draw other places than one.",
+)
+_PREFETCHED = Expected(
+    clause="F-DP-005",
+    verdict="inconclusive",
+    kind=Kind.PROPERTY,
+    words="draws random numbers between the forward and the backward pass",
+    because="The next batch is drawn between the forward and the backward pass, by the rank's own "
+    "seed. So a run on one worker trains on other samples, and can't be compared.",
+)
+
+
+def tokens(folder: Path) -> None:
+    """Write what data/shakespeare_char/prepare.py makes: tokens of 16 bits, and the alphabet."""
+    import numpy as np
+
+    alphabet = "\n abcdefghijklmnopqrstuvwxyz"
+    drawn = random.Random(0).choices(range(len(alphabet)), k=3000)
+    home = folder / "data/shakespeare_char"
+    np.array(drawn[:2500], dtype=np.uint16).tofile(home / "train.bin")
+    np.array(drawn[2500:], dtype=np.uint16).tofile(home / "val.bin")
+    itos = dict(enumerate(alphabet))
+    meta = {"vocab_size": len(alphabet), "itos": itos, "stoi": {c: i for i, c in itos.items()}}
+    (home / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+RECIPES = (
+    Recipe(
+        name="nanogpt",
+        title="nanoGPT, train.py",
+        repository="karpathy/nanoGPT",
+        commit="3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
+        data=tokens,
+        trials=(
+            Trial(
+                name="auto",
+                command=_COMMAND,
+                edits=_ON_CPU,
+                options=("--steps", "4"),
+                expected=(
+                    _OTHER_SAMPLES,
+                    STEPS_AT_NAN,
+                    _PREFETCHED,
+                    NO_RESTART,
+                    replace(_PREFETCHED, clause="F-TI-001"),
+                    NO_WORKDIR,
+                ),
+            ),
+        ),
+    ),
+)

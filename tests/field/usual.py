@@ -1,0 +1,29 @@
+"""Verdicts that most scripts get, with their explanation."""
+
+from __future__ import annotations
+
+from tests.field.recipe import Expected, Kind
+
+STEPS_AT_NAN = Expected(
+    clause="F-DP-003",
+    verdict="falsified",
+    kind=Kind.DEFAULT,
+    words="after a non-finite value",
+    because="A NaN was planted in one gradient of one rank. The all-reduce gives it to all ranks, "
+    "and neither torch's optimizers nor `clip_grad_norm_` stop at it by default.",
+    reproduction="nan_in_one_gradient.py",
+)
+NO_RESTART = Expected(
+    clause="F-DP-006",
+    verdict="inconclusive",
+    kind=Kind.UNDECLARED,
+    words="the launcher restarted no worker",
+    because="torchrun was not told to start killed workers again (`--max-restarts`).",
+)
+NO_WORKDIR = Expected(
+    clause="F-TI-003",
+    verdict="inconclusive",
+    kind=Kind.UNDECLARED,
+    words="the command needs {workdir}",
+    because="The command names no folder of checkpoints, so nothing can be resumed.",
+)
