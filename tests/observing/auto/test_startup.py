@@ -81,6 +81,23 @@ def test_a_python_without_this_package(home: Home) -> None:
     assert "install entrenar-py there" in why
 
 
+def test_a_torch_that_was_looked_for_before(home: Home) -> None:
+    """Libraries ask whether torch is installed, without importing it, and more than once."""
+    home.has("torch/__init__.py", "")
+    home.has("entrenar_py/__init__.py", "raise ImportError('not here')")
+    look = "import importlib.util as u; u.find_spec('torch'); spec = u.find_spec('torch')"
+    home.run(f"{look}; import torch; assert type(torch.__loader__) is type(spec.loader)")
+    assert "can't import entrenar_py" in auto_notes.why_nothing(home.folder)
+
+
+def test_a_torch_whose_first_import_fails(home: Home) -> None:
+    """A second import of a module that raised the first time is followed, too."""
+    home.has("torch/__init__.py", "import sys; sys.argv.append(0); assert len(sys.argv) > 2")
+    home.has("entrenar_py/__init__.py", "raise ImportError('not here')")
+    home.run("try: import torch\nexcept AssertionError: import torch")
+    assert "can't import entrenar_py" in auto_notes.why_nothing(home.folder)
+
+
 def test_a_torch_that_is_missing(home: Home) -> None:
     """A script that tries to import torch gets Python's own error."""
     code = "\n".join(

@@ -17,9 +17,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class Waiting:
-    """A finder that finds nothing itself: it has a module's loader call `begin` after the module.
+    """A finder that finds nothing itself: a module's loader calls a function after the module.
 
-    `awaited` maps names of modules to the functions to call.
+    `awaited` maps names of modules to the functions to call. A module stays awaited until it was
+    executed: libraries look for torch without importing it.
     """
 
     def __init__(self, awaited):
@@ -27,26 +28,28 @@ class Waiting:
 
     def find_spec(self, name, path=None, target=None):
         """Return the spec that the other finders give for an awaited module, else None."""
-        begin = self.awaited.pop(name, None)
-        if begin is None:
+        if name not in self.awaited:
             return None
-        spec = importlib.util.find_spec(name)  # of the others: `name` isn't awaited any more
-        loader = getattr(spec, "loader", None)
-        if hasattr(loader, "exec_module"):
-            _tell(loader, begin)
-        return spec
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find and finder is not self else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
+                    self._follow(spec.loader, name)
+                return spec
+        return None
 
+    def _follow(self, loader, name):
+        """Have `loader`, which stays the same object, tell when it has executed the module."""
+        execute = loader.exec_module
 
-def _tell(loader, begin):
-    """Have `loader`, which stays the same object, call `begin` when its module was executed."""
-    execute = loader.exec_module
+        def exec_module(module):
+            vars(loader).pop("exec_module", None)
+            execute(module)
+            if module.__name__ == name and name in self.awaited:
+                self.awaited.pop(name)()
 
-    def exec_module(module):
-        del loader.exec_module
-        execute(module)
-        begin()
-
-    loader.exec_module = exec_module
+        loader.exec_module = exec_module
 
 
 def note(text):
