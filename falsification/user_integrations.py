@@ -92,6 +92,6 @@ TWINS = (
         check="weighting",
         step=0,
         tensor="layers.0.weight",
-        words="is not the sum of the shards' gradients",
+        words="of a micro-batch was cleared before the optimizer stepped",
     ),
 )
