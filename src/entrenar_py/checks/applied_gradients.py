@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from entrenar_py.checks import evidence, missing, rounds
+from entrenar_py.checks import brought_together, evidence, missing, rounds
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.trace import Event, Injected, Shard, Start, Tensors, Trace, Update
 
@@ -21,7 +21,7 @@ def unreduced(compared: Compared) -> str:
     They differ between ranks then, and yet all ranks move a tensor to the same values.
     """
     for trace in (compared.trace, compared.model):
-        if rounds.are_in(trace):
+        if rounds.are_in(trace) or brought_together.first(trace):
             continue  # each worker steps with its own gradient, and Adam's first moves are alike
         if place := _reduced_later(trace):
             step, name = place
@@ -34,18 +34,30 @@ def unreduced(compared: Compared) -> str:
 
 
 def _reduced_later(trace: Trace) -> tuple[int, str] | None:
-    """Return the first step and tensor of which ranks had different gradients and equal moves."""
+    """Return the first step and tensor of which ranks had different gradients and equal moves.
+
+    A tensor of one number may move alike by chance: Adam's first moves are +-rate. It counts if no
+    other moved apart.
+    """
     before: Mapping[int, Tensors] = {
         start.rank: start.weights for start in reversed(trace.of(Start)) if start.step == 0
     }
     for step, by_rank in evidence.ranks_by_step(trace):
-        for name in evidence.any_rank(by_rank).gradient:
-            if (
-                _num_values(name, [update.gradient for update in by_rank.values()]) > 1
-                and _num_values(name, [update.weights for update in by_rank.values()]) == 1
-                and _has_moved(name, before, by_rank)
-            ):
-                return step, name
+        gradients = evidence.any_rank(by_rank).gradient
+        apart = [
+            name
+            for name in gradients
+            if _num_values(name, [update.gradient for update in by_rank.values()]) > 1
+        ]
+        alike = [
+            name
+            for name in apart
+            if _num_values(name, [update.weights for update in by_rank.values()]) == 1
+            and _has_moved(name, before, by_rank)
+        ]
+        sure = alike if alike == apart else [name for name in alike if gradients[name].size != 1]
+        if sure:
+            return step, sure[0]
         before = {rank: update.weights for rank, update in by_rank.items()}
     return None
 

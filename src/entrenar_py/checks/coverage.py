@@ -39,6 +39,11 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
                 "samples are drawn with replacement: they must belong to the data set and be the "
                 "same when it is run again; how often each comes was not judged"
             )
+        if trace.traits.population == "varied":
+            tally.note(
+                "samples are drawn from several data sets, or from other parts of one: whether a "
+                "pass had all of its own was not judged"
+            )
         compare_selections(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
         if presuppositions.comparable(tally, presuppositions.SAMPLES, compared) is None:
@@ -94,7 +99,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
         _drawn_alike(tally, trace, shards)
         for shard in shards:
             _count(tally, trace, shard, seen.setdefault(shard.epoch, {}), population)
-        if step >= known_until or trace.traits.replacement:
+        if step >= known_until or trace.traits.replacement or population.is_varied:
             continue
         for epoch in begun:
             _ended_complete(tally, trace, seen, epoch, step, population)

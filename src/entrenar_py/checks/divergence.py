@@ -36,8 +36,8 @@ def before(compared: Compared) -> Compared:
     step = _first(compared)
     if step is None:
         return compared
-    trace = _until(compared.trace, step)
-    model = trace if compared.is_one_run else _until(compared.model, step)
+    trace = until(compared.trace, step)
+    model = trace if compared.is_one_run else until(compared.model, step)
     return replace(compared, model=model, trace=trace)
 
 
@@ -54,7 +54,7 @@ def _first_of(trace: Trace) -> int | None:
     return min(steps, default=None)
 
 
-def _until(trace: Trace, step: int) -> Trace:
+def until(trace: Trace, step: int) -> Trace:
     """Return `trace` without the events of `step` and of later steps."""
     return replace(trace, events=tuple(e for e in trace.events if not _is_of(e, step)))
 

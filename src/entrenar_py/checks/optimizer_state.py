@@ -49,6 +49,12 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         comparison.tell()
     stateless = {trace.scenario.optimizer for trace in traces} == {"sgd"}
     why = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"
+    if tally.observed and any(map(_is_spread, traces)):
+        return tally.finding(
+            nothing="each rank keeps the optimizer's state of parameters of its own, and no two "
+            "ranks keep that of one (ZeroRedundancyOptimizer): stop and resume the run to have it "
+            "judged, with {workdir} in the command"
+        )
     return tally.finding(
         nothing=missing.told(
             tally,
@@ -58,6 +64,13 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             script=f"{why}: try the script with an optimizer that keeps some, such as momentum",
         )
     )
+
+
+def _is_spread(trace: Trace) -> bool:
+    """Return whether all ranks keep state, and each of other parameters."""
+    by_rank = next((by_rank for _, by_rank in evidence.ranks_by_step(trace)), {})
+    kept = [{*update.optimizer} for update in by_rank.values()]
+    return len(kept) > 1 and all(kept) and len(set().union(*kept)) == sum(map(len, kept))
 
 
 def _is_the_server_s(trace: Trace) -> bool:

@@ -13,12 +13,15 @@ class Population:
     """The numbers of the samples of `trace`, in which each epoch should have all.
 
     These are the samples that any rank selects, or all from 0 on. If they are only guessed
-    (`is_guessed`), those that are `drawn` in any epoch are certain.
+    (`is_guessed`), those that are `drawn` in any epoch are certain. If they vary (`is_varied`),
+    none is.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.is_guessed = trace.traits.population == "guessed"
-        selected = {id_ for event in trace.of(Selection) for id_ in event.ids}
+        self.is_varied = trace.traits.population == "varied"
+        events = () if self.is_varied else trace.of(Selection)
+        selected = {id_ for event in events for id_ in event.ids}
         whole = range(trace.scenario.num_samples)
         self.samples: Collection[int] = selected or whole
         self._in_order = sorted(selected) if selected else whole
@@ -49,7 +52,7 @@ def compare_selections(tally: Tally, trace: Trace) -> None:
     If more than half of them agree, the first of the others is named.
     """
     chosen = {event.rank: frozenset(event.ids) for event in trace.of(Selection)}
-    if len(chosen) < 2:
+    if len(chosen) < 2 or trace.traits.population == "varied":
         return
     (usual, count), *_ = Counter(chosen.values()).most_common()
     first = min(chosen)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from entrenar_py.checks import (
     applied_gradients,
+    brought_together,
     copies,
     divergence,
     random_draws,
@@ -19,6 +20,7 @@ from entrenar_py.checks import (
     repeatability,
     sample_numbers,
     tensor_names,
+    uneven_steps,
 )
 from entrenar_py.checks.compared import Compared, Presupposition
 from entrenar_py.verdict import Tally
@@ -107,6 +109,18 @@ FINITE = Presupposition(
     left=divergence.before,
 )
 
+SAME_STEPS = Presupposition(
+    name="same steps",
+    says="a step's number means the same step on every rank",
+    lacking=uneven_steps.lacking,
+    left=uneven_steps.before,
+)
+TOGETHER = Presupposition(
+    name="steps are made together",
+    says="ranks are kept alike by their gradients, and not brought together now and then",
+    lacking=brought_together.lacking,
+    left=brought_together.before,
+)
 SAME_CONTENTS = Presupposition(
     name="same contents",
     says="the model is given the same of each sample in both runs",
@@ -141,7 +155,17 @@ UPDATES = "a step with the optimizer's rule"
 SAMPLES = "samples of the ranks with each other"
 SAMPLES_WITH_ONE_WORKER = "samples of several workers with those of one"
 SAMPLES_REPEATED = "samples of a second run with those of the first"
-_TWO_RUNS = (SAME_NAMES, COPIES, FINITE, PLAIN_RUNS_AGREE, SAME_BEGINNING, REDUCED, STATISTICS)
+_TWO_RUNS = (
+    SAME_NAMES,
+    COPIES,
+    SAME_STEPS,
+    TOGETHER,
+    FINITE,
+    PLAIN_RUNS_AGREE,
+    SAME_BEGINNING,
+    REDUCED,
+    STATISTICS,
+)
 POISONED = "a step at a value that is not finite, with its skipping or halting"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
     WITH_ONE_WORKER: (*_TWO_RUNS, SAME_CONTENTS, NOTHING_BY_RANK),
@@ -149,13 +173,19 @@ COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
     RESUMED: (SAME_NAMES, SAME_BITS_AGAIN, FINITE),
     KILLED: (FINITE, PLAIN_RUNS_AGREE),
     REPEATED: (SEEDED, FINITE),
-    RANKS: (SAME_NAMES, COPIES, FINITE),
-    SUMS: (SAME_NAMES, COPIES, _strictly(REDUCED), NO_NOISE),
+    RANKS: (SAME_NAMES, COPIES, SAME_STEPS, TOGETHER, FINITE),
+    SUMS: (SAME_NAMES, COPIES, SAME_STEPS, _strictly(TOGETHER), _strictly(REDUCED), NO_NOISE),
     UPDATES: (FINITE, _strictly(REDUCED), THE_MODEL_S),
-    SAMPLES: (SAMPLES_OF_ITS_OWN, SAME_NUMBERS),
-    SAMPLES_WITH_ONE_WORKER: (SAMPLES_OF_ITS_OWN, SAMPLES_AGAIN, SAME_NUMBERS, SAME_BATCHES),
+    SAMPLES: (SAMPLES_OF_ITS_OWN, SAME_NUMBERS, _strictly(SAME_STEPS)),
+    SAMPLES_WITH_ONE_WORKER: (
+        SAME_STEPS,
+        SAMPLES_OF_ITS_OWN,
+        SAMPLES_AGAIN,
+        SAME_NUMBERS,
+        SAME_BATCHES,
+    ),
     SAMPLES_REPEATED: (SAMPLES_SEEDED,),
-    POISONED: (SKIPS_ARE_SEEN,),
+    POISONED: (_strictly(TOGETHER), SKIPS_ARE_SEEN),
 }
 
 

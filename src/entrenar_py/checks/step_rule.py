@@ -91,6 +91,8 @@ def _follow(tally: Tally, trace: Trace) -> None:
             continue
         rule = rules.get(event.rank)
         rule_before = None if rule is None else replace(rule)
+        if rule is not None and _begins_anew(tally, trace, rule, event, twice):
+            rule.moments = {}
         moved = rule is not None and _moved(tally, trace, rule, event, twice)
         if moved or event.step in rested:  # a wrongly skipped step shows in a later one
             continue
@@ -100,6 +102,31 @@ def _follow(tally: Tally, trace: Trace) -> None:
     gaps.tell(tally)
     if rested and rested >= {update.step for update in trace.of(Update)}:
         tally.miss(f"nothing was recomputed: the run {skips.told(rested)}, and made no other step")
+
+
+def _begins_anew(
+    tally: Tally, trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]
+) -> bool:
+    """Return whether a user's step follows from empty moments only, as of a new optimizer.
+
+    Workers that are brought together now and then may begin anew each time. It is noted.
+    """
+    if trace.scenario.workload != "own" or not rule.moments:
+        return False
+    tried = [replace(rule, moments=moments) for moments in (rule.copied(), {})]
+    goes_on, is_anew = (_trial(trace, each, update, twice) for each in tried)
+    if goes_on or not is_anew:
+        return False
+    told = f"the optimizer's state was emptied before step {update.step}, and the steps go on so"
+    if not any("state was emptied" in note for note in tally.notes):
+        tally.note(told)
+    return True
+
+
+def _trial(trace: Trace, rule: update_rule.Rule, update: Update, twice: Set[str]) -> bool:
+    """Return whether an update follows `rule`, which is moved on by it."""
+    trial = Tally("", observed=True)
+    return _moved(trial, trace, rule, update, twice) and trial.broken is None
 
 
 def _lack(rule: update_rule.Rule | None, update: Update) -> tuple[str, facts.Fact] | None:

@@ -80,6 +80,14 @@ def _of_ranks(
         return "failed", f"after the restart of workers: {how}"
     if last.all_made_the_same(asked.world_size) and not last.problem:
         return "completed", ""
+    limited = sorted(rank for rank, file in last.ranks.items() if file.is_limited)
+    if limited and len(limited) < asked.world_size:
+        made = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
+        return "failed", (
+            f"rank {limited[0]} was ended after its last step (--steps) while others went on; "
+            f"steps made: {made}. Ranks that make other numbers of steps need {{steps}} in the "
+            "command, and a script that ends by it"
+        )
     return "failed", how
 
 

@@ -45,6 +45,11 @@ class Numbering:
         else:
             self._look_through()
 
+    @property
+    def bottoms(self) -> tuple[int, ...]:
+        """The identities of the data sets at the bottom."""
+        return tuple(self._first)
+
     def _look_through(self) -> None:
         length = length_of(self._data) or 0
         if length > _SEARCHED_MAX:

@@ -84,7 +84,7 @@ class PlannedFaults:
 
         def spoil(gradient: Tensor) -> Tensor | None:
             place = _element(subject, name, fault, gradient)
-            if not place or not self._strikes(fault):
+            if place is None or not self._strikes(fault):
                 return None
             spoiled = gradient.clone()
             dtensors.local(spoiled)[place] = float(fault.value or "nan")
@@ -109,20 +109,21 @@ class PlannedFaults:
         return [self._subject.model.register_forward_hook(spoil)]
 
 
-def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...]:
+def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...] | None:
     """Return the index of the element to replace in this rank's part of a gradient.
 
-    Without `fault.element` that is the first. The index is empty if this rank lacks the element.
+    Without `fault.element` that is the first. It is None if this rank lacks the element, and empty
+    in a gradient without dimensions.
     """
     local = dtensors.local(gradient)
     if fault.element is None:
-        return (0,) * local.dim() if local.numel() else ()
+        return (0,) * local.dim() if local.numel() else None
     piece = subject.pieces.get(name) if isinstance(gradient, DTensor) else None
     whole = local.shape if piece is None else piece.whole
     if fault.element >= math.prod(whole):
-        return ()
+        return None
     place = [int(index) for index in torch.unravel_index(torch.tensor(fault.element), whole)]
     if piece is not None:
         place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
     inside = all(0 <= at < size for at, size in zip(place, local.shape, strict=True))
-    return tuple(place) if inside else ()
+    return tuple(place) if inside else None

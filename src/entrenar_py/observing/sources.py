@@ -83,6 +83,11 @@ class Source:
                 self.selected = self.numbering.selected([*map(int, part.indices)])
 
     @property
+    def drawn_from(self) -> tuple[Any, ...]:
+        """The data sets and the selection that are drawn from, equal if these are the same."""
+        return self.numbering.bottoms, self.selected
+
+    @property
     def given(self) -> Any:
         """The loader or sampler, None if the script has dropped it."""
         return self._given.held()

@@ -232,8 +232,8 @@ class Subject:
     def rates(self) -> tuple[float, dict[str, float]]:
         """Return the first group's learning rate, and by name the rates that differ from it."""
         groups = self._groups()
-        first = float(groups[0]["lr"])
-        rates = {self._names.get(p): float(g["lr"]) for g in groups for p in g["params"]}
+        first = tensors.rate_of(groups[0])
+        rates = {self._names.get(p): tensors.rate_of(g) for g in groups for p in g["params"]}
         return first, {n: rate for n, rate in rates.items() if n is not None and rate != first}
 
     def news(self) -> Mapping[str, Any] | None:

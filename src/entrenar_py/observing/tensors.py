@@ -17,6 +17,8 @@ from entrenar_py.trace.traits import CONSTANTS
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, checkpoint_wrapper
 _CONSTANTS = {*CONSTANTS, "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"}
+_NUMBERS = {"lr", "initial_lr", "weight_decay"}
+_WHOLE_MAX = 2**63
 VALUES_MAX = 2**16  # elements of a model up to which values are kept, not sketches
 
 
@@ -47,11 +49,17 @@ def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
     A wrapper has no hooks of its own. An optimizer that steps and holds another is returned as is.
     """
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        inner = getattr(optimizer, "optimizer", None)
-        if not isinstance(inner, torch.optim.Optimizer):
+        inside = inner_optimizers(optimizer)
+        if len(inside) != 1:
             return optimizer
-        optimizer = inner
+        (optimizer,) = inside
     return optimizer
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that are attributes of another."""
+    held = getattr(optimizer, "__dict__", {}).values()
+    return [value for value in held if isinstance(value, torch.optim.Optimizer)]
 
 
 def optimizer_state(
@@ -110,11 +118,28 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def rate_of(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a parameter group, 0 if it has none that is a number.
+
+    An optimizer of the script's may keep it elsewhere, and so may those that find it themselves.
+    """
+    return _number(group.get("lr"))
+
+
+def _number(value: Any) -> float:
+    number = _plain(value)
+    return float(number) if isinstance(number, int | float) else 0.0
+
+
 def _plain(value: Any) -> Any:
-    """Return a number, or a tuple of numbers, as JSON can hold it."""
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return float(value) if isinstance(value, Tensor) else value
+    """Return a number, or a tuple of numbers or None, as JSON can hold it; None for all else."""
+    if isinstance(value, tuple | list):
+        numbers = [_plain(item) for item in value]
+        return None if any(isinstance(number, list) for number in numbers) else numbers
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    is_small = isinstance(value, int) and abs(value) < _WHOLE_MAX
+    return value if is_small or isinstance(value, float) else None
 
 
 def _is_alone(module: torch.nn.Module) -> bool:
@@ -131,12 +156,11 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    """Return the parameter groups without their parameters, as JSON can hold them."""
+    """Return the constants of the parameter groups, as JSON can hold them."""
     return [
         {
-            name: _plain(value)
-            for name, value in group.items()
-            if isinstance(value, bool | int | float | Tensor | tuple | None)
+            **{str(name): _plain(value) for name, value in group.items() if name != "params"},
+            **{name: _number(group[name]) for name in _NUMBERS & group.keys()},
         }
         for optimizer in optimizers
         for group in optimizer.param_groups

@@ -43,10 +43,9 @@ def _is_probability(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return whether `value` can be an optimizer's constant: number, list of numbers, or null."""
-    if isinstance(value, list):
-        return all(map(_is_number, value))
-    return value is None or _is_number(value)
+    """Return whether `value` can be an optimizer's constant: number, null, or a list of these."""
+    numbers = value if isinstance(value, list) else [value]
+    return all(number is None or _is_number(number) for number in numbers)
 
 
 def _are_groups(value: Any) -> bool:
@@ -87,13 +86,14 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "reduction": (False, _is_text, "the name of a number format"),
     "splits": (False, _is_flag, "true or false"),
     "thorough": (False, _is_flag, "true or false"),
+    "varied": (False, _is_flag, "true or false"),
     "optimizer": (False, _is_text, "the name of a class"),
     "groups": (False, _are_groups, "a list of mappings from names to numbers"),
     "dropout": (False, _is_probability, "a number from 0 to 1"),
     "batch_norm": (False, _is_flag, "true or false"),
 }
 # The keys that a later line may give, since without a line in the script the data are met later.
-OF_THE_DATA = ("num_samples", "drop_last", "replacement", "thorough", "samples")
+OF_THE_DATA = ("num_samples", "drop_last", "replacement", "thorough", "varied", "samples")
 
 
 def require(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:

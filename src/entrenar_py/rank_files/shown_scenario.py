@@ -54,14 +54,24 @@ def of(
         batch_size=min(batch_size, num_samples),
         num_steps=1 + max((update.step for update in updates), default=0),
         accumulation=accumulation,
-        dropout=float(header.get("dropout", 0.0)),
+        dropout=_dropout(header, shards),
         detail="values" if header.get("values") else "digests",
         options=options,
         **optimizer,
     )
     if not population.is_known(ranks, samples):
-        traits["population"] = "guessed"
+        traits["population"] = "varied" if population.vary(ranks) else "guessed"
     return scenario, Traits.from_dict({**_of_the_data(ranks, header), **traits, **outer})
+
+
+def _dropout(header: Mapping[str, Any], shards: Sequence[Shard]) -> float:
+    """Return the largest probability of the model's dropout layers; 0 if none of them is in use.
+
+    Then forward passes were seen, and none drew numbers: the layers are in eval(), as a teacher's.
+    """
+    is_seen = any(shard.contents for shard in shards)
+    is_drawn = any(shard.draws is not None for shard in shards)
+    return 0.0 if is_seen and not is_drawn else float(header.get("dropout", 0.0))
 
 
 def trace_of(

@@ -26,7 +26,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "steps": ("model", "copies"),
     "outer": ("nesterov", "momentum", "other"),
     "epochs": ("told", "untold"),
-    "population": ("known", "guessed"),
+    "population": ("known", "guessed", "varied"),
     "sample_ids": ("known", "content"),
     "losses": ("known", "backward"),
     "arranged": ("known", "guessed"),
@@ -57,6 +57,7 @@ class Traits:
     - `epochs`: `untold` if it is not known to which epoch a sample belongs.
     - `population`: `guessed` if it is not known which samples an epoch should have: the scenario's
       number of samples is that of those that were drawn, or a sampler of the user's decides.
+      `varied` if epochs draw from several data sets, or from other parts of one.
     - `splits`: a sampler splits one data set between the ranks, so that ids mean the same on all.
     - `sample_ids`: `content` if they are digests of what the model was given.
     - `losses`: `backward` if they are what `backward` was called on, of an unknown scale.

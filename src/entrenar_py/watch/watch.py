@@ -151,7 +151,8 @@ class Watch:
         idle = self._judge.idle(self._rank)
         if not idle:
             return
-        rates = {p: group["lr"] for group in self._optimizer.param_groups for p in group["params"]}
+        groups = self._optimizer.param_groups
+        rates = {p: group.get("lr") for group in groups for p in group["params"]}
         asked: dict[object, dict[int, Tensor]] = {}  # row -> gradient, of each device and dtype
         for row in idle:
             parameter = parameters[row]
@@ -163,7 +164,7 @@ class Watch:
             # A parameter in no group has no rate, and is expected to move. A rate on a device isn't
             # read, as the host would have to wait for it.
             rate = rates.get(parameter)
-            if rate is None or isinstance(rate, Tensor) or rate > 0:
+            if not isinstance(rate, int | float) or rate > 0:
                 asked.setdefault((gradient.device, gradient.dtype), {})[row] = gradient
         if asked:
             # One launch a dtype, not a tensor: hundreds may be idle.

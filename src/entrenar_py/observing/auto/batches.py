@@ -23,7 +23,7 @@ PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is
 class Iteration:
     """One pass over a `loader`; `ahead` are the indices that it drew and did not yield yet.
 
-    `epoch` counts the passes over the loader's data set from which a batch was trained on.
+    `epoch` counts the passes, of any loader, from which a batch was trained on.
     """
 
     loader: Any
@@ -79,8 +79,9 @@ class Batches:
 
     def __init__(self) -> None:
         self._iterations: weakref.WeakKeyDictionary[Any, Iteration] = weakref.WeakKeyDictionary()
-        self._epochs: dict[int, int] = {}  # identity of a data set -> passes so far
-        self._data: list[Any] = []  # those data sets, kept so that no other gets the identity
+        self._num_passes = 0
+        self._first: tuple[Any, ...] | None = None  # what the first loader draws from
+        self.varies = False  # whether another was trained from that draws other samples
         self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
         self.loader: Any = None  # the one that was trained from last
         self._source: Source | None = None
@@ -133,12 +134,14 @@ class Batches:
 
     def _epoch_of(self, iteration: Iteration) -> int:
         if iteration.epoch is None:
-            data = getattr(iteration.loader, "dataset", iteration)
-            if id(data) not in self._epochs:
-                self._data.append(data)
-            iteration.epoch = self._epochs.get(id(data), 0)
-            self._epochs[id(data)] = iteration.epoch + 1
-        self.loader = iteration.loader
+            iteration.epoch = self._num_passes
+            self._num_passes += 1
+        if self.loader is not iteration.loader:
+            self.loader = iteration.loader
+            source = self.source()
+            drawn = None if source is None else source.drawn_from
+            self._first = self._first or drawn
+            self.varies |= drawn != self._first
         return iteration.epoch
 
     def set_aside(self, num_rows: int | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -31,6 +31,18 @@ _Given = ParamSpec("_Given")
 _LOG = logging.getLogger("entrenar_py")
 
 CURRENT: Follower | None = None  # of this process
+
+
+def _inside(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that others hold and step."""
+    from entrenar_py.observing import tensors  # brings DTensor
+
+    return [inner for opt in optimizers for inner in tensors.inner_optimizers(opt)]
+
+
+def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a backward pass can give any of the optimizer's tensors a gradient."""
+    return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
 
 
 def _guarded(method: Callable[_Given, None]) -> Callable[_Given, None]:
@@ -118,9 +130,14 @@ class Follower:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that were built and are alive, without those inside of others.
 
-        Of two with the same parameters the later one is meant: a script has built it again.
+        Of two with the same parameters the later one is meant: a script has built it again. But if
+        one is an attribute of the other, it is inside of that, whichever was built first. One whose
+        tensors no backward pass reaches (DiLoCo's outer optimizer) is left out.
         """
         alive = [opt for ref in self._optimizers if (opt := ref()) is not None]
+        inside = _inside(alive)
+        alive = [opt for opt in alive if not any(opt is inner for inner in inside)]
+        alive = [opt for opt in alive if _gets_gradients(opt)] or alive
         held = [{p for g in opt.param_groups for p in g["params"]} for opt in alive]
         return [
             opt
@@ -270,7 +287,8 @@ class Follower:
             self._watch(optimizer, self.settings.every)
         if self._recorder is None or self._stepping > 1:
             return
-        if not any(optimizer is followed for followed in self._recorder.optimizers):
+        known = self._recorder.optimizers
+        if not any(optimizer is each for each in (*known, *_inside(known))):
             self._recorder.stranger_steps(optimizer)
 
     @_guarded

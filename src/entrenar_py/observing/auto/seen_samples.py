@@ -64,8 +64,8 @@ class SeenSamples(Samples):
         """Look the inputs up in the pending batches, the oldest first."""
         found = map(contents.rows_of, contents.tensors_in(inputs))
         columns = sorted((rows for rows in found if rows), key=lambda rows: -len(set(rows)))
-        for batch in [*self._batches.pending]:
-            for rows in columns if batch.ids is not None else ():
+        for rows in columns:  # the most distinct first: other batches may have the same labels
+            for batch in [batch for batch in self._batches.pending if batch.ids is not None]:
                 places = batch.find(rows)
                 if places is not None:
                     self._use(batch, places)
@@ -145,6 +145,7 @@ class SeenSamples(Samples):
             "drop_last": source.drop_last,
             "replacement": source.replacement,
             "thorough": source.is_thorough,
+            "varied": self._batches.varies,
         }
 
     def selected(self) -> Ids | None:

@@ -1,0 +1,63 @@
+"""Test whether a step's number means the same step on every rank.
+
+Ranks that have fewer batches than others may leave an epoch before these do (torch's `Join`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+from entrenar_py.checks import divergence
+from entrenar_py.checks.compared import Compared, run_name
+from entrenar_py.trace import Shard, Trace, Update
+
+
+def lacking(compared: Compared) -> str:
+    """Return from which step on numbers may mean other steps on some ranks; "" if they don't."""
+    for run in (compared.trace, compared.model):
+        if (seen := _apart(run)) is None:
+            continue
+        step, made = seen
+        told = ", ".join(f"rank {rank} {count}" for rank, count in sorted(made.items()))
+        return (
+            f"in {run_name(run)} ranks make other numbers of passes and steps ({told}), so from "
+            f"step {step} on a number may mean another step on each: give all ranks as many "
+            "batches for the check, or let those that have none make empty passes, with "
+            "obs.samples([])"
+        )
+    return ""
+
+
+def before(compared: Compared) -> Compared:
+    """Return the comparison without the steps whose numbers may mean others."""
+    firsts = [seen[0] for run in (compared.model, compared.trace) if (seen := _apart(run))]
+    if not firsts:
+        return compared
+    trace = divergence.until(compared.trace, min(firsts))
+    model = trace if compared.is_one_run else divergence.until(compared.model, min(firsts))
+    return replace(compared, model=model, trace=trace)
+
+
+def _apart(trace: Trace) -> tuple[int, Counter[int]] | None:
+    """Return the first step in which ranks are apart, and how many steps each made; else None.
+
+    They are if one made fewer steps than another, and fewer backward passes. A rank that leaves
+    out steps by an error makes their passes.
+    """
+    if trace.end.status != "completed" or trace.scenario.faults or trace.scenario.stops:
+        return None
+    made = Counter(update.rank for update in trace.of(Update))
+    passes = Counter(shard.rank for shard in trace.of(Shard))
+    in_order = sorted(made, key=made.__getitem__)
+    if not made or made[in_order[0]] == made[in_order[-1]]:
+        return None
+    if passes[in_order[0]] >= passes[in_order[-1]]:
+        return None
+    epochs: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> epoch
+    for shard in trace.of(Shard):
+        epochs[shard.step][shard.rank] = shard.epoch
+    for step in sorted(epochs):
+        if len(epochs[step]) < len(made) or len({*epochs[step].values()}) > 1:
+            return step, made
+    return None
