@@ -24,11 +24,21 @@ DECLARE = 'declare them: observe(..., layout={"dp": 2, "tp": 2}), sizes row-majo
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of `tensor`, without a copy."""
+    """Return this rank's part of `tensor`, without a copy, as real numbers.
+
+    A sparse tensor is copied into a dense one.
+    """
     if not isinstance(tensor, DTensor):
-        return tensor.detach()
+        return in_numbers(tensor.detach())
     with torch.no_grad():
-        return tensor.to_local()
+        return in_numbers(tensor.to_local())
+
+
+def in_numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor without gradient as a dense one; complex numbers as pairs of real ones."""
+    if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
+        tensor = tensor.to_dense()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def is_partial(tensor: Tensor) -> bool:

@@ -87,8 +87,10 @@ class PlannedFaults:
             if place is None or not self._strikes(fault):
                 return None
             spoiled = gradient.clone()
+            if spoiled.is_sparse:
+                spoiled = dtensors.local(spoiled).clone()
             dtensors.local(spoiled)[place] = float(fault.value or "nan")
-            return spoiled
+            return spoiled.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else spoiled
 
         def spoil_whole(parameter: str, whole: Tensor) -> None:
             if parameter == name:

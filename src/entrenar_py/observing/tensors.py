@@ -27,7 +27,7 @@ def record(tensor: Tensor, *, values: bool) -> trace.TensorRecord:
 
     bfloat16, which numpy doesn't have, is kept as float32, which holds it exactly.
     """
-    plain = tensor.detach().contiguous()
+    plain = dtensors.in_numbers(tensor.detach()).contiguous()
     if plain.dtype is torch.bfloat16:
         plain = plain.float()
     return trace.record_tensor(plain.cpu().reshape(-1).numpy(), values=values)

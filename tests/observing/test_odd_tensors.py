@@ -1,0 +1,61 @@
+"""Sparse and complex tensors, tensors without dimensions, and odd parameter groups."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from entrenar_py.observing import dtensors, tensors
+from entrenar_py.rank_files import rank_header
+
+HEADER = {"kind": "rank", "version": rank_header.VERSION, "rank": 0, "world_size": 1}
+
+
+def test_tensors_are_read_as_dense_real_numbers() -> None:
+    """A sparse gradient is read as the dense one, a complex parameter as pairs of numbers."""
+    dense = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    assert dtensors.local(dense.to_sparse()).equal(dense)
+    pair = torch.tensor([1.0 + 2.0j])
+    assert dtensors.local(pair).tolist() == [[1.0, 2.0]]
+    assert tensors.is_finite([dense.to_sparse(), pair])
+    assert not tensors.is_finite([pair * float("nan")])
+    record = tensors.record(pair, values=True)
+    assert (record.dtype, record.size) == ("float32", 2)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"lr": 0.1, "eps": (None, 1e-3)},  # torch's Adafactor
+        {"lr": None, "weight_decay": None},  # transformers' Adafactor
+        {"rates": {"a": 1.0}, "names": ("a", "b"), "nested": ((1, 2), 3)},
+        {"lr": torch.tensor(0.1), "bounds": torch.zeros(3), "count": 2**80},
+    ],
+)
+def test_parameter_groups_of_any_optimizer_can_be_written(group: dict[str, Any]) -> None:
+    """Whatever an optimizer keeps in its groups, the header of its file can be read back."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    optimizer.param_groups = [{"params": [], **group}]
+    written = json.loads(json.dumps(tensors.groups([optimizer])))
+    read = rank_header.require({**HEADER, "groups": written}, "header")
+    assert read["groups"] == written
+    assert tensors.rate_of(optimizer.param_groups[0]) == pytest.approx(
+        0.1 if group.get("lr") is not None else 0.0
+    )
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that keeps no hooks of its own, as torch's PostLocalSGDOptimizer."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        self.optim = inside
+        self.param_groups = inside.param_groups
+
+
+def test_an_optimizer_without_hooks_is_looked_into() -> None:
+    """What steps inside of it has the hooks."""
+    inside = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    assert tensors.unwrapped_optimizer(Wrapper(inside)) is inside
