@@ -237,7 +237,7 @@ def test_masks_from_other_generators_are_compared_without_dropout() -> None:
 
 def own(trace: Trace, **changes: Any) -> Trace:
     """Return `trace` as a user's own trainer recorded it, promising nothing."""
-    subject = trace.scenario.with_(system="mine", workload="own", **changes)
+    subject = trace.scenario.with_(**{"system": "mine", "workload": "own", **changes})
     return replace(trace, scenario=subject, promises=())
 
 
@@ -282,6 +282,24 @@ def test_the_run_that_is_missing_is_named(
     finding = traces.judge(check, [own(traces.run(SUBJECT), **changes) for changes in runs])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert reason in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("population", "reason"),
+    [
+        ("known", "one worker has a data set of 30 samples, 3 workers one of 12: give all runs"),
+        ("guessed", "one worker draws other samples than 3 workers: draw each batch for all"),
+    ],
+)
+def test_a_data_set_of_unknown_size_is_given_none(population: str, reason: str) -> None:
+    """Runs that draw other samples are told so, and how many there are only if that is known."""
+    script = {"system": "command"}
+    runs = [own(traces.run(SUBJECT), **script)]
+    runs.append(own(traces.run(SUBJECT), **script, world_size=1, num_samples=30))
+    told = [traces.was(run, population=population) for run in runs]
+    finding = traces.judge("parity", told)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith(reason)
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -25,7 +25,8 @@ def judge(tally: Tally, trace: Trace) -> None:
         "samples have no ids: told apart by what the model was given, so a sample that is given "
         "twice isn't told from one that is in the data twice"
     )
-    steps = [_by_rank(shards) for shards in evidence.shards(trace).values()]
+    owned = _own if trace.traits.shared else list[Shard]
+    steps = [_by_rank(owned(shards)) for shards in evidence.shards(trace).values()]
     if trace.scenario.world_size < 2 or len(steps) < 2:
         return
     alike = _given_the_same(steps)
@@ -33,7 +34,7 @@ def judge(tally: Tally, trace: Trace) -> None:
         tally.check(True, "", step=0, scenario=trace.scenario)
         return
     what = f"{named('rank', alike)} are given the same rows in every step"
-    if trace.traits.arranged == "guessed" or trace.traits.shared:
+    if trace.traits.arranged == "guessed":
         tally.miss(guessed(what))
         return
     tally.check(
@@ -68,6 +69,12 @@ def compare(tally: Tally, model: Trace, trace: Trace) -> None:
             missing.ask(tally, why, facts.IDS_IN_BOTH)
             return
         tally.check(True, "", step=step, scenario=trace.scenario)
+
+
+def _own(shards: Sequence[Shard]) -> list[Shard]:
+    """Return the shards that ranks don't share, and of others those of their first rank."""
+    owners: dict[int, int] = {}
+    return [one for one in shards if owners.setdefault(one.shard, one.rank) == one.rank]
 
 
 def _by_rank(shards: Sequence[Shard]) -> dict[int, Counter[int]]:

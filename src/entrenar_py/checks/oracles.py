@@ -25,6 +25,11 @@ _DIFFERENT: Mapping[str, str] = {
     "learning_rate": "one worker begins with learning rate {alone}, {workers} with {several}: if "
     "it is scaled by the number of workers, leave that out for the check",
 }
+# In place of the numbers of samples, if these are guessed by the highest id that was drawn.
+_OTHER_SAMPLES = (
+    "one worker draws other samples than {workers} workers: draw each batch for all workers, by "
+    "the same seed, and give each its share"
+)
 
 
 def model_of(runs: Traces) -> Trace | None:
@@ -76,7 +81,9 @@ def _difference(runs: Traces, names: Iterable[str]) -> str:
         alone, several = near.fields.get(name, (0, 0))
         if alone != several:
             workers = runs.base.scenario.world_size
-            return _DIFFERENT[name].format(alone=alone, several=several, workers=workers)
+            guessed = name == "num_samples" and runs.base.traits.population == "guessed"
+            says = _OTHER_SAMPLES if guessed else _DIFFERENT[name]
+            return says.format(alone=alone, several=several, workers=workers)
     return ""
 
 

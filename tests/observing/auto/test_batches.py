@@ -21,9 +21,13 @@ class Seen:
     def __init__(self) -> None:
         self.batches = Batches()
         self.samples = SeenSamples(self.batches)
-        loader: DataLoader[int] = DataLoader([0])  # type: ignore[arg-type]
-        self.iterator = iter(loader)
-        self.batches.iterated(loader, self.iterator)
+        self.loader: DataLoader[int] = DataLoader([0])  # type: ignore[arg-type]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass over the loader."""
+        self.iterator = iter(self.loader)
+        self.batches.iterated(self.loader, self.iterator)
         self.batches.drew(self.iterator, [3, 1, 0, 2])
         self.batches.drew(self.iterator, [7, 5, 4, 6])
         self.batches.drew(self.iterator, [8, 9, 10, 11])
@@ -39,7 +43,7 @@ class Seen:
         self.samples.given([inputs], trains=True)
         self.samples.settle()
         told = self.samples.take()
-        self.unknown = told.unknown
+        self.unknown, self.epoch = told.unknown, told.epoch
         return list(told.ids)
 
 
@@ -65,6 +69,16 @@ def test_a_batch_that_was_skipped(seen: Seen) -> None:
     """A resumed script skips batches; the one that is used is recognised."""
     seen.yields(3, 1, 0, 2)
     assert seen.given(seen.yields(7, 5, 4, 6)) == [7, 5, 4, 6]
+
+
+def test_a_batch_that_was_looked_at_before(seen: Seen) -> None:
+    """A batch that an earlier pass yielded, too, is of the pass that goes on, in its epoch."""
+    peeked = seen.iterator
+    seen.yields(3, 1, 0, 2)
+    seen.begin()
+    assert (seen.given(seen.yields(3, 1, 0, 2)), seen.epoch) == ([3, 1, 0, 2], 0)
+    assert (seen.given(seen.yields(7, 5, 4, 6)), seen.epoch) == ([7, 5, 4, 6], 0)
+    assert peeked is not seen.iterator
 
 
 def test_a_loader_that_looks_ahead(seen: Seen) -> None:

@@ -132,6 +132,17 @@ class Batches:
         ids = [batch.ids[place] for place in used]
         return epoch, ids if source is None else [*map(source.numbering.of, ids)]
 
+    def newest(self, batch: Batch) -> Batch:
+        """Return `batch` as the newest pass over its loader has yielded it, and forget older ones.
+
+        A script may look at a batch, for its size, and then begin another pass with it.
+        """
+        loader = batch.iteration.loader
+        same = [b for b in self.pending if b.ids == batch.ids and b.iteration.loader is loader]
+        older = [b for b in same if b.iteration is not same[-1].iteration]
+        self.pending = deque((b for b in self.pending if b not in older), maxlen=PENDING_MAX)
+        return same[len(older)] if older else batch
+
     def _epoch_of(self, iteration: Iteration) -> int:
         if iteration.epoch is None:
             iteration.epoch = self._num_passes

@@ -68,7 +68,7 @@ class SeenSamples(Samples):
             for batch in [batch for batch in self._batches.pending if batch.ids is not None]:
                 places = batch.find(rows)
                 if places is not None:
-                    self._use(batch, places)
+                    self._use(self._batches.newest(batch), places)
                     return True
         return False
 

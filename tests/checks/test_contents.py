@@ -1,0 +1,43 @@
+"""F-DP-002 by the rows that the model was given, of a script whose samples have no ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from entrenar_py.trace import Shard, Trace
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.traces import altered, broken, scenario
+
+SUBJECT = scenario(workload="linear", world_size=2, num_shards=2, num_samples=12, batch_size=4)
+
+
+def given_alike(**traits: Any) -> Trace:
+    """Return a run on two ranks that are given the same rows, other ones in each step."""
+    trace = traces.was(traces.run(SUBJECT), sample_ids="content", **traits)
+    for step in range(SUBJECT.num_steps):
+        trace = altered(trace, Shard, {"step": step}, ids=(10 * step, 10 * step + 1))
+    return trace
+
+
+@pytest.mark.parametrize("traits", [{}, {"shared": True}])
+def test_replicas_are_given_the_same_rows(traits: dict[str, Any]) -> None:
+    """Ranks with shards of their own are to be given other rows, as under fully_shard."""
+    found = broken(traces.judge("coverage", [given_alike(**traits)]))
+    assert found.message.startswith("ranks 0, 1 are given the same rows in every step, though")
+    assert (found.step, found.rank) == (0, 1)
+
+
+def test_nothing_shows_how_ranks_are_arranged() -> None:
+    """Ranks may share the work on the rows if nothing shows that they don't."""
+    finding = traces.judge("coverage", [given_alike(arranged="guessed")])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "whether they share the work on them is not known" in finding.reason
+
+
+def test_ranks_share_a_shard() -> None:
+    """Ranks of a tensor-parallel group are given the same rows, rightly."""
+    trace = altered(given_alike(shared=True), Shard, {"rank": 1}, shard=0)
+    assert traces.judge("coverage", [trace]).verdict is not Verdict.FALSIFIED
