@@ -91,11 +91,13 @@ def differences(trial: Trial, clauses: Clauses) -> list[str]:
 def reproduced(recipe: Recipe, trial: Trial, folder: Path) -> list[str]:
     """Run the reproductions of a trial; return those that don't show their finding."""
     failed = []
+    own = environment(recipe, trial)
+    own["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), own.get("PYTHONPATH"))))
     for name in sorted({one.reproduction for one in trial.expected if one.reproduction}):
         told = subprocess.run(
             [sys.executable, str(HERE / "reproductions" / name)],
             cwd=folder,
-            env={**environment(recipe, trial), "PYTHONPATH": str(folder)},
+            env=own,
             capture_output=True,
             text=True,
             timeout=REPRODUCTION_S,

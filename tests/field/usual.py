@@ -27,3 +27,17 @@ NO_WORKDIR = Expected(
     words="the command needs {workdir}",
     because="The command names no folder of checkpoints, so nothing can be resumed.",
 )
+UNSEEDED = Expected(
+    clause="F-TI-007",
+    verdict="inconclusive",
+    kind=Kind.UNDECLARED,
+    words="are not seeded alike",
+    because="The script sets no seed, so two runs of it can't be compared.",
+)
+STATELESS = Expected(
+    clause="F-TI-002",
+    verdict="inconclusive",
+    kind=Kind.PROPERTY,
+    words="keeps no state",
+    because="Plain SGD keeps no state.",
+)

@@ -81,6 +81,23 @@ _PREFETCHED = Expected(
     because="The next batch is drawn between the forward and the backward pass, by the rank's own "
     "seed. So a run on one worker trains on other samples, and can't be compared.",
 )
+_SEEDED_BY_RANK = Expected(
+    clause="F-DP-005",
+    verdict="inconclusive",
+    kind=Kind.PROPERTY,
+    words="one worker draws other samples than 2 workers",
+    because="Each rank draws places in the text by a seed of its own, so one worker draws others.",
+)
+_DATA_OVER = Expected(
+    clause="F-TI-003",
+    verdict="inconclusive",
+    kind=Kind.DEFECT,
+    words="(those of step 0 again)",
+    because="`init_from=resume` sets the seed of the start again, and no generator's state is in "
+    "the checkpoint. So each resumed run trains on the batches of the start, in their order. It is "
+    "inconclusive since they are drawn with replacement, and others might be meant.",
+    reproduction="nanogpt_data_over.py",
+)
 
 
 def tokens(folder: Path) -> None:
@@ -117,6 +134,19 @@ RECIPES = (
                     NO_RESTART,
                     replace(_PREFETCHED, clause="F-TI-001"),
                     NO_WORKDIR,
+                ),
+            ),
+            Trial(
+                name="line",
+                command=("sh", "-c", _RESUMED),
+                edits=(*_ON_CPU, *_LINE),
+                options=("--steps", "4"),
+                expected=(
+                    STEPS_AT_NAN,
+                    _SEEDED_BY_RANK,
+                    NO_RESTART,
+                    replace(_SEEDED_BY_RANK, clause="F-TI-001"),
+                    _DATA_OVER,
                 ),
             ),
         ),

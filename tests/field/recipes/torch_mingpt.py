@@ -1,0 +1,98 @@
+"""pytorch/examples, distributed/minGPT-ddp: a character GPT under DistributedDataParallel."""
+
+from __future__ import annotations
+
+from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
+from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
+from tests.field.usual import NO_RESTART, NO_WORKDIR, UNSEEDED
+
+_ON_CPU = (
+    Edit(file="main.py", line="return has_gpu and gpu_count >= min_gpus", instead="return True"),
+    Edit(
+        file="main.py",
+        line="acc = torch.accelerator.current_accelerator()",
+        instead="acc = 'cpu'",
+    ),
+    Edit(file="main.py", line="torch.accelerator.set_device_index(rank)", instead="pass"),
+    Edit(
+        file="trainer.py",
+        line="self.acc = torch.accelerator.current_accelerator()",
+        instead="self.acc = 'cpu'",
+    ),
+    Edit(
+        file="trainer.py",
+        line="self.model = model.to(self.local_rank)",
+        instead="self.model = model",
+    ),
+    Edit(
+        file="trainer.py",
+        line="self.model = DDP(self.model, device_ids=[self.local_rank])",
+        instead="self.model = DDP(self.model)",
+    ),
+    Edit(file="trainer.py", line="source = source.to(self.local_rank)", instead="pass"),
+    Edit(file="trainer.py", line="targets = targets.to(self.local_rank)", instead="pass"),
+)
+_COMMAND = (
+    *("torchrun", "--standalone", "--nproc_per_node={world_size}", "main.py"),
+    *("data_config.path=data/input.txt", "data_config.block_size=8", "data_config.truncate=0.0002"),
+    *("gpt_config.n_layer=1", "gpt_config.n_head=2", "gpt_config.n_embd=16"),
+    *("trainer_config.batch_size={share:16}", "trainer_config.data_loader_workers=0"),
+)
+_EXPECTED = (
+    Expected(
+        clause="F-DP-002",
+        verdict="falsified",
+        kind=Kind.DEFECT,
+        words="rank 1 trains on other samples than rank 0",
+        because="`random_split` is called on each rank without a seed. So each rank has a training "
+        "set of its own, and trains on samples that other ranks test on.",
+        reproduction="split_by_every_rank.py",
+    ),
+    Expected(
+        clause="F-TI-008",
+        verdict="falsified",
+        kind=Kind.DEFECT,
+        words="clipped while still scaled",
+        because="`clip_grad_norm_` comes before `GradScaler.unscale_`. So the norm is clipped to 1 "
+        "divided by the scale, a step is made with 1.5e-5, and AdamW hides it.",
+        reproduction="clipped_while_scaled.py",
+    ),
+    Expected(
+        clause="F-DP-005",
+        verdict="inconclusive",
+        kind=Kind.DEFECT,
+        words="give all runs the same data",
+        because="Follows from the split: two workers train on more samples than one.",
+        reproduction="split_by_every_rank.py",
+    ),
+    Expected(
+        clause="F-TI-001",
+        verdict="inconclusive",
+        kind=Kind.UNDECLARED,
+        words="have no loss",
+        because="`backward` is called on a loss that the scaler has multiplied.",
+    ),
+    NO_RESTART,
+    NO_WORKDIR,
+    UNSEEDED,
+)
+
+RECIPES = (
+    Recipe(
+        name="torch-mingpt-ddp",
+        title="minGPT-ddp",
+        repository=EXAMPLES,
+        commit=COMMIT,
+        folder="distributed/minGPT-ddp/mingpt",
+        needs=("hydra-core", "boto3", "fsspec"),
+        trials=(
+            Trial(
+                name="auto",
+                command=_COMMAND,
+                edits=_ON_CPU,
+                options=("--steps", "4"),
+                expected=_EXPECTED,
+            ),
+        ),
+    ),
+)
