@@ -26,6 +26,7 @@ GIVEN: dict[str, Any] = {
 # What kinds take that would not take those.
 OTHERS: dict[str, dict[str, Any]] = {
     "huge_gradient": {"value": "1e38"},
+    "nudged_weights": {"value": "1e-6"},
     **{kind: {"value": "0.5"} for kind in SILENT},
     "lie": {"value": "twice", "at": "Staged"},
     "stranger": {"value": "taken_rank"},

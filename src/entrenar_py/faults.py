@@ -6,7 +6,7 @@ A Fault says what goes wrong and where. The system that runs the scenario inject
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ KINDS: dict[str, str] = {
     "corrupt_gradient": "one element of the gradient of `shard` goes wrong in worker `rank`, once "
     "and silently: as if it were `value`, finite, in every sample",
     "corrupt_worker": "the same, in every shard that worker `rank` computes from step `step` on",
+    "nudged_weights": "each weight is moved by `value` of itself before step `step`",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` comes (back) before step `step` with the full state",
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
@@ -50,6 +51,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("non_finite_gradient", "non_finite_loss", "huge_gradient"), ("step", "value")),
     "corrupt_gradient": ("step", "rank", "shard", "value"),
     "corrupt_worker": ("step", "rank", "value"),
+    "nudged_weights": ("step", "value"),
     **dict.fromkeys(("leave", "join"), ("step", "rank")),
     **dict.fromkeys(("kill", "cut", "half_open"), ("step", "rank", "at")),
     **dict.fromkeys(("duplicate", "reorder", "truncate", "flip"), ("step", "rank", "at")),
@@ -75,6 +77,9 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 PLANTED = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 # Finite corruptions that the worker's own records don't show: only an audit detects them.
 SILENT = ("corrupt_gradient", "corrupt_worker")
+
+# In a user's script only: what rounding makes of the training is measured by it.
+NUDGED = "nudged_weights"
 
 # Failures that a real adapter is made to report itself.
 OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")
@@ -197,7 +202,7 @@ class Fault:
             self._refuse("rank", "value=taken_rank needs a rank, and all others take none")
 
     def _check_number(self, value: str) -> None:
-        finite = self.kind in ("huge_gradient", *SILENT)
+        finite = self.kind in ("huge_gradient", NUDGED, *SILENT)
         try:
             fits = math.isfinite(float(value)) == finite
         except ValueError:
@@ -216,6 +221,11 @@ class Fault:
     def from_dict(cls, record: Mapping[str, Any]) -> Fault:
         """Return the fault that `record` describes; UsageError names an unknown key."""
         return _SCHEMA.load(record)
+
+
+def are_nudged(planned: Iterable[Fault]) -> bool:
+    """Return whether a run with these faults only shows what rounding does, and is not judged."""
+    return any(fault.kind == NUDGED for fault in planned)
 
 
 _SCHEMA = Schema(Fault, what="fault", forms=UNCHECKED, sparse=True)

@@ -241,6 +241,20 @@ def test_sums_in_16_bits(name: str) -> None:
     assert reduction_format.undeclared(run(each_rank), 1e-4) == ""
 
 
+@pytest.mark.parametrize("elements", [slice(None), slice(0, 3)], ids=["all", "some"])
+def test_a_small_factor_is_no_rounding(elements: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is off by as little as bfloat16 would be, but in proportion, or in some elements only."""
+    monkeypatch.setitem(SIZES, "a", 40)
+
+    def step(ranks: Batches) -> Vectors:
+        sums = times(added([added(own) for own in ranks]), 1 / 4)
+        for value in sums.values():
+            value[elements] *= 1.01
+        return sums
+
+    assert reduction_format.undeclared(run(step), 1e-4) == ""
+
+
 def test_a_verdict() -> None:
     """The check of F-TI-008 judges a declared norm."""
     finding = traces.judge("step_rule", [run(mean)])

@@ -13,7 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy
 
@@ -22,6 +22,7 @@ import torch._dynamo.aot_compile
 import torch.distributed
 import torch.nn.parallel
 import torch.utils.data  # noqa: F401
+from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py.observing.observer  # noqa: F401
 from entrenar_py.observing.auto import SETTINGS, batches, beginning, recorder  # noqa: F401
@@ -69,9 +70,11 @@ def _run(script: str) -> NoReturn:
     """Run the script and its exit handlers, and end this process at once.
 
     When the interpreter takes down a DistributedDataParallel while gloo's threads wait for it, it
-    sometimes aborts or hangs. So nothing of the script is taken down.
+    sometimes aborts or hangs: the destructor holds the interpreter's lock while it waits for a
+    thread that needs the lock to free a context. So nothing of the script is taken down.
     """
     kept = None
+    _keep_reducers()
     numpy.random.seed()  # as a new process does: a fork would have the state of the others
     if os.environ.get(SETTINGS):
         beginning.begin(Waiting())
@@ -84,6 +87,17 @@ def _run(script: str) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(kept is None))
+
+
+def _keep_reducers() -> None:
+    """Keep the reducer of every DistributedDataParallel, which a function's end would free."""
+    kept, build = list[object](), DistributedDataParallel.__init__
+
+    def keep(self: DistributedDataParallel, *arguments: Any, **named: Any) -> None:
+        build(self, *arguments, **named)
+        kept.append(self.reducer)
+
+    DistributedDataParallel.__init__ = keep  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from entrenar_py import trace
 from entrenar_py.verdict import Finding, Verdict
 from falsification import (
     user_benign,
+    user_chaos,
     user_declared,
     user_presupposed,
     user_random,
@@ -54,6 +55,7 @@ _EXAMPLES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 _OF_THREE = ("ddp.py", "fsdp.py")  # right for three workers with other sizes
 _TWINS = (
     *(*user_benign.VARIANTS, *user_declared.VARIANTS, *user_presupposed.VARIANTS),
+    *user_chaos.VARIANTS,
     *(*user_random.VARIANTS, *user_scalers.VARIANTS, *user_scalers.ROUNDED),
     *(
         Twin(name=f"right: {script}", script=script, text=text, changes=(), arguments=arguments)

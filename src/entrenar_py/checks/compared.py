@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from entrenar_py.checks import sensitivity
 from entrenar_py.checks.knob_pairs import pair_of
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
+from entrenar_py.checks.sensitivity import Sensitivity
 from entrenar_py.trace import Trace
 from entrenar_py.wording import counted
 
@@ -33,6 +35,11 @@ class Compared:
         """Two runs of the same command with nothing changed between them; () if unknown."""
         runs = self.runs.witnesses.get(REPEATED, ())
         return runs if len(runs) == 2 else ()
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """How far rounding alone moves this training, as far as it was measured."""
+        return sensitivity.of(self.runs)
 
     @property
     def alone(self) -> Trace | None:

@@ -6,9 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrenar_py.checks import factors, run_names
 from entrenar_py.checks.needs import CALM, Traces
@@ -16,6 +17,8 @@ from entrenar_py.faults import SURVIVED
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Shard, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
+
+Values = NDArray[Any]
 
 
 def usable(traces: Iterable[Trace], tally: Tally) -> list[Trace]:
@@ -236,43 +239,79 @@ def compare_close(
     may be PROJECTED times as large. Return False, and count nothing, if a tensor has neither values
     nor a sketch, or if one side alone has a sketch of it.
     """
-    left, right, scale = vectors(expected), vectors(got), norm_l2(expected)
-    if left is None or right is None or scale is None:
+    gaps = distances(expected, got)
+    if gaps is None:
         return False
-    if any(
-        (record.sketch is None) != (got[name].sketch is None)
-        for name, record in expected.items()
-        if name in got
-    ):
-        return False
-    for name, value in left.items():
-        if name not in right or got[name].size != expected[name].size:
-            tally.check(False, f"{message}: {name} is missing or reshaped", tensor=name, **place)
+    for name, record in expected.items():
+        if name not in gaps:
+            if name not in got or got[name].size != record.size:
+                what = f"{message}: {name} is missing or reshaped"
+                tally.check(False, what, tensor=name, **place)
             continue
-        if not value.size:
-            continue
-        with np.errstate(invalid="ignore", over="ignore"):
-            gap = np.abs(right[name].astype(np.float64) - value)
-            distance = float(np.sqrt(np.square(gap).sum()))
-        size = max(math.sqrt(expected[name].square() or 0.0), scale / NOISE_SHARE)
-        sketched = expected[name].sketch is not None
+        gap = gaps[name]
+        sketched = record.sketch is not None
         allowed = PROJECTED * bound if sketched else bound
-        near = distance <= allowed * size + (PROJECTED * floor if sketched else floor)
-        words = "" if near else factors.of(value, right[name], place.get("scenario"), bound)
+        near = gap.distance <= allowed * gap.size + (PROJECTED * floor if sketched else floor)
+        words = ""
+        if not near:
+            words = factors.of(gap.expected, gap.got, place.get("scenario"), bound)
         tally.check(
             near,
-            f"{message}: {name} is off by {distance / size if size else distance:.2g} of its "
-            f"norm, allowed {allowed:.2g}{words and f': {words}'}",
+            f"{message}: {name} is off by {gap.relative:.2g} of its norm, allowed {allowed:.2g}"
+            f"{words and f': {words}'}",
             tensor=name,
-            **_furthest(expected[name], got[name], gap),
+            **_furthest(record, got[name], gap.elements),
             **place,
         )
     return True
 
 
-def _furthest(
-    expected: TensorRecord, got: TensorRecord, gap: np.ndarray[Any, Any]
-) -> dict[str, Any]:
+class Gap(NamedTuple):
+    """Two tensors' values or projections, flat, and how far they are apart.
+
+    `elements` are the distances of each, `distance` their L2 norm, and `size` the norm that it is
+    compared with.
+    """
+
+    expected: Values
+    got: Values
+    elements: Values
+    distance: float
+    size: float
+
+    @property
+    def relative(self) -> float:
+        """The distance as a share of the size, or by itself if that is zero."""
+        return self.distance / self.size if self.size else self.distance
+
+
+def distances(expected: Tensors, got: Tensors) -> dict[str, Gap] | None:
+    """Return how far tensors of a name are apart, those that are empty or of other sizes left out.
+
+    Return None if a tensor has neither values nor a sketch, or if one side alone has a sketch.
+    """
+    left, right, scale = vectors(expected), vectors(got), norm_l2(expected)
+    if left is None or right is None or scale is None:
+        return None
+    if any(
+        (record.sketch is None) != (got[name].sketch is None)
+        for name, record in expected.items()
+        if name in got
+    ):
+        return None
+    gaps = {}
+    for name, value in left.items():
+        if name not in right or got[name].size != expected[name].size or not value.size:
+            continue
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart = np.abs(right[name].astype(np.float64) - value)
+            distance = float(np.sqrt(np.square(apart).sum()))
+        size = max(math.sqrt(expected[name].square() or 0.0), scale / NOISE_SHARE)
+        gaps[name] = Gap(value, right[name], apart, distance, size)
+    return gaps
+
+
+def _furthest(expected: TensorRecord, got: TensorRecord, gap: Values) -> dict[str, Any]:
     """Return the element that differs most, with both values; norms if these are unknown."""
     left, right = expected.values(), got.values()
     if left is None or right is None:
@@ -282,14 +321,14 @@ def _furthest(
     return {"element": element, "expected": str(left[element]), "got": str(right[element])}
 
 
-def vectors(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
+def vectors(tensors: Tensors) -> dict[str, Values] | None:
     """Return the elements of each tensor, flat, or its projection; None if one has neither."""
     vector_of = {name: record.vector() for name, record in tensors.items()}
     known = {name: vector for name, vector in vector_of.items() if vector is not None}
     return known if known and len(known) == len(vector_of) else None
 
 
-def elements(tensors: Tensors) -> dict[str, np.ndarray[Any, Any]] | None:
+def elements(tensors: Tensors) -> dict[str, Values] | None:
     """Return the elements of each tensor, flat, or those in its sketch; None if one has neither."""
     elements_of = {name: record.elements() for name, record in tensors.items()}
     known = {name: found for name, found in elements_of.items() if found is not None}

@@ -60,7 +60,7 @@ def compare(tally: Tally, runs: Traces) -> list[int]:
         left = presuppositions.comparable(tally, presuppositions.WITH_A_KNOB, compared)
         if left is None:
             continue
-        count = KNOBS[name].judge(tally, pair, left.model, left.trace)
+        count = KNOBS[name].judge(tally, pair, left)
         if count is not None:
             counts.append(count)
     return counts
@@ -70,17 +70,20 @@ def compare(tally: Tally, runs: Traces) -> list[int]:
 Effect = Callable[[Tally, Pair, Trace, Trace], bool]
 
 
-def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Trace, Trace], int | None]:
+def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Compared], int | None]:
     """Return the judge of a knob that must change nothing, for runs in which it `took_effect`."""
 
-    def judge(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int | None:
+    def judge(tally: Tally, pair: Pair, compared: Compared) -> int | None:
+        model, trace = compared.model, compared.trace
         if trace.scenario.dropout and not oracles.same_masks(model, trace):
             why = "dropout draws other masks: run the script without dropout"
             tally.miss(f"{pair.words.before}{why}")
             return None
         if not took_effect(tally, pair, model, trace):
             return None
-        return run_comparison.compare(tally, model, trace, None, pair.words)
+        return run_comparison.compare(
+            tally, model, trace, None, pair.words, sensitivity=compared.sensitivity
+        )
 
     return judge
 
@@ -141,11 +144,11 @@ def _accumulated(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> bool:
     return True
 
 
-def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
+def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
     """Check that no gradient is longer than the clipping norm, and that step 0's is the unclipped
     gradient scaled to that norm (both runs have the same weights then).
     """
-    limit = float(pair.value)
+    limit, model, trace = float(pair.value), compared.model, compared.trace
     bounds = run_comparison.Bounds.of({}, model, trace)
     expected = evidence.updates(model).get(0)
     first_update = evidence.any_rank(expected) if expected else None
@@ -164,7 +167,7 @@ def _clipped(tally: Tally, pair: Pair, model: Trace, trace: Trace) -> int:
         tally.miss(f"{pair.words.before}{what}{pair.words.elsewhere}")
         return 0
     clipped = _times(first_update.gradient, limit / whole)
-    bound = bounds.gradient + CLIP_EPSILON / whole
+    bound = compared.sensitivity.allowed("gradient", 0, bounds.gradient) + CLIP_EPSILON / whole
     num_gradients = 0
     updates = (update for _, ranks in evidence.ranks_by_step(trace) for update in ranks.values())
     for update in updates:
@@ -250,7 +253,7 @@ class Knob:
 
     says: str
     usual: str
-    judge: Callable[[Tally, Pair, Trace, Trace], int | None]
+    judge: Callable[[Tally, Pair, Compared], int | None]
     others: tuple[str, ...] = ()
     limit: Callable[[Trace], str] | None = None
     beside: tuple[str, ...] = ()

@@ -38,6 +38,9 @@ ALONE = Need(
 )
 COUNTS = Need(name="counts", says="the same run on other numbers of workers")
 REPEATED = Need(name="repeated", says="the same run a second time", free=("repeat",))
+NUDGED = Need(
+    name="nudged", says="the same run on one worker, its first weights moved by some roundings"
+)
 ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
 CALM = Need(name="calm", says="the same run without faults and audits")
 TWIN = Need(name="twin", says="the same reduction in another network, or in one process")

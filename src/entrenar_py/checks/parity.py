@@ -21,7 +21,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
-from entrenar_py.checks.needs import ALONE, ORACLE, REPEATED, Traces
+from entrenar_py.checks.needs import ALONE, NUDGED, ORACLE, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -91,7 +91,13 @@ class _Followed:
 def _compare(tally: Tally, compared: Compared, tolerance: float | None) -> int:
     """Compare a run with its model, if it can be compared; return how many gradients were."""
     left = presuppositions.comparable(tally, presuppositions.WITH_ONE_WORKER, compared)
-    return 0 if left is None else run_comparison.compare(tally, left.model, left.trace, tolerance)
+    return (
+        0
+        if left is None
+        else run_comparison.compare(
+            tally, left.model, left.trace, tolerance, sensitivity=left.sensitivity
+        )
+    )
 
 
 ROWS = (
@@ -105,7 +111,7 @@ ROWS = (
         plan=plans.parity,
         explores=True,
         needs=(ALONE, ORACLE, *knobs.TURNED),
-        witnesses=(REPEATED,),
+        witnesses=(REPEATED, NUDGED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         in_step=True,

@@ -23,7 +23,8 @@ def lacking(compared: Compared) -> str:
     if not names or _division(compared.trace) == _division(compared.model):
         return ""
     tried = Tally("", observed=True)
-    run_comparison.compare(tried, compared.model, compared.trace, None)
+    sensitivity = compared.sensitivity
+    run_comparison.compare(tried, compared.model, compared.trace, None, sensitivity=sensitivity)
     if tried.broken is None:
         return ""
     return (

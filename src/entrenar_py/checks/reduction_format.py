@@ -1,7 +1,8 @@
 """Recognise gradients that ranks rounded to 16 bits before they added them. Judges nothing.
 
 A script may do that by hand, where no hook shows it. Every element of the sum is then off by no
-more than a few roundings of its terms, which a sum that is wrong otherwise hardly is.
+more than a few roundings of its terms. A sum that is wrong by a factor, or in some rows, may be
+off by as little; but roundings are off at random, and hardly any element of a tensor is exact.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from collections.abc import Mapping
 import numpy as np
 
 from entrenar_py.checks import evidence, gradient_sums, precision, step_sums
+from entrenar_py.checks.factors import Vector
 from entrenar_py.checks.gradient_sums import Vectors
 from entrenar_py.trace import Shard, Trace, Update
 
 _STEPS = 4  # to look at
+_TELLING_MIN = 8  # elements of a tensor whose errors tell a rounding from something else
+_EXACT = 2.0**-18  # an element that is off by a smaller share of its terms was not rounded
+_EXACT_MOST = 0.5  # the largest share of such elements in a tensor that was rounded
+_ONE_FACTOR = 0.8  # the share of the squared errors that one factor would explain, and chance not
 # The smallest number of a format, below which rounding is absolute; bfloat16 has float32's.
 _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126}
 
@@ -56,12 +62,11 @@ def _of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: float) -
     if not local or applied is None or any(_names(s) != _names(applied) for s in local.values()):
         return ""
     whole = {name: np.sum([sums[name] for sums in local.values()], axis=0) for name in applied}
-    divisor = gradient_sums.divisor(whole, applied)
-    if not divisor or not math.isfinite(divisor):
+    divisor = _divisor(whole, applied)
+    if divisor is None:
         return ""
     off = {
-        name: np.abs(divisor * value.astype(np.float64) - whole[name])
-        for name, value in applied.items()
+        name: divisor * value.astype(np.float64) - whole[name] for name, value in applied.items()
     }
     if _size(off) <= bound * _size(whole):
         return ""
@@ -69,16 +74,43 @@ def _of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: float) -
     return next(fits, None)
 
 
+def _divisor(whole: Vectors, applied: Vectors) -> float | None:
+    """Return the number that most elements of a sum were divided by, None if there is none."""
+    sums = np.concatenate([whole[name] for name in applied])
+    means = np.concatenate([value.astype(np.float64) for value in applied.values()])
+    ratios = sums[means != 0] / means[means != 0]
+    number = float(np.median(ratios)) if ratios.size else 0.0
+    return number if number and math.isfinite(number) else None
+
+
 def _fits(name: str, off: Vectors, local: Mapping[int, Vectors]) -> bool:
-    """Return whether each rank's term, each sum, and the divisor may have caused what is `off`."""
+    """Return whether roundings of each rank's term, each sum, and the divisor are what is `off`."""
     roundings = (2 * len(local) + 1) * precision.SIXTEEN[name][0]
     floor = len(local) * _SMALLEST[name]
-    return all(
-        bool(
-            (gap <= roundings * sum(np.abs(sums[tensor]) for sums in local.values()) + floor).all()
-        )
-        for tensor, gap in off.items()
-    )
+    for tensor, gap in off.items():
+        terms = np.sum([np.abs(sums[tensor]) for sums in local.values()], axis=0)
+        if not (np.abs(gap) <= roundings * terms + floor).all():
+            return False
+        whole = np.sum([sums[tensor] for sums in local.values()], axis=0)
+        if not _is_random(gap, whole, terms):
+            return False
+    return True
+
+
+def _is_random(gap: Vector, whole: Vector, terms: Vector) -> bool:
+    """Return whether errors are scattered over a tensor's elements as those of roundings are.
+
+    True for a tensor that was not rounded, or that is too small to tell.
+    """
+    there = terms > 0
+    gap, whole, terms = gap[there], whole[there], terms[there]
+    exact = np.abs(gap) <= _EXACT * terms
+    if gap.size < _TELLING_MIN or exact.all():
+        return True
+    along = float(gap @ whole) ** 2
+    if along > _ONE_FACTOR * float(gap @ gap) * float(whole @ whole):
+        return False
+    return bool(exact.mean() <= _EXACT_MOST)
 
 
 def _names(vectors: Vectors) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from entrenar_py.checks import divergence, evidence, run_comparison
 from entrenar_py.checks.compared import Compared, run_name
+from entrenar_py.checks.sensitivity import UNKNOWN
 from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -33,8 +34,12 @@ def apart(compared: Compared) -> str:
     finite = divergence.before(Compared(runs=compared.runs, model=first, trace=second))
     first, second = finite.model, finite.trace
     trial = Tally("")
+    # Chaos from the first step on is no reason why the same operations give other results.
+    known = compared.sensitivity
+    sensitivity = UNKNOWN if known.is_chaotic(0) else known
     for rank in sorted({update.rank for update in second.of(Update)}):
-        run_comparison.compare(trial, _of_rank(first, rank), _of_rank(second, rank), None, _PLAIN)
+        runs = _of_rank(first, rank), _of_rank(second, rank)
+        run_comparison.compare(trial, *runs, None, _PLAIN, sensitivity=sensitivity)
     if trial.broken is None:
         return ""
     return (

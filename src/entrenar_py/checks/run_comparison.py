@@ -21,6 +21,7 @@ from entrenar_py.checks import (
     skips,
     step_shape,
 )
+from entrenar_py.checks.sensitivity import UNKNOWN, Sensitivity
 from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -77,10 +78,18 @@ SINGLE = Words()
 
 
 def compare(
-    tally: Tally, model: Trace, trace: Trace, tolerance: float | None, words: Words = SINGLE
+    tally: Tally,
+    model: Trace,
+    trace: Trace,
+    tolerance: float | None,
+    words: Words = SINGLE,
+    *,
+    sensitivity: Sensitivity = UNKNOWN,
 ) -> int:
     """Compare the first steps within rounding; and if `tolerance` is not None, losses from step 100
     on within it. Return the number of averaged gradients compared.
+
+    Where the training's `sensitivity` was measured, more is allowed than rounding by itself.
     """
     if not missing.require_updates(tally, model, trace):
         return 0
@@ -93,7 +102,8 @@ def compare(
     model, trace = evidence.with_losses(model), evidence.with_losses(trace)
     gaps = missing.Gaps()
     expected = evidence.updates(model)
-    comparison = _Comparison(tally, words, trace, Bounds.of(expected, model, trace))
+    bounds = Bounds.of(expected, model, trace)
+    comparison = _Comparison(tally, words, trace, bounds, sensitivity)
     comparison.starts(gaps, model)
     valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
     model_rested, rested = skips.without_gradients(model), skips.without_gradients(trace)
@@ -111,6 +121,7 @@ def compare(
                 comparison.losses(model_update, update, tolerance)
     gaps.tell(tally)
     comparison.parts(apart, skipped=apart in rested, is_enough=num_gradients > 0)
+    comparison.tell_sensitivity(is_enough=num_gradients > 0)
     comparison.steps(model)
     return num_gradients
 
@@ -127,7 +138,7 @@ def _comparable(
     samples, model_samples = _samples(trace), _samples(model)
     unknown = missing.unknown_steps(model) | missing.unknown_steps(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
-        if step == apart:
+        if step == apart or comparison.sensitivity.is_chaotic(step):
             return
         if step not in expected:
             tally.miss(f"{words.who} has no step {step}")
@@ -210,6 +221,7 @@ class _Comparison:
     words: Words
     trace: Trace
     bounds: Bounds
+    sensitivity: Sensitivity
 
     def first_step(self, model: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
         """Compare the loss and the parts of one of the first steps, within rounding.
@@ -235,6 +247,7 @@ class _Comparison:
             return
         allowed = self.bounds.loss_moved if model.step else self.bounds.loss
         allowed = allowed if tolerance is None else tolerance
+        allowed = self.sensitivity.allowed("loss", model.step, allowed)
         gap = allowed * abs(model.loss) + self.bounds.loss_floor
         message = f"{self.words.before}loss is off by more than {allowed:.2g} of {self.words.its}"
         place = evidence.place(self.trace, update)
@@ -270,6 +283,7 @@ class _Comparison:
             if part == "gradient":
                 bound = self.bounds.gradient_moved if model.step else self.bounds.gradient
                 floor = self.bounds.gradient_floor
+            bound = self.sensitivity.allowed(part, model.step, bound)
             mine, theirs = _tensors(model, part), _tensors(update, part)
             what = f"{self.words.before}{message} {self.words.its}"
             place = evidence.place(self.trace, update)
@@ -290,6 +304,11 @@ class _Comparison:
             self.tally.note(why)
         else:
             self.tally.miss(f"{why}, nor before: begin with a smaller scale, or use bfloat16")
+
+    def tell_sensitivity(self, *, is_enough: bool) -> None:
+        """Report how closely steps were compared, or not at all, since rounding moves them."""
+        if why := self.sensitivity.in_words(ROUNDING_STEPS, self.bounds.gradient):
+            (self.tally.note if is_enough else self.tally.miss)(f"{self.words.before}{why}")
 
     def steps(self, model: Trace) -> None:
         """Check that the run made every step that `model` made."""

@@ -13,6 +13,7 @@ KNOB = "pair"
 _DONE: Mapping[str, str] = {
     "non_finite_gradient": "with a NaN planted in a gradient",
     "leave": "with a worker killed",
+    "nudged_weights": "with its weights moved by some roundings",
 }
 
 

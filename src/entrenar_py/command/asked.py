@@ -16,7 +16,7 @@ from entrenar_py.checks.needs import (
     Need,
     Runs,
 )
-from entrenar_py.faults import Fault
+from entrenar_py.faults import Fault, are_nudged
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,22 @@ class Asked:
     @property
     def is_plain(self) -> bool:
         """True if nothing was made to go wrong and no knob was turned."""
-        return not (self.faults or self.stops or self.turn)
+        return self.is_unstruck and self.turn is None
+
+    @property
+    def is_unstruck(self) -> bool:
+        """True if nothing was made to go wrong."""
+        return not (self.faults or self.stops)
+
+    @property
+    def is_nudged(self) -> bool:
+        """True if the first weights were moved by some roundings."""
+        return are_nudged(self.faults)
+
+    @property
+    def is_witness(self) -> bool:
+        """True if the run shows whether others can be compared, and how closely."""
+        return self.is_plain or self.is_nudged
 
 
 def judges(check: Check, asked: Asked) -> bool:

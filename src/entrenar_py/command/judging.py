@@ -9,7 +9,17 @@ from pathlib import Path
 
 from entrenar_py import checks
 from entrenar_py.checks import Check, run_names
-from entrenar_py.checks.needs import ALONE, KILLED, REPEATED, RESUMED, SAVED, Near, Need, Runs
+from entrenar_py.checks.needs import (
+    ALONE,
+    KILLED,
+    NUDGED,
+    REPEATED,
+    RESUMED,
+    SAVED,
+    Near,
+    Need,
+    Runs,
+)
 from entrenar_py.command import asked
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.runs import Run
@@ -92,7 +102,11 @@ def judge(
         entry = stored.judge_each(
             task,
             {_name(file): group.chosen(_name) for file, group in groups.items()},
-            {_name(file): trace for file, trace in traces.items()},
+            {
+                _name(file): run.trace
+                for file, run in runs.items()
+                if file in traces or run.asked.is_nudged
+            },
             on_judged=on_judged,
             form="{reason} [{files}]",
         )
@@ -161,12 +175,16 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
 
 
 def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
-    """Return the files of two runs that should be equal, and of the run on one worker, if any."""
-    plain = {run.asked: file for file, run in runs.items() if run.asked.is_plain}
+    """Return the files of two runs that should be equal, of the run on one worker, if any, and of
+    the nudged run, after the same run without that.
+    """
+    plain = {run.asked: file for file, run in runs.items() if run.asked.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
     twice = next((pair for pair in pairs if pair[0] in plain), ())
-    alone = [run for run in plain if run.world_size == 1 and not run.repeat]
-    witnesses = {REPEATED: twice, ALONE: alone}
+    nudged = [(replace(run, faults=()), run) for run in plain if run.is_nudged]
+    moved = next((pair for pair in nudged if pair[0] in plain), ())
+    alone = [run for run in plain if run.is_plain and run.world_size == 1 and not run.repeat]
+    witnesses = {REPEATED: twice, ALONE: alone, NUDGED: moved}
     return {need: tuple(plain[run] for run in some) for need, some in witnesses.items()}
 
 

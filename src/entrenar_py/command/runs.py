@@ -28,6 +28,7 @@ from entrenar_py.command import own_folder, placeholders, run_trace
 from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.beginnings import Beginnings, first_step
 from entrenar_py.command.launch import OUTPUT, Ended, launch
+from entrenar_py.command.nudging import Nudging
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
 from entrenar_py.harness import interrupts
@@ -256,6 +257,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
     """
     base = plan.folder
     likes: dict[Turn | None, Trace] = {}  # by turn: completed runs without other changes
+    nudging = Nudging(plan.needs)
     beginnings = Beginnings()
     planned, first = plan.plain(), True
     while planned:
@@ -286,9 +288,10 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
             else:
                 planned |= plan.others(recorded.scenario) | plan.pairs(recorded)
             first = False
-        undisturbed = not (asked.stops or asked.faults or asked.repeat)
-        if undisturbed and recorded.end.status == "completed":
-            likes.setdefault(asked.turn, recorded)
+        if asked.is_unstruck and recorded.end.status == "completed":
+            planned = {**nudging.after(asked, recorded), **planned}
+            if not asked.repeat:
+                likes.setdefault(asked.turn, recorded)
         ahead = tuple(planned.values())
         yield base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=ahead)
 

@@ -57,9 +57,10 @@ class _Waiting:
     def broken(self, runs: MutableMapping[Path, Run], file: Path) -> Iterator[Entry]:
         """Yield an entry for each task that the run in `file` has falsified, the first time.
 
-        Runs on which it depends whether others may be compared (the plain ones) are made first.
+        Runs on which it depends whether others may be compared are made first: the plain ones, and
+        a nudged one.
         """
-        if any(ahead.is_plain for ahead in runs[file].ahead):
+        if any(ahead.is_witness for ahead in runs[file].ahead):
             return
         for task in self.tasks:
             if task.invariant.id not in self.told:
@@ -72,5 +73,5 @@ class _Waiting:
 def _is_awaited(task: Task, run: Run) -> bool:
     """Return whether a run after `run` is judged by the task's check, or shows what others are."""
     return task.check is not None and any(
-        ahead.is_plain or asked.judges(task.check, ahead) for ahead in run.ahead
+        ahead.is_witness or asked.judges(task.check, ahead) for ahead in run.ahead
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
+from entrenar_py import faults
 from entrenar_py.checks import knob_pairs
-from entrenar_py.checks.needs import ALONE, ORACLE, REPEATED, Near, Need, Runs
+from entrenar_py.checks.needs import ALONE, NUDGED, ORACLE, REPEATED, Near, Need, Runs
 from entrenar_py.harness import companions
 from entrenar_py.scenario import Scenario
 
@@ -35,7 +36,8 @@ def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs
     others = {
         key: scenario
         for key, scenario in scenarios.items()
-        if key != own and scenario != subject  # a copy of the run can't serve as its baseline
+        # A copy of the run can't serve as its baseline.
+        if key != own and scenario != subject and not faults.are_nudged(scenario.faults)
     }
     near: dict[Need, Near[K]] = {}
 
@@ -69,18 +71,26 @@ def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs
 
 
 def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need, tuple[K, ...]]:
-    """Return two runs of a user's trainer that should be equal, and its run on one worker, if any.
+    """Return two runs of a user's trainer that should be equal, its run on one worker, and its
+    nudged run after the same run without that, as far as there are any.
 
     A run on one worker is also found if it had another batch.
     """
+    nudged = {key: one for key, one in scenarios.items() if faults.are_nudged(one.faults)}
+    others = {key: one for key, one in scenarios.items() if key not in nudged}
     plain = companions.plain(knob_pairs.unturned(subject), repeat=0)
-    keys = {scenario: key for key, scenario in scenarios.items()}
-    alone = _nearest(subject, plain.with_(world_size=1), ALONE, scenarios)
+    keys = {scenario: key for key, scenario in others.items()}
+    alone = _nearest(subject, plain.with_(world_size=1), ALONE, others)
     twice: tuple[K, ...] = ()
-    if again := _nearest(subject, plain.with_(repeat=1), REPEATED, scenarios):
-        first = keys.get(scenarios[again[0]].with_(repeat=0))
+    if again := _nearest(subject, plain.with_(repeat=1), REPEATED, others):
+        first = keys.get(others[again[0]].with_(repeat=0))
         twice = () if first is None else (first, again[0])
-    return {ALONE: () if alone is None else (alone[0],), REPEATED: twice}
+    moved: tuple[K, ...] = ()
+    for key, scenario in nudged.items():
+        meant = plain.with_(world_size=scenario.world_size)
+        still = _nearest(subject, meant, ALONE, others)
+        moved = () if still is None else (still[0], key)
+    return {ALONE: () if alone is None else (alone[0],), REPEATED: twice, NUDGED: moved}
 
 
 def _nearest(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from entrenar_py import faults
 from entrenar_py import trace as trace_file
 from entrenar_py.checks import Check
 from entrenar_py.checks.needs import TWIN, Runs
@@ -98,7 +99,7 @@ def judge_stored(
             runs = {
                 file: roles.of(task.check.needs, file, scenarios)
                 for file, scenario in scenarios.items()
-                if _kind(scenario.system) in kinds
+                if _kind(scenario.system) in kinds and not faults.are_nudged(scenario.faults)
             }
         yield judge_each(task, runs, traces, on_judged=on_judged)
 

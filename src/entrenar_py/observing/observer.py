@@ -227,6 +227,7 @@ class Observer(Observation):
             return
         if next(iter(module._forward_pre_hooks)) == self._firsts[module].id:
             self._start()
+            self._faults.perhaps_nudge()
         else:  # wrapped since: the model's own parameters are back by the step at the latest
             self._firsts[module].remove()
             self._firsts[module] = self._hook_first(module)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from entrenar_py import trace
-from entrenar_py.faults import Fault
+from entrenar_py.faults import NUDGED, Fault
 from entrenar_py.observing import FAULTS, dtensors, unsharded_parameters
 from entrenar_py.observing.subject import Subject
 
@@ -64,6 +65,17 @@ class PlannedFaults:
                 self._write([trace.Injected(fault=fault.to_dict(), step=step, rank=rank), left])
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    def perhaps_nudge(self) -> None:
+        """Move the weights by some roundings if a fault plans that for this step.
+
+        Copies of a weight on several ranks are moved alike. Generators of the script stay as they
+        are.
+        """
+        for fault in self._faults:
+            if fault.kind == NUDGED and self._strikes(fault):
+                for name, parameter in self._subject.parameters.items():
+                    _nudge(name, dtensors.local(parameter), float(fault.value or 0))
+
     def _strikes(self, fault: Fault) -> bool:
         """Return whether `fault` strikes now: once, in its step and shard. Record it if it does.
 
@@ -109,6 +121,17 @@ class PlannedFaults:
             return output + (float(fault.value or "nan") - output.detach())
 
         return [self._subject.model.register_forward_hook(spoil)]
+
+
+@torch.no_grad()
+def _nudge(name: str, weights: Tensor, share: float) -> None:
+    """Add or subtract, at random, `share` of each weight."""
+    if not (weights.is_floating_point() or weights.is_complex()):
+        return
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    signs = torch.randint(0, 2, weights.shape, generator=generator, dtype=torch.int8)
+    # In float32, since 1 + share may be 1 in a format of 16 bits.
+    weights.mul_((2 * share * signs.to(weights.device, torch.float32)).add_(1 - share))
 
 
 def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...] | None:
