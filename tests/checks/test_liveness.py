@@ -129,6 +129,15 @@ def test_a_gradient_that_was_not_recorded() -> None:
     assert "record Start.weights and Update.gradient with values" in finding.reason
 
 
+def test_a_tensor_that_nothing_used() -> None:
+    """A tensor that alone has no gradient never had one; its values are not asked for."""
+    trace = moving([1, 1, 1, 1])
+    other = traces.altered(trace, Update, {}, gradient={"other": traces.values(1.0)})
+    finding = traces.judge("liveness", [other])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "never had a gradient on rank 0" in finding.reason
+
+
 def test_a_gradient_that_never_came_to_the_optimizer() -> None:
     """If a shard had a gradient and no update has one, a bug cleared it."""
     trace = moving([1, 1, 1, 1])

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from entrenar_py.trace import Trace
+from entrenar_py.trace import Event, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
-from tests.checks.micro_batch_traces import STEPS, Vectors, summed, times, trace_of
+from tests.checks.micro_batch_traces import (
+    SHAPES,
+    STEPS,
+    Vectors,
+    records,
+    summed,
+    times,
+    trace_of,
+)
 
 HALF = [[0.5, 0.5], [0.5, 0.5]]
 WHOLE = [[1.0, 1.0], [1.0, 1.0]]
@@ -60,3 +70,34 @@ def test_a_loss_that_is_divided_twice_may_be_one_of_several_terms() -> None:
     finding = traces.judge("weighting", [run([[0.25, 0.25], [0.25, 0.25]])])
     assert finding.verdict is not Verdict.FALSIFIED
     assert any("divided once too often" in note for note in finding.notes)
+
+
+@pytest.mark.parametrize(("kept", "words"), [(1, "one of full steps alone"), (3, "left for the")])
+def test_steps_of_other_sizes(kept: int, words: str) -> None:
+    """A step of more or fewer micro-batches is divided by the number of its own."""
+    whole = run(HALF)
+    events: list[Event] = []
+    for event in whole.events:
+        if isinstance(event, Shard) and event.step == 1:
+            if event.shard % 2 == 0 or kept > 1:
+                events.append(event)
+            if event.shard % 2 and kept > 2:
+                events.append(replace(event, shard=event.shard + 4, epoch=1))
+        else:
+            events.append(event)
+    of_step = [one for one in events if isinstance(one, Shard) and one.step == 1]
+    total = {
+        name: np.sum([one.gradient[name].values() for one in of_step], axis=0) / 2  # type: ignore[arg-type]
+        for name in SHAPES
+    }
+    trace = replace(whole, events=tuple(events))
+    broken_run = traces.altered(
+        traces.altered(trace, Update, {"step": 1, "rank": 0}, gradient=records(total)),
+        Update,
+        {"step": 1, "rank": 1},
+        gradient=records(total),
+    )
+    broken = traces.broken(traces.judge("weighting", [broken_run]))
+    assert broken.step == 1
+    assert f"{2 * kept} micro-batches are divided by the number that 4" in broken.message
+    assert words in broken.message

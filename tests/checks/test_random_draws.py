@@ -155,3 +155,30 @@ def test_workers_of_a_loader() -> None:
         drawn(1, "a", "b", "loader", worker=0, ids=(1,)),  # another rank: for the batch, perhaps
     ):
         assert judged([*TWO, first, other]).broken is None
+
+
+def test_layers_that_are_computed_again() -> None:
+    """Their masks must be those of the forward pass."""
+    broken = judged([*TWO, drawn(1, "a", "b", "recomputed", step=2)], dropout=0.1).broken
+    assert broken is not None
+    assert (broken.step, broken.rank) == (2, 1)
+    assert "computed again" in broken.message
+
+
+def test_evaluation_mode() -> None:
+    """Dropout is off on all ranks or on none; where all stop training with it, nobody knows."""
+    later = [replace(one, step=1) for one in TWO]
+    apart = judged([*TWO, replace(later[0], evaluating=True), later[1]], dropout=0.1)
+    assert apart.broken is not None
+    assert (apart.broken.step, apart.broken.rank) == (1, 0)
+    assert "call model.train() after model.eval()" in apart.broken.message
+    off = [replace(one, evaluating=True) for one in later]
+    both = judged([*TWO, *off], dropout=0.1)
+    assert both.broken is None
+    assert both.missing == [
+        "the model is in evaluation mode from step 1 on, with dropout off: call model.train() "
+        "after model.eval()"
+    ]
+    always = judged([*off, *(replace(one, step=2) for one in off)], dropout=0.1)
+    assert (always.broken, always.missing) == (None, [])
+    assert judged([*TWO, *off]).missing == [], "nothing depends on the mode"

@@ -216,6 +216,58 @@ def test_a_planted_value(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.finite for one in shards] == [True, True, False, True]
 
 
+def test_a_planted_value_strikes_what_is_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If passes leave the first tensor out, another one is struck."""
+    monkeypatch.setenv(FAULTS, '[{"kind": "non_finite_gradient", "step": 1, "value": "nan"}]')
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    for step in range(2):
+        obs.samples([step])
+        with torch.no_grad():
+            hidden = model[0](torch.ones(1, 1))
+        model.forward = model[1].forward  # type: ignore[method-assign]
+        model(hidden).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    obs.close()
+    shards = [event for event in recorded(folder).events if isinstance(event, Shard)]
+    assert [one.finite for one in shards] == [True, False]
+
+
+def test_evaluation_mode(folder: Path) -> None:
+    """A micro-batch that is trained in evaluation mode is recorded as such."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    for step in range(3):
+        model.train(step != 1)
+        obs.samples([step])
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    obs.close()
+    shards = [event for event in recorded(folder).events if isinstance(event, Shard)]
+    assert [one.evaluating for one in shards] == [False, True, False]
+
+
+def test_weights_that_other_ranks_step(folder: Path) -> None:
+    """Where the optimizer lacks parameters, weights are recorded as the next pass finds them."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([model.weight], lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    for step in range(2):
+        obs.samples([step])
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.bias.fill_(step)  # as a broadcast does
+    obs.close()
+    updates = [event for event in recorded(folder).events if isinstance(event, Update)]
+    assert [one.weights["bias"].values() for one in updates] == [0.0, 1.0]
+
+
 def recorded(folder: Path) -> RankTrace:
     """Return the record of this rank's only life."""
     (path,) = folder.glob("*.rank.jsonl")

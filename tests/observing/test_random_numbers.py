@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, dataloader
 
 from entrenar_py import trace
@@ -153,3 +154,18 @@ def test_a_loader_gives_the_same_under_hooks() -> None:
         if made:
             made.hooks.remove()
     assert given[0] == given[1]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kept", [True, False])
+def test_layers_that_are_computed_again(recorded: Recorded, kept: bool, reentrant: bool) -> None:
+    """Numbers that a checkpoint draws anew are recorded, and not those that it draws again."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    given = torch.ones(1, 4, requires_grad=True)
+    output = checkpoint(layer, given, use_reentrant=reentrant, preserve_rng_state=kept)
+    recorded.draws.mark("forward")
+    recorded.draws.begin_backward()
+    output.sum().backward()
+    recorded.draws.end_backward()
+    again = [] if kept else [("recomputed", "torch")]
+    assert recorded.drawn == [("forward", "torch"), *again]

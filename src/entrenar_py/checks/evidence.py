@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -229,6 +229,8 @@ def compare_close(
     bound: float,
     message: str,
     floor: float = 0.0,
+    *,
+    explain: Callable[[], str] = str,
     **place: Any,
 ) -> bool:
     """Count one comparison per tensor: |got - expected| <= bound |expected| + floor, in L2 norms.
@@ -236,7 +238,8 @@ def compare_close(
     |expected| is the tensor's own norm, so that a small tensor can't hide behind a large one. It is
     taken to be at least 1 / NOISE_SHARE of the norm over all tensors, so that a tensor of rounding
     noise does not fail. The distance of tensors with sketches is that of their projections, which
-    may be PROJECTED times as large. Return False, and count nothing, if a tensor has neither values
+    may be PROJECTED times as large. `explain` says why a tensor is off that is no simple multiple
+    of the right one. Return False, and count nothing, if a tensor has neither values
     nor a sketch, or if one side alone has a sketch of it.
     """
     gaps = distances(expected, got)
@@ -255,6 +258,8 @@ def compare_close(
         words = ""
         if not near:
             words = factors.of(gap.expected, gap.got, place.get("scenario"), bound)
+            if not words and tally.would_keep(place.get("step", 0)):
+                words = explain()
         tally.check(
             near,
             f"{message}: {name} is off by {gap.relative:.2g} of its norm, allowed {allowed:.2g}"

@@ -228,8 +228,8 @@ def _may_rest(
     some_gradient = False
     for update in rest:
         record = update.gradient.get(name)
-        if record is None and moved and update.gradient:
-            continue  # the script took its gradient away until it let it move
+        if record is None and update.gradient and (moved or update.step not in local):
+            continue  # it had none, or the script took it away until it let the tensor move
         gradient = local.get(update.step) if record is None else record.elements()
         if weight is None or gradient is None or gradient.size != weight.size:
             why = f"{name} did not move, and its weight or gradient is unknown"

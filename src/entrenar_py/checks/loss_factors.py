@@ -25,6 +25,7 @@ def judge(tally: Tally, trace: Trace) -> None:
     if trace.scenario.workload != "own":
         return
     common: dict[int, float] = {}
+    counted: dict[int, Sequence[Shard]] = {}
     shards = evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         told = _told(by_rank, shards.get(step, ()))
@@ -33,8 +34,9 @@ def judge(tally: Tally, trace: Trace) -> None:
         _shares(tally, trace, told)
         factor = _factor(trace, by_rank, told) if step_sums.are_apart(told) else None
         if factor is not None:
-            common[step] = factor
+            common[step], counted[step] = factor, told
     _common(tally, trace, common)
+    _alike(tally, trace, common, counted)
 
 
 def _told(by_rank: Mapping[int, Update], shards: Sequence[Shard]) -> list[Shard] | None:
@@ -77,6 +79,60 @@ def _factor(trace: Trace, by_rank: Mapping[int, Update], told: Sequence[Shard]) 
     if ratio is None or ratio <= 0:
         return None
     return ratio * sum(shard.slope or 0.0 for shard in told)
+
+
+def _alike(
+    tally: Tally,
+    trace: Trace,
+    factor_of: Mapping[int, float],
+    counted: Mapping[int, Sequence[Shard]],
+) -> None:
+    """Check that steps of more, or larger, micro-batches than usual are divided by more, too.
+
+    Clipping changes the factor of a step by anything, but hardly by this.
+    """
+    usual = _usual(factor_of)
+    if usual is None:
+        return
+    sizes = {step: _sizes(told) for step, told in counted.items()}
+    for step, factor in sorted(factor_of.items()):
+        ratio = factor / factor_of[usual]
+        if abs(ratio - 1) <= BOUND:
+            continue
+        for name, size, due in zip(
+            ("micro-batches", "weight"), sizes[step], sizes[usual], strict=True
+        ):
+            if size == due or abs(ratio - size / due) > BOUND * ratio:
+                continue
+            place = evidence.place(trace, evidence.any_rank(evidence.updates(trace)[step]))
+            meaning = (
+                "the last of an epoch are left for the next step"
+                if size > due and name == "micro-batches"
+                else "the number is one of full steps alone"
+            )
+            tally.check(
+                False,
+                f"{size:g} {name} are divided by the number that {due:g} are divided by in step "
+                f"{usual}, so samples count {ratio:.3g} times, which could mean: {meaning}",
+                expected="1",
+                got=f"{ratio:.6g}",
+                **place,
+            )
+            break
+
+
+def _usual(factor_of: Mapping[int, float]) -> int | None:
+    """Return the first step with the factor that at least half of all steps have, if any."""
+    for step, factor in sorted(factor_of.items()):
+        alike = [other for other in factor_of.values() if abs(other / factor - 1) <= BOUND]
+        if 2 * len(alike) >= len(factor_of):
+            return step if len(alike) < len(factor_of) else None
+    return None
+
+
+def _sizes(shards: Sequence[Shard]) -> tuple[float, float]:
+    """Return the number of micro-batches, and the samples or tokens in them."""
+    return len(shards), sum(shard.weight for shard in shards)
 
 
 def _common(tally: Tally, trace: Trace, factor_of: Mapping[int, float]) -> None:

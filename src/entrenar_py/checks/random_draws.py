@@ -26,6 +26,7 @@ PLACES: Mapping[str, str] = {
     "batch": "between the batch and the forward pass (noise, timesteps, augmentation)",
     "forward": "in the model's forward pass (dropout, noise, masks)",
     "loss": "between the forward and the backward pass (noise or masks of the loss)",
+    "recomputed": "by layers that are computed again in the backward pass",
     "backward": "in the backward pass",
     "gradient": "between the backward pass and the step (noise on gradients)",
     "step": "in optimizer.step()",

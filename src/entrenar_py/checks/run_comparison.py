@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 
 from entrenar_py.checks import (
     evidence,
@@ -18,6 +19,7 @@ from entrenar_py.checks import (
     precision,
     rates,
     reduction_format,
+    shares,
     skips,
     step_shape,
 )
@@ -287,6 +289,8 @@ class _Comparison:
             mine, theirs = _tensors(model, part), _tensors(update, part)
             what = f"{self.words.before}{message} {self.words.its}"
             place = evidence.place(self.trace, update)
+            if part == "gradient" and self.trace.scenario.workload == "own":
+                place["explain"] = partial(shares.explain, self.trace, update, mine, bound)
             if evidence.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
                 done.add(part)
         return done

@@ -23,6 +23,8 @@ _OWN_SEEDS = "seed each rank differently, torch.manual_seed(seed + rank)"
 def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """Judge the streams of a run; `alone` is the same training on one worker, if there is one."""
     _masks_on_every_rank(tally, trace)
+    _modes_alike(tally, trace)
+    _recomputed_alike(tally, trace)
     drawn = [event for event in trace.standing.of(Drawn) if event.where in _JUDGED]
     main = [event for event in drawn if event.worker is None]
     _ranks_differ(tally, trace, main, alone)
@@ -47,6 +49,49 @@ def _masks_on_every_rank(tally: Tally, trace: Trace) -> None:
             f"{always[0] if always else ''} did in every one: its dropout is off",
             **evidence.place(trace, shards[0]),
         )
+
+
+def _modes_alike(tally: Tally, trace: Trace) -> None:
+    """Check that dropout is on or off on all ranks alike, as `train()` and `eval()` say."""
+    if not trace.scenario.dropout:
+        return
+    off: dict[int, dict[int, Shard]] = {}  # step -> rank -> a micro-batch in evaluation mode
+    trained: dict[int, set[int]] = {}
+    for shard in trace.standing.of(Shard):
+        if shard.evaluating:
+            off.setdefault(shard.step, {})[shard.rank] = shard
+        else:
+            trained.setdefault(shard.step, set()).add(shard.rank)
+    for step, by_rank in sorted(off.items()):
+        others = trained.get(step, set()) - by_rank.keys()
+        if others:
+            shard = by_rank[min(by_rank)]
+            tally.check(
+                False,
+                f"rank {shard.rank} trains in evaluation mode, with dropout off, and rank "
+                f"{min(others)} doesn't: call model.train() after model.eval()",
+                **evidence.place(trace, shard),
+            )
+    if off and trained and min(off) > min(trained):
+        words = f"the model is in evaluation mode from step {min(off)} on, with dropout off"
+        if max(trained) < min(off):
+            tally.miss(f"{words}: call model.train() after model.eval()")
+
+
+def _recomputed_alike(tally: Tally, trace: Trace) -> None:
+    """Check that layers which are computed again draw the numbers that they drew before."""
+    for event in trace.standing.of(Drawn):
+        if event.where == "recomputed":
+            tally.check(
+                False,
+                f"rank {event.rank} draws new random numbers when a layer is computed again in the "
+                f"backward pass, from {named(event.generator)}: the gradient is that of other "
+                "masks than the loss; let the checkpoint set generators back "
+                "(preserve_rng_state=True)",
+                step=event.step,
+                rank=event.rank,
+                scenario=trace.scenario,
+            )
 
 
 def _ranks_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Trace | None) -> None:

@@ -75,8 +75,8 @@ def joined(vectors: Mapping[str, NDArray[Any]], names: Collection[str]) -> Vecto
 
 
 def are_apart(shards: Collection[Shard]) -> bool:
-    """Return whether all shards have samples of their own, and no sample is in two of them."""
-    ids = [id_ for shard in shards for id_ in shard.ids]
+    """Return whether all shards have samples, and none is in two of them in the same epoch."""
+    ids = [(shard.epoch, id_) for shard in shards for id_ in shard.ids]
     return len({*ids}) == len(ids) and all(shard.ids for shard in shards)
 
 

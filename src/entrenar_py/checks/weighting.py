@@ -117,6 +117,8 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         mean = evidence.vectors(update.gradient)
         if total and mean is not None and trace.scenario.workload == "own":
             total = _without_taken(tally, total, mean, step)
+            # No micro-batch used the others: the script may have set their gradients to zero.
+            total |= {n: np.zeros(v.shape) for n, v in mean.items() if n not in total}
         if total and mean is not None and gradient_sums.shapes(total) == gradient_sums.shapes(mean):
             divisions.add(update, by_rank, shards[step], total, mean)
         elif valued:

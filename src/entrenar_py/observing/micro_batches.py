@@ -50,6 +50,8 @@ class MicroBatches:
         self._losses: list[_Loss] = []
         # The value that the current backward pass was called on, if the script reports no loss.
         self.backward_loss: float | None = None
+        # Whether the last forward pass that may be trained was one in evaluation mode.
+        self._is_evaluating = False
         self._num_written = 0
         self._draws: str | None = None
         self._is_in_forward = False
@@ -73,10 +75,16 @@ class MicroBatches:
 
         `blocks` are the memory of its inputs.
         """
+        self._is_evaluating = False
         self.samples.forward(blocks)
         self._given.append(contents.of(given))
         self._random.mark("batch")
         self._is_in_forward = True
+
+    def aside(self, blocks: list[Block], *, trains: bool) -> None:
+        """Note a forward pass that is no training, or one in evaluation mode that may be."""
+        self.samples.aside(blocks, trains=trains)
+        self._is_evaluating |= trains
 
     def after_forward(self) -> None:
         """Note whether a forward pass that was announced has drawn random numbers."""
@@ -107,6 +115,7 @@ class MicroBatches:
                 contents=contents.of_samples(self._given, len(drawn.ids)),
                 gradient=gradient,
                 unknown=drawn.unknown,
+                evaluating=self._is_evaluating,
             )
         )
         self._draws, self._given = None, []

@@ -181,9 +181,8 @@ class Observer(Observation):
         self._recording.note_limit()
 
     def _remove_hooks(self) -> None:
-        self._micro_batches.samples.remove()
-        self._loaders.remove()
-        self._backward.remove()
+        for hooks in (self._micro_batches.samples, self._loaders, self._backward, self._random):
+            hooks.remove()
         for handle in [*self._firsts.values(), *self._handles]:
             handle.remove()
 
@@ -223,7 +222,7 @@ class Observer(Observation):
         self._subject.buffers.before_forward()
         blocks = batches.blocks_of(inputs)
         if not (module.training and torch.is_grad_enabled()):
-            self._micro_batches.samples.aside(blocks, trains=torch.is_grad_enabled())
+            self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
             return
         if next(iter(module._forward_pre_hooks)) == self._firsts[module].id:
             self._start()
@@ -251,7 +250,7 @@ class Observer(Observation):
         self._write_late()
         self._stop.perhaps_end(*self._place())
         micro_batches = self._micro_batches
-        self._random.mark("loss")
+        self._random.begin_backward()
         micro_batches.samples.settle()
         self._step.before_backward()
         if not micro_batches.done or self._subject.has_gradients():
@@ -265,7 +264,7 @@ class Observer(Observation):
 
     def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         self._start()
-        self._random.mark("backward")
+        self._random.end_backward()
         if self._step.is_over(gradients):
             ahead = self._micro_batches.take_losses_ahead()
             self._end_step()
@@ -338,7 +337,7 @@ class Observer(Observation):
         self._write_shards()
         self._recording.look_at_optimizers()
         update = replace(self._step.end(), schedule=self._schedule_place())
-        if self._subject.is_stepped_as_copies:
+        if self._subject.is_written_back:
             self._late = update
         else:
             self._recording.write([update])
@@ -347,7 +346,7 @@ class Observer(Observation):
         self._gradients.forget()
 
     def _write_late(self) -> None:
-        """Record the last step if its weights were still to be written back from copies."""
+        """Record the last step if its weights were still to be written back."""
         if self._late is not None:
             update, self._late = self._late, None
             self._recording.write([self._step.written_back(update)])

@@ -7,7 +7,9 @@ import math
 import os
 import signal
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ class PlannedFaults:
         planned = json.loads(os.environ.get(FAULTS, "[]"))
         self._faults = [Fault.from_dict(fields) for fields in planned]
         self._struck: set[Fault] = set()
+        self._passes: Counter[str] = Counter()  # that gave each tensor a gradient
 
     def hooks(self) -> list[Any]:
         """Set the hooks that plant the values of this rank's faults; return the hooks."""
@@ -92,9 +95,10 @@ class PlannedFaults:
     def _spoil_gradient(self, fault: Fault) -> list[Any]:
         """Plant a value in this rank's own gradient of a tensor, before it is reduced."""
         subject = self._subject
-        name = fault.tensor or subject.first_held()
 
-        def spoil(gradient: Tensor) -> Tensor | None:
+        def spoil(name: str, gradient: Tensor) -> Tensor | None:
+            if name != (fault.tensor or self._to_strike(fault, name)):
+                return None
             place = _element(subject, name, fault, gradient)
             if place is None or not self._strikes(fault):
                 return None
@@ -104,13 +108,23 @@ class PlannedFaults:
             dtensors.local(spoiled)[place] = float(fault.value or "nan")
             return spoiled.to_sparse(gradient.sparse_dim()) if gradient.is_sparse else spoiled
 
-        def spoil_whole(parameter: str, whole: Tensor) -> None:
-            if parameter == name:
-                whole.register_hook(spoil)  # type: ignore[no-untyped-call]
+        def hook(name: str, parameter: Tensor) -> Any:
+            return parameter.register_hook(partial(spoil, name))  # type: ignore[no-untyped-call]
 
         if subject.is_fully_sharded:
-            return unsharded_parameters.when_whole(subject.model, spoil_whole)
-        return [subject.trained[name].register_hook(spoil)]  # type: ignore[no-untyped-call]
+            return unsharded_parameters.when_whole(subject.model, hook)
+        return [hook(*named) for named in subject.trained.items()]
+
+    def _to_strike(self, fault: Fault, reached: str) -> str:
+        """Return the tensor to strike: the first one, or `reached` if passes leave that out.
+
+        Until the fault's step comes, count how many passes reach each tensor.
+        """
+        if self._place()[0] != fault.step:
+            self._passes[reached] += 1
+        first = self._subject.first_held()
+        is_used = self._passes[first] == max(self._passes.values(), default=0)
+        return first if is_used else reached
 
     def _spoil_loss(self, fault: Fault) -> list[Any]:
         """Plant a value in the model's output, but leave the output's gradient as it is."""

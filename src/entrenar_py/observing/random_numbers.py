@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from entrenar_py import trace
 from entrenar_py.observing import generators
 from entrenar_py.observing.generators import Generators, States
+from entrenar_py.observing.recomputed import Recomputed
 
 
 class RandomNumbers:
@@ -24,6 +25,24 @@ class RandomNumbers:
     ) -> None:
         self._generators, self._rank, self._place, self._write = generators, rank, place, write
         self._last = generators.states()
+        self._recomputed = Recomputed(self._are_not_set_back, lambda: self.mark("recomputed"))
+
+    def begin_backward(self) -> None:
+        """Write what the loss drew. From here on, modules that are called are computed again."""
+        self.mark("loss")
+        self._recomputed.begin()
+
+    def end_backward(self) -> None:
+        """Write what the backward pass drew."""
+        self.remove()
+        self.mark("backward")
+
+    def remove(self) -> None:
+        """Remove the hooks of a backward pass."""
+        self._recomputed.end()
+
+    def _are_not_set_back(self) -> bool:
+        return self._generators.states() == self._last
 
     def mark(
         self, where: str | None, *, worker: int | None = None, ids: tuple[int, ...] = ()

@@ -130,7 +130,7 @@ class StepInWork:
         return update
 
     def written_back(self, update: trace.Update) -> trace.Update:
-        """Return the last update with the weights as they are now, written back from copies."""
+        """Return the last update with the weights as they are now, written back."""
         held = self._subject.parameters
         weights, finite = self._subject.record(held), tensors.is_finite(held.values())
         self._weights = weights

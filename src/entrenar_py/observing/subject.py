@@ -217,9 +217,18 @@ class Subject:
     @property
     def is_stepped_as_copies(self) -> bool:
         """True if optimizers hold tensors of others in place of parameters of the model."""
-        stepped = {p for group in self._groups() for p in group["params"]}
-        held = {*self.parameters.values()}
-        return not stepped <= held and not stepped.issuperset(self.trained.values())
+        return self.is_written_back and not self._stepped() <= {*self.parameters.values()}
+
+    @property
+    def is_written_back(self) -> bool:
+        """True if the script writes some of the model's parameters after the optimizers' steps.
+
+        The optimizers hold copies of them, or those that other ranks step (ZeRO-1).
+        """
+        return not self._stepped().issuperset(self.trained.values())
+
+    def _stepped(self) -> set[Tensor]:
+        return {parameter for group in self._groups() for parameter in group["params"]}
 
     def first_held(self) -> str:
         """Return the name of the first trained parameter of which this rank has a non-empty piece.

@@ -61,7 +61,8 @@ class Shard(Event):
     equal, up to rounding, if the sample's contents are. `gradient` is the sum over the samples, up
     to a factor common to all shards, if revealed. `finite` is true if loss and gradient hold no NaN
     or Inf. If the samples are not known, `unknown` says why, and `ids` are empty. `slope` is the
-    derivative of what the backward pass began at, by the mean loss; None if unknown.
+    derivative of what the backward pass began at, by the mean loss; None if unknown. `evaluating`
+    is true if the model was in evaluation mode, with dropout off.
     """
 
     step: int
@@ -77,6 +78,7 @@ class Shard(Event):
     gradient: Tensors = field(default_factory=lambda: _NONE)
     unknown: str = ""
     slope: float | None = None
+    evaluating: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

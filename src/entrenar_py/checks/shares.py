@@ -1,0 +1,84 @@
+"""Explain a wrong gradient by how much each micro-batch counts in it. Judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.checks import evidence, factors, step_sums
+from entrenar_py.trace import Shard, Tensors, Trace, Update
+from entrenar_py.wording import listed
+
+# Gradients of more micro-batches than this are added up by rank.
+_APART_MAX = 8
+# Shares closer than this are alike: counts of samples or tokens differ by more.
+_ALIKE = 0.02
+
+
+def explain(trace: Trace, update: Update, due: Tensors, bound: float) -> str:
+    """Return how much the step's micro-batches would have to count to give `due`; "" if unknown.
+
+    `due` is the right gradient. It is explained if it is a sum of the micro-batches' gradients with
+    other shares than in the applied one, within `bound` (relative, L2).
+    """
+    by_rank = evidence.updates(trace).get(update.step, {})
+    held = step_sums.held(by_rank, evidence.shards(trace).get(update.step, ()))
+    right, applied = evidence.vectors(due), evidence.vectors(update.gradient)
+    parts = {key: _sum(by_rank, shards, right) for key, shards in _parts(held).items()}
+    if right is None or applied is None or right.keys() != applied.keys() or len(parts) < 2:
+        return ""
+    terms = [term for term in parts.values() if term is not None]
+    if len(terms) < len(parts):
+        return ""
+    goal, got = (step_sums.joined(vectors, right) for vectors in (right, applied))
+    now = factors.ratio(np.sum(terms, axis=0), got, bound)
+    shares, _, rank, _ = np.linalg.lstsq(np.stack(terms, axis=1), goal)
+    gap = np.linalg.norm(np.stack(terms, axis=1) @ shares - goal)
+    if not now or rank < len(terms) or gap > bound * np.linalg.norm(goal):
+        return ""
+    times = shares / now
+    if np.ptp(times) <= _ALIKE * np.abs(times).max():
+        return ""
+    told = [f"{name} {share:.3g} times" for name, share in zip(parts, times, strict=True)]
+    weights = [sum(shard.weight for shard in shards) for shards in _parts(held).values()]
+    return (
+        f"it is right if samples count otherwise, those of {listed(told, most=8)} as much"
+        f"{_meaning(times, weights)}"
+    )
+
+
+def _parts(shards: Sequence[Shard]) -> Mapping[str, list[Shard]]:
+    """Return the micro-batches by rank, or one by one if ranks have several, but not many."""
+    kept = [shard for shard in shards if shard.gradient]
+    by_rank = len(kept) > _APART_MAX or len({shard.rank for shard in kept}) == len(kept)
+    parts: dict[str, list[Shard]] = {}
+    for index, shard in enumerate(kept):
+        own = sum(other.rank == shard.rank for other in kept[:index])
+        within = "" if by_rank else f" in micro-batch {own}"
+        parts.setdefault(f"rank {shard.rank}{within}", []).append(shard)
+    return parts
+
+
+def _sum(
+    by_rank: Mapping[int, Update], shards: Sequence[Shard], like: Mapping[str, NDArray[Any]] | None
+) -> step_sums.Vector | None:
+    total = step_sums.total(by_rank, shards)
+    if total is None or like is None or not total.keys() <= like.keys():
+        return None
+    whole = {name: total.get(name, np.zeros(vector.shape)) for name, vector in like.items()}
+    if any(whole[name].shape != vector.shape for name, vector in like.items()):
+        return None
+    return step_sums.joined(whole, like)
+
+
+def _meaning(times: NDArray[Any], weights: Sequence[float]) -> str:
+    """Return what it could mean, to end a sentence, if the right shares are those of `weights`."""
+    if not all(weights):
+        return ""
+    per_weight = times / np.asarray(weights)
+    if np.ptp(per_weight) > _ALIKE * np.abs(per_weight).max():
+        return ""
+    return ", as their samples or tokens say, which could mean: a mean of means"

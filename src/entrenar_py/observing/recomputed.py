@@ -1,0 +1,57 @@
+"""Notes numbers that are drawn when the backward pass computes a module again.
+
+A checkpoint sets the generators back before it does so, or else the module draws other numbers than
+in the forward pass, and the gradient is not that of the loss.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+
+class Recomputed:
+    """Looks at the modules that are called between `begin` and `end` of a backward pass.
+
+    `are_not_set_back` tells whether all generators have the states in which they were seen last.
+    `drawn` is called after each module that began so.
+    """
+
+    def __init__(self, are_not_set_back: Callable[[], bool], drawn: Callable[[], object]) -> None:
+        self._are_not_set_back, self._drawn = are_not_set_back, drawn
+        self._handles: list[Any] = []
+        self._depth, self._goes_on = 0, False
+
+    def begin(self) -> None:
+        """Look at modules from here on."""
+        if self._handles:
+            return
+        enter, leave = self._enter, self._leave
+        if "torch._dynamo" in sys.modules:  # a compiled module is not to trace these
+            enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)  # type: ignore[no-untyped-call]
+        self._handles = [
+            register_module_forward_pre_hook(enter),
+            # Also called if the recomputation stops early, which it does by an exception.
+            register_module_forward_hook(leave, always_call=True),
+        ]
+
+    def end(self) -> None:
+        """Look no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._depth = 0
+
+    def _enter(self, _module: Any, _inputs: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._goes_on = self._are_not_set_back()
+
+    def _leave(self, _module: Any, _inputs: Any, _output: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._goes_on:
+            self._drawn()
