@@ -10,6 +10,7 @@ import pytest
 from entrenar_py.command import ending
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
+from entrenar_py.rank_files import auto_notes
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Event, Injected, Update
 
@@ -103,6 +104,21 @@ def test_how_it_ended(
     assert found[0] == status
     assert reason in found[1]
     assert bool(reason) == bool(found[1])
+
+
+def test_an_error_comes_before_what_is_not_seen(tmp_path: Path) -> None:
+    """A script without a line that fails before it trains is told its own error, not our limits."""
+    (tmp_path / auto_notes.ASKED).touch()
+    (tmp_path / auto_notes.LOADED).touch()
+    output = tmp_path / "o.txt"
+    output.write_text("Traceback (most recent call last):\n  x\nValueError: an even number\n")
+    asked = Asked(world_size=1, seed=0)
+    ended = Ended(code=1, seconds=1.0, tail=("x",), output=output, num_left=0)
+    reason = ending.of([], [], asked, ended, [])[1]
+    assert reason.startswith("nothing was recorded before it failed: exit code 1: ValueError: an")
+    output.write_text("")
+    ended = Ended(code=0, seconds=1.0, tail=(), output=output, num_left=0)
+    assert "no process stepped a torch optimizer" in ending.of([], [], asked, ended, [])[1]
 
 
 def test_a_folder_that_was_removed(tmp_path: Path) -> None:

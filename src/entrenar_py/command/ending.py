@@ -106,10 +106,10 @@ def _shown(path: Path) -> str:
 
 def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
     """Return why no rank wrote a file, and what to do about it."""
+    if error and not auto_notes.read(ended.output.parent):
+        return f"nothing was recorded before it failed: {how}"
     if why := auto_notes.why_nothing(ended.output.parent):
         return f"nothing was recorded: {why}; {how}"
-    if error:
-        return f"nothing was recorded before it failed: {how}"
     if ended.code:  # why it failed comes first: most such scripts have the line
         return f"nothing was recorded: {how}; check that the script that trains calls `{LINE}`"
     return f"nothing was recorded: add `{LINE}` to the script; {how}"
