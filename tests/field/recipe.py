@@ -21,10 +21,10 @@ To add one:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 HERE = Path(__file__).parent
 CONTRACTS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
@@ -89,6 +89,12 @@ class Trial:
     def hardware(self) -> str:
         """The kind of machine, as in the names of results."""
         return f"cuda{self.gpus}" if self.gpus else "cpu"
+
+
+def on_gpus(trial: Trial, num_gpus: int, **changes: Any) -> Trial:
+    """Return `trial` on GPUs, where the script runs as it is published: without edits."""
+    name = f"{trial.name} on {num_gpus} GPUs"
+    return replace(trial, **{"name": name, "gpus": num_gpus, "edits": (), **changes})
 
 
 @dataclass(frozen=True, kw_only=True)

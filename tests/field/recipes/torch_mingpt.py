@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
+from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, on_gpus
 from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
 from tests.field.usual import NO_RESTART, NO_WORKDIR, UNSEEDED
 
@@ -77,6 +77,10 @@ _EXPECTED = (
     UNSEEDED,
 )
 
+_AUTO = Trial(
+    name="auto", command=_COMMAND, edits=_ON_CPU, options=("--steps", "4"), expected=_EXPECTED
+)
+
 RECIPES = (
     Recipe(
         name="torch-mingpt-ddp",
@@ -85,14 +89,6 @@ RECIPES = (
         commit=COMMIT,
         folder="distributed/minGPT-ddp/mingpt",
         needs=("hydra-core", "boto3", "fsspec"),
-        trials=(
-            Trial(
-                name="auto",
-                command=_COMMAND,
-                edits=_ON_CPU,
-                options=("--steps", "4"),
-                expected=_EXPECTED,
-            ),
-        ),
+        trials=(_AUTO, on_gpus(_AUTO, 2)),
     ),
 )

@@ -1,0 +1,146 @@
+"""pytorch/examples: FSDP2, and tensor and sequence parallelism by DTensor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, on_gpus
+from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
+from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN, UNSEEDED
+
+_LAUNCH = ("torchrun", "--standalone", "--nproc_per_node={world_size}")
+_ON_CPU = (
+    Edit(
+        file="log_utils.py", line="return has_gpu and gpu_count >= min_gpus", instead="return True"
+    ),
+)
+
+
+_NOT_CLEARED = Expected(
+    clause="F-TI-001",
+    verdict="falsified",
+    kind=Kind.DEFECT,
+    words="gradients not cleared since step 0",
+    because="The loop never calls `zero_grad`, so each step applies all gradients so far.",
+    reproduction="gradients_pile_up.py",
+)
+_NEEDS_TWO = Expected(
+    clause="F-DP-002",
+    verdict="inconclusive",
+    kind=Kind.PROPERTY,
+    words="AssertionError: TP examples require even number of GPUs",
+    because="The script insists on an even number of workers, so there is no run on one.",
+)
+_TP = (
+    STEPS_AT_NAN,
+    _NOT_CLEARED,
+    _NEEDS_TWO,
+    replace(_NEEDS_TWO, clause="F-DP-005"),
+    replace(_NEEDS_TWO, clause="F-TI-005"),
+    NO_RESTART,
+    NO_WORKDIR,
+    UNSEEDED,
+)
+_SP = (
+    STEPS_AT_NAN,
+    _NOT_CLEARED,
+    Expected(
+        clause="F-DP-002",
+        verdict="inconclusive",
+        kind=Kind.UNDECLARED,
+        words="step 0 draws other samples: seed the script alike",
+        because="The script sets no seed, so two runs of it draw other inputs.",
+    ),
+    Expected(
+        clause="F-DP-005",
+        verdict="inconclusive",
+        kind=Kind.PROPERTY,
+        words="one worker trains on batches of 20 samples, 2 on 40",
+        because="Each rank draws 20 rows of the sequence, whatever their number.",
+    ),
+    NO_RESTART,
+    NO_WORKDIR,
+    UNSEEDED,
+)
+
+
+def _on_cpu(file: str) -> tuple[Edit, ...]:
+    line = "device_type = torch.accelerator.current_accelerator().type"
+    return (*_ON_CPU, Edit(file=file, line=line, instead="device_type = 'cpu'"))
+
+
+def _parallel(name: str, title: str, file: str, expected: tuple[Expected, ...]) -> Recipe:
+    auto = Trial(
+        name="auto",
+        command=(*_LAUNCH, file),
+        edits=_on_cpu(file),
+        options=("--steps", "4"),
+        expected=expected,
+    )
+    return Recipe(
+        name=name,
+        title=title,
+        repository=EXAMPLES,
+        commit=COMMIT,
+        folder="distributed/tensor_parallelism",
+        trials=(auto, on_gpus(auto, 2)),
+    )
+
+
+_FSDP2 = Trial(
+    name="auto",
+    command=(*_LAUNCH, "example.py"),
+    edits=(
+        Edit(
+            file="example.py",
+            line="return has_gpu and gpu_count >= min_gpus",
+            instead="return True",
+        ),
+        Edit(
+            file="example.py",
+            line="torch.distributed.init_process_group(backend=backend, device_id=device)",
+            instead="torch.distributed.init_process_group(backend=backend)",
+        ),
+    ),
+    # The others would compare what the memory happened to hold.
+    options=("--steps", "4", "--only", "F-DP-002,F-DP-003,F-TI-005"),
+    expected=(
+        STEPS_AT_NAN,
+        Expected(
+            clause="F-DP-002",
+            verdict="falsified",
+            kind=Kind.DEFECT,
+            words="are given the same rows in every step",
+            because="All ranks set the same seed, and then each draws its batch. So all ranks "
+            "train on the same samples, and several GPUs learn what one would.",
+            reproduction="same_data_by_one_seed.py",
+        ),
+        Expected(
+            clause="F-TI-005",
+            verdict="inconclusive",
+            kind=Kind.DEFECT,
+            words="look uninitialised",
+            because="`Transformer.reset_parameters` leaves its layers out, after `to_empty` has "
+            "given them memory that nobody wrote. Here new memory is filled with large numbers; "
+            "NaN and zeros were seen in it, too.",
+            reproduction="fsdp2_uninitialised.py",
+        ),
+    ),
+)
+RECIPES = (
+    Recipe(
+        name="torch-fsdp2",
+        title="FSDP2",
+        repository=EXAMPLES,
+        commit=COMMIT,
+        folder="distributed/FSDP2",
+        # glibc fills new memory with 2.7e23, so that each run finds the same in it.
+        environment={
+            "MALLOC_PERTURB_": "153",
+            "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
+        },
+        trials=(_FSDP2, on_gpus(_FSDP2, 2)),
+    ),
+    _parallel("torch-tp", "tensor parallelism", "tensor_parallel_example.py", _TP),
+    _parallel("torch-sp", "sequence parallelism", "sequence_parallel_example.py", _SP),
+)
