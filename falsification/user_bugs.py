@@ -114,12 +114,18 @@ BUGS = (
             ),
         ),
         check="coverage",
+        step=0,
+        words="step 0 leaves out samples [13], which the run on one worker draws",
     ),
     Twin(
         name="batches overlap by a sample",
         script="plain_loop.py",
-        changes=(("each[at : at + GLOBAL_BATCH]", "each[max(0, at - 1) : at + GLOBAL_BATCH - 1]"),),
+        changes=(
+            ("each[at : at + GLOBAL_BATCH]", "each[max(0, at - 1) : at + GLOBAL_BATCH - 1]"),
+            ("observe(model, optimizer)", "observe(model, optimizer, dataset=data)"),
+        ),
         check="coverage",
+        words="epoch 0 ended without samples",
     ),
     Twin(
         name="the learning rate grows with the number of workers",

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from entrenar_py.checks import CHECKS, sample_numbers
+from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.trace import Selection, Shard, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
@@ -119,3 +121,29 @@ def test_a_data_set_that_is_guessed() -> None:
         )
         assert "4, 5" in found.reason or "6 of 8 samples" in found.reason
         assert found.verdict.value == ("falsified" if known == "known" else "inconclusive")
+
+
+ALL = [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "lost"),
+    [
+        pytest.param([[[0], [1, 2]], [[4, 5], [6]]], {0: [3], 1: [7]}, id="of each batch"),
+        pytest.param([[[0, 1], [2, 3]], [[4, 5], [6]]], {}, id="of the last one"),
+        pytest.param([[[0], [1, 2]], [[4, 5], [3]]], {}, id="moved to the next"),
+    ],
+)
+def test_samples_that_several_workers_leave_out(
+    steps: list[list[list[int]]], lost: dict[int, list[int]]
+) -> None:
+    """They are found by the run on one worker, whose batches are larger."""
+    alone, trace = run([[ids] for ids in ALL]), was(run(steps), population="guessed")
+    assert sample_numbers.left_out(alone, trace) == lost
+    runs = Runs(trace, witnesses={ALONE: (alone,)})
+    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    if lost:
+        assert broken(finding).sample_ids == (3,)
+        assert "step 0 leaves out samples [3], which the run on one worker" in finding.reason
+    else:
+        assert finding.verdict is Verdict.HELD

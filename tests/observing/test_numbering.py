@@ -7,9 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+)
 
+from entrenar_py.errors import UsageError
 from entrenar_py.observing.numbering import Numbering
+from entrenar_py.observing.samples import Samples
 
 WHOLE = TensorDataset(torch.arange(10.0))
 OTHER = TensorDataset(torch.arange(3.0))
@@ -72,3 +81,27 @@ def test_a_selection_of_positions() -> None:
     numbering = Numbering(Subset(WHOLE, [7, 2, 5]))
     assert numbering.selected([2, 0]) == (5, 7)
     assert Numbering(OTHER).selected([2, 1, 0]) is None
+
+
+@pytest.mark.parametrize(
+    ("dataset", "size", "selected"),
+    [(WHOLE, 10, None), (Subset(WHOLE, [4, 2]), 10, (2, 4)), (7, 7, None)],
+)
+def test_a_data_set_that_is_declared(
+    dataset: Any, size: int, selected: tuple[int, ...] | None
+) -> None:
+    """Every epoch draws all of it, whoever draws: it need not be torch's sampler."""
+    loader = DataLoader(WHOLE, batch_sampler=[[0, 1], [2]])
+    for source in (None, loader):
+        samples = Samples(source, dataset)
+        facts = samples.facts()
+        assert (facts["num_samples"], facts["thorough"]) == (size, True)
+        assert samples.selected() == selected
+        samples.remove()
+
+
+@pytest.mark.parametrize("dataset", [0, -1, Stream(), object(), OTHER])
+def test_a_data_set_that_can_t_be_declared(dataset: Any) -> None:
+    """It has no length, no samples, or not those that the sampler draws from."""
+    with pytest.raises(UsageError, match="dataset="):
+        Samples(DataLoader(WHOLE), dataset)

@@ -14,6 +14,7 @@ from entrenar_py.checks import (
     missing,
     plans,
     presuppositions,
+    sample_numbers,
     untold_epochs,
 )
 from entrenar_py.checks.check import Check
@@ -61,6 +62,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _by_members(tally, trace)
     if tally.broken is None:  # a run that is wrong by itself differs from others because of that
         _stable(tally, runs)
+        _none_left_out(tally, runs)
     why = "no samples are known"
     return tally.finding(nothing=missing.nothing(tally, why, facts.IDS_AND_UPDATE))
 
@@ -264,6 +266,28 @@ def _stable(tally: Tally, runs: Traces) -> None:
         )
         if presuppositions.comparable(tally, comparison, compared) is not None:
             _same_batches(tally, first, trace)
+
+
+def _none_left_out(tally: Tally, runs: Traces) -> None:
+    """Check that no run draws less of each batch than the run on one worker does.
+
+    Only batches of other sizes are left to check: others were compared in full.
+    """
+    for alone in runs.witnesses.get(ALONE, ()):
+        unlike = (trace for trace in runs.own if not any(alone is run for run in runs.own))
+        for trace in unlike:
+            lost = sample_numbers.left_out(alone, trace)
+            compared = Compared(runs=runs, model=alone, trace=trace)
+            comparison = presuppositions.SAMPLES_WITH_ONE_WORKER
+            if lost and presuppositions.comparable(tally, comparison, compared) is not None:
+                step, ids = min(lost.items())
+                tally.check(
+                    False,
+                    f"step {step} leaves out samples {ids[:8]}, which the run on one worker draws",
+                    step=step,
+                    sample_ids=tuple(ids),
+                    scenario=trace.scenario,
+                )
 
 
 def _same_batches(tally: Tally, model: Trace, trace: Trace) -> None:

@@ -49,8 +49,8 @@ IDS_AND_UPDATE = Fact(
 EPOCHS = Fact(record="Shard.epoch", call="report the epochs, too: obs.samples(ids, epoch=...)")
 POPULATION = Fact(
     record="the samples of the data set",
-    call="give observe(..., sampler=loader) a loader of torch's, of a Subset if only some samples "
-    "are meant, and with drop_last=True if a short last batch is left out",
+    call="if an epoch has to draw every sample, say observe(..., dataset=data), with a Subset if "
+    "only some are meant; a loader with drop_last=True leaves out a short last batch",
 )
 LOSS = Fact(record="Shard.loss_sum", call=_LOSS)
 LOSS_IN_BOTH = Fact(record="Shard.loss_sum, or Update.loss, in both runs", call=_LOSS)

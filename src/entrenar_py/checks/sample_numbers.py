@@ -48,6 +48,8 @@ def other_batches(compared: Compared) -> str:
     common = sorted(samples.keys() & others.keys())
     if not common or any(samples[step] == others[step] for step in common):
         return ""
+    if left_out(compared.model, compared.trace):
+        return ""
     workers = counted(compared.trace.scenario.world_size, "worker")
     return (
         f"no step has the samples on {workers} that it has on "
@@ -55,6 +57,24 @@ def other_batches(compared: Compared) -> str:
         "whether samples are moved between steps is known if each rank takes its share of batches "
         "that are cut for all (DistributedSampler)"
     )
+
+
+def left_out(whole: Trace, fewer: Trace) -> dict[int, list[int]]:
+    """Return by step the samples of `whole` that `fewer` lacks, if batches are cut alike in both.
+
+    They are if each step of `fewer` draws nothing else, and one less that is not an epoch's last:
+    the last batch of an epoch may be cut short. Otherwise return nothing.
+    """
+    if "untold" in (whole.traits.epochs, fewer.traits.epochs):
+        return {}
+    samples, others = _batches(whole), _batches(fewer)
+    steps = samples.keys() & others.keys()
+    if not all(others[step] <= samples[step] for step in steps):
+        return {}
+    lost = {step: [*(samples[step] - others[step])] for step in steps}
+    last = {shard.epoch: shard.step for shard in whole.standing.of(Shard)}
+    is_cut = any(lost[step] for step in steps - {*last.values()})
+    return {step: sorted(ids) for step, ids in lost.items() if ids} if is_cut else {}
 
 
 def _batches(trace: Trace) -> dict[int, Counter[int]]:

@@ -124,6 +124,7 @@ def observe(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
     *,
     sampler: Any = None,
+    dataset: Any = None,
     scheduler: Any = None,
     step: int = 0,
     layout: Mapping[str, int] | DeviceMesh | None = None,
@@ -142,6 +143,8 @@ def observe(
     - `model`: as it is, or wrapped in `DistributedDataParallel` or by `fully_shard`, now or later.
     - `optimizer`: one, or several; a step is over when all of them have stepped.
     - `sampler`: the `DataLoader`, the batch sampler or the sampler that draws the samples.
+    - `dataset`: the data set, a `Subset`, or a number of samples, each of which every epoch draws.
+      Torch's samplers show it; with a sampler of your own, or `obs.samples` alone, it is a guess.
     - `scheduler`: the learning rate's schedule; its position at the start is recorded.
     - `step`: how many optimizer steps were made before, in a script that resumes.
     - `layout`: the axes along which the ranks are arranged, with their sizes, row-major:
@@ -184,6 +187,7 @@ def observe(
             model,
             optimizer,
             sampler=sampler,
+            dataset=dataset,
             scheduler=scheduler,
             step=step,
             layout=layout,

@@ -6,12 +6,15 @@ another. So positions are followed down to the data set at the bottom.
 
 from __future__ import annotations
 
+import reprlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
+
+from entrenar_py.errors import UsageError
 
 _DEPTH_MAX = 16
 _SEARCHED_MAX = 2**22  # positions up to which a split data set is looked through
@@ -101,6 +104,27 @@ class Numbering:
         if not 0 <= position < length:
             raise IndexError(position)
         return self._first[id(data)] + position
+
+
+def declared(dataset: Any, drawn: Numbering | None) -> Numbering:
+    """Return the numbers of the samples of a data set that a script declares to draw in an epoch.
+
+    `dataset` may be their number. `drawn` are the numbers of what its sampler draws from, if known.
+    Raises UsageError for a `dataset` without a length, or without samples, or of other samples.
+    """
+    numbering = Numbering(range(dataset) if type(dataset) is int else dataset)
+    if not numbering.size:
+        raise UsageError(
+            f"dataset={reprlib.repr(dataset)}: give a data set with a length, a Subset of it, or "
+            "the number of its samples, 1 or more; leave it out for a stream"
+        )
+    known = drawn is not None and drawn.bottoms and type(dataset) is not int
+    if drawn is not None and known and set(numbering.bottoms) - set(drawn.bottoms):
+        raise UsageError(
+            f"dataset={reprlib.repr(dataset)}: sampler= draws from another data set, so samples "
+            "have other numbers; give the one that it draws from, or a Subset of that"
+        )
+    return numbering
 
 
 def length_of(data: Any) -> int | None:

@@ -53,6 +53,7 @@ class Observer(Observation):
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         *,
         sampler: Any = None,
+        dataset: Any = None,
         scheduler: Any = None,
         step: int = 0,
         layout: Any = None,
@@ -82,7 +83,7 @@ class Observer(Observation):
         self._step = StepInWork(self._subject, arguments.steps("step", step, least=0))
         self._scheduler = scheduler
         self._started = False
-        samples = Samples(sampler, resumed=step > 0) if seen is None else seen
+        samples = Samples(sampler, dataset, resumed=step > 0) if seen is None else seen
         self._gradients = ReducedGradients()
         self._synchronisations = OuterSynchronisations()
         self._recording = Recording(

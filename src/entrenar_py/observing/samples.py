@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from entrenar_py.observing.batches import Block, Ids
 from entrenar_py.observing.draws import Drawn, Draws
+from entrenar_py.observing.numbering import declared
 
 
 class Told(NamedTuple):
@@ -25,8 +26,10 @@ class Samples:
     reported some before the forward pass, too: it has fetched the next batch by then.
     """
 
-    def __init__(self, source: Any, *, resumed: bool = False) -> None:
+    def __init__(self, source: Any, dataset: Any = None, *, resumed: bool = False) -> None:
         self.draws = None if source is None else Draws(source, resumed=resumed)
+        drawn = None if self.draws is None else self.draws.source.numbering
+        self._whole = None if dataset is None else declared(dataset, drawn)
         self._epoch = 0
         self._tells = self._tells_epochs = False  # whether the script reports them
         self._replaces = False
@@ -118,19 +121,24 @@ class Samples:
 
     def facts(self) -> dict[str, Any]:
         """Return what the source shows of the data, as JSON can hold it."""
-        if self.draws is None:
-            return {}
-        source = self.draws.source
-        return {
-            "num_samples": source.numbering.size,
-            "drop_last": source.drop_last,
-            "replacement": source.replacement,
-            "thorough": source.is_thorough,
-            "splits": source.splits,
-        }
+        found: dict[str, Any] = {}
+        if self.draws is not None:
+            source = self.draws.source
+            found = {
+                "num_samples": source.numbering.size,
+                "drop_last": source.drop_last,
+                "replacement": source.replacement,
+                "thorough": source.is_thorough,
+                "splits": source.splits,
+            }
+        if self._whole is not None:
+            found |= {"num_samples": self._whole.size, "thorough": True}
+        return found
 
     def selected(self) -> Ids | None:
         """Return the samples of the data set that are drawn in an epoch by all ranks; None: all."""
+        if self._whole is not None:
+            return self._whole.selected()
         return None if self.draws is None else self.draws.source.selected
 
     def news(self) -> dict[str, bool]:
