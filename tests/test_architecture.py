@@ -22,6 +22,7 @@ LINES_MAX = 400
 FLOORS = {
     "codec": 0,
     "errors": 0,
+    "hook_calls": 0,
     "untrusted": 0,
     "backends": 1,
     "canonical": 1,

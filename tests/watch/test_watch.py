@@ -59,6 +59,23 @@ def test_a_nan_stops_it() -> None:
     assert (found.value.step, found.value.ranks, found.value.tensor) == (2, (0,), "weight")
 
 
+def test_a_step_that_calls_its_base_class() -> None:
+    """torch calls hooks in both steps, that of a class and that of its base class: it is one."""
+
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    model = nn.Linear(2, 1)
+    optimizer = Twice(model.parameters(), lr=0.1)
+    observation = entrenar_py.observe(model, optimizer, every=1)
+    for _ in range(3):
+        model(torch.ones(3, 2)).square().sum().backward()
+        optimizer.step()
+    observation.close()
+    assert max(watched.steps for watched in observation.watched()) == 3
+
+
 def test_a_callback_goes_on() -> None:
     """The callback is called for every watched step that breaks a clause."""
     found: list[WatchFinding] = []

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from entrenar_py import hook_calls
 from entrenar_py.observing import dtensors, tensors, unsharded_parameters
 from entrenar_py.observing.gradients_ready import GradientHooks, call_last
 from entrenar_py.observing.planned_faults import PlannedFaults
@@ -85,9 +86,11 @@ class BackwardHooks:
 
     # --- a sharded model --------------------------------------------------------------------------
 
+    @hook_calls.ours
     def _look(self, gradient: Tensor) -> None:
         self._finite &= tensors.is_finite([gradient])
 
+    @hook_calls.ours
     def _begin(self, _: Tensor) -> None:
         if not self._ending:
             self._ending = True

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from entrenar_py import hook_calls
+
 Tell = Callable[[Sequence[Tensor | None]], None]
 
 
@@ -50,12 +52,14 @@ class GradientHooks:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._open)  # type: ignore[no-untyped-call]
 
+    @hook_calls.ours
     def _open(self, _: Tensor) -> None:
         if self._outer is None:
             self._outer = torch._C._current_graph_task_id()
             self._begun = self._told = False
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
 
+    @hook_calls.ours
     def _close(self) -> None:
         self._outer = None
 
@@ -64,6 +68,7 @@ class GradientHooks:
         for handle in self._handles:
             handle.remove()
 
+    @hook_calls.ours
     def _hear(self, index: int, gradient: Tensor) -> None:
         task = torch._C._current_graph_task_id()
         if task not in self._found:
@@ -84,6 +89,7 @@ class GradientHooks:
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
         self._expected[task] = count
 
+    @hook_calls.ours
     def _end(self, task: int) -> None:
         found = self._found.pop(task)
         del self._expected[task]
@@ -98,4 +104,4 @@ def call_last(call: Callable[[], None]) -> None:
     More may be queued until the pass ends, so only a callback at its end queues `call`.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(call))
+    queue(hook_calls.ours(lambda: queue(hook_calls.ours(lambda: call()))))

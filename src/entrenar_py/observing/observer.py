@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
+from entrenar_py import hook_calls, trace
 from entrenar_py.observing import (
     Observation,
     arguments,
@@ -28,7 +28,7 @@ from entrenar_py.observing.backward_hooks import BackwardHooks
 from entrenar_py.observing.generators import Generators
 from entrenar_py.observing.loader_draws import LoaderDraws
 from entrenar_py.observing.micro_batches import MicroBatches
-from entrenar_py.observing.module_hooks import OwnHook
+from entrenar_py.observing.module_hooks import Entrances
 from entrenar_py.observing.outer_synchronisation import OuterSynchronisations
 from entrenar_py.observing.planned_faults import PlannedFaults
 from entrenar_py.observing.planned_stop import PlannedStop
@@ -111,21 +111,26 @@ class Observer(Observation):
 
     # --- called by the script ---------------------------------------------------------------------
 
+    @hook_calls.outside
     def samples(
         self, ids: Iterable[int], *, epoch: int | None = None, replacement: bool = False
     ) -> None:
         self._micro_batches.samples.tell(ids, epoch, replacement=replacement)
 
+    @hook_calls.outside
     def loss(self, value: float | Tensor, weight: float) -> None:
         self._micro_batches.tell_loss(value, weight)
 
+    @hook_calls.outside
     def skipped(self) -> None:
         if self._micro_batches.done:
             self._skip_step()
 
+    @hook_calls.outside
     def reduced(self) -> None:
         self._step.reduced()
 
+    @hook_calls.outside
     def halted(
         self,
         reason: str,
@@ -147,6 +152,7 @@ class Observer(Observation):
         )
         self._recording.write([halt])
 
+    @hook_calls.outside
     def synchronised(
         self,
         optimizer: torch.optim.Optimizer | None = None,
@@ -182,25 +188,20 @@ class Observer(Observation):
         self._recording.note_limit()
 
     def _remove_hooks(self) -> None:
+        self._entrances.remove()
         for hooks in (self._micro_batches.samples, self._loaders, self._backward, self._random):
             hooks.remove()
-        for handle in [*self._firsts.values(), *self._handles]:
-            handle.remove()
+        for step_hooks in self._step_hooks:
+            step_hooks.remove()
 
     # --- called by torch's hooks ------------------------------------------------------------------
 
     def _hook(self) -> None:
-        self._entrances = _entrances(self._subject.model)
-        self._firsts = {module: self._hook_first(module) for module in self._entrances}
-        self._handles: list[Any] = [
-            module.register_forward_hook(OwnHook(module, partial(self._after_forward, module)))
-            for module in self._entrances
-        ]
+        self._entrances = Entrances(self._subject.model, self._before_forward, self._after_forward)
         self._step_hooks: list[step_in_work.StepHooks] = []
         for index, optimizer in enumerate(self._subject.optimizers):
             begins, ends = partial(self._step_begins, index), partial(self._after_step, index)
             self._step_hooks.append(step_in_work.StepHooks(optimizer, begins, ends))
-        self._handles += self._step_hooks
         self._backward = BackwardHooks(
             self._subject,
             self._faults,
@@ -210,40 +211,34 @@ class Observer(Observation):
             summed=self._look_at_sum,
         )
 
-    def _hook_first(self, module: torch.nn.Module) -> Any:
-        """Hook in front of all other forward hooks, as these may replace the parameters."""
-        hook = OwnHook(module, partial(self._before_forward, module))
-        return module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-
     def _place(self) -> tuple[int, int]:
         """Return the current step, and this rank's current micro-batch."""
         return self._step.number, self._micro_batches.index
 
-    def _before_forward(self, module: torch.nn.Module, *inputs: Any) -> None:
+    def _before_forward(self, model: torch.nn.Module, called: Any, inputs: Any) -> None:
         self._subject.buffers.before_forward()
         blocks = batches.blocks_of(inputs)
-        if not (module.training and torch.is_grad_enabled()):
+        if not (model.training and torch.is_grad_enabled()):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
             return
-        if next(iter(module._forward_pre_hooks)) == self._firsts[module].id:
-            self._start()
+        if self._entrances.are_new():
+            self._backward.set()  # a planned fault may be one of outputs
+        if self._entrances.is_first(model, called):
+            self._start()  # else wrapped since: parameters are back by the step at the latest
             self._faults.perhaps_nudge()
-        else:  # wrapped since: the model's own parameters are back by the step at the latest
-            self._firsts[module].remove()
-            self._firsts[module] = self._hook_first(module)
         for hooks in self._step_hooks:
             hooks.come_last()
         self._write_late()
         self._stop.perhaps_end(*self._place())
-        self._gradients.expect()
-        self._recording.compressed(reduced_gradients.compression(module))
+        self._gradients.expect(called)
+        self._recording.compressed(reduced_gradients.compression(called))
         self._micro_batches.before_forward(inputs, blocks)
 
-    def _after_forward(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+    def _after_forward(self, model: torch.nn.Module, _: Any, output: Any) -> None:
         if (local := self._subject.buffers.after_forward()) is not None:
             self._recording.leave_out(local)
         self._micro_batches.after_forward()
-        if module.training:
+        if model.training:
             self._backward.expect(output)
 
     def _before_backward(self) -> None:
@@ -252,6 +247,7 @@ class Observer(Observation):
         self._stop.perhaps_end(*self._place())
         micro_batches = self._micro_batches
         self._random.begin_backward()
+        self._entrances.settle()
         micro_batches.samples.settle()
         self._step.before_backward()
         if not micro_batches.done or self._subject.has_gradients():
@@ -319,12 +315,12 @@ class Observer(Observation):
         else:
             due = self._subject.stepped_by(index, alone=not self._step.stepped)
         self._write_shards()
-        nested = step_in_work.is_nested(optimizer)
+        nested = hook_calls.is_nested(optimizer)
         (self._step.apply_changed if nested else self._step.apply)(optimizer, due)
 
     def _after_step(self, index: int, *_: Any) -> None:
         self._random.mark("step")
-        if step_in_work.is_nested(self._subject.optimizers[index]):
+        if hook_calls.is_nested(self._subject.optimizers[index]):
             return
         self._step.applied()
         self._step.stepped.add(index)
@@ -392,9 +388,3 @@ class Observer(Observation):
         )
         if (selected := self._micro_batches.samples.selected()) is not None:
             yield trace.Selection(rank=subject.rank, ids=selected)
-
-
-def _entrances(model: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """Return the modules that a script calls: the model, or the models in a list of several."""
-    is_list = isinstance(model, torch.nn.ModuleList | torch.nn.ModuleDict)
-    return tuple(model.children()) if is_list else (model,)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from entrenar_py import trace
+from entrenar_py import hook_calls, trace
 from entrenar_py.faults import NUDGED, Fault
-from entrenar_py.observing import FAULTS, dtensors, unsharded_parameters
+from entrenar_py.observing import FAULTS, dtensors, module_hooks, unsharded_parameters
 from entrenar_py.observing.subject import Subject
 
 
@@ -96,6 +96,7 @@ class PlannedFaults:
         """Plant a value in this rank's own gradient of a tensor, before it is reduced."""
         subject = self._subject
 
+        @hook_calls.ours
         def spoil(name: str, gradient: Tensor) -> Tensor | None:
             if name != (fault.tensor or self._to_strike(fault, name)):
                 return None
@@ -134,7 +135,9 @@ class PlannedFaults:
                 return None
             return output + (float(fault.value or "nan") - output.detach())
 
-        return [self._subject.model.register_forward_hook(spoil)]
+        model = self._subject.model
+        called = [model, *module_hooks.around([model])[model]]
+        return [module.register_forward_hook(hook_calls.outside(spoil)) for module in called]
 
 
 @torch.no_grad()

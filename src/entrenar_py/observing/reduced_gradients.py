@@ -28,12 +28,12 @@ class ReducedGradients:
         self._overflowed = False
         self._kept: list[Tensor] = []
 
-    def expect(self) -> None:
-        """Note, as a forward pass begins, whether its gradients will be reduced.
+    def expect(self, called: nn.Module) -> None:
+        """Note, as a forward pass of `called` begins, whether its gradients will be reduced.
 
         Under DistributedDataParallel's `no_sync` they won't be; the forward pass decides that.
         """
-        wrapper = DistributedDataParallel._active_ddp_module
+        wrapper = _wrapper(called)
         self._reduces = wrapper is None or wrapper.require_backward_grad_sync
 
     def look(self, gradients: Iterable[Tensor | None]) -> None:
@@ -58,13 +58,20 @@ def compression(model: nn.Module) -> str:
     That is `float16`, `bfloat16`, the name of another communication hook of torch's, or "" without
     rounding. DistributedDataParallel's hook says so, or the policy of `fully_shard`.
     """
-    wrapper = DistributedDataParallel._active_ddp_module
+    wrapper = _wrapper(model)
     for hook, _ in getattr(wrapper, "_comm_hooks", ()):
         name = str(getattr(hook, "__name__", ""))
         if getattr(hook, "__module__", "").startswith(_HOOKS) and name not in _EXACT:
             return {"fp16": "float16", "bf16": "bfloat16"}.get(name.partition("_")[0], name)
     formats = {_policy_format(module) for module in model.modules()}
     return next((name for name in ("bfloat16", "float16") if name in formats), "")
+
+
+def _wrapper(called: nn.Module) -> DistributedDataParallel | None:
+    """Return torch's wrapper that is being called, or that compiled code is about to call."""
+    active = DistributedDataParallel._active_ddp_module
+    parts = (part for part in called.modules() if isinstance(part, DistributedDataParallel))
+    return next(parts, None) if active is None else active
 
 
 def _policy_format(module: nn.Module) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
+from entrenar_py import hook_calls, trace
 from entrenar_py.observing import tensors
 from entrenar_py.observing.gradient_sources import GradientSources
 from entrenar_py.observing.subject import Subject
@@ -193,13 +192,16 @@ class StepHooks:
     """Hooks of an optimizer's steps that run after those of the script.
 
     A script's hook may reduce the gradients before a step, or write copies of the weights back
-    after it.
+    after it. If a script compiles its steps, the code around them that calls hooks is run as it is,
+    and the steps themselves are compiled.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, begins: Callable[..., Any], ends: Callable[..., Any]
     ) -> None:
-        self._optimizer, self._begins, self._ends = optimizer, begins, ends
+        self._optimizer = optimizer
+        self._begins, self._ends = hook_calls.outside(begins), hook_calls.outside(ends)
+        hook_calls.leave_steps()
         self._set()
 
     def _set(self) -> None:
@@ -231,23 +233,6 @@ class StepHooks:
 def _watches(hook: Callable[..., Any]) -> bool:
     """Return whether a hook is that of a `Watch`."""
     return getattr(hook, "watches", False) is True
-
-
-# The code that torch wraps around the `step` of each class of optimizers, to call its hooks.
-_STEPPING = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
-
-
-def is_nested(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether this runs in a step of `optimizer` that another step of it has called.
-
-    torch calls an optimizer's hooks in both steps, that of a class and that of its base class: an
-    optimizer that reduces gradients in `step` and then calls `super().step()` has two.
-    """
-    num_steps, frame = 0, inspect.currentframe()
-    while frame is not None and num_steps < 2:
-        num_steps += frame.f_code is _STEPPING and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return num_steps > 1
 
 
 # --- attributes that a `GradScaler` sets on optimizers that unscale by themselves (fused) -----

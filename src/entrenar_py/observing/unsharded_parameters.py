@@ -7,12 +7,14 @@ piece is part of a sum over all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from entrenar_py import hook_calls
 from entrenar_py.observing import tensors
 
 Found = Callable[[str, Tensor], None]
@@ -26,7 +28,8 @@ def when_whole(model: nn.Module, found: Found) -> list[Any]:
     """
     known: set[Tensor] = set()
 
-    def look(prefix: str, module: nn.Module) -> None:
+    @hook_calls.outside
+    def look(prefix: str, module: nn.Module, *_: object) -> None:
         for name, parameter in module.named_parameters():
             whole = not isinstance(parameter, DTensor)
             if whole and parameter.requires_grad and parameter not in known:
@@ -34,7 +37,7 @@ def when_whole(model: nn.Module, found: Found) -> list[Any]:
                 found(tensors.plain_name(f"{prefix}.{name}" if prefix else name), parameter)
 
     return [
-        module.register_forward_pre_hook(lambda module, _, prefix=prefix: look(prefix, module))
+        module.register_forward_pre_hook(partial(look, prefix))
         for prefix, module in model.named_modules()
         if isinstance(cast(object, module), FSDPModule)
     ]

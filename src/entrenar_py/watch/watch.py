@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from entrenar_py import hook_calls
 from entrenar_py.errors import UsageError, WatchFinding
 from entrenar_py.watch import clauses, digest, exchange
 from entrenar_py.watch.digest_table import ROW_WORDS, DigestTable, places
@@ -55,6 +56,7 @@ class Watch:
         self._table: DigestTable | None = None
         self._places: object = None
         self._asked: tuple[int, ...] | None = None
+        hook_calls.leave_steps()
         self._hook = self._optimizer.register_step_post_hook(_AfterStep(self))
         atexit.register(self._leave)
 
@@ -207,5 +209,7 @@ class _AfterStep:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
-    def __call__(self, *_: object) -> None:
-        self._watch._after_step()
+    @hook_calls.ours
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not (torch.compiler.is_compiling() or hook_calls.is_nested(optimizer)):
+            self._watch._after_step()

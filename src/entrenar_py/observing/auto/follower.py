@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from entrenar_py import hook_calls
 from entrenar_py.errors import EntrenarError
 from entrenar_py.observing import FOLDER
 from entrenar_py.observing.auto import Settings
@@ -48,10 +48,11 @@ def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def _guarded(method: Callable[_Given, None]) -> Callable[_Given, None]:
     """Return `method` for use as a hook: an error of ours ends the observation, not the script."""
 
+    @hook_calls.ours
     @wraps(method)
     def run(*given: _Given.args, **named: _Given.kwargs) -> None:
         follower: Any = given[0]
-        if follower.is_off():
+        if torch.compiler.is_compiling() or follower.is_off():
             return
         try:
             method(*given, **named)
@@ -67,12 +68,12 @@ class Follower:
     """Follows one process from the import of torch on.
 
     An optimizer is followed if it is there in the first training forward pass of a module that has
-    parameters of an optimizer. `hooks` are torch's global hooks, set by `patches`.
+    parameters of an optimizer.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.hooks: list[Any] = []
+        self._calls: Any = None  # the hook of all modules
         self.scales_losses = False
         self.observation: Observation | None = None  # by hand, or ours
         self._recorder: Recorder | None = None
@@ -82,7 +83,7 @@ class Follower:
         self._untrained: weakref.ref[nn.Module] | None = None
         self._pid = os.getpid()
         self._gave_up = False
-        self._within = False  # a backward pass
+        self._depth = 0  # backward passes that have begun: one may run inside of another
         self._stepping = 0  # optimizers whose steps have begun: one may step inside of another's
         self._ending = Ending()
         # The modules that each optimizer steps, None if there are none.
@@ -175,7 +176,8 @@ class Follower:
             return
         self._recorder = Recorder(model, optimizers, self.batches, called)
         self.observation = self._recorder
-        self.hooks[0].remove()  # of all modules: they cost, and compiled ones warn of them
+        if called is not None:  # else compiled code may call the model, and has the hook in it
+            self.look_at_calls(False)
 
     def _watch(self, optimizer: torch.optim.Optimizer, every: int) -> None:
         """Watch the modules that an optimizer steps, from its first step on."""
@@ -214,6 +216,19 @@ class Follower:
             self._batches = Batches()
         return self._batches
 
+    def look_at_calls(self, wanted: bool) -> bool:
+        """Set a hook of the calls of all modules, or remove it; return whether it was set.
+
+        It costs, and is in what is compiled, so it stays no longer than necessary.
+        """
+        was_set = self._calls is not None
+        if was_set and not wanted:
+            self._calls.remove()
+            self._calls = None
+        elif wanted and not was_set:
+            self._calls = register_module_forward_pre_hook(self.forward)
+        return was_set
+
     # --- called by torch's hooks and the patches --------------------------------------------------
 
     @_guarded
@@ -226,21 +241,12 @@ class Follower:
         if module.training and torch.is_grad_enabled():
             self._begin(module)
 
-    @contextmanager
-    def backward(self, tensors: Any) -> Iterator[None]:
-        """Note the loss of a backward pass; passes inside of it belong to it."""
-        outermost, self._within = not self._within, True
-        try:
-            if outermost:
-                self._backward_begins(tensors)
-            yield
-        finally:
-            if outermost:
-                self._within = False
-                self._backward_ended()
-
     @_guarded
-    def _backward_begins(self, tensors: Any) -> None:
+    def backward_begins(self, tensors: Any) -> None:
+        """Note the loss of a backward pass; passes inside of it belong to it."""
+        self._depth += 1
+        if self._depth > 1:
+            return
         self._stepping = 0  # the last step may have ended by an exception
         if self._ending.is_due:
             self._ending.leave()
@@ -252,8 +258,10 @@ class Follower:
             self._recorder.backward_begins(float(losses[0].detach()) if is_number else None)
 
     @_guarded
-    def _backward_ended(self) -> None:
-        if self._recorder is not None:
+    def backward_ended(self) -> None:
+        """Note that a backward pass has ended, maybe by an exception."""
+        self._depth -= 1
+        if self._recorder is not None and not self._depth:
             self._recorder.backward_ended()
 
     @_guarded
@@ -308,4 +316,4 @@ class Follower:
         observer.note_limit()
         observer.close()
         self._ending.is_due = True
-        self.hooks.append(register_module_forward_pre_hook(self.forward))
+        self.look_at_calls(True)

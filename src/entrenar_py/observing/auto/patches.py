@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.modules.module import register_module_forward_pre_hook
+import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from entrenar_py import hook_calls
 
 if TYPE_CHECKING:
     from entrenar_py.observing.auto.follower import Follower
@@ -49,8 +51,11 @@ def _built(original: Function, follower: Follower) -> Function:
 def _backward(original: Function, follower: Follower) -> Function:
     @wraps(original)
     def backward(tensors: Any, *given: Any, **named: Any) -> Any:
-        with follower.backward(tensors):
+        follower.backward_begins(tensors)
+        try:
             return original(tensors, *given, **named)
+        finally:
+            follower.backward_ended()
 
     return backward
 
@@ -103,6 +108,19 @@ def _rescaled(original: Function, follower: Follower) -> Function:
         return result
 
     return update
+
+
+def _compiled(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def call(self: Any, *given: Any, **named: Any) -> Any:
+        follower.forward(self, given)
+        looks = follower.look_at_calls(False)
+        try:
+            return original(self, *given, **named)
+        finally:
+            follower.look_at_calls(looks)
+
+    return call
 
 
 _LOADER = "torch.utils.data.dataloader"
@@ -163,6 +181,13 @@ TABLE = (
         reason="only the scaler hears that another rank's piece of the gradient is not finite",
         wrap=_rescaled,
     ),
+    Patch(
+        module="torch._dynamo.eval_frame",
+        owner="OptimizedModule",
+        name="__call__",
+        reason="it warns of hooks of all modules, and compiles these with the modules inside",
+        wrap=_compiled,
+    ),
 )
 
 
@@ -171,13 +196,12 @@ def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
 
     A module that isn't imported yet is patched when it is: `awaited` takes functions to call then.
     """
-    follower.hooks = [
-        register_optimizer_step_pre_hook(follower.step_begins),
-        register_optimizer_step_post_hook(follower.step_ended),
-    ]
+    hook_calls.leave_steps()
+    register_optimizer_step_pre_hook(follower.step_begins)
+    register_optimizer_step_post_hook(follower.step_ended)
     if follower.settings.every is not None:
         return  # the watch needs no more than a step
-    follower.hooks.insert(0, register_module_forward_pre_hook(follower.forward))
+    follower.look_at_calls(True)
     for module in dict.fromkeys(patch.module for patch in TABLE):
         apply = partial(_apply, module, follower)
         if module in sys.modules:
@@ -191,4 +215,18 @@ def _apply(module: str, follower: Follower) -> None:
         if patch.module == module:
             owner: Any = importlib.import_module(module)
             owner = getattr(owner, patch.owner) if patch.owner else owner
-            setattr(owner, patch.name, patch.wrap(getattr(owner, patch.name), follower))
+            original = getattr(owner, patch.name)
+            setattr(owner, patch.name, _uncompiled(original, patch.wrap(original, follower)))
+
+
+def _uncompiled(original: Function, wrapped: Function) -> Function:
+    """Return `wrapped`, in compiled code `original`; dynamo compiles neither's frame by itself."""
+
+    @wraps(original)
+    def either(*given: Any, **named: Any) -> Any:
+        compiles = torch.compiler.is_compiling()
+        return (original if compiles else wrapped)(*given, **named)
+
+    for function in (either, wrapped):
+        hook_calls.leave(function.__code__, with_calls=False)
+    return either

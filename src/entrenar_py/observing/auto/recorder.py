@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from entrenar_py.observing import process_rank
 from entrenar_py.observing.auto import surroundings
 from entrenar_py.observing.auto.batches import Batches
 from entrenar_py.observing.auto.seen_samples import SeenSamples
-from entrenar_py.observing.module_hooks import OwnHook
 from entrenar_py.observing.observer import Observer
 
 
@@ -45,18 +43,14 @@ class Recorder(Observer):
             seen=self._seen,
             facts={"auto": True, "replicas": surroundings.are_replicas(model)},
         )
-        self._handles += [
-            module.register_forward_hook(
-                OwnHook(module, partial(self._was_given, module)), with_kwargs=True
-            )
-            for module in self._entrances
-        ]
-        if called is not None and called in self._entrances:
-            self._before_forward(called)  # hooks that are set now aren't called before this pass
+        if called is not None:
+            for own in self._entrances.of(called):
+                # Hooks that are set now aren't called before this pass.
+                self._entrances.enter(own, called, (), {})
 
-    def _was_given(self, module: nn.Module, given: Any, named: Any, _: Any) -> None:
-        trains = module.training and torch.is_grad_enabled()
-        self._seen.given([given, named], trains=trains)
+    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        super()._after_forward(model, inputs, output)
+        self._seen.given(inputs, trains=model.training and torch.is_grad_enabled())
 
     def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         """Record a backward pass, as one of unknown gradients if optimizers alternate.
