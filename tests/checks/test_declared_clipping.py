@@ -194,6 +194,19 @@ def test_right(scale: float, *, reduced: bool) -> None:
     assert judged(run(lambda ranks: clipped(mean(ranks)), reduced=reduced)).broken is None
 
 
+@pytest.mark.parametrize("words", ERRORS)
+def test_a_norm_that_was_only_seen(words: str) -> None:
+    """Without a line, people may change gradients after clipping: only known errors falsify."""
+    recorded = run(ERRORS[words])
+    tally = judged(replace(recorded, traits=replace(recorded.traits, losses="backward")))
+    if words in ("longer than clip_norm=0.5", "divided by something after"):
+        assert tally.broken is None
+        assert "the script clips to max_norm=0.5, and gradients are" in tally.missing[0]
+    else:
+        assert tally.broken is not None
+        assert words in tally.broken.message
+
+
 def test_nothing_to_clip() -> None:
     """A note says that clipping was not exercised."""
     assert "nothing was clipped" in judged(run(lambda ranks: times(mean(ranks), 0.01))).notes[0]

@@ -80,6 +80,8 @@ def _run(script: str) -> NoReturn:
         beginning.begin(Waiting())
     try:
         kept = runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        kept = None if ended.code else {}
     except Exception:  # noqa: BLE001  (told as Python tells it)
         traceback.print_exc()
         sys.last_value = sys.exception()

@@ -22,7 +22,7 @@ from entrenar_py.checks import (
     step_sums,
 )
 from entrenar_py.checks.clipping_errors import Clipped
-from entrenar_py.checks.facts import NORMS, values_of
+from entrenar_py.checks.facts import CLIP_NORM, NORMS, values_of
 from entrenar_py.trace import Noticed, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -31,6 +31,7 @@ ByRank = Mapping[int, Update]
 # torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6; others don't.
 _EPSILON = 1e-6
 _VARIED = 1.01  # whole gradients of these lengths are not equally long by chance
+_OTHERWISE = "it was divided by something after it was clipped"
 _SCALES_MIN = 32  # people divide by fewer micro-batches and workers
 
 
@@ -81,7 +82,10 @@ class _Judged:
 
     def __post_init__(self) -> None:
         self._shards = evidence.shards(self.trace)
-        self._declared = f"clip_norm={self.limit:g}"
+        # Without a line it is what `clip_grad_norm_` is called with: only what is the result of a
+        # known error falsifies, as people may change gradients on purpose after it.
+        self._is_seen = self.trace.traits.losses == "backward"
+        self._declared = f"{'max_norm' if self._is_seen else 'clip_norm'}={self.limit:g}"
         # A gradient that is shorter was not clipped.
         self._below = self.limit * (1 - self.bound - _EPSILON / self.limit)
 
@@ -94,6 +98,9 @@ class _Judged:
             return  # for F-DP-003 to judge
         elif norm > self.limit * (1 + self.bound):
             error = clipping_errors.explain(self._clipped(by_rank, update))
+            if error is None and self._is_seen:
+                self._unsaid("gradients are longer when they are applied")
+                return
             self.tally.check(
                 False,
                 f"the applied gradient is longer than {self._declared}{_told(error)}",
@@ -163,7 +170,10 @@ class _Judged:
         if _agree([step.factor * step.update.weight for step in free], self.bound):
             return
         place = evidence.place(self.trace, free[0].update)
-        if (words := self._constant(free)) or (words := self._counted_twice(free)):
+        words = self._constant(free) or self._counted_twice(free)
+        if self._is_seen and words.endswith(_OTHERWISE):
+            self._unsaid("gradients are shorter when they are applied")
+        elif words:
             shown = {"expected": f"{self.limit!r}, or nothing clipped", "got": repr(free[0].norm)}
             self.tally.check(False, words, **shown, **place)
         else:
@@ -190,7 +200,11 @@ class _Judged:
                 return f"{message}: clipped before it was divided by the {number} {noun}"
         if math.isclose(ratio, math.sqrt(2), rel_tol=4 * self.bound):
             return f"{message}: all tensors were counted twice"
-        return f"{message}: it was divided by something after it was clipped"
+        return f"{message}: {_OTHERWISE}"
+
+    def _unsaid(self, what: str) -> None:
+        why = f"the script clips to {self._declared}, and {what}"
+        missing.ask(self.tally, why, CLIP_NORM)
 
     def _counted_twice(self, free: Sequence[_Scaled]) -> str:
         """Return the error that tensors are counted twice in the norm."""

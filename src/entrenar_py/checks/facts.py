@@ -121,6 +121,10 @@ NORMS = Fact(
     record="Update.grad_norm and Update.applied_norm",
     call="call obs.reduced() on every rank, after the reduction and before clipping",
 )
+CLIP_NORM = Fact(
+    record="Traits.clip_norm",
+    call="say to which norm the applied gradient is clipped: observe(..., clip_norm=)",
+)
 DEPARTURE = Fact(
     record="a Membership with change='left' where a worker is gone",
     call="let the run make more steps ({steps}, --steps): the worker is killed in the middle",

@@ -93,7 +93,10 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "batch_norm": (False, _is_flag, "true or false"),
 }
 # The keys that a later line may give, since without a line in the script the data are met later.
-OF_THE_DATA = ("num_samples", "drop_last", "replacement", "thorough", "varied", "samples")
+OF_THE_DATA = (
+    *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples"),
+    "clip_norm",
+)
 
 
 def require(record: Mapping[str, Any], where: str) -> Mapping[str, Any]:

@@ -123,7 +123,7 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     sent = next((rank.compression for rank in ranks if rank.compression), "")
     if compressed := header.get("reduction") or sent:
         traits["compressed"] = compressed
-    if header.get("clip_norm") is not None:
+    if header.get("clip_norm") is not None and traits.get("arranged") != "guessed":
         traits["clip_norm"] = float(header["clip_norm"])
     if header.get("batch_norm") and any(rank.local for rank in ranks):
         traits["batch_norm"] = True  # whose statistics forward passes changed

@@ -286,6 +286,12 @@ class Follower:
             self._recorder.skipped()
 
     @_guarded
+    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
+        """Note that the script clips gradients by their norm."""
+        if self._recorder is not None:
+            self._recorder.clips.note(parameters, max_norm, norm_type)
+
+    @_guarded
     def step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Look whether the optimizer is one that is followed."""
         self._stepping += 1

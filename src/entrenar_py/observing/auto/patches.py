@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -110,6 +110,22 @@ def _rescaled(original: Function, follower: Follower) -> Function:
     return update
 
 
+def _clipped(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def clip(
+        parameters: Any, max_norm: float, norm_type: float = 2.0, *given: Any, **named: Any
+    ) -> Any:
+        if isinstance(parameters, Iterator):  # which can be gone through once
+            kept = [*parameters]
+            follower.clipped(kept, max_norm, norm_type)
+            parameters = (parameter for parameter in kept)
+        else:
+            follower.clipped(parameters, max_norm, norm_type)
+        return original(parameters, max_norm, norm_type, *given, **named)
+
+    return clip
+
+
 def _compiled(original: Function, follower: Follower) -> Function:
     @wraps(original)
     def call(self: Any, *given: Any, **named: Any) -> Any:
@@ -180,6 +196,15 @@ TABLE = (
         name="update",
         reason="only the scaler hears that another rank's piece of the gradient is not finite",
         wrap=_rescaled,
+    ),
+    *(
+        Patch(
+            module=module,
+            name="clip_grad_norm_",
+            reason="a gradient doesn't show the norm that it was clipped to",
+            wrap=_clipped,
+        )
+        for module in ("torch.nn.utils", "torch.nn.utils.clip_grad")
     ),
     Patch(
         module="torch._dynamo.eval_frame",

@@ -12,6 +12,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.observing import process_rank
 from entrenar_py.observing.auto import surroundings
 from entrenar_py.observing.auto.batches import Batches
+from entrenar_py.observing.auto.clips import Clips
 from entrenar_py.observing.auto.seen_samples import SeenSamples
 from entrenar_py.observing.observer import Observer
 
@@ -32,7 +33,8 @@ class Recorder(Observer):
         called: nn.Module | None,
     ) -> None:
         self.optimizers = tuple(optimizers)
-        self._seen = SeenSamples(batches)
+        self._seen, self.clips = SeenSamples(batches), Clips()
+        self._noted_steps = 0
         self._facts: dict[str, Any] = {}
         self._alternates = False  # backward passes come between the steps of several optimizers
         super().__init__(
@@ -83,11 +85,18 @@ class Recorder(Observer):
             )
 
     def step_ended(self) -> None:
-        """Note that an optimizer has stepped; write what is known of the data, if that is new."""
-        facts = self._seen.facts()
+        """Note that an optimizer has stepped; write what is known of the script, if that is new."""
+        if self.num_steps > self._noted_steps:
+            self._noted_steps = self.num_steps
+            self.clips.end_step(self._subject.trained.values())
+        facts = {**self._seen.facts(), "clip_norm": self.clips.limit}
         if facts != self._facts:
             self._facts = facts
             self._recording.note_data(facts)
+
+    def skipped(self) -> None:
+        self.clips.forget()
+        super().skipped()
 
     def fail(self, why: str) -> None:
         """End the record with a problem: what comes after it is unknown."""
