@@ -8,6 +8,7 @@ the hook is a part of what it traces: there it does nothing, and the graphs are 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import wraps
 from types import CodeType
@@ -58,6 +59,12 @@ def outside(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | N
         return function(*given, **named)
 
     return ours(call)
+
+
+def has_compiled() -> bool:
+    """Return whether dynamo has compiled anything in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters.get("stats"))
 
 
 def is_nested(optimizer: torch.optim.Optimizer) -> bool:

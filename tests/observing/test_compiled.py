@@ -66,10 +66,10 @@ WAYS: dict[str, Callable[[nn.Module, torch.optim.Optimizer, Compile], Step]] = {
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Forget compiled code."""
-    torch._dynamo.reset()
+    """Forget compiled code, and that there was any."""
     yield
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def train(way: str, *, observed: str) -> list[Any]:

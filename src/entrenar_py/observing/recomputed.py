@@ -6,12 +6,12 @@ in the forward pass, and the gradient is not that of the loss.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from entrenar_py import hook_calls
 
 
 class Recomputed:
@@ -27,16 +27,16 @@ class Recomputed:
         self._depth, self._goes_on = 0, False
 
     def begin(self) -> None:
-        """Look at modules from here on."""
-        if self._handles:
+        """Look at modules from here on, unless the script compiles.
+
+        Compiled code has in it whether there are hooks of all modules: it would be compiled again.
+        """
+        if self._handles or hook_calls.has_compiled():
             return
-        enter, leave = self._enter, self._leave
-        if "torch._dynamo" in sys.modules:  # a compiled module is not to trace these
-            enter, leave = torch.compiler.disable(enter), torch.compiler.disable(leave)  # type: ignore[no-untyped-call]
         self._handles = [
-            register_module_forward_pre_hook(enter),
+            register_module_forward_pre_hook(self._enter),
             # Also called if the recomputation stops early, which it does by an exception.
-            register_module_forward_hook(leave, always_call=True),
+            register_module_forward_hook(self._leave, always_call=True),
         ]
 
     def end(self) -> None:
