@@ -41,3 +41,16 @@ def test_ranks_share_a_shard() -> None:
     """Ranks of a tensor-parallel group are given the same rows, rightly."""
     trace = altered(given_alike(shared=True), Shard, {"rank": 1}, shard=0)
     assert traces.judge("coverage", [trace]).verdict is not Verdict.FALSIFIED
+
+
+@pytest.mark.parametrize(("order", "is_open"), [([0, 1, 0, 1], False), ([0, 0, 1, 2], True)])
+def test_rows_that_come_again(order: list[int], is_open: bool) -> None:
+    """Rows come again when all have come; before that they may be one sample, given twice."""
+    trace = traces.was(traces.run(SUBJECT), sample_ids="content")
+    steps = sorted({shard.step for shard in trace.of(Shard)})
+    for step, batch in zip(steps, order, strict=False):
+        for shard in range(2):
+            ids = (10 * batch + shard, 100 + 10 * batch + shard)
+            trace = altered(trace, Shard, {"step": step, "shard": shard}, ids=ids)
+    reason = traces.judge("coverage", [trace]).reason
+    assert ("rows come again in step 1 before all others came" in reason) is is_open

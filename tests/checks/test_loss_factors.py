@@ -101,3 +101,12 @@ def test_steps_of_other_sizes(kept: int, words: str) -> None:
     assert broken.step == 1
     assert f"{2 * kept} micro-batches are divided by the number that 4" in broken.message
     assert words in broken.message
+
+
+def test_the_scale_of_losses_is_unknown() -> None:
+    """Without obs.loss nobody knows what steps of several sizes divide their losses by."""
+    trace = traces.was(run(HALF), losses="backward")
+    reason = "steps have 2 or 4 micro-batches, and by which number"
+    assert reason not in traces.judge("weighting", [trace]).reason
+    short = traces.without(traces.without(trace, Shard, step=1, shard=1), Shard, step=1, shard=3)
+    assert reason in traces.judge("weighting", [short]).reason

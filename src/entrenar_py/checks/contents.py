@@ -26,6 +26,7 @@ def judge(tally: Tally, trace: Trace) -> None:
         "twice isn't told from one that is in the data twice"
     )
     owned = _own if trace.traits.shared else list[Shard]
+    _rows_again(tally, {step: owned(of) for step, of in evidence.shards(trace).items()})
     steps = [_by_rank(owned(shards)) for shards in evidence.shards(trace).values()]
     if trace.scenario.world_size < 2 or len(steps) < 2:
         return
@@ -44,6 +45,22 @@ def judge(tally: Tally, trace: Trace) -> None:
         rank=alike[1],
         scenario=trace.scenario,
     )
+
+
+def _rows_again(tally: Tally, owned: Mapping[int, Sequence[Shard]]) -> None:
+    """Count as missing whether rows that come again before all rows came are given twice."""
+    every = {id_ for shards in owned.values() for shard in shards for id_ in shard.ids}
+    seen: set[int] = set()
+    for step, shards in sorted(owned.items()):
+        given = _together(shards)
+        again = {row for row in given if given[row] > 1 or row in seen}
+        seen |= given.keys()
+        if again and seen < every:
+            why = f"rows come again in step {step} before all others came: given twice, or alike"
+            missing.ask(tally, why, facts.IDS)
+            return
+        if again:
+            seen = again
 
 
 def guessed(what: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from entrenar_py.checks import (
@@ -93,7 +93,7 @@ def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
     scenario, population = trace.scenario, Population(trace)
     unknown = {*missing.require_ids(tally, trace), *missing.require_beginning(tally, trace)}
     known_until = min(unknown, default=math.inf)
-    seen: dict[int, dict[int, int]] = {}  # epoch -> sample id -> step that drew it
+    seen: dict[int, dict[int, Shard]] = {}  # epoch -> sample id -> shard that drew it
     for step, shards in sorted(evidence.shards(trace).items()):
         epochs = sorted({s.epoch for s in shards if s.ids} or {shards[0].epoch})
         begun = [epoch for epoch in epochs if epoch not in seen]
@@ -145,7 +145,7 @@ def _silent(trace: Trace, step: int, shards: Sequence[Shard]) -> str:
 
 
 def _count(
-    tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, int], population: Population
+    tally: Tally, trace: Trace, shard: Shard, drawn: dict[int, Shard], population: Population
 ) -> None:
     again = tuple(i for n, i in enumerate(shard.ids) if i in drawn or i in shard.ids[:n])
     strange = population.strange(shard.ids)
@@ -154,14 +154,24 @@ def _count(
         tally.check(
             not again or trace.traits.replacement,
             f"samples drawn again in epoch {shard.epoch} by rank {shard.rank}: {list(again)[:8]}, "
-            f"first drawn in step {drawn.get(again[0], shard.step) if again else ''}"
-            f"{_with_replacement(tally)}",
+            f"{_first_drawn(shard, again, drawn)}{_with_replacement(tally)}",
             sample_ids=again,
             **place,
         )
         message = f"sample ids outside {population.in_words}: {list(strange)[:8]}"
         tally.check(not strange, message, sample_ids=strange, **place)
-    drawn.update(dict.fromkeys(shard.ids, shard.step))
+    drawn.update(dict.fromkeys(shard.ids, shard))
+
+
+def _first_drawn(shard: Shard, again: Sequence[int], drawn: Mapping[int, Shard]) -> str:
+    """Return by which rank and when samples were drawn first, and what that could mean."""
+    first = drawn.get(again[0], shard) if again else shard
+    meaning = ""
+    if first.rank != shard.rank and {*first.ids} == {*shard.ids}:
+        meaning = ", which could mean: the data are not shared out among ranks"
+    elif first.step < shard.step and first.ids == shard.ids:
+        meaning = ", which could mean: each worker of the loader draws all data"
+    return f"first drawn in step {first.step} by rank {first.rank}{meaning}"
 
 
 def _with_replacement(tally: Tally) -> str:
@@ -173,7 +183,7 @@ def _with_replacement(tally: Tally) -> str:
 def _ended_complete(
     tally: Tally,
     trace: Trace,
-    seen: dict[int, dict[int, int]],
+    seen: dict[int, dict[int, Shard]],
     epoch: int,
     step: int,
     population: Population,
@@ -200,7 +210,7 @@ def _ended_complete(
     tally.check(
         dropped or not lacking,
         f"epoch {done} ended without samples {lacking[:8]}",
-        step=step if step in seen[done].values() else step - 1,
+        step=step if any(shard.step == step for shard in seen[done].values()) else step - 1,
         sample_ids=tuple(lacking),
         scenario=trace.scenario,
     )

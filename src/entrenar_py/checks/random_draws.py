@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from entrenar_py.checks import precision
+from entrenar_py.checks import missing, precision
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.checks.run_comparison import ROUNDING_STEPS
 from entrenar_py.trace import Drawn, Shard, Trace
@@ -141,7 +141,12 @@ def are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> b
 
 
 def _all_known(trace: Trace) -> bool:
-    """Return whether what the model was given is known of every sample in the first steps."""
+    """Return whether what the model was given is known of every sample in the first steps.
+
+    The id of a sample may be a digest of it.
+    """
+    if trace.traits.sample_ids == "content":
+        return not missing.unknown_steps(trace) & {*range(ROUNDING_STEPS)}
     shards = [s for s in trace.standing.of(Shard) if s.ids and s.step < ROUNDING_STEPS]
     return bool(shards) and all(len(shard.contents) == len(shard.ids) for shard in shards)
 

@@ -105,6 +105,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     rested = skips.without_gradients(trace)
     divisions = _Divisions.of(tally, trace)
+    _require_scale(tally, trace)
     _none_dropped(tally, trace)
     _note_kept(tally, trace)
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -279,6 +280,20 @@ class _Divisions:
             "layer), call obs.reduced() before it does"
         )
         return True
+
+
+def _require_scale(tally: Tally, trace: Trace) -> None:
+    """Count as missing how much losses count, if steps have several numbers of micro-batches."""
+    if trace.traits.losses != "backward":
+        return
+    counts = {
+        len(step_sums.held(by_rank, evidence.shards(trace).get(step, ())))
+        for step, by_rank in evidence.ranks_by_step(trace)
+    } - {0}
+    if len(counts) > 1:
+        told = f"steps have {' or '.join(map(str, sorted(counts)))} micro-batches"
+        why = f"{told}, and by which number each divides its losses is unknown"
+        missing.ask(tally, why, facts.LOSS_AND_WEIGHT)
 
 
 def _note_kept(tally: Tally, trace: Trace) -> None:

@@ -149,6 +149,17 @@ def test_what_is_evaluated_is_not_trained_on(seen: Seen) -> None:
     assert seen.given(torch.ones(4, 1)) != [3, 1, 0, 2]
 
 
+def test_training_in_evaluation_mode(seen: Seen) -> None:
+    """A pass in evaluation mode trains if a backward pass follows, and only then."""
+    held_out = seen.yields(3, 1, 0, 2)
+    seen.samples.given([held_out], trains=False, may_train=True)
+    batch = seen.yields(7, 5, 4, 6)
+    seen.samples.given([batch], trains=False, may_train=True)
+    seen.samples.settle()
+    assert seen.samples.take().ids == (7, 5, 4, 6)
+    assert seen.given(seen.yields(8, 9, 10, 11)) == [8, 9, 10, 11]
+
+
 def test_without_a_loader() -> None:
     """Rows without a loader have digests: equal ones for equal rows, new ones for each step."""
     samples = SeenSamples(Batches())

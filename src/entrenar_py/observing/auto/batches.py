@@ -155,10 +155,13 @@ class Batches:
             self.varies |= drawn != self._first
         return iteration.epoch
 
-    def set_aside(self, num_rows: int | None) -> None:
-        """Note that the batch that was yielded last went to a pass that doesn't train."""
+    def set_aside(self, num_rows: int | None, *, trains: bool = False) -> None:
+        """Note that the batch that was yielded last went to a pass that doesn't train.
+
+        With `trains`, take that back.
+        """
         if self.pending and self.pending[-1].size == num_rows:
-            self.pending[-1].trains = False
+            self.pending[-1].trains = trains
 
     def source(self) -> Source | None:
         """Return the facts of the loader that is trained from; None if there is none."""

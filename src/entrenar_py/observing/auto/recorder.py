@@ -52,7 +52,8 @@ class Recorder(Observer):
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         super()._after_forward(model, inputs, output)
-        self._seen.given(inputs, trains=model.training and torch.is_grad_enabled())
+        grown = torch.is_grad_enabled()
+        self._seen.given(inputs, trains=model.training and grown, may_train=grown)
 
     def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
         """Record a backward pass, as one of unknown gradients if optimizers alternate.

@@ -33,13 +33,19 @@ class SeenSamples(Samples):
         self._again: Ids = ()
         self._rows: set[Row] = set()  # content that this step was given
         self._is_given = False  # whether a forward pass was seen since the last backward pass
+        self._evaluated: Any = None  # the inputs of the last pass, if that may train
 
     # --- the forward passes -----------------------------------------------------------------------
 
-    def given(self, inputs: Any, *, trains: bool) -> None:
-        """Note the inputs of a forward pass of the model."""
+    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
+        """Note the inputs of a forward pass of the model.
+
+        One in evaluation mode, with gradients, `may_train`: it does if a backward pass follows.
+        """
+        self._evaluated = None
         if not trains:
             self._batches.set_aside(contents.num_rows(inputs))
+            self._evaluated = inputs if may_train else None
             return
         self._is_given = True
         rows = contents.rows_together(inputs)
@@ -100,6 +106,9 @@ class SeenSamples(Samples):
 
         Without a forward pass it has the batch that is meant.
         """
+        if self._evaluated is not None and not self._is_given:
+            self._batches.set_aside(contents.num_rows(self._evaluated), trains=True)
+            self.given(self._evaluated, trains=True)
         if self._is_given:
             return
         batch = self._batches.meant()
