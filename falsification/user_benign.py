@@ -33,7 +33,30 @@ AVERAGED = (
     ),
 )
 
+# The changes that add up micro-batches in buffers beside the parameters, as Megatron-LM does.
+SUMS_OF_ITS_OWN = (
+    (
+        "            (loss / MICRO_BATCHES).backward()\n        if last:\n",
+        "            (loss / MICRO_BATCHES).backward()\n"
+        "        for parameter, held in zip(model.parameters(), main, strict=True):\n"
+        "            held += parameter.grad\n"
+        "            parameter.grad = None\n"
+        "        if last:\n"
+        "            for parameter, held in zip(model.parameters(), main, strict=True):\n"
+        "                dist.all_reduce(held)\n"
+        "                parameter.grad = held / dist.get_world_size()\n"
+        "                held.zero_()\n",
+    ),
+    ("with nullcontext() if last else ddp.no_sync():", "with ddp.no_sync():"),
+    ("ddp = Dist", "main = [torch.zeros_like(one) for one in model.parameters()]\nddp = Dist"),
+)
+
 VARIANTS = (
+    Twin(
+        name="micro-batches are added up in buffers of its own",
+        script="accumulation.py",
+        changes=SUMS_OF_ITS_OWN,
+    ),
     Twin(
         name="under autocast, in bfloat16",
         script="ddp.py",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py import systems, trace
-from entrenar_py.checks import knob_pairs
+from entrenar_py.checks import knob_pairs, own_sums
 from entrenar_py.checks.knobs import KNOBS
 from entrenar_py.command import ending
 from entrenar_py.command.asked import Asked
@@ -48,7 +48,7 @@ def of(
     if any(rank.is_limited for rank in ranks):
         ended_by = {"ended": "by entrenar-check after the last step (--auto without {steps})"}
         recorded = replace(recorded, environment={**recorded.environment, **ended_by})
-    return _with_its_faults(recorded)
+    return _with_its_faults(own_sums.seen_through(recorded))
 
 
 def have_closed(folder: Path, world_size: int, life: int) -> bool:
