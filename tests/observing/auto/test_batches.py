@@ -136,6 +136,23 @@ def test_an_evaluation_between(seen: Seen) -> None:
     assert seen.given(batch / 3) == [7, 5, 4, 6]
 
 
+def test_labels_of_other_batches(seen: Seen) -> None:
+    """Inputs that were changed aren't looked for by the labels that a model is given with them."""
+    seen.given(seen.yields(3, 1, 0, 2))
+    loader: DataLoader[int] = DataLoader([0])  # type: ignore[arg-type]
+    iterator = iter(loader)
+    seen.batches.iterated(loader, iterator)
+    seen.batches.drew(iterator, [0, 1, 2, 3])
+    labels, images = torch.tensor([1, 0, 1, 0]), DATA.repeat(1, 2)
+    with torch.no_grad():
+        seen.batches.yielded(iterator, [images[:4], labels])
+        seen.samples.given([images[:4], labels], trains=False)
+    seen.batches.yielded(seen.iterator, [images[4:8], labels])
+    seen.samples.given([images[4:8] / 3, labels], trains=True)
+    seen.samples.settle()
+    assert list(seen.samples.take().ids) == [7, 5, 4, 6]
+
+
 def test_inputs_of_unknown_origin(seen: Seen) -> None:
     """Inputs that no loader handed out are unknown, not none."""
     seen.given(seen.yields(3, 1, 0, 2))

@@ -67,10 +67,16 @@ class SeenSamples(Samples):
             self._kinds.add(CONTENT)
 
     def _by_content(self, inputs: Any) -> bool:
-        """Look the inputs up in the pending batches, the oldest first."""
-        found = map(contents.rows_of, contents.tensors_in(inputs))
-        columns = sorted((rows for rows in found if rows), key=lambda rows: -len(set(rows)))
-        for rows in columns:  # the most distinct first: other batches may have the same labels
+        """Look the inputs up in the pending batches, the oldest first.
+
+        The largest of them counts: other batches may have the same labels, or masks.
+        """
+        tensors = [tensor for tensor in contents.tensors_in(inputs) if tensor.dim() and len(tensor)]
+        largest = max((tensor[0].numel() for tensor in tensors), default=0)
+        found = [contents.rows_of(tensor) for tensor in tensors if tensor[0].numel() == largest]
+        distinct = max((len(set(rows)) for rows in found if rows), default=0)
+        columns = [rows for rows in found if rows and len(set(rows)) == distinct]
+        for rows in columns:
             for batch in [batch for batch in self._batches.pending if batch.ids is not None]:
                 places = batch.find(rows)
                 if places is not None:
