@@ -1,0 +1,100 @@
+"""karpathy/nanochat: `scripts.base_train`, on the CPU as runs/runcpu.sh, and on GPUs."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from tests.field.recipe import Expected, Kind, Recipe, Trial
+from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+
+_COMMAND = (
+    *("torchrun", "--standalone", "--nproc_per_node={world_size}", "-m", "scripts.base_train"),
+    *("--depth=2", "--aspect-ratio=16", "--head-dim=16", "--window-pattern=L"),
+    *("--max-seq-len=32", "--device-batch-size=4", "--total-batch-size=256"),
+    *("--eval-every=-1", "--core-metric-every=-1", "--sample-every=-1", "--num-iterations={steps}"),
+)
+
+
+def corpus(folder: Path) -> None:
+    """Write shards of random words, and train the tokenizer on them, as the README says."""
+    import pyarrow
+    from pyarrow import parquet
+
+    home = folder / "base/base_data_climbmix"
+    home.mkdir(parents=True)
+    drawn = random.Random(0)
+    words = ["".join(drawn.choices("abcdefghij", k=drawn.randint(2, 6))) for _ in range(80)]
+    for shard in range(3):
+        texts = [" ".join(drawn.choices(words, k=drawn.randint(5, 40))) for _ in range(4000)]
+        table = pyarrow.table({"text": texts})
+        parquet.write_table(table, home / f"shard_{shard:05d}.parquet", row_group_size=500)
+    options = ("--max-chars=200000", "--vocab-size=320")
+    subprocess.run(
+        [sys.executable, "-m", "scripts.tok_train", *options],
+        cwd=folder,
+        env={"NANOCHAT_BASE_DIR": "base"},
+        check=True,
+        capture_output=True,
+    )
+
+
+_APART = Expected(
+    clause="F-DP-001",
+    verdict="falsified",
+    kind=Kind.DEFECT,
+    words="each rank applied the gradient of its own samples alone",
+    because="Under torchrun on CPUs no process group is made, but data and accumulation are "
+    "divided by the number of ranks all the same. Two trainings run, each on half of every batch, "
+    "and the first one's weights are saved. Nothing says so.",
+    reproduction="nanochat_cpu_ranks.py",
+    known="https://github.com/karpathy/nanochat/pull/256",
+)
+_OTHER_SAMPLES = Expected(
+    clause="F-DP-002",
+    verdict="inconclusive",
+    kind=Kind.PROPERTY,
+    words="no step has the samples on 1 worker that it has on 2",
+    because="Each rank packs rows of documents of its own, so other rows come out with another "
+    "number of ranks.",
+)
+_MUON = Expected(
+    clause="F-TI-008",
+    verdict="inconclusive",
+    kind=Kind.LIMIT,
+    words="the optimizer's rule is not one that is known here",
+    because="The rules that are recomputed are those of torch's SGD, Adam and AdamW. This one is "
+    "Muon for matrices, in an optimizer of its own.",
+)
+RECIPES = (
+    Recipe(
+        name="nanochat",
+        title="nanochat, scripts.base_train",
+        repository="karpathy/nanochat",
+        commit="92d63d4e8bb4df75c3b71618f31ddde2378b2bcd",
+        needs=("rustbpe", "tiktoken", "pyarrow", "filelock", "requests", "wandb"),
+        environment={"NANOCHAT_BASE_DIR": "base", "TORCHDYNAMO_DISABLE": "1"},
+        data=corpus,
+        trials=(
+            Trial(
+                name="auto",
+                command=_COMMAND,
+                options=("--steps", "4"),
+                expected=(
+                    _APART,
+                    replace(_APART, clause="F-TI-002"),
+                    _OTHER_SAMPLES,
+                    replace(_OTHER_SAMPLES, clause="F-DP-005", words="other samples"),
+                    replace(_OTHER_SAMPLES, clause="F-TI-001", words="own samples alone"),
+                    _MUON,
+                    STEPS_AT_NAN,
+                    NO_RESTART,
+                    NO_WORKDIR,
+                ),
+            ),
+        ),
+    ),
+)
