@@ -69,6 +69,15 @@ _MUON = Expected(
     because="The rules that are recomputed are those of torch's SGD, Adam and AdamW. This one is "
     "Muon for matrices, in an optimizer of its own.",
 )
+_EXPECTED = (
+    _OTHER_SAMPLES,
+    replace(_OTHER_SAMPLES, clause="F-DP-005", words="other samples"),
+    replace(_OTHER_SAMPLES, clause="F-TI-001", words="own samples alone"),
+    _MUON,
+    STEPS_AT_NAN,
+    NO_RESTART,
+    NO_WORKDIR,
+)
 RECIPES = (
     Recipe(
         name="nanochat",
@@ -83,17 +92,14 @@ RECIPES = (
                 name="auto",
                 command=_COMMAND,
                 options=("--steps", "4"),
-                expected=(
-                    _APART,
-                    replace(_APART, clause="F-TI-002"),
-                    _OTHER_SAMPLES,
-                    replace(_OTHER_SAMPLES, clause="F-DP-005", words="other samples"),
-                    replace(_OTHER_SAMPLES, clause="F-TI-001", words="own samples alone"),
-                    _MUON,
-                    STEPS_AT_NAN,
-                    NO_RESTART,
-                    NO_WORKDIR,
-                ),
+                expected=(_APART, replace(_APART, clause="F-TI-002"), *_EXPECTED),
+            ),
+            Trial(
+                name="auto on 2 GPUs",
+                command=_COMMAND,
+                options=("--steps", "4"),
+                expected=_EXPECTED,
+                gpus=2,
             ),
         ),
     ),

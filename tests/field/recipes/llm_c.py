@@ -1,0 +1,104 @@
+"""karpathy/llm.c: `train_gpt2.py`, the reference in PyTorch, with two ranks on the CPU."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
+from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+
+
+def _instead(line: str, instead: str) -> Edit:
+    return Edit(file="train_gpt2.py", line=line, instead=instead)
+
+
+# Its tokenizer would be downloaded, and its smallest model has 124 million parameters.
+_SMALL = (
+    _instead('enc = tiktoken.get_encoding("gpt2")', "enc = None"),
+    _instead(
+        '"d12": GPTConfig(block_size=1024, vocab_size=50257, n_layer=12, n_head=12, n_embd=768),',
+        '"d12": GPTConfig(block_size=16, vocab_size=128, n_layer=2, n_head=2, n_embd=16),',
+    ),
+)
+# With torchrun the script insists on GPUs.
+_ON_CPU = (
+    *_SMALL,
+    _instead(
+        'assert torch.cuda.is_available(), "for now i think we need CUDA for DDP"',
+        "pass",
+    ),
+    _instead("init_process_group(backend='nccl')", "init_process_group(backend='gloo')"),
+    _instead("device = f'cuda:{ddp_local_rank}'", "device = 'cpu'"),
+    _instead("torch.cuda.set_device(device)", "pass"),
+    _instead("model = DDP(model, device_ids=[ddp_local_rank])", "model = DDP(model)"),
+)
+_COMMAND = (
+    *("torchrun", "--standalone", "--nproc_per_node={world_size}", "train_gpt2.py"),
+    *("--model=d12", "--input_bin=tokens.bin", "--write_tensors=0", "--overfit_single_batch=0"),
+    *("--sequence_length=16", "--total_batch_size=128", "--num_iterations={steps}"),
+    *("--weight_decay=0.1", "--learning_rate=1e-3", "--batch_size={share:8}"),
+)
+
+
+def tokens(folder: Path) -> None:
+    """Write what dev/data makes: a header of 256 words, and tokens of 16 bits."""
+    import numpy as np
+
+    drawn = random.Random(0).choices(range(128), k=4097)
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, len(drawn)
+    body = np.array(drawn, dtype=np.uint16).tobytes()
+    (folder / "tokens.bin").write_bytes(header.tobytes() + body)
+
+
+_ZERO_RULE = Expected(
+    clause="F-TI-008",
+    verdict="inconclusive",
+    kind=Kind.LIMIT,
+    words="the optimizer's rule is not one that is known here",
+    because="`ZeroRedundancyOptimizer` steps a part of the parameters on each rank, and sends "
+    "them. The optimizer inside of it is not looked at.",
+)
+_ZERO_STATE = Expected(
+    clause="F-TI-002",
+    verdict="inconclusive",
+    kind=Kind.PROPERTY,
+    words="each rank keeps the optimizer's state of parameters of its own",
+    because="No two ranks keep the same state, so there is nothing to compare. The script can't "
+    "resume.",
+)
+RECIPES = (
+    Recipe(
+        name="llm.c",
+        title="llm.c, train_gpt2.py",
+        repository="karpathy/llm.c",
+        commit="f1e2ace651495b74ae22d45d1723443fd00ecd3a",
+        needs=("tiktoken",),
+        data=tokens,
+        trials=(
+            Trial(
+                name="auto",
+                command=(*_COMMAND, "--grad_clip={clip}", "--output_dir=out{accumulation}"),
+                edits=_ON_CPU,
+                options=("--steps", "4"),
+                expected=(STEPS_AT_NAN, NO_RESTART, NO_WORKDIR),
+            ),
+            Trial(
+                name="auto, zero stage 1",
+                command=(*_COMMAND, "--zero_stage=1"),
+                edits=_ON_CPU,
+                options=("--steps", "4"),
+                expected=(STEPS_AT_NAN, NO_RESTART, NO_WORKDIR, _ZERO_RULE, _ZERO_STATE),
+            ),
+            Trial(
+                name="auto on 2 GPUs",
+                command=(*_COMMAND, "--grad_clip={clip}", "--output_dir=out{accumulation}"),
+                edits=_SMALL,
+                options=("--steps", "4"),
+                expected=(STEPS_AT_NAN, NO_RESTART, NO_WORKDIR),
+                gpus=2,
+            ),
+        ),
+    ),
+)
