@@ -24,6 +24,7 @@ from falsification import (
     user_benign,
     user_chaos,
     user_declared,
+    user_foreign,
     user_presupposed,
     user_random,
     user_resume_scripts,
@@ -55,8 +56,8 @@ _EXAMPLES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 _OF_THREE = ("ddp.py", "fsdp.py")  # right for three workers with other sizes
 _TWINS = (
     *(*user_benign.VARIANTS, *user_declared.VARIANTS, *user_presupposed.VARIANTS),
-    *user_chaos.VARIANTS,
-    *(*user_random.VARIANTS, *user_scalers.VARIANTS, *user_scalers.ROUNDED),
+    *(*user_chaos.VARIANTS, *user_foreign.VARIANTS, *user_random.VARIANTS),
+    *(*user_scalers.VARIANTS, *user_scalers.ROUNDED),
     *(
         Twin(name=f"right: {script}", script=script, text=text, changes=(), arguments=arguments)
         for script, text, arguments in (

@@ -70,5 +70,7 @@ def run_name(trace: Trace) -> str:
         f"with {pair.knob}={pair.value}" if pair else f"on {counted(scenario.world_size, 'worker')}"
     )
     stopped = ", stopped and resumed" if scenario.stops else ""
-    killed = ", a worker of which was killed" if scenario.faults else ""
-    return f"the run {words}{stopped}{killed}"
+    kinds = {fault.kind for fault in scenario.faults}
+    killed = ", a worker of which was killed" if "leave" in kinds else ""
+    planted = " with a planted value" if kinds - {"leave", "join"} else ""
+    return f"the run {words}{stopped}{killed}{planted}"

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 # The advice to record a tensor with its values, not only its digest.
 WITH_VALUES = "with values, record_tensor(array, values=True)"
-_SMALL = (
-    "check with a model of up to 65,536 parameters: of larger ones only digests are recorded, and "
-    "pieces of tensors are put together only if every rank recorded its own"
+_WHOLE = (
+    "pieces of a tensor are put together only if all ranks have recorded theirs, so let all come "
+    "to the end; without a line it isn't known which step applies a gradient if optimizers step in "
+    "turn: give observe(model, [first, second])"
 )
 _BOTH_ENDS = "a rank that was ended, or that skipped the step, recorded nothing"
 
@@ -73,7 +74,7 @@ DRAWS = Fact(
 
 def of_shards(field: str) -> Fact:
     """Return the fact that shards have `field` (ids, draws or gradient), in both of two runs."""
-    calls = {"ids": _SAMPLES, "gradient": _SMALL}
+    calls = {"ids": _SAMPLES, "gradient": _WHOLE}
     return Fact(record=f"Shard.{field} in both", call=calls.get(field, DRAWS.call))
 
 
@@ -85,7 +86,7 @@ UPDATES = Fact(record="an Update for every rank and step", call=_STEPS)
 UPDATES_IN_BOTH = Fact(record="an Update for every rank and step in both", call=_BOTH_ENDS)
 UPDATES_OF_CALM = Fact(record="an Update for every step", call=_STEPS)
 START = Fact(record="a Start with weights and trainable on every rank", call=_STATES)
-START_WITH_VALUES = Fact(record=f"a Start of each rank, its weights {WITH_VALUES}", call=_SMALL)
+START_WITH_VALUES = Fact(record=f"a Start of each rank, its weights {WITH_VALUES}", call=_WHOLE)
 START_WEIGHTS = Fact(record="Start.weights on every rank", call=_STATES)
 START_AND_UPDATES = Fact(
     record="a Start and Updates for every rank, weights and gradient with values, "
@@ -115,7 +116,7 @@ FROM_STEP_0 = Fact(
 )
 SAME_TENSORS = Fact(
     record="weights and gradient of the same names and sizes, and finite=True where they are",
-    call=_SMALL,
+    call=_WHOLE,
 )
 NORMS = Fact(
     record="Update.grad_norm and Update.applied_norm",
@@ -156,7 +157,7 @@ COLLECTIVES_ALONE = Fact(
     call="call obs.synchronised(optimizer, weights) on every rank, wherever they meet",
 )
 WEIGHTS_AND_SHARDS = Fact(
-    record=f"Update.weights {WITH_VALUES}, and Shards, of each rank", call=_SMALL
+    record=f"Update.weights {WITH_VALUES}, and Shards, of each rank", call=_WHOLE
 )
 
 
@@ -179,4 +180,4 @@ def of_update(part: str) -> Fact:
 
 def values_of(fields: str) -> Fact:
     """Return the fact that `fields` (`Update.gradient in both runs`) were recorded with values."""
-    return Fact(record=f"{fields} {WITH_VALUES}", call=_SMALL)
+    return Fact(record=f"{fields} {WITH_VALUES}", call=_WHOLE)

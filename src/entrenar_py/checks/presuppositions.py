@@ -14,6 +14,7 @@ from entrenar_py.checks import (
     applied_gradients,
     brought_together,
     copies,
+    coupled_samples,
     divergence,
     random_draws,
     rank_statistics,
@@ -131,6 +132,11 @@ NOTHING_BY_RANK = Presupposition(
     says="no random numbers depend on the rank, or on how a batch is split",
     lacking=random_draws.drawn_by_rank,
 )
+SUM_OVER_SAMPLES = Presupposition(
+    name="a sum over samples",
+    says="the loss of a batch is a sum over its samples, which don't act on each other",
+    lacking=coupled_samples.lacking,
+)
 NO_NOISE = Presupposition(
     name="no noise on gradients",
     says="nothing random is added to the gradients",
@@ -166,10 +172,11 @@ _TWO_RUNS = (
     REDUCED,
     STATISTICS,
 )
+_BY_SAMPLE = (SAME_CONTENTS, NOTHING_BY_RANK, SUM_OVER_SAMPLES)
 POISONED = "a step at a value that is not finite, with its skipping or halting"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
-    WITH_ONE_WORKER: (*_TWO_RUNS, SAME_CONTENTS, NOTHING_BY_RANK),
-    WITH_A_KNOB: (*_TWO_RUNS, SAME_CONTENTS, NOTHING_BY_RANK),
+    WITH_ONE_WORKER: (*_TWO_RUNS, *_BY_SAMPLE),
+    WITH_A_KNOB: (*_TWO_RUNS, *_BY_SAMPLE),
     RESUMED: (SAME_NAMES, SAME_BITS_AGAIN, FINITE),
     KILLED: (FINITE, PLAIN_RUNS_AGREE),
     REPEATED: (SEEDED, FINITE),

@@ -174,7 +174,8 @@ class Follower:
         model = surroundings.model_of(called, optimizers, instead=instead)
         if model is None:
             return
-        self._recorder = Recorder(model, optimizers, self.batches, called)
+        is_stepping = self._stepping > 0
+        self._recorder = Recorder(model, optimizers, self.batches, called, is_stepping=is_stepping)
         self.observation = self._recorder
         if called is not None:  # else compiled code may call the model, and has the hook in it
             self.look_at_calls(False)

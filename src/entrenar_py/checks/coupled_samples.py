@@ -1,0 +1,94 @@
+"""Test whether the loss of a batch is a sum over its samples, if two runs cut it differently.
+
+It isn't with a load-balancing term, negatives from the batch, or advantages that are normalised in
+it. Then the ranks' gradients are right, and no combination of them is that of one worker.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from entrenar_py.checks import evidence, precision, run_comparison, step_sums
+from entrenar_py.checks.compared import Compared, run_name
+from entrenar_py.trace import Trace
+from entrenar_py.verdict import Tally
+
+# A share of the usual distance of two gradients. What float32 leaves is far below it.
+SHARE = 0.2
+
+
+def lacking(compared: Compared) -> str:
+    """Return in which step samples may act on each other; "" if they don't, or cuts are equal.
+
+    A gradient that is not reduced, is weighted wrongly or has a factor is a combination of the
+    micro-batches'. If losses agree and gradients don't, these are wrong.
+    """
+    model, trace = compared.model, compared.trace
+    tried = Tally("", observed=True)
+    run_comparison.compare(tried, model, trace, None, sensitivity=compared.sensitivity)
+    step = None if tried.broken is None else tried.broken.step
+    if step is None or _cuts(trace, step) == _cuts(model, step):
+        return ""
+    if _losses_agree(model, trace, step) or not _is_apart(model, trace, step):
+        return ""
+    return (
+        f"in step {step} no combination of the micro-batches' gradients in {run_name(trace)} is "
+        f"that of {run_name(model)}: the loss of a batch may not be a sum over its samples (a "
+        "load-balancing term, negatives from the batch, advantages normalised in it), or ranks "
+        "compute another one: compute such terms over the global batch, or turn them off for this "
+        "check"
+    )
+
+
+def _cuts(trace: Trace, step: int) -> set[frozenset[int]]:
+    """Return the micro-batches of a step as sets of samples."""
+    return {frozenset(shard.ids) for shard in evidence.shards(trace).get(step, ())}
+
+
+def _losses_agree(model: Trace, trace: Trace, step: int) -> bool:
+    """Return whether the step's loss is known in both runs, and the same within rounding."""
+    if "backward" in (model.traits.losses, trace.traits.losses):
+        return False
+    runs = (evidence.with_losses(model), evidence.with_losses(trace))
+    losses = [evidence.any_rank(evidence.updates(run)[step]).loss for run in runs]
+    bound = run_comparison.Bounds.of(evidence.updates(model), model, trace).loss_moved
+    known = [loss for loss in losses if loss is not None]
+    return len(known) == len(losses) and math.isclose(*known, rel_tol=bound)
+
+
+def _is_apart(model: Trace, trace: Trace, step: int) -> bool:
+    """Return whether some tensor's gradient in `model` is no combination of those in `trace`.
+
+    The same combination is taken of all tensors.
+    """
+    due = step_sums.total(evidence.updates(model)[step], evidence.shards(model)[step])
+    given = [evidence.vectors(shard.gradient) for shard in evidence.shards(trace)[step]]
+    known = [vectors for vectors in given if vectors]
+    if due is None or not known or len(known) < len(given):
+        return False
+    names = set(due).intersection(*known)
+    if any(vectors[name].shape != due[name].shape for name in names for vectors in known):
+        return False
+    if not names:
+        return False
+    terms = np.stack([step_sums.joined(vectors, names) for vectors in known], axis=1)
+    whole = step_sums.joined(due, names)
+    if not (np.isfinite(terms).all() and np.isfinite(whole).all()):
+        return False
+    shares = np.linalg.lstsq(terms, whole, rcond=None)[0]
+    bound = _bound(model, trace)
+    scale = float(np.linalg.norm(whole)) / evidence.NOISE_SHARE
+    for name in names:
+        parts = [share * vectors[name] for share, vectors in zip(shares, known, strict=True)]
+        size = max(scale, *(float(np.linalg.norm(part)) for part in (due[name], *parts)))
+        if float(np.linalg.norm(sum(parts) - due[name])) > bound * size:
+            return True
+    return False
+
+
+def _bound(model: Trace, trace: Trace) -> float:
+    bounds = run_comparison.Bounds.of(evidence.updates(model), model, trace)
+    is_coarse = precision.unit(model, trace) > precision.FLOAT32
+    return bounds.gradient if is_coarse else SHARE * bounds.gradient

@@ -1,0 +1,64 @@
+"""Losses that couple the samples of a batch: no combination of the ranks' gradients is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from entrenar_py.trace import Event, Shard, Trace, Update
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.test_presuppositions import changed, own, parity
+
+
+def coupled(trace: Trace, step: int, *, loss: float | None = None) -> Trace:
+    """Return a run of one micro-batch a step, in which one has a gradient of another direction.
+
+    Its loss is `loss`, or the same as before.
+    """
+    name = min(traces.one(trace, Update, step=step, rank=0).gradient)
+    events: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Shard):
+            continue
+        if isinstance(event, Update):
+            shards = [shard for shard in trace.of(Shard) if shard.step == event.step]
+            whole = Shard(
+                step=event.step,
+                rank=0,
+                epoch=shards[0].epoch,
+                shard=0,
+                ids=tuple(id_ for shard in shards for id_ in shard.ids),
+                loss_sum=sum(shard.loss_sum or 0.0 for shard in shards),
+                weight=sum(shard.weight for shard in shards),
+                finite=True,
+                gradient=event.gradient,
+            )
+            if event.step == step:
+                gradient = changed(event.gradient, name, by=1.0)
+                event = replace(event, gradient=gradient, loss=loss or event.loss)
+                whole = replace(whole, gradient=gradient)
+            events.append(whole)
+        events.append(event)
+    return replace(trace, events=tuple(events))
+
+
+def test_a_loss_that_couples_samples_is_not_compared() -> None:
+    """No combination of the ranks' gradients is that of one worker, and the loss is another."""
+    finding = parity(own(2), coupled(own(1), 0, loss=99.0))
+    assert finding.verdict is Verdict.INCONCLUSIVE, finding
+    assert "may not be a sum over its samples" in finding.reason
+
+
+def test_other_gradients_of_the_same_loss_are_found() -> None:
+    """If the losses agree the gradients should, too."""
+    broken = traces.broken(parity(own(2), coupled(own(1), 0)))
+    assert broken.step == 0
+
+
+def test_a_combination_of_the_ranks_gradients_is_found() -> None:
+    """Gradients that are weighted wrongly, or of one rank alone, are compared."""
+    trace = own(2)
+    name = min(traces.one(trace, Update, step=0, rank=0).gradient)
+    gradient = changed(traces.one(trace, Update, step=0, rank=0).gradient, name, times=0.5)
+    wrong = traces.altered(trace, Update, {"step": 0}, gradient=gradient)
+    assert traces.broken(parity(wrong, own(1))).tensor == name
