@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def results(recipe: Recipe, trial: Trial) -> Mapping[str, Any] | None:
 def _rows(recipe: Recipe) -> Iterator[str]:
     for trial in recipe.trials:
         result = results(recipe, trial)
-        link = f"[{recipe.title}](#{recipe.name})"
+        anchor = re.sub(r"[^\w-]", "", recipe.name)
+        link = f"[{recipe.title}](#{anchor})"
         if result is None:
             yield _line(link, trial.name, trial.hardware, "not run yet", "", "", "")
             continue

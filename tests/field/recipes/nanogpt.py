@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
+from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, on_gpus
 from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
 
 # With torchrun the script insists on GPUs.
@@ -114,6 +114,34 @@ def tokens(folder: Path) -> None:
     (home / "meta.pkl").write_bytes(pickle.dumps(meta))
 
 
+_AUTO = Trial(
+    name="auto",
+    command=_COMMAND,
+    edits=_ON_CPU,
+    options=("--steps", "4"),
+    expected=(
+        _OTHER_SAMPLES,
+        STEPS_AT_NAN,
+        _PREFETCHED,
+        NO_RESTART,
+        replace(_PREFETCHED, clause="F-TI-001"),
+        NO_WORKDIR,
+    ),
+)
+_BY_THE_LINE = Trial(
+    name="line",
+    command=("sh", "-c", _RESUMED),
+    edits=(*_ON_CPU, *_LINE),
+    options=("--steps", "4"),
+    expected=(
+        STEPS_AT_NAN,
+        _SEEDED_BY_RANK,
+        NO_RESTART,
+        replace(_SEEDED_BY_RANK, clause="F-TI-001"),
+        _DATA_OVER,
+    ),
+)
+
 RECIPES = (
     Recipe(
         name="nanogpt",
@@ -121,34 +149,6 @@ RECIPES = (
         repository="karpathy/nanoGPT",
         commit="3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
         data=tokens,
-        trials=(
-            Trial(
-                name="auto",
-                command=_COMMAND,
-                edits=_ON_CPU,
-                options=("--steps", "4"),
-                expected=(
-                    _OTHER_SAMPLES,
-                    STEPS_AT_NAN,
-                    _PREFETCHED,
-                    NO_RESTART,
-                    replace(_PREFETCHED, clause="F-TI-001"),
-                    NO_WORKDIR,
-                ),
-            ),
-            Trial(
-                name="line",
-                command=("sh", "-c", _RESUMED),
-                edits=(*_ON_CPU, *_LINE),
-                options=("--steps", "4"),
-                expected=(
-                    STEPS_AT_NAN,
-                    _SEEDED_BY_RANK,
-                    NO_RESTART,
-                    replace(_SEEDED_BY_RANK, clause="F-TI-001"),
-                    _DATA_OVER,
-                ),
-            ),
-        ),
+        trials=(_AUTO, _BY_THE_LINE, on_gpus(_AUTO, 2), on_gpus(_BY_THE_LINE, 2, edits=_LINE)),
     ),
 )

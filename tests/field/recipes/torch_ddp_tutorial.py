@@ -1,12 +1,14 @@
-"""pytorch/examples, distributed/ddp-tutorial-series: one GPU, `mp.spawn`, and torchrun."""
+"""pytorch/examples, distributed/ddp-tutorial-series: the script for torchrun."""
 
 from __future__ import annotations
 
-from tests.field.recipe import Edit, Recipe, Trial
+from dataclasses import replace
+
+from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, on_gpus
+from tests.field.usual import NO_RESTART, NO_WORKDIR, STATELESS, STEPS_AT_NAN, UNSEEDED
 
 EXAMPLES = "pytorch/examples"
 COMMIT = "77f55b912142e11fcfdf5b530231fb9c52f181e8"
-FOLDER = "distributed/ddp-tutorial-series"
 _TORCHRUN = "multigpu_torchrun.py"
 _ON_CPU = (
     Edit(
@@ -29,32 +31,56 @@ _ON_CPU = (
     Edit(file=_TORCHRUN, line="targets = targets.to(self.gpu_id)", instead="pass"),
     Edit(file=_TORCHRUN, line='loc = f"cuda:{self.gpu_id}"', instead='loc = "cpu"'),
 )
-_LAUNCH = ("torchrun", "--standalone", "--nproc_per_node={world_size}")
-_LINE = (
-    Edit(file=_TORCHRUN, line="ddp_setup()", add="torch.manual_seed(0)"),
-    Edit(
-        file=_TORCHRUN,
-        line="self.model = DDP(self.model, device_ids=[self.gpu_id])",
-        instead="self.model = DDP(self.model)",
+_COMMAND = (
+    *("torchrun", "--standalone", "--nproc_per_node={world_size}"),
+    *(_TORCHRUN, "2", "1", "--batch_size", "{share:32}"),
+)
+_NOT_SEEDED = Expected(
+    clause="F-DP-005",
+    verdict="inconclusive",
+    kind=Kind.UNDECLARED,
+    words="two plain runs of the command differ",
+    because="The script sets no seed: each rank, and each run, makes up data of its own.",
+)
+_NOTHING_MOVES = Expected(
+    clause="F-TI-004",
+    verdict="inconclusive",
+    kind=Kind.DEFECT,
+    words="weight never moved and never had a gradient on rank 0",
+    because="`cross_entropy` of a single output is 0 whatever the weights, and so are all "
+    "gradients: the tutorial trains nothing.",
+    reproduction="ddp_tutorial_zero_loss.py",
+)
+_NEVER_RESUMED = replace(
+    NO_WORKDIR,
+    because=f"{NO_WORKDIR.because} With one, it would be unknown where a resumed run goes on, "
+    "as no weight ever moves. In fact each resume trains an epoch again: the snapshot has the "
+    "number of the last epoch as the number of epochs that were run.",
+    reproduction="ddp_tutorial_epoch_again.py",
+)
+_AUTO = Trial(
+    name="auto",
+    command=_COMMAND,
+    edits=_ON_CPU,
+    options=("--steps", "4"),
+    expected=(
+        STEPS_AT_NAN,
+        _NOT_SEEDED,
+        replace(_NOT_SEEDED, clause="F-TI-001"),
+        _NOTHING_MOVES,
+        NO_RESTART,
+        STATELESS,
+        _NEVER_RESUMED,
+        UNSEEDED,
     ),
 )
-
-
 RECIPES = (
     Recipe(
-        name="torch-ddp-tutorial-torchrun",
+        name="torch-ddp-tutorial",
         title="DDP tutorial, multigpu_torchrun.py",
         repository=EXAMPLES,
         commit=COMMIT,
-        folder=FOLDER,
-        trials=(
-            Trial(
-                name="auto",
-                command=(*_LAUNCH, _TORCHRUN, "2", "1", "--batch_size", "{share:32}"),
-                edits=_ON_CPU,
-                options=("--steps", "4"),
-                expected=(),
-            ),
-        ),
+        folder="distributed/ddp-tutorial-series",
+        trials=(_AUTO, on_gpus(_AUTO, 2)),
     ),
 )
