@@ -56,6 +56,7 @@ _EXPECTED = (
         because="`clip_grad_norm_` comes before `GradScaler.unscale_`. So the norm is clipped to 1 "
         "divided by the scale, a step is made with 1.5e-5, and AdamW hides it.",
         reproduction="clipped_while_scaled.py",
+        known="https://github.com/pytorch/examples/issues/1196",
     ),
     Expected(
         clause="F-DP-005",

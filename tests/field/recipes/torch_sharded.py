@@ -23,6 +23,7 @@ _NOT_CLEARED = Expected(
     words="gradients not cleared since step 0",
     because="The loop never calls `zero_grad`, so each step applies all gradients so far.",
     reproduction="gradients_pile_up.py",
+    known="https://github.com/pytorch/examples/pull/1424",
 )
 _NEEDS_TWO = Expected(
     clause="F-DP-002",
@@ -105,7 +106,11 @@ _FSDP2 = Trial(
     # The others would compare what the memory happened to hold.
     options=("--steps", "4", "--only", "F-DP-002,F-DP-003,F-TI-005"),
     expected=(
-        STEPS_AT_NAN,
+        replace(
+            STEPS_AT_NAN,
+            because="With such weights gradients are not finite in the first step, and neither "
+            "`clip_grad_norm_` nor the optimizer stops at that.",
+        ),
         Expected(
             clause="F-DP-002",
             verdict="falsified",

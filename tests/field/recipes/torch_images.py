@@ -1,0 +1,56 @@
+"""pytorch/examples, imagenet: under torchrun, without a GPU, on its own dummy data."""
+
+from __future__ import annotations
+
+from tests.field.recipe import Expected, Kind, Recipe, Trial
+from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
+
+RECIPES = (
+    Recipe(
+        name="torch-imagenet",
+        title="imagenet, main.py",
+        repository=EXAMPLES,
+        commit=COMMIT,
+        folder="imagenet",
+        needs=("torchvision",),
+        trials=(
+            Trial(
+                name="auto",
+                command=(
+                    *("torchrun", "--standalone", "--nproc_per_node={world_size}", "main.py"),
+                    *("--dummy", "--dist-url", "env://", "--dist-backend", "gloo"),
+                    *("--seed", "{seed}", "-b", "{share:4}", "-j", "0"),
+                ),
+                contracts=("distributed-training-v1.yaml",),
+                options=("--steps", "2", "--exclude", "F-DP-003,F-DP-006"),
+                expected=(
+                    Expected(
+                        clause="F-DP-001",
+                        verdict="falsified",
+                        kind=Kind.DEFECT,
+                        words="each rank applied the gradient of its own samples alone",
+                        because="`DistributedDataParallel` is put around the model only if there "
+                        "is a GPU. Without one the script joins the process group, divides the "
+                        "data, and each process trains a model of its own.",
+                        reproduction="imagenet_without_ddp.py",
+                    ),
+                    Expected(
+                        clause="F-DP-002",
+                        verdict="inconclusive",
+                        kind=Kind.PROPERTY,
+                        words="no step has the samples on 1 worker that it has on 2",
+                        because="On one worker the script uses no `DistributedSampler`, and draws "
+                        "in another order.",
+                    ),
+                    Expected(
+                        clause="F-DP-005",
+                        verdict="inconclusive",
+                        kind=Kind.PROPERTY,
+                        words="batch normalisation uses each rank's own samples",
+                        because="A ResNet normalises by each rank's own samples.",
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
