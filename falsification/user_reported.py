@@ -587,7 +587,7 @@ BUGS = (
     _bug(
         "torch's gather adds up gradients of another layout",
         "context.py",
-        "torch.distributed.nn.functional.all_gather with gloo",
+        "pytorch #192920: torch.distributed.nn.functional.all_gather, backward with gloo",
         (
             "import torch.nn.functional as F\n",
             "import torch.nn.functional as F\nimport torch.distributed.nn.functional as dnn\n",
