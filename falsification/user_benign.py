@@ -51,11 +51,25 @@ SUMS_OF_ITS_OWN = (
     ("ddp = Dist", "main = [torch.zeros_like(one) for one in model.parameters()]\nddp = Dist"),
 )
 
+# The changes that move a step's passes into a closure, in which the first pass comes, too.
+CLOSURE = (
+    ("in loader:\n        loss", "in loader:\n\n      def closure():\n        loss"),
+    (
+        "        optimizer.step()\n",
+        "        return loss\n\n      optimizer.step(closure)\n",
+    ),
+)
+
 VARIANTS = (
     Twin(
         name="micro-batches are added up in buffers of its own",
         script="accumulation.py",
         changes=SUMS_OF_ITS_OWN,
+    ),
+    Twin(
+        name="each pass comes in the closure of the optimizer's step",
+        script="ddp.py",
+        changes=CLOSURE,
     ),
     Twin(
         name="under autocast, in bfloat16",

@@ -46,6 +46,14 @@ def test_a_resume_restores_the_position() -> None:
     assert "another position" in found.message
 
 
+def test_the_state_of_copies_is_not_recorded() -> None:
+    """An optimizer of copies has state, but none for the model's parameters."""
+    bare = altered(traces.run(SUBJECT), Update, {}, optimizer={})
+    finding = traces.judge("optimizer_state", [traces.was(bare, steps="copies")])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "that of copies of the weights" in finding.reason
+
+
 def test_a_checkpoint_that_was_never_loaded_shows_nothing() -> None:
     """A checkpoint that was never loaded is inconclusive."""
     finding = traces.judge("optimizer_state", [without(traces.run(STOPPED), Start, resumed=True)])

@@ -112,6 +112,15 @@ def test_one_comparison_excuses_no_gap() -> None:
         assert missing in finding.reason
 
 
+def test_gradients_of_copies_are_not_the_models() -> None:
+    """An optimizer of copies applies gradients that the model's parameters don't have."""
+    own, *others = traces.family("weighting", SUBJECT)
+    bare = traces.was(altered(own, Update, {}, gradient={}), steps="copies")
+    finding = traces.judge("weighting", [bare, *others])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the optimizer steps copies of the model's weights" in finding.reason
+
+
 def test_a_gradient_of_samples_without_names_counts() -> None:
     """A shard without sample ids still counts in the sum."""
     own, *others = traces.family("weighting", SUBJECT)

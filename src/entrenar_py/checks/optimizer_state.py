@@ -16,7 +16,7 @@ from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, SAVED, Traces
 from entrenar_py.checks.state import PARTS, Comparison
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Saved, Start, Trace
+from entrenar_py.trace import Saved, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 
@@ -41,6 +41,8 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
                 "the server makes the updates: it alone holds the optimizer's state, and what it "
                 "resumes with is not recorded; F-TI-003 and F-TI-008 judge the resulting weights"
             )
+        if trace.traits.steps != "model" and not any(u.optimizer for u in trace.of(Update)):
+            tally.miss("the optimizer's state is that of copies of the weights, or of shards")
         missing.require_updates(tally, trace)
         replica_identity.require_ranks(tally, trace)
         for step, by_rank in evidence.ranks_by_step(trace):

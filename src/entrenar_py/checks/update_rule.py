@@ -62,6 +62,7 @@ class Rule:
     """One rank's optimizer, followed from update to update.
 
     `known` is False if the moments are unknown, for example after a gap in the recorded updates.
+    `unknown` are tensors that have moved in a step whose gradient of them was not recorded.
     """
 
     scenario: Scenario
@@ -73,6 +74,7 @@ class Rule:
     step_made: int = 0
     moments: dict[str, Moments] = field(default_factory=dict)
     saved: dict[int, dict[str, Moments]] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
 
     def follows(self, update: Update) -> bool:
         """Return whether the moments before `update` are known, or the optimizer has none."""
@@ -100,7 +102,17 @@ class Rule:
         if factor is None or not (self.known or self.scenario.optimizer == "sgd"):
             self.known = False
             return
+        if self.scenario.optimizer != "sgd":
+            self.unknown |= {
+                name
+                for name, record in update.weights.items()
+                if name not in update.gradient
+                and name in before
+                and before[name].digest != record.digest
+            }
         for name, record in update.gradient.items():
+            if name in self.unknown:
+                continue
             slope, weight = record.elements(), before[name].elements() if name in before else None
             if slope is None or weight is None or slope.shape != weight.shape:
                 self.known = False

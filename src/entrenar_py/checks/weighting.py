@@ -101,6 +101,9 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     if why := run_comparison.rounded_away(trace):
         tally.miss(why)
         return
+    if trace.traits.steps != "model" and not any(u.gradient for u in trace.of(Update)):
+        tally.miss("the optimizer steps copies of the model's weights, with gradients of their own")
+        return
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     rested = skips.without_gradients(trace)

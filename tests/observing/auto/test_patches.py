@@ -63,7 +63,7 @@ class _Nobody:
     class settings:  # noqa: N801
         every = None
 
-    step_begins = step_ended = None
+    before_step = step_ended = None
 
     @staticmethod
     def look_at_calls(wanted: bool) -> bool:

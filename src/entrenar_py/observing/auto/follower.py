@@ -6,7 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -174,8 +174,7 @@ class Follower:
         model = surroundings.model_of(called, optimizers, instead=instead)
         if model is None:
             return
-        is_stepping = self._stepping > 0
-        self._recorder = Recorder(model, optimizers, self.batches, called, is_stepping=is_stepping)
+        self._recorder = Recorder(model, optimizers, self.batches, called)
         self.observation = self._recorder
         if called is not None:  # else compiled code may call the model, and has the hook in it
             self.look_at_calls(False)
@@ -286,6 +285,22 @@ class Follower:
         if self._recorder is not None:
             self._recorder.skipped()
 
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        """Look at an optimizer whose step begins, and see its closure run if it has one.
+
+        If the first training pass comes in this closure, an Observer's hooks are too late for it.
+        """
+        self.step_begins(optimizer)
+        if self.is_off() or self.observation is not None or self.settings.every is not None:
+            return None
+        from entrenar_py.observing.step_in_work import look_before_step
+
+        first = partial(self._closure_ran, optimizer, again=False)
+        again = partial(self._closure_ran, optimizer, again=True)
+        return look_before_step(first, again, arguments, named)
+
     @_guarded
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
         """Note that the script clips gradients by their norm."""
@@ -293,18 +308,36 @@ class Follower:
             self._recorder.clips.note(parameters, max_norm, norm_type)
 
     @_guarded
-    def step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
+        if self._recorder is not None:
+            self._recorder.closure_ran(optimizer, again=again)
+
+    @_guarded
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look whether the optimizer is one that is followed."""
         self._stepping += 1
         if self._ending.is_due:
             self._ending.leave()
         if self.settings.every is not None and self._stepping == 1:
             self._watch(optimizer, self.settings.every)
-        if self._recorder is None or self._stepping > 1:
+        if self._stepping > 1:
+            return
+        if self._recorder is None:
+            self._note_unseen(optimizer)
             return
         known = self._recorder.optimizers
         if not any(optimizer is each for each in (*known, *_inside(known))):
             self._recorder.stranger_steps(optimizer)
+
+    def _note_unseen(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note a step without a record, in case that no other is ever recorded."""
+        folder = os.environ.get(FOLDER)
+        if self.observation is None and self.settings.every is None and folder:
+            auto_notes.write(
+                Path(folder),
+                f"{type(optimizer).__name__} stepped tensors that it got after the forward and "
+                "backward passes, as shards of ZeRO-3 are: that is not observed yet",
+            )
 
     @_guarded
     def step_ended(self, *_: Any) -> None:

@@ -222,7 +222,7 @@ def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
     A module that isn't imported yet is patched when it is: `awaited` takes functions to call then.
     """
     hook_calls.leave_steps()
-    register_optimizer_step_pre_hook(follower.step_begins)
+    register_optimizer_step_pre_hook(follower.before_step)
     register_optimizer_step_post_hook(follower.step_ended)
     if follower.settings.every is not None:
         return  # the watch needs no more than a step

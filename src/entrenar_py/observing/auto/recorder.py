@@ -21,8 +21,8 @@ class Recorder(Observer):
     """Records one rank, with the arguments of `observe` that the script's objects show.
 
     Samples are found by what the model is given, and losses are what `backward` is called on.
-    `called` is the module whose forward pass is about to begin, None in a backward pass. It is
-    within a step if `is_stepping`: in a closure. Raises UsageError where `observe` would.
+    `called` is the module whose forward pass is about to begin, None in a backward pass. Raises
+    UsageError where `observe` would.
     """
 
     def __init__(
@@ -31,14 +31,11 @@ class Recorder(Observer):
         optimizers: Sequence[torch.optim.Optimizer],
         batches: Batches,
         called: nn.Module | None,
-        *,
-        is_stepping: bool,
     ) -> None:
         self.optimizers = tuple(optimizers)
         self._seen, self.clips = SeenSamples(batches), Clips()
         self._noted_steps = 0
         self._facts: dict[str, Any] = {}
-        self._is_in_first_step = is_stepping and len(self.optimizers) == 1
         self._alternates = False  # backward passes come between the steps of several optimizers
         super().__init__(
             model,
@@ -65,15 +62,6 @@ class Recorder(Observer):
         """
         self._alternates |= bool(self._step.stepped)
         super()._after_backward({} if self._alternates else gradients, finite)
-        if self._is_in_first_step:  # whose hooks were not there as it began: see `look_before_step`
-            if self._micro_batches.index == len(self._micro_batches.done):
-                self._before_step(0)
-            else:
-                self._micro_batches.clear()
-
-    def _after_step(self, index: int, *called: Any) -> None:
-        self._is_in_first_step = False
-        super()._after_step(index, *called)
 
     # --- called by the follower -------------------------------------------------------------------
 
@@ -84,6 +72,15 @@ class Recorder(Observer):
     def backward_ended(self) -> None:
         """Note that the backward pass is over."""
         self._micro_batches.backward_loss = None
+
+    def closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
+        """Note that the closure of a step ran which had begun before there was this record."""
+        if again:
+            self._micro_batches.clear()
+            return
+        for index, own in enumerate(self.optimizers):
+            if own is optimizer:
+                self._before_step(index)
 
     def stranger_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at a step of an optimizer that isn't observed.

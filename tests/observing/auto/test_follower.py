@@ -1,0 +1,44 @@
+"""The follower, without a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from entrenar_py.observing import FOLDER
+from entrenar_py.observing.auto import Settings
+from entrenar_py.observing.auto.follower import Follower
+from entrenar_py.rank_files import auto_notes
+
+
+def test_a_step_of_what_no_pass_knew_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer that gets its tensors when it steps is named where nothing was recorded."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    (tmp_path / auto_notes.ASKED).touch()
+    follower = Follower(Settings(steps=2))
+    follower.before_step(torch.optim.Adagrad([torch.zeros(1)]), (None,), {})
+    assert "Adagrad stepped tensors that it got after the" in auto_notes.why_nothing(tmp_path)
+
+
+def test_a_closure_that_makes_the_first_pass_is_seen() -> None:
+    """An optimizer's hooks are too late if the observation begins in its step: it is told."""
+    follower = Follower(Settings())
+    optimizer = torch.optim.Adagrad([torch.zeros(1)])
+    ran: list[bool] = []
+
+    class Recorder:
+        @staticmethod
+        def closure_ran(_: torch.optim.Optimizer, *, again: bool) -> None:
+            ran.append(again)
+
+    def closure() -> float:
+        follower._recorder = Recorder()  # type: ignore[assignment]
+        return 1.0
+
+    _, named = follower.before_step(optimizer, (optimizer, closure), {})
+    assert (named["closure"](), named["closure"]()) == (1.0, 1.0)
+    assert ran == [False, True]
