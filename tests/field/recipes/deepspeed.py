@@ -1,0 +1,90 @@
+"""DeepSpeed's engine at stages 1 to 3 of ZeRO, by a short driver as its documentation has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.field.recipe import Expected, Kind, Recipe, Trial
+from tests.field.usual import NO_RESTART, NO_WORKDIR
+
+_COPIES = "The optimizer steps flat shards of the weights in float32, which nothing relates to the "
+_SHARDS = (
+    Expected(
+        clause="F-TI-001",
+        verdict="inconclusive",
+        kind=Kind.LIMIT,
+        words="the optimizer steps copies of the model's weights",
+        because=_COPIES + "model's parameters. Their gradients aren't compared.",
+    ),
+    Expected(
+        clause="F-TI-002",
+        verdict="inconclusive",
+        kind=Kind.LIMIT,
+        words="that of copies of the weights",
+        because=_COPIES + "model's parameters. Their state isn't compared.",
+    ),
+    Expected(
+        clause="F-TI-008",
+        verdict="inconclusive",
+        kind=Kind.LIMIT,
+        words="the optimizer steps copies of the model's weights",
+        because=_COPIES + "model's parameters. Their steps aren't recomputed.",
+    ),
+    Expected(
+        clause="F-TI-004",
+        verdict="inconclusive",
+        kind=Kind.DEFAULT,
+        words="with a rate above 0",
+        because="DeepSpeed's WarmupLR gives the first two of the four steps the rate 0.",
+        reproduction="deepspeed_warmup_begins_twice.py",
+        known="https://github.com/deepspeedai/DeepSpeed/pull/5287",
+    ),
+)
+_UNSEEN = tuple(
+    Expected(
+        clause=clause,
+        verdict="inconclusive",
+        kind=Kind.LIMIT,
+        words="got after the forward and backward passes",
+        because="At stage 3 parameters are empty outside of the passes, and the optimizer gets "
+        "shards of them within its step. Neither is observed.",
+    )
+    for clause in (
+        *("F-DP-001", "F-DP-002", "F-DP-003", "F-DP-005", "F-TI-001", "F-TI-002", "F-TI-004"),
+        *("F-TI-005", "F-TI-007", "F-TI-008"),
+    )
+)
+_NONE_KILLED = replace(
+    NO_RESTART,
+    kind=Kind.LIMIT,
+    words="no worker was killed",
+    because="A worker is killed once it has made some steps, and none was seen.",
+)
+
+
+def _zero(stage: int, expected: tuple[Expected, ...]) -> Recipe:
+    return Recipe(
+        name=f"deepspeed-zero-{stage}",
+        title=f"DeepSpeed's engine, ZeRO stage {stage}",
+        driver="deepspeed_zero.py",
+        needs=("deepspeed",),
+        environment={"DS_ACCELERATOR": "cpu"},
+        trials=(
+            Trial(
+                name="auto",
+                command=(
+                    *("torchrun", "--standalone", "--nproc_per_node={world_size}"),
+                    *("deepspeed_zero.py", "--stage", str(stage)),
+                ),
+                options=("--steps", "4"),
+                expected=expected,
+            ),
+        ),
+    )
+
+
+RECIPES = (
+    _zero(1, (*_SHARDS, NO_RESTART, NO_WORKDIR)),
+    _zero(2, (*_SHARDS, NO_RESTART, NO_WORKDIR)),
+    _zero(3, (*_UNSEEN, _NONE_KILLED, NO_WORKDIR)),
+)

@@ -1,0 +1,151 @@
+"""Libraries that own the loop, or half of it, by short drivers as their documentation has them."""
+
+from __future__ import annotations
+
+from tests.field.recipe import Expected, Kind, Recipe, Trial
+from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+
+_USUAL = (STEPS_AT_NAN, NO_RESTART, NO_WORKDIR)
+_DISTRIBUTED, _INTEGRITY = ("distributed-training-v1.yaml",), ("training-integrity-v1.yaml",)
+# Batches of 16, 16, 16 and 8: cut in two, the last of them is the rest of an accumulation.
+_REST = ("--samples", "56", "--accumulation", "{accumulation}")
+
+
+def _torchrun(driver: str, *options: str) -> tuple[str, ...]:
+    return ("torchrun", "--standalone", "--nproc_per_node={world_size}", driver, *options)
+
+
+def _only(clause: str, steps: int = 5) -> tuple[str, ...]:
+    return ("--only", clause, "--steps", str(steps))
+
+
+_EVEN_BATCHES = Expected(
+    clause="F-DP-002",
+    verdict="falsified",
+    kind=Kind.DEFAULT,
+    words="samples drawn again in epoch 0 by rank 1",
+    because="The last batch is too short for two ranks. `even_batches`, a default of accelerate "
+    "that the Trainer shares, fills it up with samples that were drawn before in the epoch.",
+    reproduction="accelerate_even_batches.py",
+)
+_SAME_MASKS = Expected(
+    clause="F-TI-005",
+    verdict="falsified",
+    kind=Kind.DEFAULT,
+    words="draws the same random numbers as rank 0, for other samples",
+    because="The Trainer sets the same seed on all ranks, so dropout drops the same elements on "
+    "each.",
+    reproduction="same_dropout_on_all_ranks.py",
+    known="https://github.com/huggingface/transformers/issues/31412",
+)
+_LIGHTNING_REST = Expected(
+    clause="F-DP-005",
+    verdict="falsified",
+    kind=Kind.DEFECT,
+    words="it is half as large",
+    because="The last accumulation of an epoch has one batch in place of two, and is divided by "
+    "two all the same. So its step is made with half of the gradient.",
+    reproduction="lightning_short_accumulation.py",
+    known="https://github.com/Lightning-AI/pytorch-lightning/issues/19987",
+)
+_OTHER_ORDER = Expected(
+    clause="F-TI-003",
+    verdict="falsified",
+    kind=Kind.DEFECT,
+    words="samples",
+    because="`skip_first_batches` skips batches of a new permutation: that of the epoch isn't "
+    "saved. After a resume within an epoch some samples come twice, and others never.",
+    reproduction="accelerate_resumes_other_data.py",
+    known="https://github.com/huggingface/accelerate/issues/2823",
+)
+
+RECIPES = (
+    Recipe(
+        name="accelerate",
+        title="accelerate: a loop with checkpoints and skip_first_batches",
+        driver="accelerate_loop.py",
+        needs=("accelerate",),
+        trials=(
+            Trial(
+                name="auto, resumed within an epoch",
+                command=_torchrun("accelerate_loop.py", "--steps", "{steps}", "--dir", "{workdir}"),
+                options=("--only", "F-TI-003"),
+                contracts=_INTEGRITY,
+                expected=(_OTHER_ORDER,),
+            ),
+        ),
+    ),
+    Recipe(
+        name="lightning",
+        title="Lightning's Trainer",
+        driver="lightning_ddp.py",
+        needs=("lightning",),
+        trials=(
+            Trial(
+                name="auto",
+                command=_torchrun("lightning_ddp.py"),
+                options=("--steps", "4"),
+                expected=_USUAL,
+            ),
+            Trial(
+                name="auto, with a rest to accumulate",
+                command=_torchrun("lightning_ddp.py", *_REST, "--clip", "1e9"),
+                options=_only("F-DP-005"),
+                contracts=_DISTRIBUTED,
+                expected=(_LIGHTNING_REST,),
+            ),
+        ),
+    ),
+    Recipe(
+        name="transformers-trainer",
+        title="transformers' Trainer",
+        driver="hf_trainer.py",
+        needs=("transformers", "accelerate"),
+        trials=(
+            Trial(
+                name="auto",
+                command=_torchrun("hf_trainer.py", "--accumulation", "{accumulation}"),
+                options=("--steps", "4"),
+                expected=_USUAL,
+            ),
+            Trial(
+                name="auto, with dropout",
+                command=_torchrun("hf_trainer.py", "--dropout", "0.1"),
+                options=_only("F-TI-005", steps=8),
+                contracts=_INTEGRITY,
+                expected=(_SAME_MASKS,),
+            ),
+            Trial(
+                name="auto, resumed within an epoch",
+                command=_torchrun(
+                    *("hf_trainer.py", "--dropout", "0.1", "--steps", "{steps}"),
+                    *("--dir", "{workdir}"),
+                ),
+                options=("--only", "F-TI-002,F-TI-003"),
+                contracts=_INTEGRITY,
+                expected=(),
+            ),
+            Trial(
+                name="auto, with a short last batch",
+                command=_torchrun("hf_trainer.py", "--samples", "56"),
+                options=_only("F-DP-002"),
+                contracts=_DISTRIBUTED,
+                expected=(_EVEN_BATCHES,),
+            ),
+        ),
+    ),
+    Recipe(
+        name="trl-sft",
+        title="TRL's SFTTrainer",
+        driver="trl_sft.py",
+        needs=("trl", "transformers", "accelerate", "datasets"),
+        trials=(
+            Trial(
+                name="auto",
+                command=_torchrun("trl_sft.py"),
+                options=("--steps", "4"),
+                expected=_USUAL,
+            ),
+        ),
+    ),
+)
