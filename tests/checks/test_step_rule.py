@@ -149,7 +149,7 @@ def test_a_tensor_that_moved_without_a_gradient() -> None:
 def test_moments_after_an_unrecorded_gradient_are_unknown() -> None:
     """A tensor that Adam moved by an unrecorded gradient isn't recomputed in later steps."""
     trace = traces.run(scenario(detail="values", optimizer="adamw", clip_norm=None))
-    bare = {"gradient": {}, "grad_norm": None, "applied_norm": None}
+    bare: dict[str, Any] = {"gradient": {}, "grad_norm": None, "applied_norm": None}
     finding = traces.judge("step_rule", [altered(trace, Update, {"step": 0}, **bare)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "made an update that can't be recomputed" in finding.reason

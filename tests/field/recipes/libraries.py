@@ -52,9 +52,9 @@ _OTHER_ORDER = Expected(
     clause="F-TI-003",
     verdict="falsified",
     kind=Kind.DEFECT,
-    words="samples",
-    because="`skip_first_batches` skips batches of a new permutation: that of the epoch isn't "
-    "saved. After a resume within an epoch some samples come twice, and others never.",
+    words="after the resume other samples are drawn",
+    because="`skip_first_batches` skips batches of another permutation, since that of the epoch "
+    "isn't saved. After a resume within an epoch some samples come twice, and others never.",
     reproduction="accelerate_resumes_other_data.py",
     known="https://github.com/huggingface/accelerate/issues/2823",
 )
