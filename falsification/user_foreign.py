@@ -324,7 +324,7 @@ for epoch in range(2):
             return loss
 
         closure()
-        if not net.words.weight.grad.to_dense().isfinite().all():
+        if not all(p.grad.to_dense().isfinite().all() for p in net.parameters()):
             raise SystemExit("not finite")
         optimizer.step(closure)
 """

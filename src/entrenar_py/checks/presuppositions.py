@@ -192,7 +192,7 @@ COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
         SAME_BATCHES,
     ),
     SAMPLES_REPEATED: (SAMPLES_SEEDED,),
-    POISONED: (_strictly(TOGETHER), SKIPS_ARE_SEEN),
+    POISONED: (_strictly(SAME_STEPS), _strictly(TOGETHER), SKIPS_ARE_SEEN),
 }
 
 

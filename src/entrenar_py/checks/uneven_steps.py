@@ -31,7 +31,7 @@ def lacking(compared: Compared) -> str:
 
 def before(compared: Compared) -> Compared:
     """Return the comparison without the steps whose numbers may mean others."""
-    firsts = [seen[0] for run in (compared.model, compared.trace) if (seen := _apart(run))]
+    firsts = [seen[0] for run in (compared.trace, compared.model) if (seen := _apart(run))]
     if not firsts:
         return compared
     trace = divergence.until(compared.trace, min(firsts))
@@ -43,21 +43,27 @@ def _apart(trace: Trace) -> tuple[int, Counter[int]] | None:
     """Return the first step in which ranks are apart, and how many steps each made; else None.
 
     They are if one made fewer steps than another, and fewer backward passes. A rank that leaves
-    out steps by an error makes their passes.
+    out steps by an error makes their passes. A run that a fault has cut short shows it by ranks
+    that are in different epochs in one step.
     """
-    if trace.end.status != "completed" or trace.scenario.faults or trace.scenario.stops:
-        return None
     made = Counter(update.rank for update in trace.of(Update))
     passes = Counter(shard.rank for shard in trace.of(Shard))
-    in_order = sorted(made, key=made.__getitem__)
-    if not made or made[in_order[0]] == made[in_order[-1]]:
-        return None
-    if passes[in_order[0]] >= passes[in_order[-1]]:
+    is_whole = trace.end.status == "completed" and not trace.scenario.faults
+    if trace.scenario.stops or (is_whole and not _is_uneven(made, passes)):
         return None
     epochs: dict[int, dict[int, int]] = defaultdict(dict)  # step -> rank -> epoch
     for shard in trace.of(Shard):
         epochs[shard.step][shard.rank] = shard.epoch
     for step in sorted(epochs):
-        if len(epochs[step]) < len(made) or len({*epochs[step].values()}) > 1:
+        is_absent = is_whole and len(epochs[step]) < len(made)
+        if is_absent or len({*epochs[step].values()}) > 1:
             return step, made
     return None
+
+
+def _is_uneven(made: Counter[int], passes: Counter[int]) -> bool:
+    """Return whether the rank with the fewest steps also has fewer passes than that with most."""
+    in_order = sorted(made, key=made.__getitem__)
+    if not made or made[in_order[0]] == made[in_order[-1]]:
+        return False
+    return passes[in_order[0]] < passes[in_order[-1]]
