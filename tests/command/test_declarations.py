@@ -58,4 +58,4 @@ def test_what_speaks_against_a_declaration(
     work.mkdir(parents=True)
     for name in files:
         (work / name).touch()
-    assert declarations.doubts(DECLARED, command, tmp_path) == doubts
+    assert declarations.doubts(DECLARED, command, [tmp_path]) == doubts

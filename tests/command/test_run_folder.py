@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from entrenar_py import cli
+from entrenar_py.cli import commanded
 from entrenar_py.command import run_folder
 from entrenar_py.reports.report import Entry
 from entrenar_py.verdict import Finding, Verdict
@@ -39,7 +42,7 @@ def test_a_folder_for_temporary_files(
 ) -> None:
     """A temporary folder is removed with its runs, or named if a finding refers to them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with run_folder.folder(None) as kept:
+    with run_folder.temporary() as kept:
         (kept.path / "2-workers.jsonl").write_text("")
         kept.see(entry(verdict, reason.format(kept.path)))
     assert kept.path.exists() is stays
@@ -47,8 +50,29 @@ def test_a_folder_for_temporary_files(
 
 
 def test_a_folder_that_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that the user named is kept without a message."""
-    with run_folder.folder(tmp_path) as kept:
-        kept.see(entry(Verdict.HELD, ""))
-    assert tmp_path.exists()
+    """A folder that the user named is kept without a message; contracts share the other one."""
+    shared = commanded.Shared()
+    with pytest.raises(ZeroDivisionError):
+        shared.until(lambda: 1 // 0)
+    assert shared.folder(tmp_path).path == tmp_path
+    first = shared.folder(None)
+    assert shared.folder(None) is first
+    assert shared.folders == [tmp_path, first.path, first.path]
+    assert shared.until(lambda: 4) == 4
+    assert (tmp_path.exists(), first.path.exists()) == (True, False)
     assert not capsys.readouterr().err
+
+
+def test_contracts_share_their_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that two contracts need is launched once."""
+    script = "open('times', 'a').write('once '); raise SystemExit(3)"
+    two = ("--contract", "distributed-training-v1.yaml", "--contract", "training-integrity-v1.yaml")
+    monkeypatch.chdir(tmp_path)
+    told = ("--in-place", "--", sys.executable, "-c", script)
+    assert cli.main([*two, *told, "{world_size}"]) == 4
+    assert (tmp_path / "times").read_text() == "once "
+    report = capsys.readouterr()
+    assert report.out.count("exit code 3") >= 2
+    assert report.err.count("the runs are kept in") == 1

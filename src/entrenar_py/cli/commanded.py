@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -17,18 +18,43 @@ from entrenar_py.command import (
     runs,
     verdicts,
 )
+from entrenar_py.command.asked import Asked
 from entrenar_py.harness import falsify, stored
 from entrenar_py.harness.runner import Listener
 from entrenar_py.project import launchers, script
 from entrenar_py.project.exclusions import Standing
 from entrenar_py.rank_files import shown_scenario
 from entrenar_py.reports.report import Entry
+from entrenar_py.trace import Trace
 
 FINITENESS = "finiteness"  # the check of F-DP-003
 
 
-def work(options: argparse.Namespace, standing: Standing) -> Work:
-    """Return the work on the command of `options`.
+class Shared:
+    """The runs of a command that the contracts of one call share, and the folder of these runs."""
+
+    def __init__(self) -> None:
+        self.made: dict[Asked, Trace] = {}
+        self.folders: list[Path] = []
+        self._temporary: run_folder.RunFolder | None = None
+        self._stack = ExitStack()
+
+    def folder(self, named: Path | None) -> run_folder.RunFolder:
+        """Return the folder `named` by the user, or the temporary one of all contracts."""
+        kept = run_folder.RunFolder(named) if named is not None else self._temporary
+        if kept is None:
+            kept = self._temporary = self._stack.enter_context(run_folder.temporary())
+        self.folders.append(kept.path)
+        return kept
+
+    def until(self, done: Callable[[], int]) -> int:
+        """Do the work on all contracts and return the exit code; then remove what nobody needs."""
+        with self._stack:
+            return done()
+
+
+def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Work:
+    """Return the work on the command of `options`, whose runs are taken from `shared`, or added.
 
     Clauses that are decided by probes of the harness don't apply, and are left out. Those that the
     configuration declares not to apply are judged by the runs that others need: a verdict on one
@@ -54,6 +80,7 @@ def work(options: argparse.Namespace, standing: Standing) -> Work:
         launch=partial(launch.launch, cwd=options.command_folder),
         source=_copied_folder(options),
         spelled=options.knobs,
+        made=shared.made,
     )
     foreseen = [*make_plan(folder=Path()).foreseen()]
     if any(one.check is not None and one.check.name == FINITENESS for one in tasks):
@@ -64,14 +91,14 @@ def work(options: argparse.Namespace, standing: Standing) -> Work:
     doubts: dict[str, str] = {}
 
     def entries(show: falsify.Progress, judged: Listener) -> Iterator[Entry]:
-        with run_folder.folder(options.trace_dir) as kept:
-            recorded: Iterable[tuple[Path, runs.Run]] = ()
-            if any(one.check is not None for one in tasks):  # else no run would be judged
-                recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
-            known = verdicts.as_known(tasks, recorded, runs_by_file, on_judged=judged)
-            yield from map(kept.see, known)
-            yield from map(kept.see, declarations.refuted(left_out, runs_by_file, declared))
-            doubts.update(declarations.doubts(left_out, options.command, kept.path))
+        kept = shared.folder(options.trace_dir)
+        recorded: Iterable[tuple[Path, runs.Run]] = ()
+        if any(one.check is not None for one in tasks):  # else no run would be judged
+            recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
+        known = verdicts.as_known(tasks, recorded, runs_by_file, on_judged=judged)
+        yield from map(kept.see, known)
+        yield from map(kept.see, declarations.refuted(left_out, runs_by_file, declared))
+        doubts.update(declarations.doubts(left_out, options.command, shared.folders))
 
     def environment() -> Mapping[str, object]:
         return stored.environment(run.trace for run in runs_by_file.values())

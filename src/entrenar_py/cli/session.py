@@ -52,10 +52,10 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
             output=output,
         )
     _look(options)
-    jobs: list[reporting.Job] = []
+    jobs, shared = list[reporting.Job](), commanded.Shared()
     for own, loaded in _chosen(options, _loaded(options)):
-        jobs.append(_prepared(own, called, loaded, output))
-    return partial(reporting.run_all, jobs)
+        jobs.append(_prepared(own, called, loaded, output, shared))
+    return partial(shared.until, partial(reporting.run_all, jobs))
 
 
 def _look(options: argparse.Namespace) -> None:
@@ -75,9 +75,13 @@ def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
 
 
 def _prepared(
-    options: argparse.Namespace, called: str, loaded: Contract, output: Console
+    options: argparse.Namespace,
+    called: str,
+    loaded: Contract,
+    output: Console,
+    shared: commanded.Shared,
 ) -> reporting.Job:
-    """Return the job for one contract."""
+    """Return the job for one contract; `shared` are a command's runs for all of them."""
     if options.mode == "suggest":
         return partial(_suggested, loaded)
     selected = plan.select(
@@ -97,7 +101,7 @@ def _prepared(
     elif options.mode == "judge":
         work = _judging(options, standing.selected)
     elif options.mode == "command":
-        work = commanded.work(options, standing)
+        work = commanded.work(options, standing, shared)
     else:
         work = _falsifying(options, standing.selected)
     _make_trace_folder(options.trace_dir)

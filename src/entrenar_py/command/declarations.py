@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,12 +33,15 @@ def refuted(
             yield replace(entry, finding=finding)
 
 
-def doubts(declared: Sequence[Task], command: Sequence[str], folder: Path) -> dict[str, str]:
+def doubts(
+    declared: Sequence[Task], command: Sequence[str], folders: Collection[Path]
+) -> dict[str, str]:
     """Return by id what speaks against a declaration about a run that was therefore not made.
 
-    `folder` has the folders of the runs that were made.
+    `folders` have the folders of the runs that were made.
     """
-    saved = sorted({path.name for work in folder.glob("*/work") for path in work.iterdir()})
+    works = [work for folder in folders for work in folder.glob("*/work")]
+    saved = sorted({path.name for work in works for path in work.iterdir()})
     found = {
         RESUMED: saved and f"the script wrote {listed(saved, most=_NAMED_MAX)} to {{workdir}}",
         KILLED: restarts(command) and f"the command has {restarts(command)}",

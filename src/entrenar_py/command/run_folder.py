@@ -34,22 +34,16 @@ class RunFolder:
 
 
 @contextmanager
-def folder(path: Path | None) -> Iterator[RunFolder]:
-    """Yield the folder `path`, or a new temporary folder if it is None.
-
-    A temporary folder is removed again, unless it `is_needed`: then its path is printed.
-    """
-    if path is not None:
-        yield RunFolder(path)
-        return
-    temporary = RunFolder(Path(tempfile.mkdtemp(prefix="entrenar-")))
+def temporary() -> Iterator[RunFolder]:
+    """Yield a new folder. It is removed again, unless it `is_needed`: then its path is printed."""
+    made = RunFolder(Path(tempfile.mkdtemp(prefix="entrenar-")))
     try:
-        yield temporary
+        yield made
     finally:
-        if temporary.is_needed:
+        if made.is_needed:
             printing.warn(
-                f"the runs are kept in {temporary.path}: --judge judges them again, --trace-dir "
+                f"the runs are kept in {made.path}: --judge judges them again, --trace-dir "
                 "sets another folder"
             )
         else:
-            shutil.rmtree(temporary.path, ignore_errors=True)
+            shutil.rmtree(made.path, ignore_errors=True)

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +63,8 @@ class Plan:
 
     With `auto` the script is observed without a line. `spelled` has, by knob and value, the text
     that is filled in instead of the value. Each run has a copy of the folder `source` to work in.
-    If that is None, all run in the launcher's folder.
+    If that is None, all run in the launcher's folder. Runs in `made` are not launched again; those
+    that are launched are added to it.
 
     Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
     doesn't have, for a seed or number of steps or epochs without a placeholder to put it in, and
@@ -82,6 +83,7 @@ class Plan:
     launch: Launcher = launch
     source: Path | None = None
     spelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    made: MutableMapping[Asked, Trace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         placeholders.require_known(self.command)
@@ -266,9 +268,11 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
         interrupts.check()
         if asked.stops and asked.turn not in likes:
             continue  # the run that it would be compared with has failed
-        show(f"{shlex.join(plan.command)} ({name})")
         like = likes.get(asked.turn if asked.stops else None)
-        recorded = _run(plan, asked, (base / name).absolute(), like)
+        if asked not in plan.made:
+            show(f"{shlex.join(plan.command)} ({name})")
+            plan.made[asked] = _run(plan, asked, (base / name).absolute(), like)
+        recorded = plan.made[asked]
         if like is not None and _was_told_otherwise(asked, like, recorded):
             # {steps} did more than to stop the run: the script is stopped from inside instead.
             again = name.replace("-resumed", "-interrupted")
