@@ -18,7 +18,7 @@ from entrenar_py.checks.gradient_sums import Vectors
 from entrenar_py.trace import Shard, Trace, Update
 
 _STEPS = 4  # to look at
-_TELLING_MIN = 8  # elements of a tensor whose errors tell a rounding from something else
+_TELLING_MIN = 16  # elements whose errors tell a rounding from something else, hardly by chance
 _EXACT = 2.0**-18  # an element that is off by a smaller share of its terms was not rounded
 _EXACT_MOST = 0.5  # the largest share of such elements in a tensor that was rounded
 _ONE_FACTOR = 0.8  # the share of the squared errors that one factor would explain, and chance not
@@ -87,20 +87,23 @@ def _fits(name: str, off: Vectors, local: Mapping[int, Vectors]) -> bool:
     """Return whether roundings of each rank's term, each sum, and the divisor are what is `off`."""
     roundings = (2 * len(local) + 1) * precision.SIXTEEN[name][0]
     floor = len(local) * _SMALLEST[name]
-    for tensor, gap in off.items():
-        terms = np.sum([np.abs(sums[tensor]) for sums in local.values()], axis=0)
-        if not (np.abs(gap) <= roundings * terms + floor).all():
-            return False
-        whole = np.sum([sums[tensor] for sums in local.values()], axis=0)
-        if not _is_random(gap, whole, terms):
-            return False
-    return True
+    terms = {n: np.sum([np.abs(sums[n]) for sums in local.values()], axis=0) for n in off}
+    if not all((np.abs(gap) <= roundings * terms[n] + floor).all() for n, gap in off.items()):
+        return False
+    whole = {n: np.sum([sums[n] for sums in local.values()], axis=0) for n in off}
+    large = [(n,) for n, gap in off.items() if gap.size >= _TELLING_MIN]
+    small = tuple(n for n, gap in off.items() if gap.size < _TELLING_MIN)
+    return all(
+        _is_random(*(np.concatenate([held[n] for n in names]) for held in (off, whole, terms)))
+        for names in (*large, small)
+        if names
+    )
 
 
 def _is_random(gap: Vector, whole: Vector, terms: Vector) -> bool:
-    """Return whether errors are scattered over a tensor's elements as those of roundings are.
+    """Return whether errors are scattered over elements as those of roundings are.
 
-    True for a tensor that was not rounded, or that is too small to tell.
+    True if none was rounded, or if there are too few to tell.
     """
     there = terms > 0
     gap, whole, terms = gap[there], whole[there], terms[there]
