@@ -124,6 +124,8 @@ def tried(recipe: Recipe, options: argparse.Namespace, kept: Path) -> tuple[list
     """Try a recipe; return what was wrong, and what could not be run."""
     wrong, not_run = [], []
     for trial in recipe.trials:
+        if options.gpus_only and not trial.gpus:
+            continue
         title = f"{recipe.name}, {trial.name}"
         root = kept / recipe.name / trial.name.replace(" ", "-")
         shutil.rmtree(root, ignore_errors=True)
@@ -164,6 +166,7 @@ def main(words: Iterable[str]) -> int:
     parser.add_argument("--clones", type=Path, default=Path(clones) if clones else None)
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--record", action="store_true")
+    parser.add_argument("--gpus-only", action="store_true", help="no trials on the CPU")
     options = parser.parse_args([*words])
     chosen = [
         one
