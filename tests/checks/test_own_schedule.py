@@ -50,6 +50,19 @@ def test_other_rates_are_missing_evidence(name: str) -> None:
     assert why.startswith("the learning rate of step 2 is 0.25 in the run on 3 workers and 0.5 in ")
 
 
+def test_a_difference_is_told_once() -> None:
+    """The run made again and the run on one worker find the same difference, in the same words."""
+    several, again = scheduled(factor=2.0), scheduled(factor=2.0, repeat=1)
+    alone = scheduled(world_size=1)
+    found = set()
+    for base in (several, again, alone):
+        tally = Tally("F-TI-008", observed=True)
+        beside = {REPEATED: (several, again), ALONE: (alone,)}
+        own_schedule.compare(tally, Runs(base, witnesses=beside))
+        found |= set(tally.missing)
+    assert len(found) == 1
+
+
 def test_without_another_run_it_is_open() -> None:
     """A failed run is no witness."""
     failed = replace(scheduled(), events=(End(status="failed", reason="x"),))

@@ -10,6 +10,7 @@ import math
 
 from entrenar_py.checks import evidence, run_names
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
+from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Tally
 
@@ -43,10 +44,21 @@ def _compare(tally: Tally, base: Trace, other: Trace) -> None:
         due = evidence.any_rank(expected[step]).learning_rate
         got = evidence.any_rank(by_rank).learning_rate
         if not math.isclose(due, got, rel_tol=RATE_BOUND):
+            rates = _told((base.scenario, got), (other.scenario, due))
             tally.miss(
-                f"the learning rate of step {step} is {got:.6g} in {run_names.of(base.scenario)} "
-                f"and {due:.6g} in {run_names.of(other.scenario)}: make the schedule a function of "
-                "the step, with the same length in every run"
+                f"the learning rate of step {step} is {rates}: make the schedule a function of the "
+                "step, with the same length in every run"
             )
             return
         tally.compared += 1
+
+
+def _told(*rates: tuple[Scenario, float]) -> str:
+    """Return two runs' rates in the same words whichever of the two is judged.
+
+    If the runs differ in the number of workers, the words don't tell one made again from the first.
+    """
+    ordered = sorted(rates, key=lambda pair: (-pair[0].world_size, pair[0].repeat))
+    if len({run.world_size for run, _ in rates}) > 1:
+        ordered = [(run.with_(repeat=0), rate) for run, rate in ordered]
+    return " and ".join(f"{rate:.6g} in {run_names.of(run)}" for run, rate in ordered)
