@@ -92,6 +92,18 @@ def test_inputs_that_were_changed(seen: Seen) -> None:
     assert seen.given(seen.yields(3, 1, 0, 2).double()) == [3, 1, 0, 2]
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_changed_inputs_of_an_epochs_own_loader(seen: Seen, is_same: bool) -> None:
+    """A new loader goes on if it draws from the same data, as where each epoch has its own."""
+    seen.given(seen.yields(3, 1, 0, 2).double())
+    seen.samples.end_step()
+    dataset = seen.loader.dataset if is_same else [0]
+    seen.loader = DataLoader(dataset)  # type: ignore[arg-type]
+    seen.begin()
+    assert seen.given(seen.yields(3, 1, 0, 2).double()) == ([3, 1, 0, 2] if is_same else [])
+    assert seen.unknown == ("" if is_same else STRANGE)
+
+
 def test_changed_inputs_of_a_loader_that_looks_ahead(seen: Seen) -> None:
     """With several batches to choose from, content that was changed tells none of them."""
     first, second = seen.yields(3, 1, 0, 2), seen.yields(7, 5, 4, 6)

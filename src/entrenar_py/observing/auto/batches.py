@@ -182,7 +182,16 @@ class Batches:
         """
         fit = [batch for batch in self.pending if batch.trains and batch.ids is not None]
         if self.loader is not None:
-            fit = [batch for batch in fit if batch.iteration.loader is self.loader]
+            same = [batch for batch in fit if batch.iteration.loader is self.loader]
+            fit = same or [batch for batch in fit if self._goes_on(batch.iteration.loader)]
         here = threading.get_ident()
         self._is_ahead |= len(fit) > 1 or any(batch.thread != here for batch in fit)
         return None if self._is_ahead or not fit else fit[0]
+
+    def _goes_on(self, loader: Any) -> bool:
+        """Return whether `loader` draws from the same data as the one that was trained from.
+
+        Some scripts make a loader for every epoch.
+        """
+        source = self.source()
+        return source is not None and Source(loader).drawn_from == source.drawn_from
