@@ -14,6 +14,7 @@ parser.add_argument("--global-batch", type=int, default=16)
 parser.add_argument("--accumulation", type=int, default=1)
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--samples", type=int, default=64)
+parser.add_argument("--seedable", action="store_true", help="the same order on any number of ranks")
 parser.add_argument("--dir", help="folder of checkpoints")
 arguments = parser.parse_args()
 
@@ -21,7 +22,9 @@ set_seed(42)
 accelerator = Accelerator(
     cpu=not torch.cuda.is_available(),
     gradient_accumulation_steps=arguments.accumulation,
-    dataloader_config=DataLoaderConfiguration(split_batches=True),
+    dataloader_config=DataLoaderConfiguration(
+        split_batches=True, use_seedable_sampler=arguments.seedable
+    ),
 )
 x = torch.randn(arguments.samples, 8)
 data = TensorDataset(x, x.sum(1, keepdim=True))

@@ -1,12 +1,21 @@
-"""DeepSpeed's engine at stages 1 to 3 of ZeRO, by a short driver as its documentation has it."""
+"""DeepSpeed's engine at stages 0 to 3 of ZeRO, by a short driver as its documentation has it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from tests.field.recipe import Expected, Kind, Recipe, Trial
-from tests.field.usual import NO_RESTART, NO_WORKDIR
+from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
 
+_NO_RATE = Expected(
+    clause="F-TI-004",
+    verdict="inconclusive",
+    kind=Kind.DEFAULT,
+    words="with a rate above 0",
+    because="DeepSpeed's WarmupLR gives the first two of the four steps the rate 0.",
+    reproduction="deepspeed_warmup_begins_twice.py",
+    known="https://github.com/deepspeedai/DeepSpeed/pull/5287",
+)
 _COPIES = "The optimizer steps flat shards of the weights in float32, which nothing relates to the "
 _SHARDS = (
     Expected(
@@ -30,15 +39,7 @@ _SHARDS = (
         words="the optimizer steps copies of the model's weights",
         because=_COPIES + "model's parameters. Their steps aren't recomputed.",
     ),
-    Expected(
-        clause="F-TI-004",
-        verdict="inconclusive",
-        kind=Kind.DEFAULT,
-        words="with a rate above 0",
-        because="DeepSpeed's WarmupLR gives the first two of the four steps the rate 0.",
-        reproduction="deepspeed_warmup_begins_twice.py",
-        known="https://github.com/deepspeedai/DeepSpeed/pull/5287",
-    ),
+    _NO_RATE,
 )
 _UNSEEN = tuple(
     Expected(
@@ -62,7 +63,12 @@ _NONE_KILLED = replace(
 )
 
 
-def _zero(stage: int, expected: tuple[Expected, ...]) -> Recipe:
+def _command(stage: int, *options: str) -> tuple[str, ...]:
+    launcher = ("torchrun", "--standalone", "--nproc_per_node={world_size}")
+    return (*launcher, "deepspeed_zero.py", "--stage", str(stage), *options)
+
+
+def _zero(stage: int, expected: tuple[Expected, ...], *more: Trial) -> Recipe:
     return Recipe(
         name=f"deepspeed-zero-{stage}",
         title=f"DeepSpeed's engine, ZeRO stage {stage}",
@@ -72,18 +78,34 @@ def _zero(stage: int, expected: tuple[Expected, ...]) -> Recipe:
         trials=(
             Trial(
                 name="auto",
-                command=(
-                    *("torchrun", "--standalone", "--nproc_per_node={world_size}"),
-                    *("deepspeed_zero.py", "--stage", str(stage)),
-                ),
+                command=_command(stage),
                 options=("--steps", "4"),
                 expected=expected,
             ),
+            *more,
         ),
     )
 
 
+_RESUMED = Trial(
+    name="auto, resumed within an epoch",
+    command=_command(0, "--steps", "{steps}", "--dir", "{workdir}"),
+    options=("--only", "F-TI-003"),
+    contracts=("training-integrity-v1.yaml",),
+    expected=(
+        Expected(
+            clause="F-TI-003",
+            verdict="falsified",
+            kind=Kind.DEFAULT,
+            words="the data starts over",
+            because="DeepSpeed's checkpoints have no position of the DataLoader that `initialize` "
+            "returns. The epoch begins again.",
+            reproduction="deepspeed_resumes_data_over.py",
+        ),
+    ),
+)
 RECIPES = (
+    _zero(0, (STEPS_AT_NAN, _NO_RATE, NO_RESTART, NO_WORKDIR), _RESUMED),
     _zero(1, (*_SHARDS, NO_RESTART, NO_WORKDIR)),
     _zero(2, (*_SHARDS, NO_RESTART, NO_WORKDIR)),
     _zero(3, (*_UNSEEN, _NONE_KILLED, NO_WORKDIR)),

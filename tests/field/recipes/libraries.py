@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.field.recipe import Expected, Kind, Recipe, Trial
 from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
 
@@ -38,6 +40,48 @@ _SAME_MASKS = Expected(
     reproduction="same_dropout_on_all_ranks.py",
     known="https://github.com/huggingface/transformers/issues/31412",
 )
+_LIGHTNING_MASKS = replace(
+    _SAME_MASKS,
+    because="`seed_everything(0)` sets the same seed on all ranks, so dropout drops the same "
+    "elements on each.",
+    known="https://github.com/Lightning-AI/pytorch-lightning/issues/16166",
+)
+_LIGHTNING_RESUMED = Expected(
+    clause="F-TI-003",
+    verdict="falsified",
+    kind=Kind.DEFAULT,
+    words="the data starts over",
+    because="A checkpoint within an epoch has no position of a plain DataLoader. The epoch goes on "
+    "with its first batches, and Lightning warns of it.",
+    reproduction="lightning_resumes_data_over.py",
+    known="https://github.com/Lightning-AI/pytorch-lightning/issues/18780",
+)
+_OTHER_SAMPLES = tuple(
+    Expected(
+        clause=clause,
+        verdict="inconclusive",
+        kind=Kind.UNDECLARED,
+        words=words,
+        because="accelerate seeds the sampler of several processes by a number that one process "
+        "doesn't draw. `use_seedable_sampler=True` gives both the same order.",
+    )
+    for clause, words in (
+        ("F-DP-002", "no step has the samples on 1 worker that it has on 2"),
+        ("F-DP-005", "draws other samples than the single device's"),
+        ("F-TI-001", "draws other samples than the single device's"),
+    )
+)
+_PACKED = tuple(
+    Expected(
+        clause=clause,
+        verdict="inconclusive",
+        kind=Kind.PROPERTY,
+        words="one worker trains on batches of 1 samples, 2 on 2",
+        because="With packing all sequences of a rank's batch come as one row without padding. "
+        "One worker has one row, and two have two.",
+    )
+    for clause in ("F-DP-005", "F-TI-001")
+)
 _LIGHTNING_REST = Expected(
     clause="F-DP-005",
     verdict="falsified",
@@ -67,6 +111,20 @@ RECIPES = (
         needs=("accelerate",),
         trials=(
             Trial(
+                name="auto",
+                command=_torchrun("accelerate_loop.py", "--accumulation", "{accumulation}"),
+                options=("--steps", "4"),
+                expected=(*_USUAL, *_OTHER_SAMPLES),
+            ),
+            Trial(
+                name="auto, with a seedable sampler",
+                command=_torchrun(
+                    *("accelerate_loop.py", "--accumulation", "{accumulation}", "--seedable")
+                ),
+                options=("--steps", "4"),
+                expected=_USUAL,
+            ),
+            Trial(
                 name="auto, resumed within an epoch",
                 command=_torchrun("accelerate_loop.py", "--steps", "{steps}", "--dir", "{workdir}"),
                 options=("--only", "F-TI-003"),
@@ -93,6 +151,16 @@ RECIPES = (
                 options=_only("F-DP-005"),
                 contracts=_DISTRIBUTED,
                 expected=(_LIGHTNING_REST,),
+            ),
+            Trial(
+                name="auto, resumed with dropout",
+                command=_torchrun(
+                    *("lightning_ddp.py", "--dropout", "0.1", "--steps", "{steps}"),
+                    *("--dir", "{workdir}"),
+                ),
+                options=("--only", "F-TI-002,F-TI-003,F-TI-005"),
+                contracts=_INTEGRITY,
+                expected=(_LIGHTNING_RESUMED, _LIGHTNING_MASKS),
             ),
         ),
     ),
@@ -145,6 +213,12 @@ RECIPES = (
                 command=_torchrun("trl_sft.py"),
                 options=("--steps", "4"),
                 expected=_USUAL,
+            ),
+            Trial(
+                name="auto, packed",
+                command=_torchrun("trl_sft.py", "--packing", "--samples", "192"),
+                options=("--steps", "4"),
+                expected=(*_USUAL, *_PACKED),
             ),
         ),
     ),

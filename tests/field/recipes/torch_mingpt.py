@@ -52,7 +52,7 @@ _EXPECTED = (
         clause="F-TI-008",
         verdict="falsified",
         kind=Kind.DEFECT,
-        words="clipped while still scaled",
+        words="clipped while it was still scaled",
         because="`clip_grad_norm_` comes before `GradScaler.unscale_`. So the norm is clipped to 1 "
         "divided by the scale, a step is made with 1.5e-5, and AdamW hides it.",
         reproduction="clipped_while_scaled.py",
