@@ -104,8 +104,26 @@ _RESUMED = Trial(
         ),
     ),
 )
+_TWO_EPOCHS = Trial(
+    name="auto, two epochs",
+    command=_command(0),
+    options=("--only", "F-TI-005", "--steps", "6"),
+    contracts=("training-integrity-v1.yaml",),
+    expected=(
+        Expected(
+            clause="F-TI-005",
+            verdict="falsified",
+            kind=Kind.DEFAULT,
+            words="epoch 1 visits its samples in the order of epoch 0",
+            because="DeepSpeed's loader makes a DistributedSampler, and leaves `set_epoch` to the "
+            "script: every epoch has the same order.",
+            reproduction="deepspeed_same_order.py",
+            known="https://github.com/deepspeedai/DeepSpeed/issues/1106",
+        ),
+    ),
+)
 RECIPES = (
-    _zero(0, (STEPS_AT_NAN, _NO_RATE, NO_RESTART, NO_WORKDIR), _RESUMED),
+    _zero(0, (STEPS_AT_NAN, _NO_RATE, NO_RESTART, NO_WORKDIR), _RESUMED, _TWO_EPOCHS),
     _zero(1, (*_SHARDS, NO_RESTART, NO_WORKDIR)),
     _zero(2, (*_SHARDS, NO_RESTART, NO_WORKDIR)),
     _zero(3, (*_UNSEEN, _NONE_KILLED, NO_WORKDIR)),
