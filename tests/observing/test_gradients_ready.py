@@ -35,6 +35,28 @@ def told(*, alone: bool) -> list[tuple[bool, ...]]:
     return heard
 
 
+def test_a_sparse_gradient_is_not_held() -> None:
+    """It stays the one that shares its memory with the gradient of the output, as unobserved."""
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    places: list[int] = []
+    heard: list[Tensor | None] = []
+    for hooked in (False, True):
+        table.zero_grad()
+        hooks = GradientHooks([table.weight], lambda: None, heard.extend, heard.extend)
+        if not hooked:
+            hooks.remove()
+        output = table(torch.arange(4))
+        output.register_hook(lambda gradient: places.append(gradient.data_ptr()))
+        (output * torch.randn(4, 3)).sum().backward()
+        assert table.weight.grad is not None, "a pass gives one"
+        assert table.weight.grad._values().data_ptr() == places[-1], hooked
+        hooks.remove()
+    (given,) = heard
+    assert given is not None
+    assert table.weight.grad is not None
+    assert given.to_dense().equal(table.weight.grad.to_dense())
+
+
 def test_a_pass_is_told_once() -> None:
     """Each pass is reported once with its gradients, and not after the hooks are removed."""
     assert told(alone=False) == [(True, True), (True, False)]

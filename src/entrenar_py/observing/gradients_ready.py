@@ -73,7 +73,9 @@ class GradientHooks:
         task = torch._C._current_graph_task_id()
         if task not in self._found:
             self._begin(task)
-        self._found[task][index] = gradient
+        # A sparse gradient that nobody else holds is kept without a copy, and so it may share its
+        # memory with other gradients, which a wrapper then changes with it.
+        self._found[task][index] = gradient.clone() if gradient.is_sparse else gradient
         if len(self._found[task]) == self._expected[task]:
             self._end(task)
 
