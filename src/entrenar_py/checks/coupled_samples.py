@@ -7,8 +7,10 @@ it. Then the ranks' gradients are right, and no combination of them is that of o
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrenar_py.checks import evidence, precision, run_comparison, step_sums
 from entrenar_py.checks.compared import Compared, run_name
@@ -17,6 +19,8 @@ from entrenar_py.verdict import Tally
 
 # A share of the usual distance of two gradients. What float32 leaves is far below it.
 SHARE = 0.2
+# Elements of a tensor, a micro-batch, that no combination meets by chance.
+_LARGE = 4
 
 
 def lacking(compared: Compared) -> str:
@@ -61,7 +65,8 @@ def _losses_agree(model: Trace, trace: Trace, step: int) -> bool:
 def _is_apart(model: Trace, trace: Trace, step: int) -> bool:
     """Return whether some tensor's gradient in `model` is no combination of those in `trace`.
 
-    The same combination is taken of all tensors.
+    The same combination is tried of all tensors, and that of each large one: a bug may concern some
+    tensors only, by a factor, and samples that act on each other leave no combination of any.
     """
     due = step_sums.total(evidence.updates(model)[step], evidence.shards(model)[step])
     given = [evidence.vectors(shard.gradient) for shard in evidence.shards(trace)[step]]
@@ -73,19 +78,22 @@ def _is_apart(model: Trace, trace: Trace, step: int) -> bool:
         return False
     if not names:
         return False
-    terms = np.stack([step_sums.joined(vectors, names) for vectors in known], axis=1)
+    terms = {name: np.stack([vectors[name] for vectors in known], axis=1) for name in names}
     whole = step_sums.joined(due, names)
-    if not (np.isfinite(terms).all() and np.isfinite(whole).all()):
+    together = np.stack([step_sums.joined(vectors, names) for vectors in known], axis=1)
+    if not (np.isfinite(together).all() and np.isfinite(whole).all()):
         return False
-    shares = np.linalg.lstsq(terms, whole, rcond=None)[0]
-    bound = _bound(model, trace)
-    scale = float(np.linalg.norm(whole)) / evidence.NOISE_SHARE
-    for name in names:
-        parts = [share * vectors[name] for share, vectors in zip(shares, known, strict=True)]
-        size = max(scale, *(float(np.linalg.norm(part)) for part in (due[name], *parts)))
-        if float(np.linalg.norm(sum(parts) - due[name])) > bound * size:
-            return True
-    return False
+    sides = [(together, whole)]
+    sides += [(terms[n], due[n]) for n in names if due[n].size >= _LARGE * len(known)]
+    combinations = [np.linalg.lstsq(*side, rcond=None)[0] for side in sides]
+    bound, scale = _bound(model, trace), float(np.linalg.norm(whole)) / evidence.NOISE_SHARE
+
+    def is_one(name: str, shares: NDArray[Any]) -> bool:
+        parts = (due[name], *(terms[name] * shares).T)
+        size = max(scale, *(float(np.linalg.norm(part)) for part in parts))
+        return float(np.linalg.norm(terms[name] @ shares - due[name])) <= bound * size
+
+    return not all(any(is_one(name, shares) for shares in combinations) for name in names)
 
 
 def _bound(model: Trace, trace: Trace) -> float:
