@@ -22,7 +22,7 @@ KINDS: dict[str, str] = {
     "corrupt_gradient": "one element of the gradient of `shard` goes wrong in worker `rank`, once "
     "and silently: as if it were `value`, finite, in every sample",
     "corrupt_worker": "the same, in every shard that worker `rank` computes from step `step` on",
-    "nudged_weights": "each weight is moved by `value` of itself before step `step`",
+    "nudged_weights": "each weight of a user's script is moved by `value` of itself",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` comes (back) before step `step` with the full state",
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",

