@@ -32,6 +32,17 @@ def test_training_that_goes_on_is_falsified() -> None:
     assert "updated in step 2" in found.message
 
 
+def test_a_micro_batch_that_was_skipped_is_not_known() -> None:
+    """A user's script may go on rightly: what it skips is unknown if its samples are."""
+    trace = swallowed()
+    own = replace(trace, scenario=trace.scenario.with_(workload="own", system="command"))
+    finding = traces.judge("finiteness", [own])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the micro-batch of step 2 in which a value was planted is not" in finding.reason
+    without_rank = without(own, Shard, step=2, rank=1)
+    assert traces.judge("finiteness", [without_rank]).verdict is Verdict.FALSIFIED
+
+
 def test_a_nan_without_a_halt() -> None:
     """A run that stops without a Halt does not name its culprit, and is falsified."""
     found = broken(traces.judge("finiteness", [without(traces.run(POISONED), Halt)]))

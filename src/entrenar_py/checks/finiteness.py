@@ -60,7 +60,13 @@ def compare(tally: Tally, trace: Trace) -> None:
         words = skips.told(passed_over)
         tally.note(f"{words}, as a GradScaler does, for a value that is not finite: nothing moved")
     culprits = _culprits(trace, steps - passed_over)
-    if culprits:
+    if culprits and all(isinstance(one, Injected) and _is_lost(trace, one) for one in culprits):
+        why = (
+            f"the micro-batch of step {culprits[0].step} in which a value was planted is not in "
+            "the record: the script may have skipped its step"
+        )
+        missing.ask(tally, why, facts.IDS)
+    elif culprits:
         _halts(tally, trace, culprits, passed_over)
     else:
         _stays_finite(tally, trace, passed_over)
@@ -89,6 +95,16 @@ def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
     first = min(steps, default=-1)
     shards = [shard for shard in bad if shard.step == first]
     return shards or [event for event in planted if (event.step or 0) == first]
+
+
+def _is_lost(trace: Trace, planted: Injected) -> bool:
+    """Return whether only other micro-batches of the rank are recorded in the step of a fault.
+
+    The recorder of a user's script looks after the fault has struck, so it would have seen it.
+    """
+    place = planted.step, planted.rank
+    shards = [shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
+    return trace.scenario.workload == "own" and bool(shards) and all(map(_is_finite, shards))
 
 
 def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
