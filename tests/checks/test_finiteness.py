@@ -39,6 +39,10 @@ def test_a_micro_batch_that_was_skipped_is_not_known() -> None:
     finding = traces.judge("finiteness", [own])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "the micro-batch of step 2 in which a value was planted is not" in finding.reason
+    update = traces.one(own, Update, step=2, rank=1)
+    weights = {name: replace(one, digest="0" * 32) for name, one in update.weights.items()}
+    alone = altered(own, Update, {"step": 2, "rank": 1}, weights=weights)
+    assert traces.judge("finiteness", [alone]).verdict is Verdict.FALSIFIED
     without_rank = without(own, Shard, step=2, rank=1)
     assert traces.judge("finiteness", [without_rank]).verdict is Verdict.FALSIFIED
 

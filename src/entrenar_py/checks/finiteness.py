@@ -6,6 +6,7 @@ A user's trainer may instead skip the step on all ranks, and go on.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -100,11 +101,17 @@ def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
 def _is_lost(trace: Trace, planted: Injected) -> bool:
     """Return whether only other micro-batches of the rank are recorded in the step of a fault.
 
-    The recorder of a user's script looks after the fault has struck, so it would have seen it.
+    The recorder of a user's script looks after the fault has struck, so it would have seen it. If
+    ranks are not alike after the step, or make other numbers of steps, it was not left out by all.
     """
     place = planted.step, planted.rank
     shards = [shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
-    return trace.scenario.workload == "own" and bool(shards) and all(map(_is_finite, shards))
+    made = Counter(update.rank for update in trace.of(Update))
+    after = [update.weights for update in trace.of(Update) if update.step == planted.step]
+    alike = len({tuple((n, one.digest) for n, one in weights.items()) for weights in after}) == 1
+    is_own = trace.scenario.workload == "own"
+    together = alike and len({*made.values()}) == 1
+    return is_own and together and bool(shards) and all(map(_is_finite, shards))
 
 
 def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
