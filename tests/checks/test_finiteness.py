@@ -35,7 +35,11 @@ def test_training_that_goes_on_is_falsified() -> None:
 def test_a_micro_batch_that_was_skipped_is_not_known() -> None:
     """A user's script may go on rightly: what it skips is unknown if its samples are."""
     trace = swallowed()
-    own = replace(trace, scenario=trace.scenario.with_(workload="own", system="command"))
+    subject = trace.scenario.with_(workload="own", system="command")
+    known = replace(trace, scenario=subject)
+    known = altered(known, Shard, {"step": 2, "rank": 1}, ids=(10,))
+    assert traces.judge("finiteness", [known]).verdict is Verdict.FALSIFIED
+    own = altered(known, Shard, {"step": 2, "rank": 1}, ids=())
     finding = traces.judge("finiteness", [own])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "the micro-batch of step 2 in which a value was planted is not" in finding.reason

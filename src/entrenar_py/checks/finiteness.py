@@ -99,10 +99,11 @@ def _culprits(trace: Trace, steps: Set[int]) -> list[Shard] | list[Injected]:
 
 
 def _is_lost(trace: Trace, planted: Injected) -> bool:
-    """Return whether only other micro-batches of the rank are recorded in the step of a fault.
+    """Return whether the record may have only other micro-batches of the rank in a fault's step.
 
-    The recorder of a user's script looks after the fault has struck, so it would have seen it. If
-    ranks are not alike after the step, or make other numbers of steps, it was not left out by all.
+    It may if samples are unknown: a skipped micro-batch is not counted then. The recorder of a
+    user's script looks after the fault has struck, so it would have seen it. If ranks are not alike
+    after the step, or make other numbers of steps, it was not left out by all.
     """
     place = planted.step, planted.rank
     shards = [shard for shard in trace.of(Shard) if (shard.step, shard.rank) == place]
@@ -111,7 +112,8 @@ def _is_lost(trace: Trace, planted: Injected) -> bool:
     alike = len({tuple((n, one.digest) for n, one in weights.items()) for weights in after}) == 1
     is_own = trace.scenario.workload == "own"
     together = alike and len({*made.values()}) == 1
-    return is_own and together and bool(shards) and all(map(_is_finite, shards))
+    others = [shard for shard in shards if _is_finite(shard) and not shard.ids]
+    return is_own and together and bool(shards) and len(others) == len(shards)
 
 
 def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
