@@ -39,7 +39,7 @@ def test_a_micro_batch_that_was_skipped_is_not_known() -> None:
     known = replace(trace, scenario=subject)
     known = altered(known, Shard, {"step": 2, "rank": 1}, ids=(10,))
     assert traces.judge("finiteness", [known]).verdict is Verdict.FALSIFIED
-    own = altered(known, Shard, {"step": 2, "rank": 1}, ids=())
+    own = altered(known, Shard, {"step": 2, "rank": 1}, ids=(), unknown="a stream")
     finding = traces.judge("finiteness", [own])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "the micro-batch of step 2 in which a value was planted is not" in finding.reason

@@ -112,8 +112,8 @@ def _is_lost(trace: Trace, planted: Injected) -> bool:
     alike = len({tuple((n, one.digest) for n, one in weights.items()) for weights in after}) == 1
     is_own = trace.scenario.workload == "own"
     together = alike and len({*made.values()}) == 1
-    others = [shard for shard in shards if _is_finite(shard) and not shard.ids]
-    return is_own and together and bool(shards) and len(others) == len(shards)
+    unknown = planted.step in missing.unknown_steps(trace)
+    return is_own and together and unknown and bool(shards) and all(map(_is_finite, shards))
 
 
 def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
