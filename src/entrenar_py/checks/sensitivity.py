@@ -27,15 +27,15 @@ _ROUNDINGS = 16
 _ROUNDINGS_OF_16_BITS = 1
 # Two runs may be this much further apart than the nudged one.
 MARGIN = 4.0
-# A relative distance above which nothing is left to compare; no rounding reaches it in one step.
+# A relative distance of a nudged run above which nothing is left to compare.
 CHAOTIC = 0.1
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The relative distances of a nudged run: part of an update -> step -> the largest until then.
+    """The relative distances of a nudged run from the same one without that: by part, then by step.
 
-    Parts are `loss`, `gradient`, `weights` and `buffers`. All is empty if no run was nudged.
+    Each is the largest of all tensors. Parts are `loss`, `gradient`, `weights` and `buffers`. All is empty if no run was nudged.
     """
 
     moved: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
