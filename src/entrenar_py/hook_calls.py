@@ -1,4 +1,4 @@
-"""Which calls of our hooks count: not those in compiled code, nor those of a step within a step.
+"""Lets calls of our hooks count, but not in compiled code, nor in a step within a step.
 
 A compiled script calls hooks in two ways. Where torch calls a hook from Python, dynamo would
 compile the hook's frame: it is told to run it as it is. Where dynamo traces the call of a module,
