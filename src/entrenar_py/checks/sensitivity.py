@@ -35,7 +35,8 @@ CHAOTIC = 0.1
 class Sensitivity:
     """The relative distances of a nudged run from the same one without that: by part, then by step.
 
-    Each is the largest of all tensors. Parts are `loss`, `gradient`, `weights` and `buffers`. All is empty if no run was nudged.
+    Each is the largest of all tensors. Parts are `loss`, `gradient`, `weights` and `buffers`. All
+    is empty if no run was nudged.
     """
 
     moved: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
