@@ -49,15 +49,17 @@ integrations: setup
 mutants: setup
 	$(BIN)/entrenar-check --mutants
 
-# Every planted bug in a script as users write them, and what finds it: real processes, some minutes.
+# Every planted bug in a script as users write them, and what finds it: real processes, more than an
+# hour on two cores, some minutes on sixteen (JOBS is how many scripts are tried at a time).
+JOBS ?= 1
 twins: setup
-	$(BIN)/python -m tests.command.twins
-	$(BIN)/python -m tests.command.auto_twins
+	$(BIN)/python -m tests.command.twins --jobs $(JOBS)
+	$(BIN)/python -m tests.command.auto_twins --jobs $(JOBS)
 
 # Hundreds of runs of right scripts, with several seeds and 1 to 4 workers: no alarm. Real processes.
 RUNS ?= 500
 right: setup
-	$(BIN)/python -m tests.command.right $(RUNS)
+	$(BIN)/python -m tests.command.right $(RUNS) --jobs $(JOBS)
 
 # Training scripts of others as they are published, by --auto and by the line: each verdict is one that
 # docs/field.md explains, and each defect is seen without the harness. WORDS are parts of recipes'

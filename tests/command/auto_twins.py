@@ -1,7 +1,7 @@
 """Scripts without their line: right ones as with it, or inconclusive; broken ones never held.
 
-`python -m tests.command.auto_twins [WORD ...]` tries those whose names have all words, as a part of
-`make twins`. The exit code is 1 if one is judged wrongly.
+`python -m tests.command.auto_twins [--jobs N] [WORD ...]` tries those whose names have all words, N
+at a time, as a part of `make twins`. The exit code is 1 if one is judged wrongly.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 from entrenar_py.verdict import Finding, Verdict
 from falsification.user_trainers import Twin
-from tests.command import scripts, twins
+from tests.command import scripts, side_by_side, twins
 
 OF_INTEGRATIONS = ("accelerate_loop.py", "trainer.py", "lightning_module.py")
 # Names of bugs that only a declaration of the line (`clip_norm=`, `tied=`) makes visible.
@@ -48,24 +49,29 @@ def told(twin: Twin, found: dict[str, Finding]) -> str:
     return "open" if finding.verdict is Verdict.INCONCLUSIVE else "found"
 
 
+def tried(twin: Twin) -> tuple[str, list[str]]:
+    """Return how a script is judged, in a word, and the lines that say so."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = twins.findings(twin, Path(folder), witnesses=True, auto=True)
+    how = told(twin, found)
+    kind = how if how in ("found", "open", "undeclared", "left alone") else "WRONG"
+    lines = [f"{kind:10} {time.monotonic() - started:5.1f} s  {twin.script}: {twin.name}"]
+    if kind == "WRONG":
+        lines.append(f"           {how}")
+    elif kind == "open":
+        lines.append(f"           {found[twin.check].reason[:200]}")
+    return kind, lines
+
+
 def main() -> int:
-    """Print a line for each script, and how many bugs are found without a line."""
-    chosen = [
-        one for one in (*right(), *twins.EVERY) if all(word in one.name for word in sys.argv[1:])
-    ]
-    counts: dict[str, int] = {}
-    for twin in chosen:
-        started = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            found = twins.findings(twin, Path(folder), witnesses=True, auto=True)
-        how = told(twin, found)
-        kind = how if how in ("found", "open", "undeclared", "left alone") else "WRONG"
-        counts[kind] = counts.get(kind, 0) + 1
-        print(f"{kind:10} {time.monotonic() - started:5.1f} s  {twin.script}: {twin.name}")
-        if kind == "WRONG":
-            print(f"           {how}")
-        elif kind == "open":
-            print(f"           {found[twin.check].reason[:200]}", flush=True)
+    """Print a line or two for each script, and how many bugs are found without a line."""
+    words, jobs = twins.words_and_jobs()
+    chosen = [one for one in (*right(), *twins.EVERY) if all(word in one.name for word in words)]
+    counts: Counter[str] = Counter()
+    for kind, lines in side_by_side.results(tried, chosen, jobs):
+        counts[kind] += 1
+        print(*lines, sep="\n", flush=True)
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
     return int("WRONG" in counts)
 

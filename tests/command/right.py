@@ -1,13 +1,14 @@
 """`make right`: many runs of right scripts, with several seeds and 1 to 4 workers: no alarm.
 
-`python -m tests.command.right [NUM_RUNS [FIRST]]` tries the cases from number FIRST on until they
-have made NUM_RUNS runs. The cases come in a fixed order: every script with its own number of
-workers, then with others, then all of that with the next seed. The exit code is 1 after an alarm,
-or if a script could not be run.
+`python -m tests.command.right [NUM_RUNS [FIRST]] [--jobs N]` tries the cases from number FIRST on,
+N at a time, until they have made NUM_RUNS runs. The cases come in a fixed order: every script with
+its own number of workers, then with others, then all of that with the next seed. The exit code is 1
+after an alarm, or if a script could not be run.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 
 from entrenar_py import trace
@@ -32,7 +33,7 @@ from falsification import (
     user_scalers,
 )
 from falsification.user_trainers import Twin
-from tests.command import scripts, twins
+from tests.command import scripts, side_by_side, twins
 
 NUM_RUNS = 500
 DEADLINE_S = 300.0  # a run takes seconds; a machine that does other things needs more
@@ -116,47 +117,70 @@ def seeded(twin: Twin, seed: int) -> Twin:
     return replace(twin, text=text, changes=())
 
 
-def alarms(found: dict[str, Finding]) -> list[str]:
-    """Return what is reported of a right script, by check."""
-    return [f"{name}: {one.reason}" for name, one in found.items() if twins.is_broken(one)]
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A case that has been run."""
+
+    case: Case
+    seconds: float
+    num_runs: int
+    unrun: list[str]  # why runs failed
+    found: dict[str, Finding]
+
+    @property
+    def alarms(self) -> list[str]:
+        """What is reported of the script, by check."""
+        broken = [(name, one) for name, one in self.found.items() if twins.is_broken(one)]
+        return [f"{name}: {one.reason}" for name, one in broken]
+
+    @property
+    def outcome(self) -> str:
+        """`ok`, `ALARM` or `NOT RUN`."""
+        return "ALARM" if self.alarms else "NOT RUN" if self.unrun else "ok"
 
 
-def tried(case: Case, folder: Path) -> tuple[dict[str, Finding], list[trace.Trace]]:
-    """Run a case; return the findings, and its runs."""
-    found = twins.findings(case.twin, folder, witnesses=True, deadline_s=DEADLINE_S)
-    return found, [trace.load(file) for file in sorted((folder / "runs").glob("*.jsonl"))]
+def tried(case: Case) -> Tried:
+    """Run a case."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = twins.findings(case.twin, Path(folder), witnesses=True, deadline_s=DEADLINE_S)
+        runs = [trace.load(file) for file in sorted((Path(folder) / "runs").glob("*.jsonl"))]
+    return Tried(
+        case=case,
+        seconds=time.monotonic() - started,
+        num_runs=len(runs),
+        unrun=[run.end.reason for run in runs if run.end.status == "failed"],
+        found=found,
+    )
 
 
 def main() -> int:
     """Print a line for each case, and how many runs, cases and alarms there were."""
-    wanted, first = ([int(text) for text in sys.argv[1:]] + [NUM_RUNS, 0][len(sys.argv) - 1 :])[:2]
-    began, num_runs, wrong = time.monotonic(), 0, Counter[str]()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("num_runs", nargs="?", type=int, default=NUM_RUNS)
+    parser.add_argument("first", nargs="?", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    began, num_runs, outcomes = time.monotonic(), 0, Counter[str]()
     verdicts: Counter[Verdict] = Counter()
-    for number, case in enumerate(cases()):
-        if number < first:
-            continue
-        if num_runs >= wanted:
-            break
-        started = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            found, runs = tried(case, Path(folder))
-        num_runs += len(runs)
-        verdicts.update(one.verdict for one in found.values())
-        reported = alarms(found)
-        unrun = [run.end.reason for run in runs if run.end.status == "failed"]
-        outcome = "ALARM" if reported else "NOT RUN" if unrun else "ok"
-        wrong[outcome] += 1
-        seconds = time.monotonic() - started
-        print(
-            f"{outcome:7} {number:4} {len(runs):3} runs {seconds:6.1f} s  {case.name}", flush=True
-        )
-        for line in (*reported, *unrun):
+    chosen = islice(cases(), options.first, None)
+    for number, one in enumerate(
+        side_by_side.results(tried, chosen, options.jobs), start=options.first
+    ):
+        num_runs += one.num_runs
+        verdicts.update(finding.verdict for finding in one.found.values())
+        outcomes[one.outcome] += 1
+        figures = f"{number:4} {one.num_runs:3} runs {one.seconds:6.1f} s"
+        print(f"{one.outcome:7} {figures}  {one.case.name}", flush=True)
+        for line in (*one.alarms, *one.unrun):
             print(f"        {line}", flush=True)
+        if num_runs >= options.num_runs:
+            break
     minutes = (time.monotonic() - began) / 60
     shown = ", ".join(f"{number} {verdict.value}" for verdict, number in sorted(verdicts.items()))
-    print(f"{num_runs} runs of {wrong.total()} cases in {minutes:.1f} minutes: {shown}")
-    print(f"{wrong['ALARM']} alarms, {wrong['NOT RUN']} cases with a run that failed")
-    return int(wrong["ok"] < wrong.total())
+    print(f"{num_runs} runs of {outcomes.total()} cases in {minutes:.1f} minutes: {shown}")
+    print(f"{outcomes['ALARM']} alarms, {outcomes['NOT RUN']} cases with a run that failed")
+    return int(outcomes["ok"] < outcomes.total())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """`make twins`: try every bug of `falsification.user_*` in a script, and the correct scripts.
 
-Real processes, for some minutes. `python -m tests.command.twins [WORD ...]` tries those whose names
-have all words. The exit code is 1 if a bug is missed.
+Real processes, for some minutes. `python -m tests.command.twins [--jobs N] [WORD ...]` tries those
+whose names have all words, N at a time. The exit code is 1 if a bug is missed.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
@@ -32,7 +33,7 @@ from falsification import (
     user_scalers,
 )
 from falsification.user_trainers import TWINS, Twin
-from tests.command import scripts, zygote
+from tests.command import scripts, side_by_side, zygote
 from tests.command.stripped import stripped
 
 WANTED = (
@@ -135,21 +136,36 @@ def is_broken(finding: Finding) -> bool:
     return finding.verdict is Verdict.FALSIFIED
 
 
+def words_and_jobs() -> tuple[list[str], int]:
+    """Return the words of the command line, and how many scripts to try at a time."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    return options.words, options.jobs
+
+
+def tried(twin: Twin) -> tuple[bool, list[str]]:
+    """Return whether a script is judged as it should be, and the lines that say so."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = findings(twin, Path(folder), witnesses=True)
+    wrong = problem(twin, found)
+    told = found.get(twin.check) if twin.check else None
+    place = told.counterexample.place() if told and told.counterexample else "left alone"
+    seconds = time.monotonic() - started
+    head = f"{'MISSED' if wrong else 'ok':6} {seconds:5.1f} s  {twin.name}"
+    return not wrong, [head, f"               {wrong or ' '.join((twin.check, place)).strip()}"]
+
+
 def main() -> int:
-    """Print a line for each script, and the number with a problem."""
-    chosen = [one for one in EVERY if all(word in one.name for word in sys.argv[1:])]
+    """Print two lines for each script, and the number with a problem."""
+    words, jobs = words_and_jobs()
+    chosen = [one for one in EVERY if all(word in one.name for word in words)]
     missed = 0
-    for twin in chosen:
-        started = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            found = findings(twin, Path(folder), witnesses=True)
-        wrong = problem(twin, found)
-        missed += bool(wrong)
-        told = found.get(twin.check) if twin.check else None
-        place = told.counterexample.place() if told and told.counterexample else "left alone"
-        seconds = time.monotonic() - started
-        print(f"{'MISSED' if wrong else 'ok':6} {seconds:5.1f} s  {twin.name}", flush=True)
-        print(f"               {wrong or ' '.join((twin.check, place)).strip()}", flush=True)
+    for is_right, lines in side_by_side.results(tried, chosen, jobs):
+        missed += not is_right
+        print(*lines, sep="\n", flush=True)
     print(f"{len(chosen)} scripts, {missed} not as they should be")
     return int(missed > 0)
 
