@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import evidence, precision, run_comparison, step_sums
+from entrenar_py.checks import closeness, evidence, precision, run_comparison, step_sums
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Tally
@@ -86,7 +86,7 @@ def _is_apart(model: Trace, trace: Trace, step: int) -> bool:
     sides = [(together, whole)]
     sides += [(terms[n], due[n]) for n in names if due[n].size >= _LARGE * len(known)]
     combinations = [np.linalg.lstsq(*side, rcond=None)[0] for side in sides]
-    bound, scale = _bound(model, trace), float(np.linalg.norm(whole)) / evidence.NOISE_SHARE
+    bound, scale = _bound(model, trace), float(np.linalg.norm(whole)) / closeness.NOISE_SHARE
 
     def is_one(name: str, shares: NDArray[Any]) -> bool:
         parts = (due[name], *(terms[name] * shares).T)

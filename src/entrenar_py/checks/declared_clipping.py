@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from entrenar_py.checks import (
     clipping_errors,
+    closeness,
     evidence,
     gradient_sums,
     missing,
@@ -257,7 +258,7 @@ class _Judged:
 def _length(update: Update) -> float | None:
     """Return the L2 norm of the gradient that was applied; None if it is unknown."""
     known = update.applied_norm
-    return evidence.norm_l2(update.gradient) if known is None else known
+    return closeness.norm_l2(update.gradient) if known is None else known
 
 
 def _told(error: clipping_errors.Error | None) -> str:

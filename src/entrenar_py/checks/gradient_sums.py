@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import closeness
 
 Vectors = Mapping[str, np.ndarray[Any, Any]]
 
@@ -31,7 +31,7 @@ def divisor(sums: Vectors, mean: Vectors) -> float | None:
     """
     divisors = []
     sizes = {name: float(np.square(value).sum()) for name, value in sums.items()}
-    small = sum(sizes.values()) / evidence.NOISE_SHARE**2
+    small = sum(sizes.values()) / closeness.NOISE_SHARE**2
     for name, value in mean.items():
         wide = value.astype(np.float64)
         norm = float(np.dot(wide, wide))

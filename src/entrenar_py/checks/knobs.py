@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from entrenar_py.checks import (
+    closeness,
     evidence,
     facts,
     missing,
@@ -152,7 +153,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
     bounds = run_comparison.Bounds.of({}, model, trace)
     expected = evidence.updates(model).get(0)
     first_update = evidence.any_rank(expected) if expected else None
-    whole = evidence.norm_l2(first_update.gradient) if first_update is not None else None
+    whole = closeness.norm_l2(first_update.gradient) if first_update is not None else None
     if first_update is None or whole is None:
         missing.ask(tally, "clipping was not judged", facts.values_of("Update.gradient"))
         return 0
@@ -173,7 +174,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
     for update in updates:
         place = evidence.place(trace, update)
         applied = _applied(update)
-        norm = evidence.norm_l2(applied)
+        norm = closeness.norm_l2(applied)
         if norm is None:
             continue
         num_gradients += 1
@@ -183,7 +184,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
         if update.step == 0:
             what = f"that of {pair.knob}={pair.usual} clipped to this norm"
             message = f"{pair.words.before}the gradient is not {what}"
-            evidence.compare_close(tally, clipped, applied, bound, message, **place)
+            closeness.compare_close(tally, clipped, applied, bound, message, **place)
     return num_gradients
 
 
@@ -235,7 +236,7 @@ def _local(trace: Trace) -> dict[str, str]:
 
 def _limit(usual: Trace) -> str:
     """Return, as text, a norm far below that of every gradient of the run `usual`."""
-    norms = [evidence.norm_l2(update.gradient) for update in usual.of(Update)]
+    norms = [closeness.norm_l2(update.gradient) for update in usual.of(Update)]
     known = [norm for norm in norms if norm and math.isfinite(norm)]
     return f"{min(known) / _CLIPPED_SHARE if known else _CLIPPED_USUAL:.2g}"
 

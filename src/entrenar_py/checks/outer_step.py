@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from entrenar_py.checks import (
+    closeness,
     evidence,
     facts,
     missing,
@@ -183,13 +184,13 @@ def _compare(tally: Tally, trace: Trace, event: Synchronised, round_: Round, sta
             lambda one: _outer(trace, one)[0],
             lambda one: _outer(trace, one, other=True)[0],
         )
-    done = evidence.compare_close(tally, expected, got, bound, message, **place)
+    done = closeness.compare_close(tally, expected, got, bound, message, **place)
     momentum = {f"{name}/{MOMENTUM}": value for name, value in kept.items()}
-    floor = BOUND * (evidence.norm_l2(expected) or 0.0)
+    floor = BOUND * (closeness.norm_l2(expected) or 0.0)
     message = "the outer momentum is not that of the mean pseudo-gradients"
     own = {name: event.optimizer[name] for name in momentum if name in event.optimizer}
     if momentum:
-        done &= evidence.compare_close(
+        done &= closeness.compare_close(
             tally, _records(momentum), own, BOUND, message, floor, **place
         )
     if not done:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from entrenar_py.checks import (
+    closeness,
     evidence,
     facts,
     missing,
@@ -193,7 +194,7 @@ class Bounds:
     def of(cls, expected: Mapping[int, Mapping[int, Update]], *runs: Trace) -> Bounds:
         first = [evidence.any_rank(expected[step]) for step in expected if step < ROUNDING_STEPS]
         losses = (abs(update.loss or 0.0) for update in first)
-        norms = (evidence.norm_l2(update.gradient) or 0.0 for update in first)
+        norms = (closeness.norm_l2(update.gradient) or 0.0 for update in first)
         adam = any(run.scenario.optimizer == "adamw" for run in runs)
         adam = adam or step_shape.is_adaptive(*runs)
         own = [run for run in runs if run.scenario.workload == "own"]
@@ -291,7 +292,7 @@ class _Comparison:
             place = evidence.place(self.trace, update)
             if part == "gradient" and self.trace.scenario.workload == "own":
                 place["explain"] = partial(shares.explain, self.trace, update, mine, bound)
-            if evidence.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
+            if closeness.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
                 done.add(part)
         return done
 
@@ -333,7 +334,7 @@ class _Comparison:
         for start in starts:
             place = {**evidence.place(self.trace, start), "step": -1}
             mine, theirs, bound = model_start.weights, start.weights, self.bounds.start
-            compared = evidence.compare_close(self.tally, mine, theirs, bound, message, **place)
+            compared = closeness.compare_close(self.tally, mine, theirs, bound, message, **place)
             if valued and not compared:
                 fact = facts.values_of("Start.weights in both runs")
                 gaps.add("was not compared by weights", fact, rank=start.rank, step=-1)

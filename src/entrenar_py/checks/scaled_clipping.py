@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from entrenar_py.checks import evidence, skips
+from entrenar_py.checks import closeness, evidence, skips
 from entrenar_py.trace import Trace
 
 _STEPS_MIN = 3  # equal norms in fewer steps may be chance
@@ -24,7 +24,7 @@ def first(trace: Trace) -> tuple[int, str] | None:
     rested = skips.without_gradients(trace)
     norms = {}
     for step, by_rank in evidence.ranks_by_step(trace):
-        norm = evidence.norm_l2(evidence.any_rank(by_rank).gradient)
+        norm = closeness.norm_l2(evidence.any_rank(by_rank).gradient)
         if step not in rested and norm:
             norms[step] = norm
     if len(norms) < _STEPS_MIN or not all(map(math.isfinite, norms.values())):

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from entrenar_py.checks import evidence, precision
+from entrenar_py.checks import closeness, evidence, precision
 from entrenar_py.checks.needs import NUDGED, Runs
 from entrenar_py.trace import Trace, Update
 
@@ -122,6 +122,6 @@ def _loss_apart(first: Update, second: Update) -> float:
 
 def _apart(part: str, first: Update, second: Update) -> float:
     """Return the largest relative distance of two tensors of a name."""
-    gaps = evidence.distances(getattr(first, part), getattr(second, part)) or {}
+    gaps = closeness.distances(getattr(first, part), getattr(second, part)) or {}
     sizes = (gap.relative for gap in gaps.values())
     return max((size if math.isfinite(size) else math.inf for size in sizes), default=0.0)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.checks import (
+    closeness,
     declared_clipping,
     evidence,
     factors,
@@ -201,7 +202,7 @@ def _clipping(
         return
     if not (math.isfinite(update.grad_norm) and math.isfinite(update.applied_norm)):
         return  # for F-DP-003 to judge
-    norm = evidence.norm_l2(update.gradient)
+    norm = closeness.norm_l2(update.gradient)
     if norm is not None:
         message = "the norm is not that of the averaged gradient"
         tally.close(norm, update.grad_norm, relative * norm, message, **place)

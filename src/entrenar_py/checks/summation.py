@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from entrenar_py.checks import evidence
+from entrenar_py.checks import closeness, evidence
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -67,8 +67,8 @@ def _digests(tensors: Tensors) -> dict[str, str]:
 def _is_rounding(expected: Tensors, got: Tensors, terms: list[Shard]) -> bool:
     """Return whether two gradients differ by no more than the rounding of a sum of `terms`."""
     due, now = evidence.vectors(expected), evidence.vectors(got)
-    norms = [evidence.norm_l2(shard.gradient) for shard in terms]
-    size = evidence.norm_l2(expected)
+    norms = [closeness.norm_l2(shard.gradient) for shard in terms]
+    size = closeness.norm_l2(expected)
     if due is None or now is None or due.keys() != now.keys() or not size:
         return False
     whole = math.fsum(norm or math.inf for norm in norms)

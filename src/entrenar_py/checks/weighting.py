@@ -10,6 +10,7 @@ import numpy as np
 
 from entrenar_py.checks import (
     accumulated,
+    closeness,
     evidence,
     facts,
     gradient_sums,
@@ -171,7 +172,7 @@ class _Divisions:
         if any(
             record.sketch for shard in trace.of(Shard)[:1] for record in shard.gradient.values()
         ):
-            bound *= evidence.PROJECTED
+            bound *= closeness.PROJECTED
         limit = value_clipping.limit(trace) if trace.scenario.workload == "own" else None
         return cls(tally, trace, bound, limit)
 
