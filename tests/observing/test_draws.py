@@ -35,6 +35,7 @@ def watch() -> Iterator[Any]:
 
     def make(source: Any, **options: Any) -> Draws:
         made.append(Draws(source, **options))
+        made[-1].listen()
         return made[-1]
 
     yield make

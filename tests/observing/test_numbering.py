@@ -15,6 +15,7 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from entrenar_py.errors import UsageError
 from entrenar_py.observing.numbering import Numbering
@@ -102,6 +103,11 @@ def test_a_data_set_that_is_declared(
 
 @pytest.mark.parametrize("dataset", [0, -1, Stream(), object(), OTHER])
 def test_a_data_set_that_can_t_be_declared(dataset: Any) -> None:
-    """It has no length, no samples, or not those that the sampler draws from."""
+    """It has no length, no samples, or not those that the sampler draws from.
+
+    No method of torch's stays replaced.
+    """
+    before = {**vars(_BaseDataLoaderIter)}
     with pytest.raises(UsageError, match="dataset="):
         Samples(DataLoader(WHOLE), dataset)
+    assert {**vars(_BaseDataLoaderIter)} == before

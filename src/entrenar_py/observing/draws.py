@@ -106,6 +106,7 @@ class Draws:
     batch that was handed out since the last pass, provided that batches are used one by one as they
     come. Where that can't be seen, the samples are unknown. An epoch is a run through the source of
     which a batch was used. `drops_last` tells whether the script has skipped a last, short batch.
+    Nothing is heard before `listen`.
 
     `resumed`: the script goes on with an earlier run, and may skip batches at its beginning.
     """
@@ -128,9 +129,13 @@ class Draws:
         self._is_resumed = resumed
         # Whether batches are used one by one as they come; None before one is used.
         self._is_orderly: bool | None = None
-        self._hooks: list[LoaderHooks | IterationHooks] = [LoaderHooks(self._begin_loader)]
+        self._hooks: list[LoaderHooks | IterationHooks] = []
+
+    def listen(self) -> None:
+        """Hear from here on which batches are handed out."""
+        self._hooks.append(LoaderHooks(self._begin_loader))
         if not self.source.has_loader:
-            self._hooks.append(IterationHooks(given, lambda: SamplerIteration(self)))
+            self._hooks.append(IterationHooks(self.source.given, lambda: SamplerIteration(self)))
 
     def remove(self) -> None:
         """Put back the methods of the source's class."""

@@ -30,6 +30,8 @@ class Samples:
         self.draws = None if source is None else Draws(source, resumed=resumed)
         drawn = None if self.draws is None else self.draws.source.numbering
         self._whole = None if dataset is None else declared(dataset, drawn)
+        if self.draws is not None:
+            self.draws.listen()  # once nothing is refused any more
         self._epoch = 0
         self._tells = self._tells_epochs = False  # whether the script reports them
         self._replaces = False
