@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from entrenar_py.checks import CHECKS
-from entrenar_py.command import judging, runs
+from entrenar_py.command import judging, run_plan, runs
 from entrenar_py.harness.plan import Task
 from entrenar_py.verdict import Finding
 from tests.conftest import shipped_invariants
@@ -47,7 +47,7 @@ def record(
     """
     needs = {need for name in wanted for need in CHECKS[name].needs}
     needs |= {need for name in wanted for need in CHECKS[name].witnesses if witnesses}
-    plan = runs.Plan(
+    plan = run_plan.Plan(
         command=tuple(told),
         needs=needs,
         folder=folder,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.checks import CHECKS
-from entrenar_py.command import runs
+from entrenar_py.command import run_plan
 from entrenar_py.observing.auto import Settings
 from entrenar_py.verdict import Verdict
 from falsification.user_trainers import TWINS
@@ -99,11 +99,11 @@ def test_a_watched_training(tmp_path: Path) -> None:
 def test_a_command_that_says_its_steps_ends_by_itself() -> None:
     """With {steps} in the command the harness ends no run, and a resumed one makes the rest."""
     needs = CHECKS["replica_identity"].needs
-    plan = runs.Plan(command=("train", "{steps}"), needs=needs, folder=Path(), auto=True)
+    plan = run_plan.Plan(command=("train", "{steps}"), needs=needs, folder=Path(), auto=True)
     assert Settings.of(plan.observing(0)).steps is None
-    plan = runs.Plan(command=("train",), needs=needs, folder=Path(), auto=True, num_steps=5)
+    plan = run_plan.Plan(command=("train",), needs=needs, folder=Path(), auto=True, num_steps=5)
     assert Settings.of(plan.observing(2)).steps == 3
-    assert runs.Plan(command=("train",), needs=needs, folder=Path()).observing(0) == {}
+    assert run_plan.Plan(command=("train",), needs=needs, folder=Path()).observing(0) == {}
 
 
 def test_what_belongs_to_the_line_is_stripped() -> None:

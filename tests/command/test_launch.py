@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.command import launch, leash, placeholders, runs
+from entrenar_py.command import launch, leash, placeholders, run_plan
 from entrenar_py.command.launch import Ended
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import interrupts
@@ -340,9 +340,9 @@ def test_placeholders() -> None:
 def test_an_option_that_the_command_can_t_hear_of(changes: dict[str, int]) -> None:
     """An option is refused, not ignored, if the command has no placeholder for it."""
     with pytest.raises(UsageError, match="so it would never get the value"):
-        runs.Plan(command=("train",), needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
+        run_plan.Plan(command=("train",), needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
     command = ("train", "{seed}", "{steps}", "{epochs}")
-    runs.Plan(command=command, needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
+    run_plan.Plan(command=command, needs=(), folder=Path(), **changes)  # type: ignore[arg-type]
 
 
 def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:
@@ -360,6 +360,6 @@ def test_a_folder_that_is_somebodys(tmp_path: Path) -> None:
 def test_a_program_that_is_not_there(program: str) -> None:
     """A missing program is reported before anything runs, unless a placeholder names it."""
     with pytest.raises(UsageError, match="can't be started: there is no such program"):
-        runs.require_program(program)
-    runs.require_program(sys.executable)
-    runs.require_program("{workdir}/train")
+        launch.require_program(program)
+    launch.require_program(sys.executable)
+    launch.require_program("{workdir}/train")

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from entrenar_py.checks.needs import ALONE, RESUMED, turned
-from entrenar_py.command import placeholders, runs
+from entrenar_py.command import placeholders, run_plan
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 
 NEEDS = (ALONE, RESUMED, turned("accumulation"))
 
 
-def plan(*command: str, **changes: Any) -> runs.Plan:
-    return runs.Plan(command=command, folder=Path(), **{"needs": NEEDS, **changes})
+def plan(*command: str, **changes: Any) -> run_plan.Plan:
+    return run_plan.Plan(command=command, folder=Path(), **{"needs": NEEDS, **changes})
 
 
 def filled(word: str, **values: object) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py.checks import CHECKS
 from entrenar_py.checks import knobs as knob_table
-from entrenar_py.command import judging, runs
+from entrenar_py.command import judging, run_plan, runs
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import OUTPUT, Ended
 from entrenar_py.contract import Binding, Position
@@ -71,7 +71,7 @@ def test_every_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
 def test_knobs_are_turned_one_by_one() -> None:
     """Each knob is turned alone, and with the knobs among which it may be applied wrongly."""
     command = ("train", "{clip}", "{loss_scale}")
-    usual = runs.Plan(command=command, needs=CHECKS["parity"].needs, folder=Path())
+    usual = run_plan.Plan(command=command, needs=CHECKS["parity"].needs, folder=Path())
     trace = traces.hand_written()
     turned = {name: asked.turn for name, asked in usual.pairs(trace).items()}
     assert list(turned) == ["2-workers-clip-0.001", "2-workers-loss_scale-1024"]
@@ -93,7 +93,7 @@ def test_the_usual_norm_may_be_spelled(spelled: str, clipping: str, tmp_path: Pa
 
     texts = {} if spelled == "1e9" else {"clip": {"1e9": spelled}}
     told = {"command": ("train", "{clip}"), "needs": (), "spelled": texts, "launch": launched}
-    plan = runs.Plan(folder=tmp_path, **told)  # type: ignore[arg-type]
+    plan = run_plan.Plan(folder=tmp_path, **told)  # type: ignore[arg-type]
     ((_, run),) = runs.record(plan, lambda _: None)
     assert run.trace.traits.clipping == clipping
 

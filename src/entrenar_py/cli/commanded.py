@@ -15,6 +15,7 @@ from entrenar_py.command import (
     launch,
     own_folder,
     run_folder,
+    run_plan,
     runs,
     verdicts,
 )
@@ -61,9 +62,9 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     contradicts the declaration, and is reported. Raises UsageError if the command can't be run.
     """
     tasks = judging.tasks(standing.selected)
-    runs.require_program(options.command[0], options.command_folder)
+    launch.require_program(options.command[0], options.command_folder)
     make_plan = partial(
-        runs.Plan,
+        run_plan.Plan,
         command=options.command,
         needs={
             need
@@ -71,7 +72,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
             if one.check is not None
             for need in (*one.check.needs, *one.check.witnesses)
         },
-        world_sizes=options.world_size or runs.WORLD_SIZES,
+        world_sizes=options.world_size or run_plan.WORLD_SIZES,
         seed=options.seed,
         num_steps=options.steps,
         num_epochs=options.epochs,

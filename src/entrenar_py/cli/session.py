@@ -17,7 +17,7 @@ from rich.console import Console
 from entrenar_py import backends, checks, contract, kill_matrix, shipped
 from entrenar_py.cli import commanded, console, early, reporting, validation
 from entrenar_py.cli.reporting import Work
-from entrenar_py.command import placeholders, runs
+from entrenar_py.command import launch, placeholders
 from entrenar_py.contract import Contract, Invariant, selection, suggestions
 from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.harness import counterexamples, falsify, plan, stored
@@ -63,7 +63,7 @@ def _look(options: argparse.Namespace) -> None:
     if options.mode in (None, "judge"):
         _plan(options)
     elif options.mode == "command":
-        runs.require_program(options.command[0], options.command_folder)
+        launch.require_program(options.command[0], options.command_folder)
         placeholders.require_known(options.command)
 
 

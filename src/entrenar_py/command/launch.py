@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import stat
 import threading
@@ -17,6 +18,7 @@ from typing import IO
 
 from entrenar_py.command import stacks, subreaper
 from entrenar_py.command.leash import MERCY_S, Leash
+from entrenar_py.errors import UsageError
 from entrenar_py.harness import interrupts
 from entrenar_py.observing import FOLDER
 from entrenar_py.untrusted import escaping
@@ -53,6 +55,21 @@ class Ended:
         if self.code >= 0:
             return f"exit code {self.code}"
         return f"ended by {signal.Signals(-self.code).name}"
+
+
+def require_program(word: str, cwd: Path | None = None) -> None:
+    """Check that the program `word` can be started in `cwd`, as far as is known.
+
+    Raises UsageError, with what to do, if there is no such program.
+    """
+    program = str((cwd or Path()) / word) if os.sep in word else word
+    if "{" not in word and shutil.which(program) is None:
+        raise UsageError(
+            f"the command {word!r} can't be started: there is no such program that may be "
+            "executed; give its path, or the name of one on PATH "
+            "(for a script: python my_train.py)",
+            field="command",
+        )
 
 
 def launch(

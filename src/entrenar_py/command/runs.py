@@ -1,51 +1,32 @@
-"""Plan, launch and record the runs of a command, which checks compare with each other."""
+"""Launch and record the planned runs of a command, which checks compare with each other."""
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from entrenar_py import trace
 from entrenar_py.checks import stopped_run
 from entrenar_py.checks.knobs import KNOBS, UNCLIPPED
-from entrenar_py.checks.needs import (
-    ALONE,
-    COUNTS,
-    KILLED,
-    POISONED,
-    REPEATED,
-    RESUMED,
-    SAVED,
-    Need,
-)
 from entrenar_py.command import own_folder, placeholders, run_trace
 from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.beginnings import Beginnings, first_step
-from entrenar_py.command.launch import OUTPUT, Ended, launch
+from entrenar_py.command.launch import OUTPUT, Ended
 from entrenar_py.command.nudging import Nudging
-from entrenar_py.errors import UsageError, did_you_mean
-from entrenar_py.faults import Fault
+from entrenar_py.command.run_plan import Plan
+from entrenar_py.errors import UsageError
 from entrenar_py.harness import interrupts
 from entrenar_py.observing import FAULTS, STOP
-from entrenar_py.observing.auto import Settings
 from entrenar_py.rank_files import auto_notes
-from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 from entrenar_py.untrusted import printing
 
-WORLD_SIZES = (2,)  # and 1, where a check compares with one worker
-DEADLINE_S = 300.0
-NUM_STEPS = 8
-NUM_EPOCHS = 2  # random streams and samples of two epochs are compared
-
 Show = Callable[[str], None]  # is called with the name of each run before it is launched
-Launcher = Callable[..., Ended]  # takes what `launch.launch` takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,199 +36,6 @@ class Run:
     asked: Asked
     trace: Trace
     ahead: tuple[Asked, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """The runs of a command for checks with these `needs`, recorded below `folder`.
-
-    With `auto` the script is observed without a line. `spelled` has, by knob and value, the text
-    that is filled in instead of the value. Each run has a copy of the folder `source` to work in.
-    If that is None, all run in the launcher's folder. Runs in `made` are not launched again; those
-    that are launched are added to it.
-
-    Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
-    doesn't have, for a seed or number of steps or epochs without a placeholder to put it in, and
-    for a global batch (`{share:N}`) that can't be divided as a run needs.
-    """
-
-    command: tuple[str, ...]
-    needs: Collection[Need]
-    folder: Path
-    world_sizes: tuple[int, ...] = WORLD_SIZES
-    seed: int = 0
-    num_steps: int = NUM_STEPS
-    num_epochs: int = NUM_EPOCHS
-    deadline_s: float = DEADLINE_S
-    auto: bool = False
-    launch: Launcher = launch
-    source: Path | None = None
-    spelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    made: MutableMapping[Asked, Trace] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        placeholders.require_known(self.command)
-        self._require_spelled()
-        placeholders.require_shares(self.command, self.cuts)
-        for option, place, usual in (
-            ("seed", "seed", 0),
-            ("num_steps", "steps", NUM_STEPS),
-            ("num_epochs", "epochs", NUM_EPOCHS),
-        ):
-            told = self.can_say(place) or (self.auto and place == "steps")
-            if getattr(self, option) != usual and not told:
-                raise UsageError(
-                    f"--{place} {getattr(self, option)}: the command has no {{{place}}}, so it "
-                    f"would never get the value; put {{{place}}} into it, or leave the option out",
-                    field=place,
-                )
-
-    def _require_spelled(self) -> None:
-        """Check that the command can turn each knob in `spelled`, and that each value exists."""
-        for name, values in self.spelled.items():
-            if name not in KNOBS:
-                raise UsageError.of("knobs", name, f"no knob; {did_you_mean(name, KNOBS)}")
-            if not self.can_say(name):
-                problem = f"the command has no {{{name}}}; put {{{name}}} into it"
-                raise UsageError.of("knobs", name, problem)
-            known = (KNOBS[name].usual, *KNOBS[name].others)
-            for value in values:
-                if value not in known:
-                    raise UsageError(
-                        f"knobs {name}={value!r}: no such value; use one of {', '.join(known)}",
-                        field="knobs",
-                    )
-
-    def can_say(self, name: str) -> bool:
-        """Return whether the command has the placeholder `name`."""
-        return placeholders.has(self.command, name)
-
-    def foreseen(self) -> tuple[str, ...]:
-        """Return in lines which runs there will be, and what they need of the global batch.
-
-        What depends on the first run (the stops, the value of a limit) is taken from a stand-in.
-        """
-        steps = self.num_steps if self.can_say("steps") else NUM_STEPS * self.num_epochs
-        stand_in = Scenario(
-            system="", workload="own", world_size=self.most, seed=self.seed, num_steps=steps
-        )
-        usual = Trace(scenario=stand_in, environment={}, promises=(), events=())
-        limited = {_name(self.most, turn) for knob in KNOBS for turn in self._limited(knob, usual)}
-        names = [*self.plain(), *self.others(stand_in), *self.pairs(usual)]
-        shown = [name.rpartition("-")[0] if name in limited else name for name in names]
-        lines = [f"runs: {', '.join(dict.fromkeys(shown))}"]
-        workers, micro_batches = self.cuts[-1]
-        if micro_batches > 1:
-            parts = workers * micro_batches
-            lines.append(
-                f"the largest has {workers} workers with {micro_batches} micro-batches each: the "
-                f"global batch has to be a multiple of {parts}"
-            )
-        return tuple(lines)
-
-    def _limited(self, knob: str, usual: Trace) -> list[Turn]:
-        """Return the turns of a knob whose value depends on the first run."""
-        return self._turns(knob, usual) if KNOBS[knob].limit else []
-
-    @property
-    def cuts(self) -> list[tuple[int, int]]:
-        """The numbers of workers, and of micro-batches a step, of all runs, the largest last."""
-        sizes = [asked.world_size for asked in self.plain().values()]
-        needed = {need.knob for need in self.needs}
-        turns = self._turns("accumulation")
-        if "accumulation" not in needed:  # it may be turned with another knob, or in a resumed run
-            turns = turns[:1] if {RESUMED, SAVED}.intersection(self.needs) or needed - {""} else []
-        cuts = [(size, int(KNOBS["accumulation"].usual)) for size in sizes]
-        return sorted([*cuts, *((self.most, int(turn.value)) for turn in turns)])
-
-    def observing(self, num_made: int) -> dict[str, str]:
-        """Return the environment variables by which a script without a line is observed.
-
-        It goes on after `num_made` steps, and ends by itself if the command has no {steps}.
-        """
-        if not self.auto:
-            return {}
-        steps = None if self.can_say("steps") else max(1, self.num_steps - num_made)
-        return Settings(steps=steps).variables()
-
-    @property
-    def most(self) -> int:
-        """The largest number of workers, as in all runs of `others()` and `pairs()`."""
-        return max(self.world_sizes)
-
-    def plain(self) -> dict[str, Asked]:
-        """Return by name a run without faults for each number of workers, the largest first."""
-        models = {1} if {ALONE, COUNTS}.intersection(self.needs) else set()
-        sizes = sorted({*models, *self.world_sizes}, reverse=True)
-        return {_name(size): Asked(world_size=size, seed=self.seed) for size in sizes}
-
-    def others(self, like: Scenario) -> dict[str, Asked]:
-        """Return by name the repeated, faulted and stopped runs of `like` that checks need."""
-        name, middle, rank = _name(self.most), like.num_steps // 2, self.most - 1
-        nan = Fault(kind="non_finite_gradient", step=middle, rank=rank, value="nan")
-        leave = Fault(kind="leave", step=middle, rank=rank)
-        stops = self._stops(like) if self.can_say("workdir") else ()
-        asked = Asked(world_size=self.most, seed=self.seed)
-        others: dict[str, Asked] = {}
-        if REPEATED in self.needs:
-            others[f"{name}-again"] = replace(asked, repeat=1)
-        if POISONED in self.needs:
-            others[f"{name}-nan"] = replace(asked, faults=(nan,))
-        if KILLED in self.needs and self.most > 1:
-            others[f"{name}-killed"] = replace(asked, faults=(leave,))
-        interrupted = self._cuts_off(like)
-        if {RESUMED, SAVED}.intersection(self.needs) and stops:
-            # With several micro-batches a step, if possible: only then does a place in the data
-            # that is counted in micro-batches differ from one that is counted in steps.
-            turned = next(iter(self._turns("accumulation")), None)
-            if turned is not None:
-                others[_name(self.most, turned)] = replace(asked, turn=turned)
-            name = f"{_name(self.most, turned)}-{'interrupted' if interrupted else 'resumed'}"
-            others[name] = replace(asked, stops=stops, interrupted=interrupted, turn=turned)
-        return others
-
-    def _stops(self, like: Scenario) -> tuple[int, ...]:
-        """Return the steps to stop before: after each epoch by {epochs}, else within epochs."""
-        if self.can_say("steps") or self._cuts_off(like):
-            return _stops(like)
-        return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
-
-    def _cuts_off(self, like: Scenario) -> bool:
-        """Return whether runs can be stopped only from inside: neither {steps} nor {epochs} does.
-
-        {epochs} doesn't if the epochs of `like` have unequal lengths.
-        """
-        by_epochs = self.can_say("epochs") and like.num_steps % self.num_epochs == 0
-        return not (self.can_say("steps") or by_epochs)
-
-    def lengths(self, asked: Asked) -> list[tuple[int, int]]:
-        """Return the numbers of steps and of epochs to launch the command for, stop by stop."""
-        steps = (*asked.stops, self.num_steps)
-        if asked.interrupted:
-            return [(self.num_steps, self.num_epochs) for _ in steps]
-        if self.can_say("steps"):
-            return [(num_steps, self.num_epochs) for num_steps in steps]
-        epochs = (*range(1, len(steps)), self.num_epochs)
-        return [(self.num_steps, num_epochs) for num_epochs in epochs]
-
-    def _turns(self, knob: str, usual: Trace | None = None) -> list[Turn]:
-        """Return a Turn for each value of `knob` to try; none if the command lacks the knob."""
-        if not self.can_say(knob):
-            return []
-        others = filter(self.can_say, KNOBS[knob].beside)
-        beside = tuple((name, KNOBS[name].others[0]) for name in others)
-        return [Turn(knob, value, beside) for value in KNOBS[knob].turns(usual)]
-
-    def pairs(self, usual: Trace) -> dict[str, Asked]:
-        """Return by name the runs with a turned knob that checks need and the command allows."""
-        needed = {need.knob for need in self.needs}
-        asked = Asked(world_size=self.most, seed=self.seed)
-        return {
-            _name(self.most, turn): replace(asked, turn=turn)
-            for name in KNOBS
-            if name in needed
-            for turn in self._turns(name, usual)
-        }
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
@@ -310,16 +98,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
     with own_folder.of(plan.source, folder / "root") as own:
         launched = own.launched(plan.launch) if own else plan.launch
         for life, (num_steps, num_epochs) in enumerate(plan.lengths(asked)):
-            values = {
-                "world_size": str(asked.world_size),
-                "seed": str(asked.seed),
-                "steps": str(num_steps),
-                "epochs": str(num_epochs),
-                "trace_dir": str(folder),
-                "workdir": str(folder / "work"),
-                **{name: knob.usual for name, knob in KNOBS.items()},
-                **(asked.turn.values if asked.turn else {}),
-            }
+            values = _values(asked, folder, num_steps, num_epochs)
             is_last = life == len(asked.stops)
             cut_off = asked.interrupted and not is_last
             stop = {STOP: str(asked.stops[life])} if cut_off else {}
@@ -348,26 +127,25 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
     )
 
 
+def _values(asked: Asked, folder: Path, num_steps: int, num_epochs: int) -> dict[str, str]:
+    """Return what stands for each placeholder in a launch of the command."""
+    return {
+        "world_size": str(asked.world_size),
+        "seed": str(asked.seed),
+        "steps": str(num_steps),
+        "epochs": str(num_epochs),
+        "trace_dir": str(folder),
+        "workdir": str(folder / "work"),
+        **{name: knob.usual for name, knob in KNOBS.items()},
+        **(asked.turn.values if asked.turn else {}),
+    }
+
+
 def _was_told_otherwise(asked: Asked, like: Trace, recorded: Trace) -> bool:
     """Return whether a run that a smaller {steps} was to stop was another one before the stop."""
     if not asked.stops or asked.interrupted or recorded.end.status == "failed":
         return False
     return stopped_run.differed_before(like, recorded)
-
-
-def _stops(like: Scenario) -> tuple[int, ...]:
-    """Return up to two steps to stop before, in the middle of an epoch if possible."""
-    per_epoch = -(-like.num_samples // like.batch_size)
-    inside = [step for step in range(1, like.num_steps) if step % per_epoch] or [
-        *range(1, like.num_steps)
-    ]
-    places = {inside[len(inside) // 3], inside[2 * len(inside) // 3]} if inside else set()
-    return tuple(sorted(places))
-
-
-def _name(world_size: int, turn: Turn | None = None) -> str:
-    suffix = "" if turn is None else f"-{turn.knob}-{turn.value}"
-    return f"{world_size}-worker{'' if world_size == 1 else 's'}{suffix}"
 
 
 def _clear(folder: Path) -> None:
@@ -380,19 +158,4 @@ def _clear(folder: Path) -> None:
     elif folder.exists():
         raise UsageError(
             f"--trace-dir: {folder} exists and was not made by an earlier run; give another folder"
-        )
-
-
-def require_program(word: str, cwd: Path | None = None) -> None:
-    """Check that the program `word` can be started in `cwd`, as far as is known.
-
-    Raises UsageError, with what to do, if there is no such program.
-    """
-    program = str((cwd or Path()) / word) if os.sep in word else word
-    if "{" not in word and shutil.which(program) is None:
-        raise UsageError(
-            f"the command {word!r} can't be started: there is no such program that may be "
-            "executed; give its path, or the name of one on PATH "
-            "(for a script: python my_train.py)",
-            field="command",
         )
