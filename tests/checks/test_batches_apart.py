@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from entrenar_py.trace import Event, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -47,6 +49,28 @@ def test_a_loss_that_couples_samples_is_not_compared() -> None:
     finding = parity(own(2), coupled(own(1), 0, loss=99.0))
     assert finding.verdict is Verdict.INCONCLUSIVE, finding
     assert "may not be a sum over its samples" in finding.reason
+    assert 'observe(..., loss_over="batch")' in finding.reason
+
+
+def declared(trace: Trace, over: str) -> Trace:
+    """Return the run of a script that declares of which samples its loss is."""
+    return replace(trace, traits=replace(trace.traits, loss_over=over))
+
+
+@pytest.mark.parametrize("over", ["batch", "micro-batch"])
+def test_a_declared_loss_is_compared(over: str) -> None:
+    """If all ranks are to compute one loss, other gradients are wrong."""
+    several, alone = own(5), coupled(own(1), 0, loss=99.0)  # a micro-batch a rank
+    assert traces.broken(parity(declared(several, over), declared(alone, over))).step == 0
+
+
+def test_micro_batches_of_all_ranks_are_compared_if_they_are_the_same() -> None:
+    """If each micro-batch has a loss of its own, all runs have to cut the same ones."""
+    several, alone = own(2), coupled(own(1), 0, loss=99.0)
+    finding = parity(declared(several, "micro-batch"), declared(alone, "micro-batch"))
+    assert finding.verdict is Verdict.INCONCLUSIVE, finding
+    assert "are cut otherwise: cut the same" in finding.reason
+    assert traces.broken(parity(declared(several, "batch"), declared(alone, "batch"))).step == 0
 
 
 def test_other_gradients_of_the_same_loss_are_found() -> None:

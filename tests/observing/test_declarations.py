@@ -20,7 +20,7 @@ BUFFERS = ("norm.running_mean", "norm.running_var")
 
 def declared(layout: Layout | None = None, **given: Any) -> Declarations:
     """Return the declarations of a model with NAMES and BUFFERS."""
-    usual = dict.fromkeys(("frozen", "clip_norm", "reduce_dtype"))
+    usual = dict.fromkeys(("frozen", "clip_norm", "reduce_dtype", "loss_over"))
     return declarations.of(NAMES, BUFFERS, layout, **{**usual, "synchronised_buffers": (), **given})
 
 
@@ -62,6 +62,8 @@ def test_a_name_of_a_shared_tensor() -> None:
         ({"clip_norm": True}, "clip_norm=True"),
         ({"clip_norm": "one"}, "clip_norm='one'"),
         ({"reduce_dtype": "bf16"}, "use one of torch.float32, torch.bfloat16, torch.float16"),
+        ({"loss_over": "rank"}, "use one of 'batch', 'micro-batch'"),
+        ({"loss_over": ["batch"]}, "loss_over=['batch']"),
         ({"layout": Layout(axes={}, tied=(("wte.weight", "haed"),))}, "tied: 'haed'"),
     ],
 )
@@ -86,6 +88,13 @@ def test_synchronised_buffers() -> None:
 
 def test_facts() -> None:
     """Numbers are numbers, and number formats are known by their names."""
-    made = declared(clip_norm=torch.tensor(0.5), reduce_dtype=torch.bfloat16)
-    assert made.facts() == {"clip_norm": 0.5, "reduction": "bfloat16"}
-    assert declared(clip_norm=float("inf")).facts() == {"clip_norm": None, "reduction": ""}
+    made = declared(
+        clip_norm=torch.tensor(0.5), reduce_dtype=torch.bfloat16, loss_over="micro-batch"
+    )
+    assert made.facts() == {
+        "clip_norm": 0.5,
+        "reduction": "bfloat16",
+        "loss_over": "micro-batch",
+    }
+    usual = {"clip_norm": None, "reduction": "", "loss_over": ""}
+    assert declared(clip_norm=float("inf")).facts() == usual

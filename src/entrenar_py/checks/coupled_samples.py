@@ -1,12 +1,15 @@
 """Test whether the loss of a batch is a sum over its samples, if two runs cut it differently.
 
 It isn't with a load-balancing term, negatives from the batch, or advantages that are normalised in
-it. Then the ranks' gradients are right, and no combination of them is that of one worker.
+it. Then the ranks' gradients are right, and no combination of them is that of one worker. But if
+the script declares of which samples its loss is (`loss_over`), they are wrong.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,7 @@ from numpy.typing import NDArray
 
 from entrenar_py.checks import closeness, evidence, precision, run_comparison, step_sums
 from entrenar_py.checks.compared import Compared, run_name
-from entrenar_py.trace import Trace
+from entrenar_py.trace import Shard, Trace
 from entrenar_py.verdict import Tally
 
 # A share of the usual distance of two gradients. What float32 leaves is far below it.
@@ -35,20 +38,51 @@ def lacking(compared: Compared) -> str:
     step = None if tried.broken is None else tried.broken.step
     if step is None or _cuts(trace, step) == _cuts(model, step):
         return ""
+    if _is_declared_equal(model, trace, step):
+        return ""
     if _losses_agree(model, trace, step) or not _is_apart(model, trace, step):
         return ""
     return (
         f"in step {step} no combination of the micro-batches' gradients in {run_name(trace)} is "
         f"that of {run_name(model)}: the loss of a batch may not be a sum over its samples (a "
         "load-balancing term, negatives from the batch, advantages normalised in it), or ranks "
-        "compute another one: compute such terms over the global batch, or turn them off for this "
-        "check"
+        f"compute another one: {_advice(trace)}"
+    )
+
+
+def _is_declared_equal(model: Trace, trace: Trace, step: int) -> bool:
+    """Return whether the runs declare losses of the same samples, which all ranks divide."""
+    declared = {run.traits.loss_over for run in (model, trace)}
+    if declared == {"micro-batch"}:
+        return _cuts_of_all_ranks(model, step) == _cuts_of_all_ranks(trace, step)
+    return declared == {"batch"}
+
+
+def _advice(trace: Trace) -> str:
+    off = "turn such terms off for this check"
+    if trace.traits.loss_over:
+        return (
+            "the loss is declared to be that of a micro-batch of all ranks, and these are cut "
+            f"otherwise: cut the same for any number of workers, or {off}"
+        )
+    return (
+        'if all ranks are to compute the loss of the whole batch, say so, observe(..., loss_over='
+        f'"batch"), or "micro-batch" if each has one of its own; if not, {off}'
     )
 
 
 def _cuts(trace: Trace, step: int) -> set[frozenset[int]]:
     """Return the micro-batches of a step as sets of samples."""
     return {frozenset(shard.ids) for shard in evidence.shards(trace).get(step, ())}
+
+
+def _cuts_of_all_ranks(trace: Trace, step: int) -> list[set[int]]:
+    """Return the micro-batches of a step in order, each with the samples of all ranks."""
+    by_rank: dict[int, list[Shard]] = defaultdict(list)
+    for shard in evidence.shards(trace).get(step, ()):
+        by_rank[shard.rank].append(shard)
+    micro_batches = zip_longest(*by_rank.values())
+    return [{id_ for shard in parts if shard for id_ in shard.ids} for parts in micro_batches]
 
 
 def _losses_agree(model: Trace, trace: Trace, step: int) -> bool:

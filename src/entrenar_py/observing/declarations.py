@@ -13,6 +13,7 @@ import torch
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.observing import tensors
 from entrenar_py.rank_files.layout import STAGES, Layout
+from entrenar_py.trace.traits import CHOICES
 from entrenar_py.wording import listed
 
 _NEGATED = "!"
@@ -27,12 +28,14 @@ class Declarations:
     - `clip_norm`: the largest L2 norm of an applied gradient.
     - `synchronised`: patterns of the buffers that forward passes change on all ranks alike.
     - `reduction`: the number format in which ranks add gradients, "" if undeclared.
+    - `loss_over`: the samples of all ranks that a loss is of, "" if undeclared.
     """
 
     frozen: tuple[str, ...] | None = None
     synchronised: tuple[str, ...] = ()
     clip_norm: float | None = None
     reduction: str = ""
+    loss_over: str = ""
 
     def frozen_of(self, names: Mapping[str, str]) -> tuple[str, ...] | None:
         """Return the parameters that are declared frozen, None if the script doesn't say.
@@ -49,7 +52,11 @@ class Declarations:
 
     def facts(self) -> dict[str, Any]:
         """Return the declarations that are about the whole run, as JSON can hold them."""
-        return {"clip_norm": self.clip_norm, "reduction": self.reduction}
+        return {
+            "clip_norm": self.clip_norm,
+            "reduction": self.reduction,
+            "loss_over": self.loss_over,
+        }
 
 
 def of(
@@ -61,6 +68,7 @@ def of(
     synchronised_buffers: Any = (),
     clip_norm: Any = None,
     reduce_dtype: Any = None,
+    loss_over: Any = None,
 ) -> Declarations:
     """Return the declarations of a model whose parameters have `names`.
 
@@ -83,6 +91,7 @@ def of(
         synchronised=synchronised,
         clip_norm=_clip_norm(clip_norm),
         reduction=_reduction(reduce_dtype),
+        loss_over=_loss_over(loss_over),
     )
 
 
@@ -156,3 +165,10 @@ def _reduction(given: Any) -> str:
         allowed = ", ".join(map(str, _REDUCTIONS))
         raise UsageError(f"reduce_dtype={given!r:.80}: use one of {allowed}")
     return str(given).removeprefix("torch.")
+
+
+def _loss_over(given: Any) -> str:
+    allowed = CHOICES["loss_over"]
+    if given is not None and given not in allowed[1:]:
+        raise UsageError(f"loss_over={given!r:.80}: use one of {', '.join(map(repr, allowed[1:]))}")
+    return given or ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from entrenar_py.errors import TraceError
+from entrenar_py.trace.traits import CHOICES
 
 VERSION = 1
 RANKS_MAX = 2**16
@@ -84,6 +85,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "replacement": (False, _is_flag, "true or false"),
     "clip_norm": (False, _is_norm, "a number above 0, or null where none was declared"),
     "reduction": (False, _is_text, "the name of a number format"),
+    "loss_over": (False, CHOICES["loss_over"].__contains__, "batch, micro-batch, or nothing"),
     "splits": (False, _is_flag, "true or false"),
     "thorough": (False, _is_flag, "true or false"),
     "varied": (False, _is_flag, "true or false"),

@@ -123,6 +123,7 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     sent = next((rank.compression for rank in ranks if rank.compression), "")
     if compressed := header.get("reduction") or sent:
         traits["compressed"] = compressed
+    traits["loss_over"] = header.get("loss_over", "")
     if header.get("clip_norm") is not None and traits.get("arranged") != "guessed":
         traits["clip_norm"] = float(header["clip_norm"])
     if header.get("batch_norm") and any(rank.local for rank in ranks):

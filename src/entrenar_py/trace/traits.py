@@ -29,6 +29,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "population": ("known", "guessed", "varied"),
     "sample_ids": ("known", "content"),
     "losses": ("known", "backward"),
+    "loss_over": ("", "batch", "micro-batch"),
     "arranged": ("known", "guessed"),
 }
 
@@ -61,6 +62,8 @@ class Traits:
     - `splits`: a sampler splits one data set between the ranks, so that ids mean the same on all.
     - `sample_ids`: `content` if they are digests of what the model was given.
     - `losses`: `backward` if they are what `backward` was called on, of an unknown scale.
+    - `loss_over`: the samples of all ranks that a loss is of, however they are divided, as a script
+      declares it; "" if it doesn't.
     - `arranged`: `guessed` if nothing shows that each rank draws samples of its own.
 
     Of the optimizer: the constants of its rule as torch.optim has them, and
@@ -91,6 +94,7 @@ class Traits:
     splits: bool = False
     sample_ids: str = "known"
     losses: str = "known"
+    loss_over: str = ""
     arranged: str = "known"
     rule: str = "known"
     momentum: float = 0.9
