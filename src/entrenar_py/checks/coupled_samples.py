@@ -66,7 +66,7 @@ def _advice(trace: Trace) -> str:
             f"otherwise: cut the same for any number of workers, or {off}"
         )
     return (
-        'if all ranks are to compute the loss of the whole batch, say so, observe(..., loss_over='
+        "if all ranks are to compute the loss of the whole batch, say so, observe(..., loss_over="
         f'"batch"), or "micro-batch" if each has one of its own; if not, {off}'
     )
 
