@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,28 +100,52 @@ def test_numbers_of_a_rank_s_own() -> None:
     assert broken(judged(was(trace, splits=True))).sample_ids == (1,)
 
 
+def in_epochs(trace: Trace, *epochs: int) -> Trace:
+    """Return a run whose steps belong to `epochs`."""
+    events = (
+        replace(event, epoch=epochs[event.step]) if isinstance(event, Shard) else event
+        for event in trace.events
+    )
+    return replace(trace, events=tuple(events))
+
+
+def beside(trace: Trace, alone: Trace) -> Finding:
+    """Return the finding on a run whose samples are a guess, next to one on one worker."""
+    trace, alone = was(trace, population="guessed"), was(alone, population="guessed")
+    runs = Runs(trace, witnesses={ALONE: (alone,)})
+    return CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+
+
 def test_a_data_set_that_is_guessed() -> None:
-    """Samples that other epochs have are lacking; those that none has may not belong to it."""
-    steps = [[0, 1, 2], [3, 6, 7]]
-    for known in ("known", "guessed"):
-        trace = was(run([[ids] for ids in [*steps, [0, 1, 2]]]), population=known)
-        events = [
-            Shard(**{**{n: getattr(e, n) for n in e.__slots__}, "epoch": 1})
-            if isinstance(e, Shard) and e.step == 2
-            else e
-            for e in trace.events
-        ]
-        found = judged(
-            Trace(
-                scenario=trace.scenario,
-                environment={},
-                promises=(),
-                events=tuple(events),
-                traits=trace.traits,
-            )
-        )
-        assert "4, 5" in found.reason or "6 of 8 samples" in found.reason
-        assert found.verdict.value == ("falsified" if known == "known" else "inconclusive")
+    """If nobody says which samples belong to it, an epoch may have some only."""
+    trace = in_epochs(run([[[0, 1, 2]], [[3, 6, 7]], [[0, 1, 2]]]), 0, 0, 1)
+    assert "4, 5" in broken(judged(trace)).message
+    found = judged(was(trace, population="guessed"))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "6 of 8 samples" in found.reason
+
+
+def test_epochs_that_grow() -> None:
+    """A curriculum is left open, unless an epoch has more on one worker."""
+    growing = [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
+    alone = in_epochs(run([[ids] for ids in growing]), 0, 1, 1)
+    trace = in_epochs(run([[ids[::2], ids[1::2]] for ids in growing]), 0, 1, 1)
+    found = beside(trace, alone)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "epoch 0 has only 4 of 8 samples" in found.reason
+    whole = in_epochs(run([[ids] for ids in [*growing[1:], *growing[1:]]]), 0, 0, 1, 1)
+    assert broken(beside(trace, whole)).sample_ids == (4, 5, 6, 7)
+
+
+def test_epochs_that_grow_and_are_not_told() -> None:
+    """A sample that comes again may begin an epoch, unless one worker goes on with others."""
+    growing = [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
+    trace = was(run([[ids[::2], ids[1::2]] for ids in growing]), epochs="untold")
+    found = beside(trace, was(run([[ids] for ids in growing]), epochs="untold"))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "step 1 draws samples again" in found.reason
+    going_on = was(run([[growing[0]], [growing[2]], [growing[0]]]), epochs="untold")
+    assert broken(beside(trace, going_on)).step == 1
 
 
 ALL = [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from entrenar_py.verdict import Finding, Verdict
 from falsification import (
+    user_advised,
     user_benign,
     user_bugs,
     user_catalogued,
@@ -44,6 +45,8 @@ WANTED = (
 
 EVERY: tuple[Twin, ...] = (
     *TWINS,
+    *user_advised.BUGS,
+    *user_advised.OPEN,
     *user_bugs.BUGS,
     *user_catalogued.BUGS,
     *user_chaos.BUGS,
@@ -63,6 +66,7 @@ EVERY: tuple[Twin, ...] = (
     *user_rounds.OPEN,
     *user_samples.BUGS,
     *user_scalers.BUGS,
+    *user_advised.VARIANTS,
     *user_benign.VARIANTS,
     *user_catalogued.VARIANTS,
     *user_chaos.VARIANTS,

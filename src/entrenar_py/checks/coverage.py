@@ -55,9 +55,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             tally.miss(contents.guessed(f"{named('rank', ranks)} draw the same samples"))
         elif trace.traits.epochs == "untold" and not trace.traits.replacement:
             missing.require_ids(tally, trace)
-            untold_epochs.judge(tally, trace)
+            untold_epochs.judge(tally, trace, compared.alone)
         else:
-            _disjoint_and_complete(tally, trace)
+            _disjoint_and_complete(tally, trace, compared.alone)
         _all_made(tally, trace)
         _by_members(tally, trace)
     if tally.broken is None:  # a run that is wrong by itself differs from others because of that
@@ -85,12 +85,13 @@ def _guessed_to_differ(trace: Trace) -> list[int]:
     return sorted(alike or ())
 
 
-def _disjoint_and_complete(tally: Tally, trace: Trace) -> None:
+def _disjoint_and_complete(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """Check that each sample is drawn once per epoch. A batch may span two epochs.
 
-    How many samples a step draws is checked only before the first step with unknown samples.
+    `alone` is the run on one worker, if there is one. How many samples a step draws is checked only
+    before the first step with unknown samples.
     """
-    scenario, population = trace.scenario, Population(trace)
+    scenario, population = trace.scenario, Population(trace, alone)
     unknown = {*missing.require_ids(tally, trace), *missing.require_beginning(tally, trace)}
     known_until = min(unknown, default=math.inf)
     seen: dict[int, dict[int, Shard]] = {}  # epoch -> sample id -> shard that drew it
@@ -191,7 +192,7 @@ def _ended_complete(
     """Check that the epoch before `epoch` was drawn completely. `step` is the first of `epoch`.
 
     A trainer that drops the last batch may leave out fewer samples than a batch has. If only a
-    guess says which samples an epoch should have, it should have those of the other epochs.
+    guess says which samples an epoch should have, it should have those that it has on one worker.
     """
     earlier = [e for e in seen if e < epoch]
     if not earlier:
@@ -202,8 +203,8 @@ def _ended_complete(
     is_short = num_lacking < trace.scenario.batch_size
     dropped = trace.traits.drop_last and is_short
     if lacking and population.is_guessed:
-        lacking = [] if is_short else [id_ for id_ in lacking if id_ in population.drawn]
-        if not lacking and not dropped:
+        lacking = population.lacking_beside_alone(done, seen[done])[:LISTED_MAX]
+        if len(lacking) < trace.scenario.batch_size and not dropped:
             why = f"epoch {done} has only {len(seen[done])} of {len(population.samples)} samples"
             missing.ask(tally, why, facts.POPULATION)
             return

@@ -51,7 +51,9 @@ EPOCHS = Fact(record="Shard.epoch", call="report the epochs, too: obs.samples(id
 POPULATION = Fact(
     record="the samples of the data set",
     call="if an epoch has to draw every sample, say observe(..., dataset=data), with a Subset if "
-    "only some are meant; a loader with drop_last=True leaves out a short last batch",
+    "only some are meant; if epochs draw some of the data each (a curriculum), "
+    "obs.samples(ids, replacement=True); a loader with drop_last=True leaves out a short last "
+    "batch",
 )
 LOSS = Fact(record="Shard.loss_sum", call=_LOSS)
 LOSS_IN_BOTH = Fact(record="Shard.loss_sum, or Update.loss, in both runs", call=_LOSS)

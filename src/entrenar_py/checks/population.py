@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
 from entrenar_py.trace import Selection, Shard, Trace
@@ -13,11 +13,12 @@ class Population:
     """The numbers of the samples of `trace`, in which each epoch should have all.
 
     These are the samples that any rank selects, or all from 0 on. If they are only guessed
-    (`is_guessed`), those that are `drawn` in any epoch are certain. If they vary (`is_varied`),
-    none is.
+    (`is_guessed`), those that are `drawn` in any epoch are likely, though a curriculum may draw
+    others in each; certain are those that the epoch has on one worker, in the run `alone`. If they
+    vary (`is_varied`), none is.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, alone: Trace | None = None) -> None:
         self.is_guessed = trace.traits.population == "guessed"
         self.is_varied = trace.traits.population == "varied"
         events = () if self.is_varied else trace.of(Selection)
@@ -26,6 +27,9 @@ class Population:
         self.samples: Collection[int] = selected or whole
         self._in_order = sorted(selected) if selected else whole
         self.drawn = {id_ for shard in trace.of(Shard) for id_ in shard.ids}
+        self._alone: dict[int, set[int]] = defaultdict(set)  # by epoch
+        for shard in () if alone is None else alone.of(Shard):
+            self._alone[shard.epoch].update(shard.ids)
         self.in_words = "its selection" if selected else f"0 .. {len(self.samples) - 1}"
 
     def strange(self, ids: Collection[int]) -> tuple[int, ...]:
@@ -44,6 +48,14 @@ class Population:
         """Yield the samples that are not in `seen` and should be, in order."""
         lacking = self.lacking(seen)
         return (id_ for id_ in lacking if id_ in self.drawn) if self.is_guessed else lacking
+
+    def lacking_beside_alone(self, epoch: int, seen: Collection[int]) -> list[int]:
+        """Return the samples that an epoch lacks of those that it has on one worker, in order.
+
+        If it has others in their place, both may be right: there are none.
+        """
+        whole = self._alone[epoch]
+        return sorted(whole.difference(seen)) if whole.issuperset(seen) else []
 
 
 def compare_selections(tally: Tally, trace: Trace) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 from entrenar_py.checks import evidence, facts, missing
@@ -11,11 +11,12 @@ from entrenar_py.trace import Shard, Start, Trace
 from entrenar_py.verdict import Tally
 
 
-def judge(tally: Tally, trace: Trace) -> None:
+def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """Check that no sample is drawn again before all were drawn, by an error or a cut epoch.
 
     Where a sample that is drawn again can be the first of the next epoch, or an error, the epochs
-    are needed: if all samples but fewer than a batch were drawn before.
+    are needed: if all samples but fewer than a batch were drawn before, or if it is a guess what
+    all are, unless the run on one worker (`alone`) goes on with others.
     """
     population = Population(trace)
     slack = trace.scenario.batch_size
@@ -24,6 +25,7 @@ def judge(tally: Tally, trace: Trace) -> None:
     for step, shards in sorted(evidence.shards(trace).items()):
         drawn = {id_ for shard in shards for id_ in shard.ids}
         num_lacking = len([*islice(population.surely_lacking(seen), slack)])
+        is_cut = num_lacking == slack and (not population.is_guessed or _goes_on(alone, step, seen))
         is_used_up = not any(True for _ in population.surely_lacking(drawn.union(seen)))
         fresh: dict[int, int] = {}
         for shard in shards:
@@ -32,7 +34,7 @@ def judge(tally: Tally, trace: Trace) -> None:
             repeated = tuple(id_ for id_ in shard.ids if id_ in seen)
             if again and not is_used_up:
                 _drawn_again(tally, trace, shard, again, fresh)
-            elif repeated and num_lacking == slack and not (is_used_up or is_first):
+            elif repeated and is_cut and not (is_used_up or is_first):
                 _drawn_again(tally, trace, shard, repeated, seen)
             elif again or (repeated and (num_lacking or is_first)):
                 _ask(tally, step)
@@ -41,6 +43,16 @@ def judge(tally: Tally, trace: Trace) -> None:
         if not seen.keys().isdisjoint(fresh):
             is_first, seen = False, {}
         seen.update(fresh)
+
+
+def _goes_on(alone: Trace | None, step: int, seen: Collection[int]) -> bool:
+    """Return whether one worker, which has drawn all that was `seen`, draws others in `step`."""
+    if alone is None:
+        return False
+    by_step = evidence.shards(alone)
+    before = {id_ for at in by_step if at < step for s in by_step[at] for id_ in s.ids}
+    now = {id_ for shard in by_step.get(step, ()) for id_ in shard.ids}
+    return bool(now) and before.issuperset(seen) and before.isdisjoint(now)
 
 
 def _drawn_again(
