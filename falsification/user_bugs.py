@@ -257,7 +257,8 @@ BUGS = (
         world_size=1,
         changes=(("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + 7 * bool(done))"),),
         check="resume",
-        words="other samples are drawn",
+        step=2,
+        words="again, which this epoch had in steps 0, 1",
     ),
     Twin(
         name="a resume one step behind its weights",
@@ -265,6 +266,8 @@ BUGS = (
         world_size=1,
         changes=(('step = saved["step"]', 'step = saved["step"] - 1'),),
         check="resume",
+        step=1,
+        words="its count of steps is 1, and 2 were made",
     ),
     Twin(
         name="a resume without weights",
@@ -272,6 +275,9 @@ BUGS = (
         world_size=1,
         changes=(('    model.load_state_dict(saved["model"])\n', ""),),
         check="resume",
+        step=2,
+        tensor="0.weight",
+        words="is as it was before the first step: it was not restored",
     ),
     Twin(
         name="GAS-RESUME: the place to resume at is counted in steps, not in micro-batches",
@@ -284,7 +290,8 @@ BUGS = (
             *RESUMED_IN_MICRO_BATCHES[3:],
         ),
         check="resume",
-        words="other samples are drawn",
+        step=2,
+        words="step 2 has the samples of step 1",
     ),
     Twin(
         name="an average of the weights that no checkpoint has",
@@ -295,8 +302,9 @@ BUGS = (
             (AVERAGED[1][0], AVERAGED[1][1].replace("clone()", "clone(), persistent=False")),
         ),
         check="resume",
+        step=2,
         rank=0,
         tensor="average",
-        words="(buffers)",
+        words="is as it was before the first step: it was not restored",
     ),
 )

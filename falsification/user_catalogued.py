@@ -286,6 +286,7 @@ BUGS = (
         source="Megatron-LM #7452",
         step=2,
         tensor="blocks.2.proj.weight",
+        words="has what blocks.0.proj.weight had",
     ),
     _stack(
         "CKPT-PAD: moments are shifted, since a file is padded otherwise",
@@ -307,6 +308,8 @@ BUGS = (
         ),
         source="torchtitan #1226",
         step=2,
+        tensor="center",
+        words="center is zero: it was not restored",
     ),
     _stack(
         "ELASTIC-SAMPLER: after a resume every rank leaves out what the first has done",
@@ -317,7 +320,7 @@ BUGS = (
         ),
         source="Horovod #3144",
         step=2,
-        words="after the resume other samples are drawn",
+        words="other samples are drawn: without samples 16",
     ),
 )
 

@@ -683,6 +683,7 @@ BUGS = (
         check="resume",
         step=3,
         tensor="0.weight",
+        words="the optimizer steps copies of the weights, which were made before",
     ),
     _bug(
         "the weight decay of the beginning is used again",
@@ -695,6 +696,7 @@ BUGS = (
         check="resume",
         step=3,
         tensor="0.weight",
+        words="what the optimizer was made with (decay, momentum)",
     ),
     _bug(
         "a thread writes weights that are being trained",
@@ -733,7 +735,7 @@ BUGS = (
         ),
         check="resume",
         step=3,
-        words="with other weights than it had",
+        words="is as it was before the first step: it was not restored",
     ),
 )
 

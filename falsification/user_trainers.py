@@ -157,6 +157,8 @@ TWINS = (
         world_size=1,
         changes=(('    schedule.load_state_dict(saved["schedule"])\n', ""),),
         check="resume",
+        step=3,
+        words="that of step 1, as if the schedule began anew",
     ),
     Twin(
         name="the optimizer holds the parameters of before the wrapping",

@@ -68,6 +68,7 @@ def test_another_learning_rate() -> None:
     changed = altered(stopped, Update, {"step": 5, "rank": 2}, learning_rate=0.05)
     found = broken(traces.judge("resume", [changed, straight]))
     assert (found.step, found.rank, found.got) == (5, 2, "0.05")
+    assert "another learning rate, 0.05 and not " in found.message
 
 
 def test_the_straight_run_is_needed() -> None:

@@ -23,23 +23,54 @@ _MANTISSAS = {"bfloat16": 16, "float16": 13}  # name -> how many bits of float32
 
 @dataclass(frozen=True)
 class Resume:
-    """The start of a rank after a stop, and its last update before; None if that is unknown."""
+    """The start of a rank after a stop, and what all ranks had until then.
+
+    `begun` are the first starts by rank, `updates` those before the stop by rank and step.
+    """
 
     start: Start
-    before: Update | None
+    begun: Mapping[int, Start]
+    updates: Mapping[int, Mapping[int, Update]]
+
+    @property
+    def before(self) -> Update | None:
+        """The rank's last update before the step with which it goes on; None if unknown."""
+        return self.updates.get(self.start.rank, {}).get(self.start.step - 1)
+
+    def history(self, part: str, name: str) -> Iterator[tuple[TensorRecord | None, str]]:
+        """Yield what a tensor may have been restored from, each with words that say so."""
+        rank, step = self.start.rank, self.start.step
+        first, own = self.begun.get(rank), self.updates.get(rank, {})
+        if self.before is not None:
+            kind = name.rpartition("/")[2] if "/" in name else ""
+            for other, record in getattr(self.before, part).items():
+                if other != name and other.endswith(kind):
+                    yield record, f"has what {other} had: restored in another order"
+        if first is not None:
+            words = "is as it was before the first step: it was not restored"
+            yield getattr(first, part).get(name), words
+        when = "in" if part == "buffers" else "after"  # a script may change them after the step
+        for at, update in own.items():
+            yield getattr(update, part).get(name), f"is as it was {when} step {at}"
+        for other_rank, made in self.updates.items():
+            if other_rank != rank and step - 1 in made:
+                yield getattr(made[step - 1], part).get(name), f"is what rank {other_rank} had"
 
 
 def resumes(trace: Trace) -> Iterator[Resume]:
     """Yield each resume in a run whose checkpoint was not recorded."""
     saved = {event.step for event in trace.of(Saved)}
+    begun: dict[int, Start] = {}
     updates: dict[int, dict[int, Update]] = {}
     for event in trace.events:
         if isinstance(event, Update):
             updates.setdefault(event.rank, {})[event.step] = event
         elif isinstance(event, Synchronised):
             _go_on_from(updates.get(event.rank, {}), event)
-        elif isinstance(event, Start) and event.resumed and event.step not in saved:
-            yield Resume(event, updates.get(event.rank, {}).get(event.step - 1))
+        elif isinstance(event, Start) and not event.resumed:
+            begun.setdefault(event.rank, event)
+        elif isinstance(event, Start) and event.step not in saved:
+            yield Resume(event, begun, updates)
 
 
 def _go_on_from(made: dict[int, Update], event: Synchronised) -> None:
@@ -69,6 +100,8 @@ def compare(tally: Tally, straight: Trace | None, trace: Trace, parts: Sequence[
             if part == "local" and start.rank:
                 continue
             due, got = getattr(resume.before, part), getattr(start, part)
+            if part == "buffers":
+                due, got = _kept(later[0], later[1], start)
             if not due or (not got and missing.is_unknown(recorded, start, part)):
                 continue
             on_purpose = None not in later and _same(*(getattr(one, part) for one in later))
@@ -78,13 +111,29 @@ def compare(tally: Tally, straight: Trace | None, trace: Trace, parts: Sequence[
                 _compare(tally, trace, resume, part, due, got)
 
 
+def _kept(straight: Update | None, resumed: Update | None, start: Start) -> tuple[Tensors, Tensors]:
+    """Return the buffers with which the first step was made in both runs, where they are known.
+
+    Those are left out that the script changed between the start and the step.
+    """
+    if straight is None or resumed is None:
+        return {}, {}
+    held, due = start.buffers, straight.buffers
+    got = {
+        name: held[name]
+        for name, record in resumed.buffers.items()
+        if name in held and name in due and record.digest == held[name].digest
+    }
+    return {name: due[name] for name in got}, got
+
+
 def _compare(
     tally: Tally, trace: Trace, resume: Resume, part: str, due: Tensors, got: Tensors
 ) -> None:
     start = resume.start
     message = (
-        f"rank {start.rank} resumed at step {start.step} with other {_WORDS[part]} than it had "
-        f"after step {start.step - 1}"
+        f"rank {start.rank} resumed at step {start.step} with other {_WORDS.get(part, 'buffers')} "
+        f"than it had after step {start.step - 1}"
     )
     place = evidence.place(trace, start)
     if not got:
@@ -99,25 +148,26 @@ def _compare(
         elif left.digest == right.digest:
             tally.compared += 1
         else:
-            how = _how_it_differs(name, left, right, due)
+            how = _how_it_differs(left, right, resume.history(part, name))
             shown = evidence.difference(left, right)
             tally.check(False, f"{message}: {name} {how}", tensor=name, **shown, **place)
 
 
-_WORDS = {"weights": "weights", "optimizer": "optimizer state", "local": "buffers"}
+_WORDS = {"weights": "weights", "optimizer": "optimizer state"}
 
 
-def _how_it_differs(name: str, due: TensorRecord, got: TensorRecord, before: Tensors) -> str:
+def _how_it_differs(
+    due: TensorRecord, got: TensorRecord, history: Iterator[tuple[TensorRecord | None, str]]
+) -> str:
     """Return in words what a tensor was restored as, as far as that can be told."""
-    key = name.rpartition("/")[2]
-    for other, record in before.items():
-        if other != name and other.rpartition("/")[2] == key and record.digest == got.digest:
-            return f"has what {other} had: restored in another order of the parameters"
     left, right = due.elements(), got.elements()
+    if left is not None and right is not None and left.any() and not right.any():
+        return "is zero: it was not restored"
+    for record, words in history:
+        if record is not None and record.digest == got.digest:
+            return words
     if left is None or right is None:
         return "differs"
-    if left.size == right.size and left.any() and not right.any():
-        return "is zero: it was not restored"
     if left.dtype == np.float32 and left.size == right.size:
         for form, bits in _MANTISSAS.items():
             if _was_rounded(left, right, bits):

@@ -15,6 +15,7 @@ from entrenar_py.checks import (
     rates,
     restored_state,
     resumed_data,
+    resumed_step,
     same_bits,
     stopped_run,
     summation,
@@ -25,6 +26,8 @@ from entrenar_py.checks.needs import REPEATED, RESUMED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
+
+_RESTORED = ("weights", "optimizer", "local", "buffers")
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
@@ -65,11 +68,12 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
     ):
         return
     same_samples = resumed_data.compare(tally, straight, trace)
-    restored_state.compare(tally, straight, trace, ("weights", "optimizer", "local"))
+    restored_state.compare(tally, straight, trace, _RESTORED)
     _same_rates(tally, straight, trace)
     if not same_samples:
         return
     _same_scale(tally, straight, trace)
+    resumed_step.compare(tally, straight, trace)
     kept = _as_long(tally, straight, trace) if is_own else trace
     if is_own:
         straight, kept = summation.comparable(tally, straight, kept)
@@ -128,18 +132,29 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
         for rank, update in by_rank.items():
             model = expected[step].get(rank, evidence.any_rank(expected[step]))
             place = evidence.place(trace, update)
-            message = f"the resumed run has another learning rate{_begins_anew(update, expected)}"
             for name, pair in rates.of(model, update).items():
+                due, got = pair
+                whose = _rate_of(name, got, update.step, expected, trace)
+                message = (
+                    f"the resumed run has another learning rate, {got:.6g} and not {due:.6g}{whose}"
+                )
                 tally.equal(*pair, message, tensor=name, **place)
 
 
-def _begins_anew(update: Update, expected: dict[int, dict[int, Update]]) -> str:
-    """Return words on a rate that is the one of step 0."""
-    if 0 not in expected or not update.step:
+def _rate_of(
+    name: str | None, rate: float, at: int, expected: dict[int, dict[int, Update]], trace: Trace
+) -> str:
+    """Return words on a rate, of step `at`, that the straight run has in one other step."""
+    steps = []
+    for step, by_rank in expected.items():
+        model = evidence.any_rank(by_rank)
+        if rate == (model.learning_rate if name is None else model.rate_of(name)):
+            steps.append(step)
+    if len(steps) != 1 or steps[0] == at:
         return ""
-    first = evidence.any_rank(expected[0])
-    same = (first.learning_rate, first.rates) == (update.learning_rate, update.rates)
-    return ": that of step 0, as if the schedule began anew" if same else ""
+    back = [start.step for start in trace.of(Start) if start.resumed and start.step <= at]
+    anew = steps[0] in (0, at - max(back, default=0))
+    return f": that of step {steps[0]}{', as if the schedule began anew' if anew else ''}"
 
 
 def _same_scale(tally: Tally, straight: Trace, trace: Trace) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from entrenar_py.checks import evidence, missing
-from entrenar_py.checks.random_draws import PLACES, named
+from entrenar_py.checks import evidence, missing, random_draws
 from entrenar_py.trace import Drawn, Shard, Start, Trace
 from entrenar_py.verdict import Tally
+from entrenar_py.wording import listed, named
 
 Place = tuple[int, int, int]  # step, rank, number of the shard
 
@@ -34,7 +34,8 @@ def compare(tally: Tally, straight: Trace, trace: Trace) -> bool:
                 tally.miss(_others_on_purpose(shard, seen))
                 return False
             moved = tuple(sorted(set(model.ids) ^ set(shard.ids))) or shard.ids
-            message = f"after the resume other samples are drawn{_goes_on(shard, seen, trace)}"
+            how = _goes_on(shard, seen, trace) or _other_order(expected, model, shard)
+            message = f"after the resume other samples are drawn{how}"
             tally.check(False, message, sample_ids=moved, **where)
         if "draws" not in bare:
             message = f"after the resume other random numbers are drawn{_whose(expected, shard)}"
@@ -58,10 +59,10 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
             and other.rank != drawn.rank
         ]
         whose = f": rank {drawn.rank} has rank {others[0]}'s" if others else ""
+        where, generator = random_draws.PLACES[drawn.where], random_draws.named(drawn.generator)
         tally.check(
             model.after == drawn.after,  # before it the generator may have had to be restored
-            f"after the resume other random numbers are drawn {PLACES[drawn.where]}, from "
-            f"{named(drawn.generator)}{whose}",
+            f"after the resume other random numbers are drawn {where}, from {generator}{whose}",
             step=drawn.step,
             rank=drawn.rank,
             scenario=trace.scenario,
@@ -98,6 +99,24 @@ def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
         return ", in another order, or by another rank"
     micro = f", micro-batch {seen.shard}" if trace.scenario.accumulation > 1 else ""
     return f": step {shard.step} has the samples of step {seen.step}{micro}"
+
+
+def _other_order(expected: Mapping[Place, Shard], model: Shard, shard: Shard) -> str:
+    """Return in words how the samples differ from those of the `model`, one by one."""
+    lost = [one for one in model.ids if one not in shard.ids]
+    new = [one for one in shard.ids if one not in model.ids]
+    if lost and not new:
+        return f": without samples {listed(lost, most=8)}"
+    made = {one: at.step for at in expected.values() if at.step < shard.step for one in at.ids}
+    again = [one for one in new if made.get(one, -1) in _same_epoch(expected, model)]
+    if again:
+        steps = named("step", {made[one] for one in again})
+        return f": samples {listed(again, most=8)} again, which this epoch had in {steps}"
+    return ": the rest of the epoch comes in another order" if new else ""
+
+
+def _same_epoch(expected: Mapping[Place, Shard], model: Shard) -> set[int]:
+    return {at.step for at in expected.values() if at.epoch == model.epoch is not None}
 
 
 def _others_on_purpose(shard: Shard, seen: Shard | None) -> str:
