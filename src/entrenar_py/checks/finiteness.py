@@ -67,6 +67,11 @@ def compare(tally: Tally, trace: Trace) -> None:
             "the record: the script may have skipped its step"
         )
         missing.ask(tally, why, facts.IDS)
+    elif culprits and all(_is_perhaps_dropped(trace, one) for one in culprits):
+        tally.miss(
+            f"the gradient in which a value was planted in step {culprits[0].step} may be one that "
+            "no optimizer applies, since several take turns"
+        )
     elif culprits:
         _halts(tally, trace, culprits, passed_over)
     else:
@@ -114,6 +119,18 @@ def _is_lost(trace: Trace, planted: Injected) -> bool:
     together = alike and len({*made.values()}) == 1
     unknown = planted.step in missing.unknown_steps(trace)
     return is_own and together and unknown and bool(shards) and all(map(_is_finite, shards))
+
+
+def _is_perhaps_dropped(trace: Trace, culprit: Shard | Injected) -> bool:
+    """Return whether the script may have thrown away what is not finite, as it does in every step.
+
+    A pass for the generator of a GAN leaves gradients in the discriminator. If optimizers take
+    turns, gradients of passes are unknown without a line: the record lacks them.
+    """
+    if not isinstance(culprit, Shard) or culprit.gradient or trace.traits.losses != "backward":
+        return False
+    applied = [update.gradient for update in trace.of(Update) if update.step == culprit.step]
+    return all(applied) and all(evidence.non_finite(gradient) is None for gradient in applied)
 
 
 def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:

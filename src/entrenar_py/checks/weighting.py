@@ -49,7 +49,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         left = presuppositions.comparable(tally, presuppositions.SUMS, compared)
         if left is not None:
             _weighted_loss(tally, left.trace, relative, unknown)
-            _summed_gradient(tally, left.trace, unknown)
+            _summed_gradient(tally, left.trace, unknown, runs)
             loss_factors.judge(tally, left.trace)
     oracle = runs.of(ORACLE)
     shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
@@ -92,7 +92,7 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
             tally.close(mean, update.loss, relative * size, message, **place)
 
 
-def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> None:
+def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int], runs: Traces) -> None:
     """Check that the averaged gradient is the sum of the shards' gradients divided by one number.
 
     That number must be the same for all tensors. In all steps it must be the same, or the same
@@ -109,7 +109,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     rested = skips.without_gradients(trace)
     divisions = _Divisions.of(tally, trace)
-    _require_scale(tally, trace)
+    _require_scale(tally, trace, runs)
     _none_dropped(tally, trace)
     _note_kept(tally, trace)
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -286,15 +286,23 @@ class _Divisions:
         return True
 
 
-def _require_scale(tally: Tally, trace: Trace) -> None:
-    """Count as missing how much losses count, if steps have several numbers of micro-batches."""
-    if trace.traits.losses != "backward":
+def _require_scale(tally: Tally, trace: Trace, runs: Traces) -> None:
+    """Count as missing how much losses count, if ranks have several micro-batches in a step.
+
+    Runs with other numbers of them would show it.
+    """
+    turned = any(knob == "accumulation" for knob, _ in runs.turned())
+    if trace.traits.losses != "backward" or turned:
         return
-    counts = {
-        len(step_sums.held(by_rank, evidence.shards(trace).get(step, ())))
+    held = [
+        step_sums.held(by_rank, evidence.shards(trace).get(step, ()))
         for step, by_rank in evidence.ranks_by_step(trace)
-    } - {0}
-    if len(counts) > 1:
+    ]
+    counts = {len(shards) for shards in held} - {0}
+    accumulates = any(
+        len(shards) > trace.scenario.world_size and step_sums.are_apart(shards) for shards in held
+    )
+    if len(counts) > 1 or accumulates:
         told = f"steps have {' or '.join(map(str, sorted(counts)))} micro-batches"
         why = f"{told}, and by which number each divides its losses is unknown"
         missing.ask(tally, why, facts.LOSS_AND_WEIGHT)

@@ -183,6 +183,11 @@ class Observer(Observation):
         """The number of steps that are recorded, with those that were made before."""
         return self._step.number
 
+    @property
+    def has_late_weights(self) -> bool:
+        """Whether weights of the last step were still to be written back when it was recorded."""
+        return self._late is not None
+
     def note_limit(self) -> None:
         """Note that the harness ends the run here, and not the script."""
         self._recording.note_limit()

@@ -24,13 +24,13 @@ class Seen:
         self.loader: DataLoader[int] = DataLoader([0])  # type: ignore[arg-type]
         self.begin()
 
-    def begin(self) -> None:
-        """Begin a pass over the loader."""
+    def begin(self, *, last: int = 4) -> None:
+        """Begin a pass over the loader, with `last` samples in the last batch."""
         self.iterator = iter(self.loader)
         self.batches.iterated(self.loader, self.iterator)
         self.batches.drew(self.iterator, [3, 1, 0, 2])
         self.batches.drew(self.iterator, [7, 5, 4, 6])
-        self.batches.drew(self.iterator, [8, 9, 10, 11])
+        self.batches.drew(self.iterator, [8, 9, 10, 11][:last])
 
     def yields(self, *rows: int) -> torch.Tensor:
         """Yield the next batch, of these rows of the data, and labels that don't tell rows."""
@@ -204,3 +204,23 @@ def test_without_a_loader() -> None:
     samples.end_step()
     assert given(DATA[1:4])[:2] == first[1:]
     assert samples.facts() == {"samples": "content"}
+
+
+@pytest.mark.parametrize(
+    ("size", "is_over", "dropped"), [(2, True, True), (4, True, False), (2, False, False)]
+)
+def test_a_short_batch_that_the_script_leaves_out(
+    seen: Seen, size: int, is_over: bool, dropped: bool
+) -> None:
+    """An unused short batch at the end of a pass counts as dropped once the next pass is used."""
+    seen.begin(last=size)
+    seen.given(seen.yields(3, 1, 0, 2))
+    seen.given(seen.yields(7, 5, 4, 6))
+    seen.yields(*[8, 9, 10, 11][:size])
+    if is_over:
+        seen.batches.exhausted(seen.iterator)
+    assert not seen.batches.drops_last
+    seen.begin()
+    seen.given(seen.yields(3, 1, 0, 2))
+    assert seen.batches.drops_last is dropped
+    assert seen.samples.facts()["drop_last"] is dropped

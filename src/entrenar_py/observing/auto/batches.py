@@ -23,12 +23,15 @@ PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is
 class Iteration:
     """One pass over a `loader`; `ahead` are the indices that it drew and did not yield yet.
 
-    `epoch` counts the passes, of any loader, from which a batch was trained on.
+    `epoch` counts the passes, of any loader, from which a batch was trained on. `largest` is the
+    size of its largest batch.
     """
 
     loader: Any
     ahead: deque[Ids | None] = field(default_factory=deque)
     epoch: int | None = None
+    largest: int = 0
+    is_over: bool = False
 
 
 @dataclass(eq=False)
@@ -82,6 +85,7 @@ class Batches:
         self._num_passes = 0
         self._first: tuple[Any, ...] | None = None  # what the first loader draws from
         self.varies = False  # whether another was trained from that draws other samples
+        self.drops_last = False  # whether the script has skipped a short batch at a pass's end
         self.pending: deque[Batch] = deque(maxlen=PENDING_MAX)
         self.loader: Any = None  # the one that was trained from last
         self._source: Source | None = None
@@ -107,7 +111,12 @@ class Batches:
         size = (contents.num_rows(content) or 0) if ids is None else len(ids)
         grown = torch.is_grad_enabled()
         left, thread = [*range(size)], threading.get_ident()
+        iteration.largest = max(iteration.largest, size)
         self.pending.append(Batch(iteration, ids, content, size, left, grown, thread))
+
+    def exhausted(self, iterator: Any) -> None:
+        """Note that a pass has no more batches."""
+        self._iteration(iterator).is_over = True
 
     def _iteration(self, iterator: Any) -> Iteration:
         return self._iterations.setdefault(iterator, Iteration(None))
@@ -121,14 +130,14 @@ class Batches:
         were skipped.
         """
         assert batch.ids is not None, "only a batch with ids is used"
-        used = list(places)
+        used, epoch = list(places), self._epoch_of(batch.iteration)
         batch.left = [place for place in batch.left if place not in set(used)]
         if not batch.left:
             at = self.pending.index(batch)
             later = [*self.pending][at + 1 :]
             others = [b for b in [*self.pending][:at] if b.iteration.loader is not self.loader]
             self.pending = deque([*others, *later], maxlen=PENDING_MAX)
-        epoch, source = self._epoch_of(batch.iteration), self.source()
+        source = self.source()
         ids = [batch.ids[place] for place in used]
         return epoch, ids if source is None else [*map(source.numbering.of, ids)]
 
@@ -145,6 +154,7 @@ class Batches:
 
     def _epoch_of(self, iteration: Iteration) -> int:
         if iteration.epoch is None:
+            self.drops_last |= self._left_short_batch()
             iteration.epoch = self._num_passes
             self._num_passes += 1
         if self.loader is not iteration.loader:
@@ -154,6 +164,20 @@ class Batches:
             self._first = self._first or drawn
             self.varies |= drawn != self._first
         return iteration.epoch
+
+    def _left_short_batch(self) -> bool:
+        """Return whether the only unused batch of the last pass for training is its last, short."""
+        left = [
+            batch
+            for batch in self.pending
+            if batch.iteration.loader is self.loader
+            and batch.iteration.epoch == self._num_passes - 1
+        ]
+        return (
+            len(left) == 1
+            and left[0].iteration.is_over
+            and len(left[0].left) == left[0].size < left[0].iteration.largest
+        )
 
     def set_aside(self, num_rows: int | None, *, trains: bool = False) -> None:
         """Note that the batch that was yielded last went to a pass that doesn't train.

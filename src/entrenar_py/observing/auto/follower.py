@@ -234,11 +234,10 @@ class Follower:
     @_guarded
     def forward(self, module: nn.Module, _: Any) -> None:
         """Begin to observe in the first training pass of a module that an optimizer trains."""
-        if self._ending.is_due:
-            self._ending.leave()
-        if self.observation is not None or not self._optimizers:
+        if not (module.training and torch.is_grad_enabled()):
             return
-        if module.training and torch.is_grad_enabled():
+        self._leave_if_due()
+        if self.observation is None and self._optimizers:
             self._begin(module)
 
     @_guarded
@@ -248,8 +247,7 @@ class Follower:
         if self._depth > 1:
             return
         self._stepping = 0  # the last step may have ended by an exception
-        if self._ending.is_due:
-            self._ending.leave()
+        self._leave_if_due()
         if self.observation is None and self._optimizers:
             self._begin(None)  # a model that isn't called: functions of its parameters are
         if self._recorder is not None:
@@ -278,6 +276,11 @@ class Follower:
     def yielded(self, iterator: Any, batch: Any) -> None:
         """Note a batch that a DataLoader yields."""
         self.batches.yielded(iterator, batch)
+
+    @_guarded
+    def exhausted(self, iterator: Any) -> None:
+        """Note that a pass over a DataLoader is over."""
+        self.batches.exhausted(iterator)
 
     @_guarded
     def skipped(self) -> None:
@@ -316,8 +319,7 @@ class Follower:
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look whether the optimizer is one that is followed."""
         self._stepping += 1
-        if self._ending.is_due:
-            self._ending.leave()
+        self._leave_if_due()
         if self.settings.every is not None and self._stepping == 1:
             self._watch(optimizer, self.settings.every)
         if self._stepping > 1:
@@ -354,6 +356,16 @@ class Follower:
             return
         observer: Any = self.observation
         observer.note_limit()
-        observer.close()
+        if not observer.has_late_weights:
+            observer.close()
         self._ending.is_due = True
         self.look_at_calls(True)
+
+    def _leave_if_due(self) -> None:
+        """End the process before a step that was not asked for."""
+        if not self._ending.is_due:
+            return
+        observer: Any = self.observation
+        if observer.has_late_weights:
+            observer.close()
+        self._ending.leave()

@@ -82,7 +82,11 @@ def _drew(original: Function, follower: Follower) -> Function:
 def _yielded(original: Function, follower: Follower) -> Function:
     @wraps(original)
     def next_batch(self: Any) -> Any:
-        batch = original(self)
+        try:
+            batch = original(self)
+        except StopIteration:
+            follower.exhausted(self)
+            raise
         follower.yielded(self, batch)
         return batch
 

@@ -157,7 +157,7 @@ class SeenSamples(Samples):
         return {
             **facts,
             "num_samples": source.numbering.size,
-            "drop_last": source.drop_last,
+            "drop_last": source.drop_last or self._batches.drops_last,
             "replacement": source.replacement,
             "thorough": source.is_thorough,
             "varied": self._batches.varies,
