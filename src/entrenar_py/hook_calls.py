@@ -24,8 +24,26 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 STEPPING = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
 
 
+# Dynamo's own names, which another torch may lack.
+_NAMES = ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+LACKING = [name for name in _NAMES if not hasattr(torch._C._dynamo.eval_frame, name)]
+
+
+def notes() -> dict[str, str]:
+    """Return by subject what can't be kept from scripts that compile, nothing with most torches."""
+    if not LACKING:
+        return {}
+    lacking = ", ".join(LACKING)
+    return {"torch.compile": f"may compile hooks of the harness (this torch lacks {lacking})"}
+
+
 def leave(code: CodeType, *, with_calls: bool) -> None:
-    """Have dynamo run the frames of `code` as they are, and what they call if `with_calls`."""
+    """Have dynamo run the frames of `code` as they are, and what they call if `with_calls`.
+
+    Does nothing where torch lacks what that takes; `notes` says so.
+    """
+    if LACKING:
+        return
     dynamo = torch._C._dynamo.eval_frame
     calls = dynamo._FrameAction.SKIP if with_calls else dynamo._FrameAction.DEFAULT
     dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, calls))

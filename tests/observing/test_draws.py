@@ -91,6 +91,15 @@ def test_batches_that_are_fetched_ahead(watch: Any) -> None:
     assert used(draws, batches[1], copied=True) == unknown(wording.NONE, 1)
 
 
+def test_batches_without_memory_of_their_own(watch: Any) -> None:
+    """Sparse batches are known where they are used as they come, and else said to be unknown."""
+    loader = DataLoader(DATA, batch_size=3)
+    draws = watch(loader)
+    assert [used(draws, [x.to_sparse()]).ids for (x,) in loader] == [(0, 1, 2), (3, 4, 5), (6,)]
+    sparse = [x.to_sparse() for (x,) in loader]
+    assert used(draws, sparse[:1]) == unknown(wording.AHEAD, 1)
+
+
 def fetch(loader: Loader, fetched: queue.Queue[Any]) -> None:
     """Put all batches of a loader into a queue."""
     for batch in loader:

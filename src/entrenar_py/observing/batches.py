@@ -93,8 +93,9 @@ class Batch:
 def blocks_of(data: Any) -> list[Block]:
     """Return the memory of the tensors in nested containers and attributes of objects.
 
-    No code of these objects is called. Of more than _TENSORS_MAX tensors the first ones count, and
-    tensors without memory of their own (sparse ones) don't.
+    No code of these objects is called. Of more than _TENSORS_MAX tensors the first ones count.
+    Tensors without memory of their own (sparse ones) don't: where a batch has no others, it is
+    known by its order, as one that is copied.
     """
     blocks = (_block_of(tensor) for tensor in islice(_walk(data, _DEPTH_MAX), _TENSORS_MAX))
     return [block for block in blocks if block is not None]

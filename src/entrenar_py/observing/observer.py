@@ -91,7 +91,7 @@ class Observer(Observation):
             {
                 "rank": rank,
                 "world_size": world_size,
-                "versions": {"torch": str(torch.__version__)},
+                "versions": {"torch": str(torch.__version__), **hook_calls.notes()},
                 **(facts or {}),
                 **self._declared.facts(),
                 **samples.facts(),
