@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import select
@@ -115,6 +116,7 @@ def serve() -> None:
     """Answer requests until there are no more."""
     from tests.command import forked  # brings torch
 
+    gc.freeze()  # whatever looks through all objects passes over those that ranks have from here
     for line in sys.stdin.buffer:
         request = json.loads(line)
         pid = os.fork()
