@@ -95,7 +95,8 @@ def test_batches_without_memory_of_their_own(watch: Any) -> None:
     """Sparse batches are known where they are used as they come, and else said to be unknown."""
     loader = DataLoader(DATA, batch_size=3)
     draws = watch(loader)
-    assert [used(draws, [x.to_sparse()]).ids for (x,) in loader] == [(0, 1, 2), (3, 4, 5), (6,)]
+    for (batch,) in loader:
+        assert used(draws, [batch.to_sparse()]) == (tuple(map(int, batch)), 0, "")
     sparse = [x.to_sparse() for (x,) in loader]
     assert used(draws, sparse[:1]) == unknown(wording.AHEAD, 1)
 
