@@ -110,3 +110,11 @@ def test_the_scale_of_losses_is_unknown() -> None:
     assert reason not in traces.judge("weighting", [trace]).reason
     short = traces.without(traces.without(trace, Shard, step=1, shard=1), Shard, step=1, shard=3)
     assert reason in traces.judge("weighting", [short]).reason
+
+
+def test_the_scale_of_losses_is_unknown_if_every_run_accumulates() -> None:
+    """Two micro-batches a rank in every run don't show by which number losses are divided."""
+    reason = "a rank adds up 2 micro-batches in each step of every run"
+    assert reason not in traces.judge("weighting", [run(HALF)]).reason
+    trace = traces.was(run(HALF), losses="backward")
+    assert reason in traces.judge("weighting", [trace]).reason

@@ -49,8 +49,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         left = presuppositions.comparable(tally, presuppositions.SUMS, compared)
         if left is not None:
             _weighted_loss(tally, left.trace, relative, unknown)
-            _summed_gradient(tally, left.trace, unknown, runs)
+            _summed_gradient(tally, left.trace, unknown)
             loss_factors.judge(tally, left.trace)
+    _require_other_numbers(tally, runs)
     oracle = runs.of(ORACLE)
     shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
     gradients = parity.compare_with_oracle(tally, runs, tolerance=None)
@@ -92,7 +93,7 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
             tally.close(mean, update.loss, relative * size, message, **place)
 
 
-def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int], runs: Traces) -> None:
+def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> None:
     """Check that the averaged gradient is the sum of the shards' gradients divided by one number.
 
     That number must be the same for all tensors. In all steps it must be the same, or the same
@@ -109,7 +110,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int], runs:
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     rested = skips.without_gradients(trace)
     divisions = _Divisions.of(tally, trace)
-    _require_scale(tally, trace, runs)
+    _require_scale(tally, trace)
     _none_dropped(tally, trace)
     _note_kept(tally, trace)
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -286,25 +287,41 @@ class _Divisions:
         return True
 
 
-def _require_scale(tally: Tally, trace: Trace, runs: Traces) -> None:
-    """Count as missing how much losses count, if ranks have several micro-batches in a step.
+def _micro_batches(trace: Trace, *, apart: bool) -> set[int]:
+    """Return how many micro-batches steps have, on all ranks, if their losses' scale is unknown.
 
-    Runs with other numbers of them would show it.
+    With `apart` only steps count whose micro-batches have samples of their own.
     """
-    turned = any(knob == "accumulation" for knob, _ in runs.turned())
-    if trace.traits.losses != "backward" or turned:
-        return
+    if trace.traits.losses != "backward":
+        return set()
     held = [
         step_sums.held(by_rank, evidence.shards(trace).get(step, ()))
         for step, by_rank in evidence.ranks_by_step(trace)
     ]
-    counts = {len(shards) for shards in held} - {0}
-    accumulates = any(
-        len(shards) > trace.scenario.world_size and step_sums.are_apart(shards) for shards in held
-    )
-    if len(counts) > 1 or accumulates:
+    return {len(shards) for shards in held if not apart or step_sums.are_apart(shards)} - {0}
+
+
+def _require_scale(tally: Tally, trace: Trace) -> None:
+    """Count as missing how much losses count, if steps have several numbers of micro-batches."""
+    counts = _micro_batches(trace, apart=False)
+    if len(counts) > 1:
         told = f"steps have {' or '.join(map(str, sorted(counts)))} micro-batches"
         why = f"{told}, and by which number each divides its losses is unknown"
+        missing.ask(tally, why, facts.LOSS_AND_WEIGHT)
+
+
+def _require_other_numbers(tally: Tally, runs: Traces) -> None:
+    """Count as missing how much losses count, if ranks add up as many micro-batches in all runs."""
+    counts = {
+        count // run.scenario.world_size
+        for run in runs
+        for count in _micro_batches(run, apart=True) or {run.scenario.world_size}
+    }
+    if len(counts) == 1 and max(counts) > 1:
+        why = (
+            f"a rank adds up {max(counts)} micro-batches in each step of every run, and by which "
+            "number it divides their losses is unknown without {accumulation} in the command"
+        )
         missing.ask(tally, why, facts.LOSS_AND_WEIGHT)
 
 
