@@ -65,7 +65,7 @@ BUGS = (
         ),
         check="replica_identity",
         step=0,
-        words="samples alone",
+        words="hold different weights",
     ),
     _bug(
         "the last bucket is never full, and never reduced",
