@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from entrenar_py.checks import value_clipping
@@ -27,3 +28,11 @@ def test_the_largest_size_is_a_limit(numbers: tuple[float, ...], limit: float | 
     update = traces.one(traces.run(traces.scenario(num_steps=1)), Update, step=0, rank=0)
     trace = traces.hand_written(replace(update, gradient={"w": traces.values(*numbers)}))
     assert value_clipping.limit(trace) == pytest.approx(limit)
+
+
+def test_a_tensor_that_no_micro_batch_used_is_cut_like_a_zero() -> None:
+    """A gradient that the script set to zero, or made up, has a sum of zero."""
+    total, unused = {"w": np.array([4.0, 6.0, 2.0])}, np.zeros(2)
+    mean = {"w": np.array([2.0, 2.5, 1.0]), "unused": unused}
+    assert value_clipping.explains(total, mean, 2.5, 1e-4)
+    assert not value_clipping.explains(total, {**mean, "unused": unused + 1}, 2.5, 1e-4)

@@ -36,9 +36,10 @@ def limit(trace: Trace) -> float | None:
 
 def explains(total: Vectors, mean: Vectors, limit: float, bound: float) -> bool:
     """Return whether `mean` is `total` divided by one number and then clipped at `limit`, within
-    `bound` times the norm of all elements.
+    `bound` times the norm of all elements. Tensors that `total` lacks have a sum of zero.
     """
-    terms, applied = (_flat({name: vectors[name] for name in mean}) for vectors in (total, mean))
+    applied = _flat(mean)
+    terms = _flat({name: total.get(name, np.zeros_like(value)) for name, value in mean.items()})
     cut = np.abs(applied) == limit
     free = applied[~cut]
     size = float(np.dot(free, free))
