@@ -50,3 +50,13 @@ def test_weights_explain_them() -> None:
 def test_what_shares_do_not_explain(due: Vectors) -> None:
     """Equal shares, one factor, and a gradient of other samples say nothing."""
     assert shares.explain(TRACE, UPDATE, records(due), 1e-4) == ""
+
+
+@pytest.mark.parametrize(
+    ("nudge", "is_told"), [(0.0, True), (1e-4, True), (1e-2, False)], ids=["same", "near", "far"]
+)
+def test_a_later_step_of_other_weights(nudge: float, is_told: bool) -> None:
+    """Wrong shares are told from what other weights make of a gradient."""
+    due = plus(weighted(0.25, 0.25, 0.75, 0.75), times(nudge, summed(1)))
+    assert bool(shares.explain_later(TRACE, UPDATE, records(due))) is is_told
+    assert not shares.explain_later(TRACE, UPDATE, records(plus(summed(0), times(nudge, due))))

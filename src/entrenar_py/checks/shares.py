@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,11 @@ from entrenar_py.wording import listed
 _APART_MAX = 8
 # Shares closer than this are alike: counts of samples or tokens differ by more.
 _ALIKE = 0.02
+# After many steps two right runs have other weights, and no gradient of one is quite a sum of the
+# other's. What that leaves unexplained is this many times smaller than the error of wrong shares.
+_TELLING = 10.0
+_EXPLAINED = 1e-3  # relative, L2: the most that may be left
+_DIRECTIONS = 2  # elements for each micro-batch, so that no gradient is a sum of theirs by chance
 
 
 def explain(trace: Trace, update: Update, due: Tensors, bound: float) -> str:
@@ -24,30 +29,65 @@ def explain(trace: Trace, update: Update, due: Tensors, bound: float) -> str:
     `due` is the right gradient. It is explained if it is a sum of the micro-batches' gradients with
     other shares than in the applied one, within `bound` (relative, L2).
     """
+    fit = _fit(trace, update, due, bound)
+    return "" if fit is None else fit.words
+
+
+def explain_later(trace: Trace, update: Update, due: Tensors) -> str:
+    """Return what `explain` does, if not even other weights than those of `due` explain it.
+
+    Two right runs have slightly other weights after many steps. That moves a gradient out of the
+    sums of others, and hardly within them.
+    """
+    fit = _fit(trace, update, due, _EXPLAINED)
+    is_sure = fit is not None and fit.off > _TELLING * max(fit.unexplained, _EXPLAINED)
+    return fit.words if fit is not None and is_sure else ""
+
+
+class _Fit(NamedTuple):
+    """A gradient as a sum of micro-batches', with other shares than in the applied one.
+
+    `unexplained` is the distance of the two, and `off` that of the nearest multiple of the applied
+    gradient, both relative to the gradient's norm.
+    """
+
+    words: str
+    unexplained: float
+    off: float
+
+
+def _fit(trace: Trace, update: Update, due: Tensors, bound: float) -> _Fit | None:
     by_rank = evidence.updates(trace).get(update.step, {})
     held = step_sums.held(by_rank, evidence.shards(trace).get(update.step, ()))
     right, applied = evidence.vectors(due), evidence.vectors(update.gradient)
     parts = {key: _sum(by_rank, shards, right) for key, shards in _parts(held).items()}
     if right is None or applied is None or right.keys() != applied.keys() or len(parts) < 2:
-        return ""
+        return None
     terms = [term for term in parts.values() if term is not None]
     if len(terms) < len(parts):
-        return ""
+        return None
     goal, got = (step_sums.joined(vectors, right) for vectors in (right, applied))
     now = factors.ratio(np.sum(terms, axis=0), got, bound)
+    if not now or not np.isfinite(goal).all():
+        return None
     shares, _, rank, _ = np.linalg.lstsq(np.stack(terms, axis=1), goal)
-    gap = np.linalg.norm(np.stack(terms, axis=1) @ shares - goal)
-    if not now or rank < len(terms) or gap > bound * np.linalg.norm(goal):
-        return ""
+    size = float(np.linalg.norm(goal))
+    gap = float(np.linalg.norm(np.stack(terms, axis=1) @ shares - goal))
+    if rank < len(terms) or gap > bound * size:
+        return None
     times = shares / now
     if np.ptp(times) <= _ALIKE * np.abs(times).max():
-        return ""
+        return None
     told = [f"{name} {share:.3g} times" for name, share in zip(parts, times, strict=True)]
     weights = [sum(shard.weight for shard in shards) for shards in _parts(held).values()]
-    return (
+    words = (
         f"it is right if samples count otherwise, those of {listed(told, most=8)} as much"
         f"{_meaning(times, weights)}"
     )
+    is_telling = np.count_nonzero(goal) >= _DIRECTIONS * len(terms)
+    nearest = float(np.dot(goal, got) / np.dot(got, got)) * got
+    off = float(np.linalg.norm(goal - nearest)) / size if is_telling else 0.0
+    return _Fit(words, gap / size, off)
 
 
 def _parts(shards: Sequence[Shard]) -> Mapping[str, list[Shard]]:
