@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from entrenar_py.checks import randomness
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
@@ -90,6 +91,22 @@ def test_other_orders_and_no_shuffling(
     for first, second in ((SHUFFLED, OTHER), (ASCENDING, ASCENDING)):
         finding = traces.judge("randomness", [two_epochs(first, second, share)])
         assert finding.verdict is not Verdict.FALSIFIED
+
+
+@pytest.mark.parametrize(
+    ("drawn", "is_in_order"),
+    [
+        pytest.param(
+            [range(0, 12, 2), range(1, 12, 2), range(12, 24, 2), range(13, 24, 2)], True, id="two"
+        ),
+        pytest.param([range(18, 24), range(6), range(6, 12), range(12, 18)], False, id="blocks"),
+        pytest.param([(0, 2), (1, 3), (4, 6), (5, 7)], False, id="too few to tell"),
+    ],
+)
+def test_workers_that_read_in_turns(drawn: list[Sequence[int]], is_in_order: bool) -> None:
+    """Each worker of a loader reads its part of a stream in order; shuffled blocks are not so."""
+    batches = [tuple(part) for part in drawn]
+    assert randomness.in_turns(batches) is is_in_order
 
 
 def test_short_orders_agree_by_chance() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from collections.abc import Sequence
+from itertools import chain, pairwise
 
 from entrenar_py.checks import (
     evidence,
@@ -22,6 +24,7 @@ from entrenar_py.verdict import Finding, Tally
 
 # Shorter orders are not compared: two shuffled orders of 10 samples are equal once in 10! = 3.6e6.
 ORDER_LENGTH_MIN = 10
+CHANCE_MAX = 1e6  # one to this many is too little for chance
 DRAWING = ("mlp", "decoder", "decoder_full", "own")  # workloads in which dropout draws
 
 
@@ -83,24 +86,25 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
     """Check that two epochs of a shuffled data set have different orders.
 
     An epoch is unshuffled, and not compared, if its sample ids grow from step to step (in whatever
-    way ranks share a step), or within every rank (in whatever way ranks share the data).
+    way ranks share a step), or within every rank (in whatever way ranks share the data), or within
+    every one of the rank's loader workers, which read a stream in turns.
     """
     orders: dict[int, list[int]] = {}
-    by_rank: dict[tuple[int, int], list[int]] = {}
+    by_rank: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     reached: dict[int, int] = {}
     mixed: set[int] = set()
     first_step: dict[int, int] = {}
     for step, shards in sorted(evidence.shards(trace).items()):
         for shard in shards:
             orders.setdefault(shard.epoch, []).extend(shard.ids)
-            by_rank.setdefault((shard.epoch, shard.rank), []).extend(shard.ids)
+            by_rank.setdefault((shard.epoch, shard.rank), []).append(shard.ids)
             first_step.setdefault(shard.epoch, step)
         for epoch in {shard.epoch for shard in shards}:
             ids = [i for shard in shards if shard.epoch == epoch for i in shard.ids]
             if ids and min(ids) <= reached.get(epoch, -1):
                 mixed.add(epoch)
             reached[epoch] = max(ids, default=reached.get(epoch, -1))
-    shuffled = mixed & {epoch for (epoch, _), ids in by_rank.items() if ids != sorted(ids)}
+    shuffled = mixed & {epoch for (epoch, _), drawn in by_rank.items() if not in_turns(drawn)}
     for before, after in pairwise(sorted(orders)):
         common = min(len(orders[before]), len(orders[after]))
         if common < ORDER_LENGTH_MIN or before not in shuffled:
@@ -112,6 +116,27 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
             sample_ids=tuple(orders[after][:common]),
             scenario=trace.scenario,
         )
+
+
+def in_turns(drawn: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether the ids of micro-batches grow, taken together or by the workers of a loader.
+
+    Workers take turns. If there are several, ids must grow within micro-batches, too, and so many
+    that shuffling hardly leaves them so. Only then no other order of few micro-batches looks alike.
+    """
+
+    def grows(batches: Sequence[tuple[int, ...]]) -> bool:
+        ids = [*chain.from_iterable(batches)]
+        return ids == sorted(ids)
+
+    if grows(drawn):
+        return True
+    is_telling = math.prod(math.factorial(len(ids)) for ids in drawn) > CHANCE_MAX
+    most = len(drawn) // 2
+    return is_telling and any(
+        all(grows(drawn[worker::workers]) for worker in range(workers))
+        for workers in range(2, most + 1)
+    )
 
 
 def _initial_agrees(tally: Tally, trace: Trace) -> None:
