@@ -72,11 +72,20 @@ def outside(function: Callable[_Given, _Result]) -> Callable[_Given, _Result | N
 
     @wraps(function)
     def call(*given: _Given.args, **named: _Given.kwargs) -> _Result | None:
-        if torch.compiler.is_compiling():
+        if is_traced():
             return None
         return function(*given, **named)
 
     return ours(call)
+
+
+def is_traced() -> bool:
+    """Return whether what runs now is compiled, or transformed by `torch.func` (vmap, grad, jvp).
+
+    A transformed function computes with wrappers of tensors, which have no values of their own.
+    """
+    transforms = torch._C._functorch
+    return torch.compiler.is_compiling() or transforms.peek_interpreter_stack() is not None
 
 
 def has_compiled() -> bool:

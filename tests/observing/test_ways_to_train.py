@@ -337,3 +337,23 @@ def test_masters_that_an_optimizer_steps(folder: Path) -> None:
     (update,) = [event for event in events if isinstance(event, Update)]
     got, held = update.gradient["weight"], update.optimizer["weight/momentum_buffer"]
     assert got.digest == held.digest
+
+
+def test_gradients_of_each_sample_by_a_transform(folder: Path) -> None:
+    """A model that `torch.func` calls computes with wrappers of tensors, which are left alone."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    obs = entrenar_py.observe(model, optimizer)
+
+    def loss(parameters: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = torch.func.functional_call(model, parameters, (sample,))
+        return output.square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    for _ in range(2):
+        found = each(dict(model.named_parameters()), torch.ones(3, 2))
+        for name, parameter in model.named_parameters():
+            parameter.grad = found[name].sum(0)
+        optimizer.step()
+    obs.close()
+    assert [update.step for update in updates(folder)] == [0, 1]

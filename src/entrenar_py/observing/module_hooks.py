@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from entrenar_py import hook_calls
@@ -29,7 +28,7 @@ class OwnHook:
 
     @hook_calls.ours
     def __call__(self, module: Any, *called: Any) -> Any:
-        if torch.compiler.is_compiling() or module is not self._model:
+        if module is not self._model or hook_calls.is_traced():
             return None
         return self._call(*called)
 

@@ -52,7 +52,7 @@ def _guarded(method: Callable[_Given, None]) -> Callable[_Given, None]:
     @wraps(method)
     def run(*given: _Given.args, **named: _Given.kwargs) -> None:
         follower: Any = given[0]
-        if torch.compiler.is_compiling() or follower.is_off():
+        if hook_calls.is_traced() or follower.is_off():
             return
         try:
             method(*given, **named)
