@@ -91,6 +91,29 @@ def test_epochs_that_are_not_told(steps: list[list[int]], verdict: str, words: s
     assert (found.verdict.value, words in found.reason) == (verdict, True), found
 
 
+SHORT = [[[0, 1], [2, 3]], [[0, 1], [4, 5]], [[6], [7]]]
+
+
+@pytest.mark.parametrize(
+    ("of_one", "verdict"),
+    [
+        pytest.param([[[0, 1, 2, 3]], [[0, 1, 4, 5]], [[6, 7]]], "inconclusive", id="so on one"),
+        pytest.param([[[0, 1, 2, 3]], [[4, 5, 6, 7]]], "falsified", id="otherwise on one"),
+    ],
+)
+def test_epochs_that_are_short_on_purpose(of_one: list[list[list[int]]], verdict: str) -> None:
+    """A sample that comes again early is wrong if it doesn't on one worker, or samples are known.
+
+    A curriculum, or a share of the data that is drawn anew, is the same with one worker.
+    """
+    told = {"epochs": "untold", "population": "guessed"}
+    several, alone = was(run(SHORT), **told), was(run(of_one), **told)
+    found = CHECKS["coverage"].judge(
+        traces.clause("coverage"), Runs(base=several, witnesses={ALONE: (alone,)})
+    )
+    assert found.verdict.value == verdict, found
+
+
 def test_numbers_of_a_rank_s_own() -> None:
     """An id with other contents on another rank may be another sample, unless a sampler splits."""
     trace = run([[[0, 1], [1, 2]]], contents=True)
