@@ -43,6 +43,21 @@ for step in range(2):
     optimizer.zero_grad()
 obs.close()
 """
+# As Lightning arranges and begins it: the root's parameters stay whole after the evaluation.
+EVALUATED = """
+mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data_parallel", "tensor_parallel"))
+model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+fully_shard(model[0], mesh=mesh["data_parallel"])
+fully_shard(model, mesh=mesh["data_parallel"])
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+with torch.no_grad():
+    model(torch.ones(3, 2))
+obs = entrenar_py.observe(model, optimizer)
+obs.samples([rank])
+model(torch.ones(3, 2)).square().mean().backward()
+optimizer.step()
+obs.close()
+"""
 PIPELINE = """
 stages = (nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Tanh(), nn.Linear(3, 1)))
 stages[1][1].register_parameter("copy", nn.Parameter(stages[0][0].bias.detach().clone()))
@@ -126,6 +141,21 @@ def test_fully_sharded(tmp_path: Path) -> None:
     ]
     # They are added up over all ranks before anyone can see them.
     assert not any(one.gradient for one in shards)
+
+
+def test_fully_sharded_after_an_evaluation(tmp_path: Path) -> None:
+    """Whole parameters that an evaluation left are observed as the pieces that the optimizer has.
+
+    The one axis of a mesh may have any name.
+    """
+    ranks = recorded(EVALUATED, 2, tmp_path)
+    assert ranks[0].layout == Layout(axes={"fsdp": 2})
+    whole = {"0.weight": 6, "0.bias": 3, "1.weight": 3, "1.bias": 1}
+    states = [one for one in assembly.ordered(ranks) if isinstance(one, Start | Update)]
+    assert [sizes(one.weights) for one in states] == [whole] * 4
+    assert isinstance(states[2], Update)
+    assert sizes(states[2].gradient) == whole
+    assert len(states[2].optimizer) == 3 * len(whole)
 
 
 def test_a_pipeline(tmp_path: Path) -> None:

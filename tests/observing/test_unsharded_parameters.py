@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from entrenar_py.observing import unsharded_parameters
+from entrenar_py.observing.auto import surroundings
 
 
 @pytest.fixture
@@ -49,3 +50,16 @@ def test_each_is_found_once_and_gets_the_ranks_own_gradient() -> None:
     assert isinstance(summed, DTensor)
     assert torch.equal(summed.to_local(), found["0.bias"][0] + found["0.bias"][1])
     assert len(handles) == 2
+
+
+@pytest.mark.usefixtures("group")
+def test_a_script_without_a_line_evaluates_first() -> None:
+    """The model is the one called, though the optimizer's pieces are not in it at that time."""
+    model = nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(model.parameters())
+    with torch.no_grad():
+        model(torch.ones(3, 2))
+    assert not isinstance(model.weight, DTensor)
+    assert surroundings.model_of(model, [optimizer]) is model
+    assert isinstance(model.weight, DTensor)

@@ -79,6 +79,16 @@ def is_fully_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def reshard(model: nn.Module) -> None:
+    """Put back the pieces that `fully_shard` replaced by whole parameters, as an evaluation leaves.
+
+    The next pass makes the parameters whole again.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def declared(given: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layout | None:
     """Return the layout that a script declares; None if it declares nothing.
 
@@ -103,14 +113,15 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
     Raises UsageError if the meshes don't show how all ranks are arranged.
     """
     meshes = {p.device_mesh: name for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    shown = None
+    shown, sharded = None, is_fully_sharded(model)
     for mesh, name in meshes.items():
         root = mesh._get_root_mesh()
-        sharded = is_fully_sharded(model)
         where = f"the mesh of parameter {name}"
-        if root.mesh_dim_names is None and root.ndim <= 2:
-            names = ("fsdp",) if root.ndim == 1 else ("dp_replicate", "dp_shard")
-            axes = dict(zip(names if sharded else ("tp",), root.shape, strict=False))
+        unknown = set(root.mesh_dim_names or ("",)).difference(layout.DATA, layout.MODEL)
+        if unknown and mesh.ndim == 1 and mesh.size() == world_size:
+            axes = {"fsdp" if sharded else "tp": world_size}
+        elif root.mesh_dim_names is None and root.ndim == 2 and sharded:
+            axes = dict(zip(("dp_replicate", "dp_shard"), root.shape, strict=True))
         else:
             axes = _axes(root, where)
         in_order = root.mesh.flatten().tolist() == list(range(world_size))

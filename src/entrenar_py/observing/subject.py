@@ -45,6 +45,7 @@ class Subject:
         self.pieces: dict[str, Piece] = {}
         self._told: dict[str, Any] = {}
         self._sketches = Sketches()
+        dtensors.reshard(self.model)
         self.look_up()
 
     def look_up(self) -> bool:

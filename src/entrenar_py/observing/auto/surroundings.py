@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from entrenar_py.observing import tensors
+from entrenar_py.observing import dtensors, tensors
 from entrenar_py.rank_files import layout
 
 _Object = TypeVar("_Object")
@@ -38,6 +38,8 @@ def model_of(
     """
     parameters = {p for opt in optimizers for group in opt.param_groups for p in group["params"]}
     own = [] if called is None else [tensors.unwrapped(called)]
+    for module in own:
+        dtensors.reshard(module)
     lacking = parameters.difference(*(module.parameters() for module in own))
     if lacking:
         own += _outermost(lacking)
