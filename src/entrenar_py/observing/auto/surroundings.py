@@ -32,7 +32,8 @@ def model_of(
     """Return the module that `optimizers` train; None if there is none.
 
     That is `called`, if it has all their parameters. Else it is a list of the outermost modules
-    that have some of them, `called` among these, and of the parameters that no module has.
+    that have some of them, `called` among these, and of the parameters that no module has, except
+    frozen ones, which a checkpoint may have replaced in the module.
     If no module has any of them the optimizers hold copies, and `instead`, which the script calls,
     is the model that is never stepped.
     """
@@ -44,6 +45,7 @@ def model_of(
     if lacking:
         own += _outermost(lacking)
         lacking = lacking.difference(*(module.parameters() for module in own))
+        lacking = {parameter for parameter in lacking if parameter.requires_grad}
     if lacking and not own and instead is not None:
         own = [tensors.unwrapped(instead)]
     elif lacking:
