@@ -8,9 +8,44 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from entrenar_py import trace
 from entrenar_py.observing import dtensors, tensors
+from entrenar_py.observing.batches import Ids
+from entrenar_py.observing.declarations import Declarations
+from entrenar_py.observing.subject import Subject
 
 Names = tuple[str, ...]
+
+
+class FirstLook:
+    """The first look at a rank's parameters.
+
+    Names that share a tensor are those that share it when the script calls `observe`.
+    """
+
+    def __init__(self, subject: Subject, declared: Declarations) -> None:
+        self._subject, self._declared = subject, declared
+        self._shared = shared(subject.model)
+
+    def events(self, step: int, selected: Ids | None) -> Iterator[trace.Event]:
+        """Yield what the script declares of its parameters and samples, and what is seen of them.
+
+        `step` is the number of the first step, and `selected` the samples of an epoch, None for
+        all.
+        """
+        subject, ties = self._subject, self._subject.layout.tied if self._subject.layout else ()
+        frozen = self._declared.frozen_of(names_of(subject.model))
+        yield trace.Declared(step=step, rank=subject.rank, frozen=frozen, tied=ties)
+        yield trace.Noticed(
+            step=step,
+            rank=subject.rank,
+            shared=self._shared,
+            alike=alike(subject.model),
+            doubled=doubled(subject.optimizers, subject.parameters),
+            peculiar=peculiar(subject.parameters),
+        )
+        if selected is not None:
+            yield trace.Selection(rank=subject.rank, ids=selected)
 
 
 def shared(model: nn.Module) -> tuple[Names, ...]:

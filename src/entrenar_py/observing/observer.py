@@ -77,9 +77,9 @@ class Observer(Observation):
         )
         names = [*first_look.names_of(self._subject.model)]
         buffers = self._subject.buffers
-        self._declared = declarations.of(names, buffers.names(), arranged, **declared)
-        buffers.synchronised = self._declared.synchronised_of
-        self._shared = first_look.shared(self._subject.model)
+        said = declarations.of(names, buffers.names(), arranged, **declared)
+        buffers.synchronised = said.synchronised_of
+        self._first_look = first_look.FirstLook(self._subject, said)
         self._step = StepInWork(self._subject, arguments.steps("step", step, least=0))
         self._scheduler = scheduler
         self._started = False
@@ -93,7 +93,7 @@ class Observer(Observation):
                 "world_size": world_size,
                 "versions": {"torch": str(torch.__version__), **hook_calls.notes()},
                 **(facts or {}),
-                **self._declared.facts(),
+                **said.facts(),
                 **samples.facts(),
             },
         )
@@ -370,26 +370,11 @@ class Observer(Observation):
         self._started = True
         place = self._schedule_place()
         progress = {} if place is None else {"schedule": place}
-        step = self._step.number
-        self._recording.write([self._step.start(progress), *self._first_look(step)])
+        selected = self._micro_batches.samples.selected()
+        seen = self._first_look.events(self._step.number, selected)
+        self._recording.write([self._step.start(progress), *seen])
 
     def _schedule_place(self) -> int | None:
         """Return the position of the learning rate's schedule; None if it is unknown."""
         place = getattr(self._scheduler, "last_epoch", None)
         return None if place is None else int(place)
-
-    def _first_look(self, step: int) -> Iterable[trace.Event]:
-        """Return what the script declares about its parameters, and what is seen of them."""
-        subject, ties = self._subject, self._subject.layout.tied if self._subject.layout else ()
-        frozen = self._declared.frozen_of(first_look.names_of(subject.model))
-        yield trace.Declared(step=step, rank=subject.rank, frozen=frozen, tied=ties)
-        yield trace.Noticed(
-            step=step,
-            rank=subject.rank,
-            shared=self._shared,
-            alike=first_look.alike(subject.model),
-            doubled=first_look.doubled(subject.optimizers, subject.parameters),
-            peculiar=first_look.peculiar(subject.parameters),
-        )
-        if (selected := self._micro_batches.samples.selected()) is not None:
-            yield trace.Selection(rank=subject.rank, ids=selected)
