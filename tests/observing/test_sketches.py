@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from entrenar_py.observing.sketches import Sketches, sample_places, sketch
+from entrenar_py.observing.sketch_records import Sketches
+from entrenar_py.observing.sketches import sample_places, sketch
 from entrenar_py.rank_files.layout import Piece
 from entrenar_py.trace import Sketch
 from entrenar_py.trace.tensors import PROJECTIONS, SAMPLES

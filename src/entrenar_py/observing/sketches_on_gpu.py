@@ -38,7 +38,7 @@ class SketchesOnGpu:
     def records(
         self, named: Mapping[str, Tensor], pieces: Mapping[str, Piece], *, exact: bool
     ) -> dict[str, TensorRecord]:
-        """Return the record of each tensor; `exact` as in `sketches.Sketches.records`."""
+        """Return the record of each tensor; `exact` as in `sketch_records.Sketches.records`."""
         bits = dict(zip(named, self.bits([*named.values()]), strict=True)) if exact else {}
         records: dict[str, TensorRecord] = {}
         for dtype in dict.fromkeys(tensor.dtype for tensor in named.values()):

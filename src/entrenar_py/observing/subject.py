@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from entrenar_py import trace
 from entrenar_py.observing import dtensors, tensors
 from entrenar_py.observing.buffers import Buffers
-from entrenar_py.observing.sketches import Sketches
+from entrenar_py.observing.sketch_records import Sketches
 from entrenar_py.rank_files.layout import Layout, Piece, plain
 
 
