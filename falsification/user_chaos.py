@@ -64,6 +64,13 @@ def main():
 main()
 """
 _CALM = ("gain=3.0", "gain=1.0")
+_LOSS = "loss = nn.functional.mse_loss(wrapped(inputs[ids]), targets[ids])"
+_IN_16_BITS = (
+    f"        {_LOSS}",
+    "        with torch.autocast('cpu', torch.bfloat16):\n"
+    "            outputs = wrapped(inputs[ids])\n"
+    "        loss = nn.functional.mse_loss(outputs.float(), targets[ids])",
+)
 _FACTOR = (
     "        optimizer.step()",
     "        if world_size > 1:\n"
@@ -102,5 +109,15 @@ BUGS = (
         step=0,
         tensor="leave.weight",
         words="it is 1.01 times as large, in all elements",
+    ),
+    Twin(
+        name="a gradient too long by a hundredth, in 16 bits",
+        script="recurrent.py",
+        text=RECURRENT,
+        changes=(_CALM, _IN_16_BITS, _FACTOR),
+        check="parity",
+        step=0,
+        tensor="leave.weight",
+        words="in what none of its micro-batches gave",
     ),
 )

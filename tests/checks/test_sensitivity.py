@@ -98,4 +98,4 @@ def test_only_a_small_difference_may_be_rounding() -> None:
 
 def test_the_size_of_a_nudge() -> None:
     """It is some roundings of the arithmetic in which the training computes."""
-    assert sensitivity.nudge(PLAIN) == 16 * precision.FLOAT32
+    assert sensitivity.nudge(PLAIN) == 256 * precision.FLOAT32

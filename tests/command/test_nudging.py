@@ -29,7 +29,7 @@ def test_a_run_is_nudged_once() -> None:
     """It is the run on one worker; its fault has the size of the nudge."""
     nudging = Nudging({NUDGED})
     assert nudging.after(TWO, PLAIN) == {}
-    nudge = Fault(kind="nudged_weights", step=0, value=repr(16 * 2.0**-24))
+    nudge = Fault(kind="nudged_weights", step=0, value=repr(256 * 2.0**-24))
     assert nudging.after(ONE, NEAR) == {"1-worker-nudged": replace(ONE, faults=(nudge,))}
     assert nudging.after(replace(TWO, repeat=1), NEAR) == {}
 

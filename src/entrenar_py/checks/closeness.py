@@ -74,7 +74,7 @@ def compare_close(
             f"{message}: {name} is off by {gap.relative:.2g} of its norm, allowed {allowed:.2g}"
             f"{words and f': {words}'}",
             tensor=name,
-            **_furthest(record, got[name], gap.elements),
+            **furthest(record, got[name], gap.elements),
             **place,
         )
     return True
@@ -125,8 +125,8 @@ def distances(expected: Tensors, got: Tensors) -> dict[str, Gap] | None:
     return gaps
 
 
-def _furthest(expected: TensorRecord, got: TensorRecord, gap: Values) -> dict[str, Any]:
-    """Return the element that differs most, with both values; norms if these are unknown."""
+def furthest(expected: TensorRecord, got: TensorRecord, gap: Values) -> dict[str, Any]:
+    """Return the element with the largest `gap`, with both values; norms if these are unknown."""
     left, right = expected.values(), got.values()
     if left is None or right is None:
         norms = (math.sqrt(record.square() or 0.0) for record in (expected, got))

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import closeness, evidence, precision, run_comparison, step_sums
+from entrenar_py.checks import (
+    changed_sums,
+    closeness,
+    evidence,
+    precision,
+    run_comparison,
+    step_sums,
+)
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.trace import Shard, Trace
 from entrenar_py.verdict import Tally
@@ -44,6 +51,8 @@ def lacking(compared: Compared) -> str:
         return ""
     if _losses_agree(model, trace, step) or not _is_apart(model, trace, step):
         return ""
+    if _has_changed_sums(model, trace, step):
+        return ""
     return (
         f"in step {step} no combination of the micro-batches' gradients in {run_name(trace)} is "
         f"that of {run_name(model)}: the loss of a batch may not be a sum over its samples (a "
@@ -71,6 +80,12 @@ def _advice(trace: Trace) -> str:
         "if all ranks are to compute the loss of the whole batch, say so, observe(..., loss_over="
         f'"batch"), or "micro-batch" if each has one of its own; if not, {off}'
     )
+
+
+def _has_changed_sums(model: Trace, trace: Trace, step: int) -> bool:
+    """Return whether a tensor's gradient is wrong by what no micro-batch gave, coupled or not."""
+    update, other = (evidence.any_rank(evidence.updates(run)[step]) for run in (trace, model))
+    return bool(changed_sums.of(trace, update, other, run_comparison.GRADIENT_BOUND))
 
 
 def _cuts(trace: Trace, step: int) -> set[frozenset[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.trace import Shard, Tensors, Trace, Update
+from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
 
 FLOAT32 = 2.0**-24  # the largest relative error of one rounding
 # numpy has no bfloat16: traces keep it as float32.
@@ -51,6 +51,15 @@ def unit_of_values(*tensors: NDArray[Any]) -> float:
     if any(tensor.dtype != np.float32 for tensor in values):
         return FLOAT32
     return max(_units(values), default=FLOAT32)
+
+
+def may_be_coarse(record: TensorRecord) -> bool:
+    """Return whether all known elements of a tensor may have been rounded to 16 bits."""
+    values = record.elements()
+    if values is None or values.dtype != np.float32:
+        return True
+    cut_off = min(cut_off for _, cut_off in SIXTEEN.values())
+    return not (values.view(np.uint32) & cut_off).any()
 
 
 def _units(values: Iterable[NDArray[Any]]) -> Iterable[float]:

@@ -37,7 +37,7 @@ def undeclared(trace: Trace, bound: float) -> str:
     shards = evidence.shards(trace)
     found = ""
     for step, by_rank in sorted(evidence.updates(trace).items())[:_STEPS]:
-        rounded = _of_step(shards.get(step, []), by_rank, bound)
+        rounded = of_step(shards.get(step, []), by_rank, bound)
         if rounded is None:
             return ""
         found = max(found, rounded, key=_coarseness)
@@ -48,8 +48,11 @@ def _coarseness(name: str) -> float:
     return precision.SIXTEEN[name][0] if name else 0.0
 
 
-def _of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: float) -> str | None:
-    """Return the format of a step's sums, "" if they were not rounded; None if it is neither."""
+def of_step(shards: list[Shard], by_rank: Mapping[int, Update], bound: float) -> str | None:
+    """Return the format of a step's sums, "" if they were not rounded; None if it is neither.
+
+    Sums that are off by less than `bound`, all tensors together, were not rounded.
+    """
     update = evidence.any_rank(by_rank)
     known = {
         rank: step_sums.total(

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from entrenar_py.checks import (
+    changed_sums,
     closeness,
     evidence,
+    factors,
     facts,
     missing,
     precision,
@@ -309,7 +311,25 @@ class _Comparison:
                 place["explain"] = partial(shares.explain, self.trace, update, mine, bound)
             if closeness.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
                 done.add(part)
+            if "explain" in place and bound > GRADIENT_BOUND:
+                self.sums(model, update, what)
         return done
+
+    def sums(self, model: Update, update: Update, message: str) -> None:
+        """Check, where much is allowed, that no tensor's gradient was changed beyond its terms."""
+        place = evidence.place(self.trace, update)
+        bound = changed_sums.allowed(update, GRADIENT_BOUND)
+        for name, change in changed_sums.of(self.trace, update, model, GRADIENT_BOUND).items():
+            got, scenario = change.right + change.change, self.trace.scenario
+            words = factors.of(change.right, got, scenario, bound)
+            self.tally.check(
+                False,
+                f"{message}: {name} is off by {change.relative:.2g} of its norm in what none of "
+                f"its micro-batches gave, allowed {bound:.2g}{words and f': {words}'}",
+                tensor=name,
+                **closeness.furthest(model.gradient[name], update.gradient[name], change.change),
+                **place,
+            )
 
     def parts(self, step: int | None, *, skipped: bool, is_enough: bool) -> None:
         """Report that the comparison ended at `step`, if any, which only one of the two skipped."""

@@ -23,7 +23,7 @@ from entrenar_py.trace import Trace, Update
 # Roundings by which each weight is nudged. Two orders of adding differ by a few roundings at each
 # kink. More of them meet a kink wherever those few may: a single one decides by chance. In 16 bits
 # each operation rounds by so much that one is like the runs' own.
-_ROUNDINGS = 16
+_ROUNDINGS = 256
 _ROUNDINGS_OF_16_BITS = 1
 # Two runs may be this much further apart than the nudged one.
 MARGIN = 4.0
