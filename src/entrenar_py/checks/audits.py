@@ -185,7 +185,7 @@ def _given_up(
 
 
 def _told(tally: Tally, trace: Trace) -> None:
-    """If no wrong shard was audited, count that as missing. If only some were, add a note."""
+    """Count as missing that no wrong shard was audited; note if only some were."""
     strikes, audited = _strikes(trace), {(audit.step, audit.shard) for audit in trace.of(Audit)}
     if strikes and not audited.intersection(strikes):
         tally.miss("no shard that went wrong was audited: audit a larger share, or more steps")

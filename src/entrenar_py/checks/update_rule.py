@@ -82,7 +82,7 @@ class Rule:
         return followed or self.scenario.optimizer == "sgd"
 
     def save(self, step: int) -> None:
-        """If the moments before `step` are known, keep a copy: a checkpoint was written then."""
+        """Keep a copy of the moments before `step`, if known: a checkpoint was written then."""
         if self.known and self.step_made == step:
             self.saved[step] = self.copied()
 

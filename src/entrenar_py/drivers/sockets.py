@@ -87,8 +87,9 @@ def listen(
     """Return sockets that listen at `addresses`, all at one port: a free one if their port is 0.
 
     `buffer_bytes` is the size of the kernel's buffers of a connection, in each direction. An
-    address that this machine does not have is left out (`localhost` may have one). OSError if none
-    is left, or one is in use.
+    address that this machine does not have is left out (`localhost` may have one).
+
+    Raises OSError if none is left, or one is in use.
     """
     listeners: list[socket.socket] = []
     problems = []

@@ -40,7 +40,9 @@ def client_context(
     """Return a worker's context: it trusts coordinators signed by `ca`, and shows `cert` if given.
 
     All are PEM files, as for a coordinator. The coordinator's certificate must name the host or
-    address that the worker connects to. UsageError for an unfit file, or only one of `cert`, `key`.
+    address that the worker connects to.
+
+    Raises UsageError for an unfit file, or if only one of `cert` and `key` is given.
     """
     if (cert is None) != (key is None):
         given, missing = ("key", "cert") if cert is None else ("cert", "key")

@@ -63,7 +63,10 @@ class Layout:
         return str(blake3(json.dumps(manifest).encode()).hexdigest(16))
 
     def locate(self, position: int) -> tuple[str, int]:
-        """Return the tensor at `position` of the flat vector, and the element within the tensor."""
+        """Return the tensor at `position` of the flat vector, and the element within the tensor.
+
+        Raises IndexError for a position outside of the vector.
+        """
         for name, part in {**self.trainable, **self.buffers}.items():
             if part.start <= position < part.stop:
                 return name, position - part.start

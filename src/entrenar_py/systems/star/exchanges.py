@@ -70,7 +70,7 @@ class Held:
 
 
 class TreeExchange:
-    """In a mesh: adds along the tree the nodes of those blocks that this worker averages.
+    """Adds along the tree the nodes of those blocks that this worker averages, in a mesh.
 
     `nodes` and `held` belong to the worker; averages go to `held`. Sums come multiplied by `scale`.
     """

@@ -95,6 +95,8 @@ def shard(rank: Rank, model: workload_module.Model) -> Sharded:
 
     All ranks must have built the same model: `fully_shard` does not compare them. A model with
     layers is better sharded layer by layer first: then only one layer at a time is gathered.
+
+    Raises UsageError if the option `precision` is none of PRECISIONS.
     """
     mesh = init_device_mesh(rank.device.type, (rank.world_size,), mesh_dim_names=("fsdp",))
     asked = rank.scenario.options.get("precision", "float32")
