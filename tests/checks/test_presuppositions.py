@@ -144,6 +144,25 @@ def test_pieces_in_plain_tensors_are_not_taken_for_copies() -> None:
     assert traces.broken(replicas(drifted, alone)).tensor == other
 
 
+def test_a_name_that_means_other_tensors_on_ranks() -> None:
+    """Ranks whose tensors of a name have other shapes hold no copies, whatever one worker has.
+
+    So do the first layers of two stages that are observed by themselves.
+    """
+    trace, alone = own(), own(1)
+    names = sorted(tensor_names.known(trace))
+    for part, kind in (("weights", Start), ("weights", Update), ("gradient", Update)):
+        for name in names:
+            trace = of_ranks(trace, part, name, kind)
+    for event in [event for event in trace.of(Start) if event.rank == 1]:
+        weights = {**event.weights, names[0]: traces.values(1.0, 2.0, 3.0, 4.0, 5.0)}
+        trace = altered(trace, Start, {"rank": 1}, weights=weights)
+    others = {name: f"stage{number}" for number, name in enumerate(names)}
+    finding = replicas(trace, tensor_names.renamed(alone, others))
+    assert finding.verdict is Verdict.INCONCLUSIVE, finding
+    assert "the name means other tensors there" in finding.reason
+
+
 def of_ranks(trace: Trace, part: str, name: str, kind: type[Start | Update] = Update) -> Trace:
     """Return a run in which each rank but the first has another value of a tensor."""
     for rank in range(1, trace.scenario.world_size):

@@ -37,13 +37,15 @@ def without(compared: Compared) -> Compared | None:
 def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
     """Return each tensor that has another shape on some rank than in the other run, and both.
 
-    The other run is the model, or of a single run, that on one worker.
+    The other run is the model, or of a single run, that on one worker. Where that lacks the tensor,
+    another rank shows its shape.
     """
     due, held = _due_shapes(compared), _shapes(compared.trace)
+    wholes = {name: due.get(name) or {max(shapes)} for name, shapes in held.items()}
     return {
-        name: (min(shapes - due[name]), min(due[name]))
+        name: (min(shapes - wholes[name]), min(wholes[name]))
         for name, shapes in held.items()
-        if name in due and shapes - due[name]
+        if shapes - wholes[name]
     }
 
 
@@ -52,11 +54,18 @@ def _pieces_told(compared: Compared, found: Mapping[str, tuple[Shape, Shape]]) -
         return ""
     name, (shape, due) = next(iter(found.items()))
     model = compared.alone if compared.is_one_run else compared.model
-    other = "" if model is None else run_name(model)
+    if model is None or name not in _due_shapes(compared):
+        return (
+            f"in {run_name(compared.trace)} {name} has {_elements(shape)} on one rank, on another "
+            f"{_elements(due)}: the name means other tensors there; if each rank has a part of "
+            "the model, give observe() a module in which its tensors have names of their own "
+            '(stages.1.0.weight), and say layout={"pp": 2}'
+        )
+    held = f"in {run_name(compared.trace)} a rank's {name} has {_elements(shape)}"
     return (
-        f"in {run_name(compared.trace)} a rank's {name} has {_elements(shape)}, in {other} "
-        f"{_elements(due)}: ranks that hold pieces in plain tensors can't be compared; keep the "
-        "pieces as DTensors (DTensor.from_local), whose places are known"
+        f"{held}, in {run_name(model)} {_elements(due)}: ranks that hold pieces in plain tensors "
+        "can't be compared; keep the pieces as DTensors (DTensor.from_local), whose places are "
+        "known"
     )
 
 
@@ -117,7 +126,7 @@ def own(compared: Compared) -> Set[str]:
         and _differ(name, [starts[min(starts)].weights, first[min(first)].weights])
         for name in trained
     )
-    is_whole = bool(_due_shapes(compared) and _shapes(trace))
+    is_whole = bool(_due_shapes(compared) and _shapes(trace)) and not pieces(compared)
     return frozenset(apart) if agreed or not is_whole else frozenset()
 
 
