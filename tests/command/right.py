@@ -31,6 +31,7 @@ from falsification import (
     user_resume_scripts,
     user_round_scripts,
     user_scalers,
+    user_styles,
 )
 from falsification.user_trainers import Twin
 from tests.command import scripts, side_by_side, twins
@@ -58,6 +59,7 @@ _OF_THREE = ("ddp.py", "fsdp.py")  # right for three workers with other sizes
 _TWINS = (
     *(*user_benign.VARIANTS, *user_declared.VARIANTS, *user_presupposed.VARIANTS),
     *(*user_chaos.VARIANTS, *user_foreign.VARIANTS, *user_random.VARIANTS),
+    *user_styles.VARIANTS,
     *(*user_scalers.VARIANTS, *user_scalers.ROUNDED),
     *(
         Twin(name=f"right: {script}", script=script, text=text, changes=(), arguments=arguments)

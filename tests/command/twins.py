@@ -33,6 +33,7 @@ from falsification import (
     user_rounds,
     user_samples,
     user_scalers,
+    user_styles,
 )
 from falsification.user_trainers import TWINS, Twin
 from tests.command import scripts, side_by_side, zygote
@@ -66,6 +67,7 @@ EVERY: tuple[Twin, ...] = (
     *user_rounds.OPEN,
     *user_samples.BUGS,
     *user_scalers.BUGS,
+    *user_styles.BUGS,
     *user_advised.VARIANTS,
     *user_benign.VARIANTS,
     *user_catalogued.VARIANTS,
@@ -79,6 +81,7 @@ EVERY: tuple[Twin, ...] = (
     *user_reported.VARIANTS,
     *user_samples.VARIANTS,
     *user_scalers.VARIANTS,
+    *user_styles.VARIANTS,
     *user_scalers.ROUNDED,
     *user_large.TWINS,
 )
