@@ -35,6 +35,7 @@ BUGS = (
         ),
         check="liveness",
         tensor="0.weight",
+        words="the optimizer steps other tensors than the model's",
     ),
     Twin(
         name="the optimizer was given all tensors but one",
@@ -133,7 +134,7 @@ BUGS = (
         changes=(("lr=0.05", "lr=0.05 * dist.get_world_size()"),),
         check="parity",
         step=0,
-        words="the learning rate is not the single device's",
+        words="twice as large (world_size)",
     ),
     Twin(
         name="AVG-TAIL: the last element of an odd tensor is not averaged",

@@ -293,12 +293,12 @@ BUGS = (
         (
             "    done = kept",
             "    for held in optimizer.state.values():\n"
-            '        held["exp_avg"] = held["exp_avg"].flatten().roll(1).view_as(held["exp_avg"])\n'
+            '        held["exp_avg"] = held["exp_avg"].flatten().roll(2).view_as(held["exp_avg"])\n'
             "    done = kept",
         ),
         source="DeepSpeed #5105",
         step=2,
-        words="it is shifted by one element",
+        words="it is shifted by 2 elements",
     ),
     _stack(
         "BUF-REASSIGN: a buffer is replaced, and the file keeps the first one",

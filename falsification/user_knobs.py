@@ -95,7 +95,7 @@ BUGS = (
         changes=(_SCHEDULE, (_LOSS, _LOSS + "\n                schedule.step()")),
         check="parity",
         step=0,
-        words="the learning rate is not that of accumulation=1",
+        words="it is that of step 1",
     ),
     Twin(
         name="a scaled loss is not unscaled",

@@ -128,7 +128,7 @@ TWINS = (
         ),
         check="parity",
         step=1,
-        words="learning rate is not the single device's",
+        words="it is that of step 2, as if the schedule moved once for each worker",
     ),
     Twin(
         name="a resume without the optimizer's moments",
@@ -176,7 +176,7 @@ TWINS = (
         step=2,
         rank=0,
         tensor="0.weight",
-        words="did not move in 3 steps",
+        words="steps other tensors than the model",
     ),
     Twin(
         name="one rank of a pair clips by the norm of its pieces alone",

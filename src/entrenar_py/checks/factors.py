@@ -22,6 +22,7 @@ EXACT = 1e-5
 _LOOSEST = 1e-2
 _WHOLE_MAX = 16  # factors up to this (and one over it) are named even if nothing explains them
 _POWERS = range(5, 25)  # of two, beyond _WHOLE_MAX: loss scales
+_SHIFT_MAX = 16  # elements: what padding or another alignment moves a tensor by
 _TELLING_MIN = 3  # elements: shorter vectors are shifted, or multiples, by chance
 
 
@@ -92,10 +93,12 @@ def _of_order(right: Vector, wrong: Vector, bound: float) -> str:
     if right.size < _TELLING_MIN or np.unique(right).size < _TELLING_MIN:
         return ""
     allowed = bound * float(np.linalg.norm(right))
-    for places in (1, -1):
-        left, moved = (right[:-1], wrong[1:]) if places > 0 else (right[1:], wrong[:-1])
-        if left.any() and np.linalg.norm(left - moved) <= allowed:
-            return "it is shifted by one element"
+    for places in range(1, min(_SHIFT_MAX, right.size - _TELLING_MIN) + 1):
+        for left, moved in ((right[:-places], wrong[places:]), (right[places:], wrong[:-places])):
+            near = np.linalg.norm(left - moved) <= bound * np.linalg.norm(left)
+            if near and np.unique(left).size >= _TELLING_MIN:
+                by = "one element" if places == 1 else f"{places} elements"
+                return f"it is shifted by {by}"
     if np.linalg.norm(np.sort(right) - np.sort(wrong)) <= allowed:
         return "it has the same values in another order"
     return ""

@@ -180,6 +180,11 @@ def _moving(
         local = _local(trace, start.rank, name) if late else {}
         if late and not _may_rest(tally, start, name, rest, local, moved=moved):
             message = f"trainable tensor {name} did not move in {STEPS_TO_MOVE} steps"
+            if trace.traits.steps == "copies":
+                message += (
+                    ": the optimizer steps other tensors than the model's: make it after the model "
+                    "is wrapped, copied or converted"
+                )
             _dead(tally, trace, name, rest, message)
         elif moved:
             tally.compared += 1

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from entrenar_py.trace import Update
+import math
+from collections.abc import Mapping
 
+import numpy as np
+
+from entrenar_py.checks import evidence, factors
+from entrenar_py.trace import Trace, Update
+
+BOUND = 1e-6  # relative: a rate is the product of a few float64 numbers
 Rates = dict[str | None, tuple[float, float]]
 
 
@@ -26,6 +33,41 @@ def of(model: Update, update: Update) -> Rates:
 def differ(model: Update, update: Update) -> tuple[str | None, float, float] | None:
     """Return the first tensor (or None) whose rates differ, with both; None if none does."""
     return next((((n, *pair)) for n, pair in of(model, update).items() if pair[0] != pair[1]), None)
+
+
+def only_step(
+    name: str | None, rate: float, updates: Mapping[int, Mapping[int, Update]]
+) -> int | None:
+    """Return the one step that has this rate (of a tensor, or None); None if not one alone has."""
+    steps = []
+    for step, by_rank in updates.items():
+        model = evidence.any_rank(by_rank)
+        known = model.learning_rate if name is None else model.rate_of(name)
+        if math.isclose(rate, known, rel_tol=BOUND):
+            steps.append(step)
+    return steps[0] if len(steps) == 1 else None
+
+
+def relation(
+    name: str | None,
+    pair: tuple[float, float],
+    step: int,
+    updates: Mapping[int, Mapping[int, Update]],
+    trace: Trace,
+) -> str:
+    """Return of which step of `updates` a wrong rate is, or its factor; "" if neither is known.
+
+    `pair` has the right rate and that of `step` in `trace`.
+    """
+    scenario = trace.scenario
+    other = only_step(name, pair[1], updates)
+    if other is not None and other != step:
+        counts = {"worker": scenario.world_size, "micro-batch": scenario.accumulation}
+        for_each = [what for what, count in counts.items() if count > 1 and other == step * count]
+        moved = f", as if the schedule moved once for each {for_each[0]}" if for_each else ""
+        return f": it is that of step {other}{moved}"
+    words = factors.of(np.array(pair[:1]), np.array(pair[1:]), scenario)
+    return f": {words}" if words else ""
 
 
 def _stepped(update: Update) -> set[str]:

@@ -145,16 +145,12 @@ def _rate_of(
     name: str | None, rate: float, at: int, expected: dict[int, dict[int, Update]], trace: Trace
 ) -> str:
     """Return words on a rate, of step `at`, that the straight run has in one other step."""
-    steps = []
-    for step, by_rank in expected.items():
-        model = evidence.any_rank(by_rank)
-        if rate == (model.learning_rate if name is None else model.rate_of(name)):
-            steps.append(step)
-    if len(steps) != 1 or steps[0] == at:
+    step = rates.only_step(name, rate, expected)
+    if step in (None, at):
         return ""
     back = [start.step for start in trace.of(Start) if start.resumed and start.step <= at]
-    anew = steps[0] in (0, at - max(back, default=0))
-    return f": that of step {steps[0]}{', as if the schedule began anew' if anew else ''}"
+    anew = step in (0, at - max(back, default=0))
+    return f": that of step {step}{', as if the schedule began anew' if anew else ''}"
 
 
 def _same_scale(tally: Tally, straight: Trace, trace: Trace) -> None:

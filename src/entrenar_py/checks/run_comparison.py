@@ -40,7 +40,6 @@ PUBLISHED_FROM_STEP = 100
 GRADIENT_BOUND = 1e-4
 # The same for a loss: n u, since its terms have one sign and don't cancel. Largest seen: 2.3e-7.
 LOSS_BOUND = 2e-5
-RATE_BOUND = 1e-6  # of a learning rate: the product of a few float64 numbers
 # A share of the largest loss (or gradient) in the first steps. A later one below it is only
 # rounding: the data are learned. Weights are off by some u |w|. A gradient is about proportional to
 # their distance from the minimum, so it is off by some u times the largest: 16 u.
@@ -119,7 +118,7 @@ def compare(
         model_update = evidence.any_rank(expected[step])
         for update in by_rank.values():
             if trace.scenario.workload == "own":
-                comparison.rates(model_update, update)
+                comparison.rates(model_update, update, expected)
             if step < ROUNDING_STEPS:
                 num_gradients += comparison.first_step(model_update, update, due, gaps)
                 continue
@@ -273,15 +272,20 @@ class _Comparison:
         place = evidence.place(self.trace, update)
         self.tally.close(model.loss, update.loss, gap, message, **place)
 
-    def rates(self, model: Update, update: Update) -> None:
+    def rates(
+        self, model: Update, update: Update, expected: Mapping[int, Mapping[int, Update]]
+    ) -> None:
         """Compare the learning rates, even of a schedule whose closed form is unknown.
 
         That of the first parameter group is compared, and those of tensors in other groups.
+        `expected` are all updates of the model run.
         """
         for name, pair in rates.of(model, update).items():
+            right = math.isclose(*pair, rel_tol=rates.BOUND)
+            how = "" if right else rates.relation(name, pair, update.step, expected, self.trace)
             self.tally.check(
-                math.isclose(*pair, rel_tol=RATE_BOUND),
-                f"{self.words.before}the learning rate is not {self.words.its}",
+                right,
+                f"{self.words.before}the learning rate is not {self.words.its}{how}",
                 tensor=name,
                 expected=repr(pair[0]),
                 got=repr(pair[1]),
