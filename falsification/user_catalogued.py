@@ -343,7 +343,10 @@ VARIANTS = (
                 "    dist.all_gather_object(\n"
                 "        bad, not all(p.grad.isfinite().all() for p in model.parameters())\n    )\n"
                 "    if any(bad):\n"
-                "        obs.halted('not finite', rank=bad.index(True))\n"
+                "        rows = [None] * world_size\n"
+                "        dist.all_gather_object(rows, ids)\n"
+                "        first = bad.index(True)\n"
+                "        obs.halted('not finite', rank=first, micro_batch=0, ids=rows[first])\n"
                 "        raise SystemExit(1)\n"
                 "    count = torch.tensor",
             ),

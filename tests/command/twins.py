@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from entrenar_py.verdict import Finding, Verdict
@@ -24,6 +25,7 @@ from falsification import (
     user_foreign,
     user_knobs,
     user_large,
+    user_left_open,
     user_oracles,
     user_presupposed,
     user_random,
@@ -43,6 +45,9 @@ WANTED = (
     *("coverage", "determinism", "finiteness", "liveness", "optimizer_state", "parity"),
     *("randomness", "replica_identity", "resume", "step_rule", "weighting"),
 )
+
+# Words about scripts whose optimizer keeps no state, or whose state no two workers have.
+_STATELESS = ("keeps no state", "no optimizer state of two workers")
 
 EVERY: tuple[Twin, ...] = (
     *TWINS,
@@ -126,8 +131,7 @@ def findings(
 def problem(twin: Twin, found: dict[str, Finding]) -> str:
     """Return the difference from the expected findings, or "" if there is none."""
     if not twin.check:
-        broken = [f"{name}: {one.reason}" for name, one in found.items() if is_broken(one)]
-        return "; ".join(broken)
+        return "; ".join(_unexpected(twin, found))
     finding = found[twin.check]
     place = finding.counterexample
     if finding.verdict.value != twin.verdict:
@@ -139,6 +143,32 @@ def problem(twin: Twin, found: dict[str, Finding]) -> str:
         if due not in (None, got):
             return f"found at {name} {got}, not {due}: {finding.reason}"
     return "" if twin.words in finding.reason else f"for another reason: {finding.reason}"
+
+
+def _unexpected(twin: Twin, found: dict[str, Finding]) -> Iterator[str]:
+    """Yield each clause that a right script doesn't hold, though it applies and nothing says why.
+
+    Yield those, too, that are held though `user_left_open` says otherwise.
+    """
+    left_open = user_left_open.words_of(twin.name)
+    for name, finding in found.items():
+        words = left_open.get(name)
+        if finding.verdict is Verdict.HELD:
+            if words:
+                yield f"{name} is held, and user_left_open says: {words}"
+        elif is_broken(finding) or (
+            words not in finding.reason if words else _applies(twin, name, finding)
+        ):
+            yield f"{name} {finding.verdict.value}: {finding.reason}"
+
+
+def _applies(twin: Twin, check: str, finding: Finding) -> bool:
+    """Return whether a clause applies to a script. Its user would declare those that don't."""
+    if check == "resume":
+        return twin.script == "resume.py" or "{workdir}" in twin.arguments
+    if check == "optimizer_state":
+        return not any(words in finding.reason for words in _STATELESS)
+    return twin.world_size > 1 or check not in ("replica_identity", "randomness")
 
 
 def is_broken(finding: Finding) -> bool:

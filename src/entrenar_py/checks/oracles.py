@@ -116,7 +116,7 @@ def other_masks(trace: Trace) -> str:
         )
     if trace.draws_by_shard:
         return "not compared with a single device, whose dropout draws other masks"
-    system = trace.scenario.system
+    system = "the script" if trace.scenario.workload == "own" else trace.scenario.system
     if all(shard.draws is None for shard in trace.of(Shard)):
         return f"under dropout {system} was not compared with one worker, since no Shard has draws"
     return (
