@@ -23,6 +23,7 @@ class Open:
 
 
 LEFT_OPEN = (
+    Open("if an epoch has to draw every sample", ("coverage",), ("advice: growing epochs",)),
     Open(
         "if the script changes gradients on purpose",
         ("weighting",),
@@ -64,7 +65,7 @@ LEFT_OPEN = (
     Open(
         "never moved and never had a gradient",
         ("liveness",),
-        ("margin, as it is",),
+        ("margin, as it is", 'margin, as it is, with loss_over="batch"'),
     ),
     Open(
         "the optimizer's rule is not one that is known here",
@@ -246,6 +247,10 @@ LEFT_OPEN = (
         "call obs.loss(mean, weight)",
         ("weighting",),
         (
+            "advice: growing epochs",
+            'contrast, as it is, with loss_over="batch"',
+            'margin, as it is, with loss_over="batch"',
+            'negatives of a micro-batch of all ranks, with loss_over="micro-batch"',
             "sequence parallelism by hand",
             "declared frozen: adapters",
             "declared frozen: all but a few names",
