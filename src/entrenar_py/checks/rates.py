@@ -1,4 +1,4 @@
-"""The learning rates of two updates, tensor by tensor, to be compared. Judges nothing."""
+"""The learning rates of two updates, tensor by tensor, and their comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from entrenar_py.checks import evidence, factors
+from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace, Update
+from entrenar_py.verdict import Tally
 
 BOUND = 1e-6  # relative: a rate is the product of a few float64 numbers
 Rates = dict[str | None, tuple[float, float]]
@@ -48,25 +50,47 @@ def only_step(
     return steps[0] if len(steps) == 1 else None
 
 
-def relation(
-    name: str | None,
-    pair: tuple[float, float],
-    step: int,
-    updates: Mapping[int, Mapping[int, Update]],
+def compare(
+    tally: Tally,
+    model: Update,
+    update: Update,
+    expected: Mapping[int, Mapping[int, Update]],
     trace: Trace,
-) -> str:
-    """Return of which step of `updates` a wrong rate is, or its factor; "" if neither is known.
+    message: str,
+) -> None:
+    """Compare the rates of one step, even of a schedule whose closed form is unknown.
 
-    `pair` has the right rate and that of `step` in `trace`.
+    `expected` are all updates of the run of `model`, `trace` is the run of `update`.
     """
-    scenario = trace.scenario
-    other = only_step(name, pair[1], updates)
+    for name, (due, got) in of(model, update).items():
+        right = math.isclose(due, got, rel_tol=BOUND)
+        words = "" if right else _relation(name, due, got, update.step, expected, trace.scenario)
+        tally.check(
+            right,
+            f"{message}{words}",
+            tensor=name,
+            expected=repr(due),
+            got=repr(got),
+            **evidence.place(trace, update),
+        )
+
+
+def _relation(
+    name: str | None,
+    due: float,
+    got: float,
+    step: int,
+    expected: Mapping[int, Mapping[int, Update]],
+    scenario: Scenario,
+) -> str:
+    """Return of which other step a wrong rate is, or its factor; "" if neither is known."""
+    other = only_step(name, got, expected)
     if other is not None and other != step:
         counts = {"worker": scenario.world_size, "micro-batch": scenario.accumulation}
         for_each = [what for what, count in counts.items() if count > 1 and other == step * count]
         moved = f", as if the schedule moved once for each {for_each[0]}" if for_each else ""
         return f": it is that of step {other}{moved}"
-    words = factors.of(np.array(pair[:1]), np.array(pair[1:]), scenario)
+    words = factors.of(np.array([due]), np.array([got]), scenario)
     return f": {words}" if words else ""
 
 

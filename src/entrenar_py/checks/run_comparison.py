@@ -118,7 +118,8 @@ def compare(
         model_update = evidence.any_rank(expected[step])
         for update in by_rank.values():
             if trace.scenario.workload == "own":
-                comparison.rates(model_update, update, expected)
+                message = f"{words.before}the learning rate is not {words.its}"
+                rates.compare(tally, model_update, update, expected, trace, message)
             if step < ROUNDING_STEPS:
                 num_gradients += comparison.first_step(model_update, update, due, gaps)
                 continue
@@ -271,26 +272,6 @@ class _Comparison:
         message = f"{self.words.before}loss is off by more than {allowed:.2g} of {self.words.its}"
         place = evidence.place(self.trace, update)
         self.tally.close(model.loss, update.loss, gap, message, **place)
-
-    def rates(
-        self, model: Update, update: Update, expected: Mapping[int, Mapping[int, Update]]
-    ) -> None:
-        """Compare the learning rates, even of a schedule whose closed form is unknown.
-
-        That of the first parameter group is compared, and those of tensors in other groups.
-        `expected` are all updates of the model run.
-        """
-        for name, pair in rates.of(model, update).items():
-            right = math.isclose(*pair, rel_tol=rates.BOUND)
-            how = "" if right else rates.relation(name, pair, update.step, expected, self.trace)
-            self.tally.check(
-                right,
-                f"{self.words.before}the learning rate is not {self.words.its}{how}",
-                tensor=name,
-                expected=repr(pair[0]),
-                got=repr(pair[1]),
-                **evidence.place(self.trace, update),
-            )
 
     def tensors(self, model: Update, update: Update) -> set[str]:
         """Compare one rank's gradient, weights and buffers. Return the parts compared or left out.
