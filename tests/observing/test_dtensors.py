@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from entrenar_py.errors import UsageError
+from entrenar_py.observing import dtensors
+from entrenar_py.observing.auto import surroundings
 from entrenar_py.rank_files import assembly
 from entrenar_py.rank_files.layout import Layout
 from entrenar_py.rank_files.rank_trace import RankTrace
@@ -156,6 +166,43 @@ def test_fully_sharded_after_an_evaluation(tmp_path: Path) -> None:
     assert isinstance(states[2], Update)
     assert sizes(states[2].gradient) == whole
     assert len(states[2].optimizer) == 3 * len(whole)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """A process group of four ranks, of which only this one is there."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_meshes_made_of_one_another() -> None:
+    """A mesh made of one whose name tells nothing counts itself, if it has all ranks.
+
+    One whose only axis has a name of the script's own counts as `fsdp` if it was fully sharded.
+    """
+    world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+    dense = world._unflatten(0, (1, 2, 2), ("pp", "dp_replicate", "fsdp"))
+    for mesh, axes in (
+        (dense["dp_replicate", "fsdp"], {"dp_replicate": 2, "fsdp": 2}),
+        (world, {"fsdp": 4}),
+    ):
+        model = nn.Linear(2, 4)
+        fully_shard(model, mesh=mesh)
+        assert dtensors.read_off(model, 4) == Layout(axes=axes)
+    part = nn.Linear(2, 4)
+    fully_shard(part, mesh=dense["fsdp"])
+    with pytest.raises(UsageError, match="does not show how all 4 ranks are arranged"):
+        dtensors.read_off(part, 4)
+    named = world._unflatten(0, (2, 2), ("there", "here"))
+    other = distribute_module(nn.Linear(2, 4), named)
+    with pytest.raises(UsageError, match="axis 'there': allowed are dp"):
+        dtensors.read_off(other, 4)
+    # Both meshes show one arrangement, since an axis of one rank tells nothing.
+    found = surroundings.mesh(4)
+    assert found is not None
+    assert {"dp_replicate", "fsdp"} <= {*(found.mesh_dim_names or ())}
 
 
 def test_a_pipeline(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_ranks_are_row_major() -> None:
     ("given", "words"),
     [
         ({"dp": 2, "tp": 3}, "dp=2 x tp=3 is 6 ranks, world_size=4: use sizes whose product"),
-        ({"shard": 4}, "layout: did you mean 'dp_shard'"),
+        ({"shard": 4}, "layout: axis 'shard': did you mean 'dp_shard'"),
         ({"dp": "4"}, "dp='4': use a number of ranks"),
         ({}, "no axis is 1 ranks"),
         ([2, 2], "use a mapping from axes to sizes, or a DeviceMesh"),

@@ -116,15 +116,17 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
     shown, sharded = None, is_fully_sharded(model)
     for mesh, name in meshes.items():
         root = mesh._get_root_mesh()
+        # One that a script unflattens has a name that tells nothing, such as "world".
+        whole = root if layout.knows(root.mesh_dim_names) else mesh
         where = f"the mesh of parameter {name}"
-        unknown = set(root.mesh_dim_names or ("",)).difference(layout.DATA, layout.MODEL)
-        if unknown and mesh.ndim == 1 and mesh.size() == world_size:
+        is_known = layout.knows(whole.mesh_dim_names)
+        if not is_known and whole.ndim == 1 and whole.size() == world_size:
             axes = {"fsdp" if sharded else "tp": world_size}
-        elif root.mesh_dim_names is None and root.ndim == 2 and sharded:
-            axes = dict(zip(("dp_replicate", "dp_shard"), root.shape, strict=True))
+        elif whole.mesh_dim_names is None and whole.ndim == 2 and sharded:
+            axes = dict(zip(("dp_replicate", "dp_shard"), whole.shape, strict=True))
         else:
-            axes = _axes(root, where)
-        in_order = root.mesh.flatten().tolist() == list(range(world_size))
+            axes = _axes(whole, where)
+        in_order = whole.mesh.flatten().tolist() == list(range(world_size))
         if math.prod(axes.values()) != world_size or not in_order or shown not in (None, axes):
             raise UsageError(
                 f"{where} does not show how all {world_size} ranks are arranged: {DECLARE}"

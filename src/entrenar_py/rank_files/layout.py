@@ -80,6 +80,11 @@ def plain(world_size: int) -> Layout:
     return Layout(axes={"dp": world_size})
 
 
+def knows(names: Iterable[str] | None) -> bool:
+    """Return whether `names` are those of axes along which ranks can be arranged."""
+    return names is not None and {*names} <= {*DATA, *MODEL}
+
+
 def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, int]:
     """Return `axes` as sizes by name.
 
@@ -89,8 +94,9 @@ def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, i
     for axis, size in axes.items():
         if axis not in (*DATA, *MODEL):
             raise UsageError(
-                f"{where}: {did_you_mean(str(axis), (*DATA, *MODEL))}; along {', '.join(DATA)} "
-                "each rank draws samples of its own, along the others all draw the same"
+                f"{where}: axis {axis!r}: {did_you_mean(axis, (*DATA, *MODEL))}; "
+                f"along {', '.join(DATA)} each rank draws samples of its own, "
+                "along the others all draw the same"
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"{where}: {axis}={size!r}: use a number of ranks, 1 or more")

@@ -94,8 +94,9 @@ def mesh(world_size: int) -> DeviceMesh | None:
     for found in _alive(DeviceMesh):
         names, sizes = found.mesh_dim_names, tuple(found.mesh.shape)
         in_order = found.mesh.flatten().tolist() == list(range(world_size))
-        if in_order and names and set(names) <= {*layout.DATA, *layout.MODEL}:
-            meshes[names, sizes] = found
+        if in_order and names and layout.knows(names):
+            shown = tuple(axis for axis in zip(names, sizes, strict=True) if axis[1] > 1)
+            meshes[shown] = found
     return next(iter(meshes.values())) if len(meshes) == 1 else None
 
 
