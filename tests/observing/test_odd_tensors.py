@@ -59,3 +59,31 @@ def test_an_optimizer_without_hooks_is_looked_into() -> None:
     """What steps inside of it has the hooks."""
     inside = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     assert tensors.unwrapped_optimizer(Wrapper(inside)) is inside
+
+
+class Container(torch.optim.Optimizer):
+    """An optimizer that steps those in its list, and gives itself groups of its own."""
+
+    def __init__(self, listed: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = listed
+        super().__init__([p for one in listed for g in one.param_groups for p in g["params"]], {})
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer that steps another, with its groups, and then changes weights itself."""
+
+    def __init__(self, inside: torch.optim.Optimizer) -> None:
+        super().__init__([torch.zeros(1)], {})
+        self.optimizers = [inside]
+        self.param_groups = inside.param_groups
+
+
+def test_a_container_steps_by_those_in_its_list() -> None:
+    """Rates and state are theirs. One that shares the groups of another steps itself."""
+    listed: list[torch.optim.Optimizer] = [torch.optim.SGD([torch.zeros(1)]) for _ in range(2)]
+    container, lookahead = Container(listed), Lookahead(listed[0])
+    assert tensors.stepping(container) == listed
+    assert tensors.inner_optimizers(container) == listed
+    assert tensors.stepping(lookahead) == [lookahead]
+    container.add_param_group({"params": [torch.zeros(1)]})
+    assert tensors.stepping(container) == [container]

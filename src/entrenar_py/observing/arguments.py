@@ -17,7 +17,7 @@ _log = logging.getLogger("entrenar_py")
 
 
 def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that step, without wrappers around them.
+    """Return the optimizers that step, without wrappers or containers around them.
 
     Raises UsageError if `given` is not one or several optimizers, or if `model` is not a module.
     Logs a warning for an optimizer that steps no parameter of the model.
@@ -28,7 +28,7 @@ def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
             "after it: observe(model, optimizer)"
         )
     several = isinstance(given, Iterable) and not hasattr(given, "step")
-    stepping = tuple(map(tensors.unwrapped_optimizer, given if several else (given,)))
+    stepping = tuple(one for each in (given if several else (given,)) for one in _stepping(each))
     if not stepping or not all(hasattr(opt, "register_step_pre_hook") for opt in stepping):
         raise UsageError(
             f"optimizer={_shown(given)}: give the torch.optim.Optimizer of the model, or several: "
@@ -44,6 +44,10 @@ def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
                 type(optimizer).__name__,
             )
     return stepping
+
+
+def _stepping(given: Any) -> list[Any]:
+    return tensors.stepping(given) if hasattr(given, "param_groups") else [given]
 
 
 def outer(optimizer: Any, weights: Any, inner_steps: Any) -> OuterOptimizer:

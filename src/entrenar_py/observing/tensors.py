@@ -57,9 +57,29 @@ def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that are attributes of another."""
+    """Return the optimizers that are attributes of another, or in a list that is one."""
     held = getattr(optimizer, "__dict__", {}).values()
-    return [value for value in held if isinstance(value, torch.optim.Optimizer)]
+    alone = [value for value in held if isinstance(value, torch.optim.Optimizer)]
+    return [*alone, *_listed_optimizers(optimizer)]
+
+
+def stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that make the steps of `optimizer`: it alone, or those that it lists.
+
+    A list has all its parameters, in groups of their own. Then theirs are the rates that schedules
+    change, and the state.
+    """
+    optimizer = unwrapped_optimizer(optimizer)
+    listed = _listed_optimizers(optimizer)
+    own, groups = optimizer.param_groups, [group for opt in listed for group in opt.param_groups]
+    held, stepped = ({p for group in many for p in group["params"]} for many in (own, groups))
+    are_copies = not any(group is other for group in own for other in groups)
+    return listed if listed and held == stepped and are_copies else [optimizer]
+
+
+def _listed_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    lists = [v for v in getattr(optimizer, "__dict__", {}).values() if isinstance(v, list | tuple)]
+    return [value for held in lists for value in held if isinstance(value, torch.optim.Optimizer)]
 
 
 def optimizer_state(
@@ -70,8 +90,8 @@ def optimizer_state(
     Of a `ZeroRedundancyOptimizer` it is the state of the rank's own optimizer inside.
     """
     inner = getattr(optimizer, "optim", None)
-    stepping = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-    for parameter, entries in stepping.state.items():
+    keeper = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    for parameter, entries in keeper.state.items():
         if parameter in names and isinstance(entries, Mapping):
             for key, value in entries.items():
                 if isinstance(value, Tensor | int | float):

@@ -167,10 +167,12 @@ class Follower:
             if self._untrained is None and any(p.requires_grad for p in called.parameters()):
                 self._untrained = weakref.ref(called)
             return
+        from entrenar_py.observing import tensors
         from entrenar_py.observing.auto import surroundings
         from entrenar_py.observing.auto.recorder import Recorder
 
         instead = None if self._untrained is None else self._untrained()
+        optimizers = [one for optimizer in optimizers for one in tensors.stepping(optimizer)]
         model = surroundings.model_of(called, optimizers, instead=instead)
         if model is None:
             return
@@ -328,7 +330,8 @@ class Follower:
             self._note_unseen(optimizer)
             return
         known = self._recorder.optimizers
-        if not any(optimizer is each for each in (*known, *_inside(known))):
+        family = (*known, *_inside(known))
+        if not any(one is each for one in (optimizer, *_inside([optimizer])) for each in family):
             self._recorder.stranger_steps(optimizer)
 
     def _note_unseen(self, optimizer: torch.optim.Optimizer) -> None:
