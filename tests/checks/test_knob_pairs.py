@@ -163,6 +163,33 @@ def test_clipped_as_it_should_be(check: str) -> None:
     assert finding.compared > 0
 
 
+@pytest.mark.parametrize("check", ["parity", "step_rule"])
+@pytest.mark.parametrize(("longer", "allowed"), [(1.001, True), (1.01, False)])
+def test_a_norm_in_float32_of_a_large_tensor(check: str, longer: float, allowed: bool) -> None:
+    """A tensor of 2**19 elements may have a norm that is 0.2 % too small; its clipping holds."""
+    slope = np.tile(SLOPE[:16], 2**15)
+    factor = longer * 0.5 / float(np.linalg.norm(slope))
+    finding = traces.judge(check, [run("clip", factor=factor, slope=slope), run(slope=slope)])
+    assert ("with clip" not in finding.reason) is allowed
+
+
+def test_clipped_by_a_norm_of_more_than_is_recorded() -> None:
+    """A norm counts gradients that aren't recorded, of parameters that move all the same."""
+    seen = np.where(np.arange(24) < 12, SLOPE, 0).astype(np.float32)
+    factor = 0.5 / float(np.linalg.norm(SLOPE))
+    runs = [run("clip", factor=factor, slope=seen), run(slope=seen)]
+    assert "clipped to this norm" in broken(traces.judge("parity", runs)).message
+    v = [{"v": record_tensor(np.full(2, x, np.float32), values=True)} for x in (0, 1)]
+    more = []
+    for one in runs:
+        weights = dict(one.of(Start)[0].weights)
+        begun = traces.altered(one, Start, {}, weights={**weights, **v[0]})
+        more.append(traces.altered(begun, Update, {}, weights={**weights, **v[1]}))
+    finding = traces.judge("parity", more)
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "norm of the gradient is unknown: that of v is spread over ranks" in finding.reason
+
+
 @pytest.mark.parametrize(("applied", "is_clipped"), [(0.5, True), (1.0, False)])
 def test_a_gradient_that_was_reported_before_clipping(applied: float, is_clipped: bool) -> None:
     """After `obs.reduced()` the recorded gradient is the unclipped one; both norms are known."""

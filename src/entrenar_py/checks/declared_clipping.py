@@ -43,6 +43,9 @@ def compare(tally: Tally, trace: Trace) -> None:
     judged = _Judged(
         tally, trace, trace.traits.clip_norm, run_comparison.Bounds.of({}, trace).gradient
     )
+    if unseen := evidence.unseen_gradients(trace):
+        tally.miss(unseen)
+        return
     rested = skips.without_gradients(trace)
     if why := run_comparison.rounded_away(trace):
         tally.miss(why)
@@ -97,7 +100,7 @@ class _Judged:
             missing.ask(self.tally, "the length of gradients is unknown", values_of("gradient"))
         elif not math.isfinite(norm):
             return  # for F-DP-003 to judge
-        elif norm > self.limit * (1 + self.bound):
+        elif norm > self.limit * (1 + self.bound + closeness.norm_rounding(update.gradient)):
             error = clipping_errors.explain(self._clipped(by_rank, update))
             if error is None and self._is_seen:
                 self._unsaid("gradients are longer when they are applied")
@@ -117,7 +120,8 @@ class _Judged:
 
     def _shortened(self, update: Update, norm: float, whole: float) -> None:
         due = min(whole, self.limit)
-        allowed = due * (self.bound + _EPSILON / whole) if whole else 0.0
+        rounding = self.bound + closeness.norm_rounding(update.gradient)
+        allowed = due * (rounding + _EPSILON / whole) if whole else 0.0
         if norm < due - allowed and _is_power_of_two(norm / whole):
             missing.ask(self.tally, "obs.reduced() came before gradients were unscaled", NORMS)
             return

@@ -226,3 +226,25 @@ def has_values(tensors: Tensors) -> bool:
 def ranks_by_step(trace: Trace) -> Iterator[tuple[int, Mapping[int, Update]]]:
     """Yield each step with its updates by rank, in step order."""
     yield from sorted(updates(trace).items())
+
+
+def unseen_gradients(trace: Trace) -> str:
+    """Return a reason why the norm of the gradient is unknown; "" if it is known.
+
+    It is unknown if a parameter moves without a recorded gradient. A DTensor's isn't recorded if it
+    is the term of a sum over ranks, or lies in other pieces than its parameter.
+    """
+    start = next(iter(trace.of(Start)), None)
+    if start is None:
+        return ""
+    updates = [update for update in trace.of(Update) if update.rank == start.rank]
+    seen = {name for update in updates for name in update.gradient}
+    moved = {
+        name
+        for update in updates
+        for name, record in update.weights.items()
+        if name not in seen and start.weights.get(name) != record
+    }
+    if not seen or not moved:
+        return ""
+    return f"the norm of the gradient is unknown: that of {min(moved)} is spread over ranks"
