@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.errors import TraceError
-from entrenar_py.rank_files import rank_trace
+from entrenar_py.rank_files import rank_file, rank_trace
 from entrenar_py.rank_files.rank_file import RankFile
 from tests.fuzz import bad_contents
 
@@ -48,3 +48,13 @@ def test_a_file_that_says_nonsense_of_pieces(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*.rank.jsonl")
     with pytest.raises(TraceError, match=r"jsonl:2: layout can't be read"):
         rank_trace.load(path)
+
+
+def test_the_whole_job_comes_before_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENTRENAR_RANK and ENTRENAR_WORLD_SIZE come before what a launcher sets in a replica group."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert rank_file.environment_rank() == (0, 1)
+    for name, value in {"ENTRENAR_RANK": "1", "ENTRENAR_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert rank_file.environment_rank() == (1, 2)

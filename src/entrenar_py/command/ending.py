@@ -7,7 +7,7 @@ if one rank did and all others made as many steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from entrenar_py.command import script_errors, stacks
@@ -53,13 +53,24 @@ def of(
         return "failed", _nothing_recorded(ended, error, how)
     world_sizes = {int(rank.header["world_size"]) for rank in last.ranks.values()}
     if world_sizes != {asked.world_size}:
-        sizes = ", ".join(map(str, sorted(world_sizes)))
-        return "failed", (
-            f"it was launched for {asked.world_size} workers and ran with {sizes}: put "
-            "{world_size} into the command as the number of workers"
-        )
+        return "failed", _of_another_size(ranks, world_sizes, asked)
     status, reason = _of_ranks(last, asked, ended, ended_by, how)
     return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
+
+
+def _of_another_size(ranks: Sequence[RankTrace], sizes: Iterable[int], asked: Asked) -> str:
+    """Return the reason of a run that had another number of workers than it was launched for."""
+    first = sum(rank.header["rank"] == 0 for rank in ranks)
+    if first > 1 and first % asked.world_size == 0:
+        return (
+            f"{first} processes ran as rank 0: if RANK counts within a part of the job (a replica "
+            "group), set ENTRENAR_RANK and ENTRENAR_WORLD_SIZE in each to those of the whole job"
+        )
+    ran = ", ".join(map(str, sorted(sizes)))
+    return (
+        f"it was launched for {asked.world_size} workers and ran with {ran}: put {{world_size}} "
+        "into the command as the number of workers"
+    )
 
 
 def _of_ranks(

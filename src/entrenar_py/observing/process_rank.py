@@ -14,6 +14,7 @@ def place() -> tuple[int, int]:
 
     Ranks that a script spawns itself (`torch.multiprocessing.spawn`) may have no environment.
     """
-    if "RANK" not in os.environ and dist.is_available() and dist.is_initialized():
+    is_told = not {"RANK", "ENTRENAR_RANK"}.isdisjoint(os.environ)
+    if not is_told and dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return rank_file.environment_rank()

@@ -73,5 +73,10 @@ def _new(folder: Path, rank: int) -> tuple[FileIO, int]:
 
 
 def environment_rank() -> tuple[int, int]:
-    """Return rank and world size as torchrun sets them, or 0 and 1 without torchrun."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """Return rank and world size as torchrun sets them, or 0 and 1 without torchrun.
+
+    ENTRENAR_RANK and ENTRENAR_WORLD_SIZE come first, as RANK may count within a part of the job.
+    """
+    whose = "ENTRENAR_" if "ENTRENAR_RANK" in os.environ else ""
+    rank, world_size = (os.environ.get(f"{whose}{name}") for name in ("RANK", "WORLD_SIZE"))
+    return int(rank or 0), int(world_size or 1)
