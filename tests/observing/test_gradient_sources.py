@@ -16,7 +16,7 @@ def passes(sources: GradientSources, step: int, *numbers: int, grad: torch.Tenso
     """Begin and end a backward pass of `w` for each micro-batch in `numbers`."""
     for number in numbers:
         sources.before_backward({"w": grad})
-        sources.after_backward(step, number, {"w": torch.ones(3), "v": None})
+        sources.after_backward(step, number, ("w",))
         grad = torch.ones(3)
 
 
@@ -79,6 +79,6 @@ def test_repeated_passes_are_forgotten() -> None:
     passes(sources, 0, 0, grad=None)
     sources.before_backward({"w": None})
     sources.forget_passes()
-    sources.after_backward(0, 0, {"w": torch.ones(3)})
+    sources.after_backward(0, 0, ("w",))
     sources.apply(0, {"w": torch.ones(3)}, {})
     assert sources.end_step() == ({}, {})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
+from entrenar_py.observing import gradients_ready
 from entrenar_py.observing.gradients_ready import GradientHooks
 
 
@@ -23,7 +25,7 @@ def told(*, alone: bool) -> list[tuple[bool, ...]]:
         heard.append(tuple(one is not None for one in gradients))
 
     first, second = (torch.ones(2, requires_grad=True) for _ in range(2))
-    passes = GradientHooks([first, second], lambda: begun.append(len(heard)), tell, tell)
+    passes = GradientHooks([first, second], lambda: begun.append(len(heard)), dict, tell, tell)
     for loss, inputs in (((first * second).sum(), [first, second]), (first.sum(), [first])):
         if alone:
             torch.autograd.grad(loss, inputs)
@@ -42,7 +44,7 @@ def test_a_sparse_gradient_is_not_held() -> None:
     heard: list[Tensor | None] = []
     for hooked in (False, True):
         table.zero_grad()
-        hooks = GradientHooks([table.weight], lambda: None, heard.extend, heard.extend)
+        hooks = GradientHooks([table.weight], lambda: None, dict, heard.extend, heard.extend)
         if not hooked:
             hooks.remove()
         output = table(torch.arange(4))
@@ -65,3 +67,21 @@ def test_a_pass_is_told_once() -> None:
 def test_gradients_computed_apart_are_told_too() -> None:
     """Passes of torch.autograd.grad are reported; torch's own multi-tensor hook raises there."""
     assert told(alone=True) == [(True, True), (True, False)]
+
+
+def test_gradients_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few are held at a time; what was taken of them is told in their order."""
+    monkeypatch.setattr(gradients_ready, "_BYTES_MIN", 0)
+    parameters = [torch.ones(size, requires_grad=True) for size in (2, 3, 4, 5, 6)]
+    most, heard = [], list[str | None]()
+
+    def take(gradients: Mapping[int, Tensor]) -> dict[int, str]:
+        most.append(len(gradients))
+        return {place: f"{place} of {gradient.numel()}" for place, gradient in gradients.items()}
+
+    GradientHooks(parameters, lambda: None, take, heard.extend, heard.extend)
+    used = [parameter for parameter in parameters if parameter.numel() != 4]
+    torch.cat(used).sum().backward()  # type: ignore[no-untyped-call]
+    assert heard == ["0 of 2", "1 of 3", None, "3 of 5", "4 of 6"]
+    assert sum(most) == 4
+    assert max(most) == 2, "a quarter of the gradients is five numbers"

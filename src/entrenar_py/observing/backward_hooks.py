@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from entrenar_py import hook_calls
+from entrenar_py import hook_calls, trace
 from entrenar_py.observing import dtensors, tensors, unsharded_parameters
 from entrenar_py.observing.gradients_ready import GradientHooks, call_last
 from entrenar_py.observing.planned_faults import PlannedFaults
 from entrenar_py.observing.subject import Subject
 
-# Called with what a pass adds to each parameter, by name, and whether all of that is finite.
-Gave = Callable[[Mapping[str, Tensor | None], bool], None]
+# Called with the names of the parameters that a pass adds to, with the records of what it adds, as
+# far as these can be made, and with whether all of that is finite.
+Gave = Callable[[Collection[str], trace.Tensors, bool], None]
+
+
+class _Given(NamedTuple):
+    """The record of a gradient, None if none can be made, and whether it is finite."""
+
+    record: trace.TensorRecord | None
+    finite: bool
 
 
 class BackwardHooks:
@@ -39,7 +47,7 @@ class BackwardHooks:
     ) -> None:
         self._subject, self._faults = subject, faults
         self._begun, self._ended, self._added, self._summed = begun, ended, added, summed
-        self._whole: GradientHooks | None = None
+        self._whole: GradientHooks[_Given] | None = None
         # For a sharded model: whether a pass's end is queued, and its gradients are finite so far.
         self._ending, self._finite = False, True
         self._handles: list[Any] = []
@@ -59,7 +67,7 @@ class BackwardHooks:
             return
         trained = list(self._subject.trained.values())
         tell, add = partial(self._tell, self._ended), partial(self._tell, self._added)
-        self._whole = GradientHooks(trained, self._begun, tell, add)
+        self._whole = GradientHooks(trained, self._begun, self._take, tell, add)
         self._handles.append(self._whole)
 
     def expect(self, output: Any) -> None:
@@ -79,9 +87,16 @@ class BackwardHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _tell(self, gave: Gave, gradients: Sequence[Tensor | None]) -> None:
-        named = dict(zip(self._subject.trained, gradients, strict=True))
-        gave(named, tensors.is_finite(gradients))
+    def _take(self, gradients: Mapping[int, Tensor]) -> dict[int, _Given]:
+        names = [*self._subject.trained]
+        records = self._subject.record({names[n]: g for n, g in gradients.items()}, exact=False)
+        finite = tensors.is_finite(gradients.values())
+        return {n: _Given(records.get(names[n]), finite) for n in gradients}
+
+    def _tell(self, gave: Gave, given: Sequence[_Given | None]) -> None:
+        added = {n: one for n, one in zip(self._subject.trained, given, strict=True) if one}
+        records = {name: one.record for name, one in added.items() if one.record is not None}
+        gave([*added], records, all(one.finite for one in added.values()))
         call_last(self._summed)
 
     # --- a sharded model --------------------------------------------------------------------------
@@ -99,5 +114,5 @@ class BackwardHooks:
 
     def _end(self) -> None:
         finite, self._ending, self._finite = self._finite, False, True
-        self._ended({}, finite)
+        self._ended((), {}, finite)
         self._summed()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -50,11 +50,9 @@ class GradientSources:
             elif source.is_applied and source.digest != self._digest(name, gradient):
                 source.first, source.is_applied = -1, False
 
-    def after_backward(
-        self, step: int, micro_batch: int, gradients: Mapping[str, Tensor | None]
-    ) -> None:
-        """Note what a backward pass has added to gradients; None for nothing."""
-        for name in (name for name, gradient in gradients.items() if gradient is not None):
+    def after_backward(self, step: int, micro_batch: int, names: Iterable[str]) -> None:
+        """Note that a backward pass has added to the gradients of the parameters `names`."""
+        for name in names:
             source = self._sources.setdefault(name, _Source())
             source.passes.append((step, micro_batch))
             source.is_applied = False

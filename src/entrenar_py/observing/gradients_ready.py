@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,14 +13,29 @@ from torch.utils._pytree import tree_leaves
 
 from entrenar_py import hook_calls
 
-Tell = Callable[[Sequence[Tensor | None]], None]
+Taken = TypeVar("Taken")
+# One over the share of all gradients that may be held at once. A GPU is waited for as often.
+_PARTS = 4
+_BYTES_MIN = 2**26  # that may be held of small models
 
 
-class GradientHooks:
+@dataclass
+class _Pass(Generic[Taken]):
+    """A backward pass: how many gradients it gives, and by tensor those held and those taken."""
+
+    num_expected: int
+    held: dict[int, Tensor] = field(default_factory=dict)
+    taken: dict[int, Taken] = field(default_factory=dict)
+    held_bytes: int = 0
+
+
+class GradientHooks(Generic[Taken]):
     """Calls `begin` before the first of `tensors` gets a gradient in a pass, `tell` after the last.
 
-    `tell` is given the gradients in the order of `tensors`, None for a tensor without one. `add` is
-    given the gradients of a further pass, nested in one that was reported (reentrant checkpoints).
+    Gradients are given to `take` by the place of their tensor, some at a time, and are not held any
+    longer. It returns what is to be told of each. `tell` is given that in the order of `tensors`,
+    None for a tensor without a gradient. `add` is given what was taken of a further pass, nested in
+    one that was reported (reentrant checkpoints).
 
     `torch.autograd.graph.register_multi_grad_hook` is similar, but raises in a pass that computes
     only some gradients (`torch.autograd.grad`), as zero-bubble pipelines do. Here such a pass is
@@ -27,15 +43,20 @@ class GradientHooks:
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], begin: Callable[[], None], tell: Tell, add: Tell
+        self,
+        tensors: Sequence[Tensor],
+        begin: Callable[[], None],
+        take: Callable[[Mapping[int, Tensor]], Mapping[int, Taken]],
+        tell: Callable[[Sequence[Taken | None]], None],
+        add: Callable[[Sequence[Taken | None]], None],
     ) -> None:
         self._nodes = [torch.autograd.graph.get_gradient_edge(tensor).node for tensor in tensors]
-        self._begins, self._tell, self._add = begin, tell, add
+        self._begins, self._take, self._tell, self._add = begin, take, tell, add
+        self._bytes_max = max(_BYTES_MIN, sum(map(_num_bytes, tensors)) // _PARTS)
         # The outer pass begins at the model's output. Passes are numbered by autograd.
         self._outer: int | None = None
         self._begun = self._told = False  # whether the outer pass has begun, and was reported
-        self._expected: dict[int, int] = {}  # pass -> how many gradients it gives
-        self._found: dict[int, dict[int, Tensor]] = {}  # pass -> index of a tensor -> gradient
+        self._passes: dict[int, _Pass[Taken]] = {}
         self._handles: list[Any] = [
             tensor.register_hook(partial(self._hear, index))  # type: ignore[no-untyped-call]
             for index, tensor in enumerate(tensors)
@@ -71,16 +92,19 @@ class GradientHooks:
     @hook_calls.ours
     def _hear(self, index: int, gradient: Tensor) -> None:
         task = torch._C._current_graph_task_id()
-        if task not in self._found:
+        if task not in self._passes:
             self._begin(task)
+        current = self._passes[task]
         # A sparse gradient that nobody else holds is kept without a copy, and so it may share its
         # memory with other gradients, which a wrapper then changes with it.
-        self._found[task][index] = gradient.clone() if gradient.is_sparse else gradient
-        if len(self._found[task]) == self._expected[task]:
+        current.held[index] = gradient.clone() if gradient.is_sparse else gradient
+        current.held_bytes += _num_bytes(gradient)
+        if len(current.held) + len(current.taken) == current.num_expected:
             self._end(task)
+        elif current.held_bytes > self._bytes_max:
+            self._take_held(current)
 
     def _begin(self, task: int) -> None:
-        self._found[task] = {}
         if self._outer is None or not self._begun:
             self._begins()
         self._begun = True
@@ -89,15 +113,23 @@ class GradientHooks:
         except RuntimeError:  # torch can't say in torch.autograd.grad
             count = len(self._nodes) + 1
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
-        self._expected[task] = count
+        self._passes[task] = _Pass(count)
+
+    def _take_held(self, current: _Pass[Taken]) -> None:
+        current.taken.update(self._take(current.held))
+        current.held, current.held_bytes = {}, 0
 
     @hook_calls.ours
     def _end(self, task: int) -> None:
-        found = self._found.pop(task)
-        del self._expected[task]
+        ended = self._passes.pop(task)
+        self._take_held(ended)
         adds = self._outer is not None and self._told
         self._told = True
-        (self._add if adds else self._tell)([found.get(n) for n in range(len(self._nodes))])
+        (self._add if adds else self._tell)([ended.taken.get(n) for n in range(len(self._nodes))])
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def call_last(call: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -264,25 +264,23 @@ class Observer(Observation):
         elif micro_batches.done and self._gradients.has_overflowed():
             self._skip_step()
 
-    def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
+    def _after_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
         self._start()
         self._random.end_backward()
-        if self._step.is_over(gradients):
+        if self._step.is_over(names):
             ahead = self._micro_batches.take_losses_ahead()
             self._end_step()
             self._micro_batches.give_losses(ahead)
         number = self._micro_batches.index
-        records = self._subject.record(gradients, exact=False)
-        self._step.sources.after_backward(self._step.number, number, gradients)
-        self._micro_batches.after_backward(self._step.number, records, finite=finite)
+        self._step.sources.after_backward(self._step.number, number, names)
+        self._micro_batches.after_backward(self._step.number, given, finite=finite)
         if not self._recording.life:  # else this rank has died before
             self._faults.perhaps_die()
 
-    def _within_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
+    def _within_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
         number = max(0, self._micro_batches.index - 1)
-        self._step.sources.after_backward(self._step.number, number, gradients)
-        records = self._subject.record(gradients, exact=False)
-        self._micro_batches.within_backward(records, finite=finite)
+        self._step.sources.after_backward(self._step.number, number, names)
+        self._micro_batches.within_backward(given, finite=finite)
 
     def _look_at_sum(self) -> None:
         self._gradients.look(self._subject.gradients().values())

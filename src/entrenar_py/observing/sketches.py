@@ -29,7 +29,7 @@ DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "float32",
 }
-_BLOCK_ROWS = 2**15  # rows that are projected at once on a CPU, to bound the memory
+_BLOCK_ROWS = 2**12  # rows that are projected at once on a CPU: 1 MB, which its caches hold
 _LOW = 0xFFFFFFFF  # the lowest 32 bits
 
 
@@ -65,7 +65,8 @@ def _rows(
         if index is None:
             before, number = (first or 0) + begin, len(part)
             row, lead = before // PROJECTIONS, before % PROJECTIONS
-            part = torch.nn.functional.pad(part, (lead, -(lead + number) % PROJECTIONS))
+            if lead or number % PROJECTIONS:
+                part = torch.nn.functional.pad(part, (lead, -(lead + number) % PROJECTIONS))
             part = part.view(-1, PROJECTIONS)
             yield torch.arange(row, row + len(part), device=plain.device), part
             continue

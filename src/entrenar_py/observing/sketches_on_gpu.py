@@ -95,7 +95,7 @@ def _sketches(
     ]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=32)
 def _tables(
     firsts: tuple[int, ...], counts: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, ...]:

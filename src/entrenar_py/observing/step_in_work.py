@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -72,8 +72,8 @@ class StepInWork:
         held = self._subject.trained if self._subject.values else {}
         return {name: record.digest for name, record in self._subject.record(held).items()}
 
-    def is_over(self, gradients: Mapping[str, Tensor | None]) -> bool:
-        """Return whether a pass that added `gradients` is one of the next step.
+    def is_over(self, names: Collection[str]) -> bool:
+        """Return whether a pass that added to the parameters `names` is one of the next step.
 
         It is if all optimizers of these parameters had stepped when it began.
         """
@@ -82,8 +82,7 @@ class StepInWork:
             for index in self._stepped_before & self.stepped
             for name in self._subject.stepped_by(index, alone=False)
         }
-        names = {name for name, gradient in gradients.items() if gradient is not None}
-        return bool(names) and names <= stepped
+        return bool(names) and stepped.issuperset(names)
 
     def apply(self, optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
         """Note the gradients that `optimizer` is about to apply to the parameters `names`."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from entrenar_py import trace
 from entrenar_py.observing import dtensors
 from entrenar_py.trace.traits import CONSTANTS
+from entrenar_py.watch import digest
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, checkpoint_wrapper
 _CONSTANTS = {*CONSTANTS, "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"}
@@ -122,7 +123,7 @@ def is_finite(tensors: Iterable[Tensor | None]) -> bool:
     # One kernel for many tensors, and one answer to wait for.
     largest = [torch.stack(torch._foreach_norm(many, math.inf)) for many in by_kind.values()]
     rest = (tensor for tensor in held if not (tensor.is_cuda and tensor.is_floating_point()))
-    return all(bool(tensor.isfinite().all()) for tensor in (*largest, *rest))
+    return all(map(digest.is_finite, (*largest, *rest)))
 
 
 def norm(tensors: Iterable[Tensor | None]) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from entrenar_py import trace
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import process_rank
 from entrenar_py.observing.auto import surroundings
@@ -55,13 +56,15 @@ class Recorder(Observer):
         grown = torch.is_grad_enabled()
         self._seen.given(inputs, trains=model.training and grown, may_train=grown)
 
-    def _after_backward(self, gradients: Mapping[str, Tensor | None], finite: bool) -> None:
+    def _after_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
         """Record a backward pass, as one of unknown gradients if optimizers alternate.
 
         A pass for the generator leaves gradients in the discriminator that no step applies.
         """
         self._alternates |= bool(self._step.stepped)
-        super()._after_backward({} if self._alternates else gradients, finite)
+        if self._alternates:
+            names, given = (), {}
+        super()._after_backward(names, given, finite)
 
     # --- called by the follower -------------------------------------------------------------------
 
