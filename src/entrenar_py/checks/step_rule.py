@@ -246,6 +246,7 @@ def _moved(
     optimizer, before = trace.scenario.optimizer, rule.weights
     before = {**before, **update.edited}
     compared: set[str] = set()
+    rounding = update_rule.rounding(trace, update)
     for name, expected in rule.step(update):
         record = update.weights.get(name)
         after = None if record is None else record.elements()
@@ -256,10 +257,11 @@ def _moved(
             continue
         # inf - inf gives NaN, which fails the comparison below.
         with np.errstate(invalid="ignore", over="ignore"):
-            gap = np.abs(after - expected.weight) - update_rule.allowed(trace, update, expected)
+            gap = np.abs(after - expected.weight) - update_rule.allowed(rounding, expected)
         element = int(gap.argmax())
         follows = bool((gap <= 0).all())
-        words = "" if follows else _movement(before[name].elements(), expected.weight, after)
+        is_shown = not follows and tally.would_keep(update.step)
+        words = _movement(before[name].elements(), expected.weight, after) if is_shown else ""
         tally.check(
             follows,
             f"{name} did not move by learning rate times clipped gradient, as in {optimizer}"

@@ -219,13 +219,18 @@ def start_of(trace: Trace, step: int, rank: int) -> Start | None:
     return next((start for start in starts if start.step == step), None)
 
 
-def allowed(trace: Trace, update: Update, expected: Expected) -> Vector:
-    """Return how far each element may be from `expected`: by the roundings of the rule."""
+def rounding(trace: Trace, update: Update) -> float:
+    """Return the relative error that the roundings of the rule make in `update`."""
     unit = precision.FLOAT32
     if trace.scenario.workload == "own":
         unit = precision.unit_of(update.weights)
     roundings = UPDATE_ULPS + (0 if trace.scenario.optimizer == "sgd" else update.step)
-    return roundings * unit * (np.abs(expected.weight) + expected.moved)
+    return roundings * unit
+
+
+def allowed(rounding: float, expected: Expected) -> Vector:
+    """Return how far each element may be from `expected`, given the update's `rounding`."""
+    return rounding * (np.abs(expected.weight) + expected.moved)
 
 
 def is_followed(trace: Trace, step: int, rank: int, name: str) -> bool | None:
@@ -244,7 +249,7 @@ def is_followed(trace: Trace, step: int, rank: int, name: str) -> bool | None:
                 if after is None or after.shape != expected.weight.shape:
                     return None
                 gap = np.abs(after - expected.weight)
-                return bool((gap <= allowed(trace, event, expected)).all())
+                return bool((gap <= allowed(rounding(trace, event), expected)).all())
     return None
 
 
