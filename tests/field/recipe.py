@@ -107,6 +107,7 @@ class Recipe:
     repository: str = ""  # owner/name on GitHub
     commit: str = ""
     folder: str = "."
+    paths: tuple[str, ...] = ()  # what is checked out, if not the whole folder
     driver: str = ""  # file name
     needs: tuple[str, ...] = ()  # distributions on PyPI, besides torch
     data: Callable[[Path], None] = lambda _: None

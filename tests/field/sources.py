@@ -66,11 +66,12 @@ def change(recipe: Recipe, edit: Edit, folder: Path) -> None:
 
 def _check_out(recipe: Recipe, into: Path, clones: Path | None) -> None:
     git_dir = _git_dir(recipe, clones)
-    command = ["git", "--git-dir", str(git_dir), "archive", recipe.commit, "--", recipe.folder]
+    paths = recipe.paths or (recipe.folder,)
+    command = ["git", "--git-dir", str(git_dir), "archive", recipe.commit, "--", *paths]
     made = subprocess.run(command, capture_output=True, check=False)
     if made.returncode:
         told = made.stderr.decode(errors="replace").strip()
-        raise Unavailable(f"{git_dir} lacks {recipe.folder} of {recipe.commit}: {told}")
+        raise Unavailable(f"{git_dir} lacks {' '.join(paths)} of {recipe.commit}: {told}")
     with tarfile.open(fileobj=BytesIO(made.stdout)) as archive:
         archive.extractall(into, filter="data")
 

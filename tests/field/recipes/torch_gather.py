@@ -1,0 +1,43 @@
+"""torch's `all_gather` with a backward pass, by gloo."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.field.recipe import Expected, Kind, Recipe, Trial
+
+_SHUFFLED = Expected(
+    clause="F-DP-005",
+    verdict="inconclusive",
+    kind=Kind.DEFECT,
+    words="no combination of the micro-batches' gradients",
+    because="The backward pass of `all_gather` gives gradients to gloo as they lie in memory. That "
+    "of a transposed tensor comes back with its elements in another order, and nothing says so. "
+    "It is inconclusive since a loss of the whole batch may give other gradients on one worker.",
+    reproduction="all_gather_transposed.py",
+    known="https://github.com/pytorch/pytorch/issues/192920",
+)
+_LAUNCH = ("torchrun", "--standalone", "--nproc_per_node={world_size}")
+_AUTO = Trial(
+    name="auto",
+    command=(*_LAUNCH, "gathered_features.py", "--batch", "{share:16}"),
+    options=("--only", "F-DP-005,F-TI-001", "--steps", "4"),
+    expected=(_SHUFFLED, replace(_SHUFFLED, clause="F-TI-001")),
+)
+
+RECIPES = (
+    Recipe(
+        name="torch-gather",
+        title="torch.distributed.nn.functional.all_gather, gloo",
+        driver="gathered_features.py",
+        trials=(
+            _AUTO,
+            replace(
+                _AUTO,
+                name="auto, made contiguous",
+                command=(*_AUTO.command, "--contiguous"),
+                expected=(),
+            ),
+        ),
+    ),
+)
