@@ -89,10 +89,10 @@ def test_a_tensor_may_rest(trace: Trace) -> None:
 
 
 def test_a_tensor_without_gradient() -> None:
-    """A tensor that never changes and never has a gradient is inconclusive: cut off, or unused."""
+    """A tensor that never changes, and whose gradient is always zero, is inconclusive."""
     finding = traces.judge("liveness", [moving([1, 1, 1, 1, 1], gradients=[0] * 4)])
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert finding.reason.startswith("w never moved and never had a gradient on rank 0")
+    assert finding.reason.startswith("w never moved and its gradient was zero in all steps on rank")
 
 
 def test_an_expert_that_is_used_late() -> None:

@@ -13,7 +13,7 @@ from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import Runs
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Drawn, End, Event, Shard, Trace
-from entrenar_py.verdict import Tally
+from entrenar_py.verdict import Counterexample, Tally
 
 
 def shard(rank: int, ids: Sequence[int], *, moved: float = 0.0, size: float = 2.0) -> Shard:
@@ -56,9 +56,16 @@ def run(world_size: int, *events: Event, dropout: float = 0.0) -> Trace:
 ALONE, TWO = [shard(0, (0, 1, 2, 3))], [shard(0, (0, 2)), shard(1, (1, 3))]
 
 
+class Differing(Compared):
+    """Two runs that differ by more than rounding."""
+
+    def difference(self) -> Counterexample:
+        return Counterexample(message="the gradient differs")
+
+
 def compared(alone: Sequence[Event], two: Sequence[Event], world_size: int = 1) -> Compared:
     model, trace = run(world_size, *alone), run(2, *two)
-    return Compared(runs=Runs(trace), model=model, trace=trace)
+    return Differing(runs=Runs(trace), model=model, trace=trace)
 
 
 def test_a_sample_with_other_contents_is_named() -> None:
@@ -81,6 +88,8 @@ def test_equal_states_are_not_enough_for_another_split(where: str) -> None:
     assert random_draws.PLACES[where] in why
     assert "torch's generator" in why
     assert random_draws.drawn_by_rank(compared(two, two, world_size=2)) == ""
+    agreeing = Compared(runs=Runs(run(2, *two)), model=run(1, *alone), trace=run(2, *two))
+    assert random_draws.drawn_by_rank(agreeing) == "", "draws without effect"
 
 
 def test_numbers_for_the_whole_batch() -> None:
@@ -137,6 +146,16 @@ def test_dropout_is_for_samples() -> None:
     broken = judged([*TWO, *again], dropout=0.1).broken
     assert broken is not None
     assert "seeded again" in broken.message
+
+
+@pytest.mark.parametrize(("before", "step"), [(("b", "c"), 0), (("x", "y"), 1)])
+def test_masks_of_other_lengths(before: tuple[str, str], step: int) -> None:
+    """Ranks that began in one state draw one stream, though they seldom end in one state."""
+    two = [*TWO, drawn(0, "a", "b", "forward"), drawn(1, "a", "c", "forward")]
+    two += [drawn(r, before[r], "d", "forward", step=1) for r in range(2)]
+    broken = judged(two, dropout=0.1).broken
+    assert broken is not None
+    assert (broken.step, broken.rank) == (step, 1)
 
 
 def test_workers_of_a_loader() -> None:

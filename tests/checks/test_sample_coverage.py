@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.checks import CHECKS, sample_numbers
+from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.trace import Selection, Shard, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
@@ -169,6 +170,26 @@ def test_epochs_that_grow_and_are_not_told() -> None:
     assert "step 1 draws samples again" in found.reason
     going_on = was(run([[growing[0]], [growing[2]], [growing[0]]]), epochs="untold")
     assert broken(beside(trace, going_on)).step == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        pytest.param([[[0], [4]], [[1], [5]], [[2], [6]]], "step 0 has 2, and 4 there", id="size"),
+        pytest.param(
+            [[[1, 3], [2, 6]], [[5, 7], [0, 4]], [[7, 1], [4, 6]]], "a part of the data", id="parts"
+        ),
+        pytest.param(
+            [[[1, 3], [2, 6]], [[5, 7], [0, 4]], [[2, 1], [4, 6]]], "another order", id="order"
+        ),
+    ],
+)
+def test_batches_of_another_order(steps: list[list[list[int]]], words: str) -> None:
+    """The likely cause is named: an order of its own on one worker, or parts of the ranks."""
+    epochs = 0, 0, 1
+    alone = in_epochs(run([[ids] for ids in [*ALL, ALL[0]]]), *epochs)
+    compared = Compared(runs=Runs(alone), model=alone, trace=in_epochs(run(steps), *epochs))
+    assert words in sample_numbers.other_batches(compared)
 
 
 ALL = [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from entrenar_py.checks import sensitivity
+from entrenar_py.checks import run_comparison, sensitivity
 from entrenar_py.checks.knob_pairs import pair_of
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
 from entrenar_py.checks.sensitivity import Sensitivity
 from entrenar_py.trace import Trace
+from entrenar_py.verdict import Counterexample, Tally
 from entrenar_py.wording import counted
 
 
@@ -40,6 +41,15 @@ class Compared:
     def sensitivity(self) -> Sensitivity:
         """How far rounding alone moves this training, as far as it was measured."""
         return sensitivity.of(self.runs)
+
+    def difference(self) -> Counterexample | None:
+        """Return where the runs differ by more than rounding.
+
+        Where they don't, a presupposition that fails was without effect.
+        """
+        tried = Tally("", observed=True)
+        run_comparison.compare(tried, self.model, self.trace, None, sensitivity=self.sensitivity)
+        return tried.broken
 
     @property
     def alone(self) -> Trace | None:

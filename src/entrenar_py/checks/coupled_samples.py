@@ -25,7 +25,6 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.trace import Shard, Trace
-from entrenar_py.verdict import Tally
 
 # A share of the usual distance of two gradients. What float32 leaves is far below it.
 SHARE = 0.2
@@ -40,9 +39,8 @@ def lacking(compared: Compared) -> str:
     micro-batches'. If losses agree and gradients don't, these are wrong.
     """
     model, trace = compared.model, compared.trace
-    tried = Tally("", observed=True)
-    run_comparison.compare(tried, model, trace, None, sensitivity=compared.sensitivity)
-    step = None if tried.broken is None else tried.broken.step
+    broken = compared.difference()
+    step = None if broken is None else broken.step
     if step is None or step >= run_comparison.ROUNDING_STEPS:
         return ""  # of a later step only combinations are judged
     if _cuts(trace, step) == _cuts(model, step):

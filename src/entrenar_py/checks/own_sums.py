@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +24,7 @@ def seen_through(trace: Trace) -> Trace:
         step
         for step, by_rank in evidence.updates(trace).items()
         if any(update.summed for update in by_rank.values())
-        and _applies_all(by_rank, shards.get(step, ()), bound)
+        and applies_all(by_rank, shards.get(step, ()), bound)
     }
     if not all_held:
         return trace
@@ -35,7 +35,17 @@ def seen_through(trace: Trace) -> Trace:
     return replace(trace, events=tuple(events))
 
 
-def _applies_all(by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float) -> bool:
+def are_applied(trace: Trace, steps: Collection[int]) -> bool:
+    """Return whether in all of `steps` the sum of all micro-batches' gradients was applied."""
+    updates, shards = evidence.updates(trace), evidence.shards(trace)
+    bound = run_comparison.Bounds.of({}, trace).gradient
+    return all(
+        step in updates and applies_all(updates[step], shards.get(step, ()), bound)
+        for step in steps
+    )
+
+
+def applies_all(by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float) -> bool:
     """Return whether the applied gradient is the sum of all shards', divided by one number."""
     everything = {rank: replace(update, summed={}) for rank, update in by_rank.items()}
     total = step_sums.total(everything, shards)

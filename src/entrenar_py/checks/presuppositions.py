@@ -140,7 +140,7 @@ SUM_OVER_SAMPLES = Presupposition(
 NO_NOISE = Presupposition(
     name="no noise on gradients",
     says="nothing random is added to the gradients",
-    lacking=random_draws.noise_on_gradients,
+    lacking=lambda compared: random_draws.noise_on_gradients(compared.trace),
 )
 
 

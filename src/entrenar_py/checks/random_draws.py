@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from entrenar_py.checks import missing, precision
+from entrenar_py.checks import missing, own_sums, precision
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.checks.run_comparison import ROUNDING_STEPS
 from entrenar_py.trace import Drawn, Shard, Trace
@@ -25,17 +25,18 @@ PLACES: Mapping[str, str] = {
     "loader": "as the data set is read (augmentation)",
     "batch": "between the batch and the forward pass (noise, timesteps, augmentation)",
     "forward": "in the model's forward pass (dropout, noise, masks)",
-    "loss": "between the forward and the backward pass (noise or masks of the loss)",
+    "loss": "between the forward and the backward pass (noise or masks of the loss, or the next "
+    "batch)",
     "recomputed": "by layers that are computed again in the backward pass",
     "backward": "in the backward pass",
-    "gradient": "between the backward pass and the step (noise on gradients)",
+    "gradient": "between the backward pass and the step (noise on gradients, or the next batch)",
     "step": "in optimizer.step()",
 }
 # Draws there can change only what the model is given.
 _BEFORE_THE_BATCH = ("between", "loader")
 _REMEDY = (
-    "turn it off for this check; or draw for the whole batch on every rank, from a generator that "
-    "is seeded with the step, and use this rank's part"
+    "turn it off for this check; or draw before the forward pass, for the whole batch on every "
+    "rank, from a generator that is seeded with the step, and use this rank's part"
 )
 _BY_SAMPLE = (
     "turn augmentation and noise off for this check, or draw them from a generator that is seeded "
@@ -79,7 +80,8 @@ def _drawn_before(trace: Trace) -> str:
 
 
 def drawn_by_rank(compared: Compared) -> str:
-    """Return where random numbers are drawn that may differ between the runs; "" for nowhere.
+    """Return where random numbers are drawn that may differ between the runs; "" for nowhere, and
+    where the runs agree.
 
     Two runs with the same micro-batches on the same ranks draw the same if the generators have the
     same states. Otherwise equal states aren't enough: masks for half of a batch, say, may leave the
@@ -92,11 +94,16 @@ def drawn_by_rank(compared: Compared) -> str:
     known = _all_known(model) and _all_known(trace)
     drawn, expected = _by_place(trace), _by_place(model)
     for where in PLACES:
-        if where in _BEFORE_THE_BATCH and known:
+        is_batch = where in _BEFORE_THE_BATCH
+        if where == "gradient":
+            is_batch = not (noise_on_gradients(trace) or noise_on_gradients(model))
+        if is_batch and known:
             continue  # the contents are the same
         mine, theirs = drawn.get(where, {}), expected.get(where, {})
         same = _same(mine, theirs) if alike else where == "batch" and known and _one(mine, theirs)
         if (mine or theirs) and not same:
+            if compared.difference() is None:
+                return ""
             who = run_name(trace if mine else model)
             names = _named(mine or theirs)
             return (
@@ -106,10 +113,14 @@ def drawn_by_rank(compared: Compared) -> str:
     return ""
 
 
-def noise_on_gradients(compared: Compared) -> str:
-    """Return that something is drawn between backward pass and step, if it is; else ""."""
-    drawn = _by_place(compared.trace).get("gradient")
-    if not drawn:
+def noise_on_gradients(trace: Trace) -> str:
+    """Return that something is drawn between backward pass and step, if it is; else "".
+
+    The gradient that is applied may be the sum of its micro-batches' all the same: then what was
+    drawn is a batch, say.
+    """
+    drawn = _by_place(trace).get("gradient")
+    if not drawn or own_sums.are_applied(trace, {step for step, _ in drawn}):
         return ""
     return (
         f"random numbers are drawn {PLACES['gradient']}, from {_named(drawn)}, so the gradient "

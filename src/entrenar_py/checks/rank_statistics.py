@@ -6,10 +6,9 @@ buffers. Their results rightly depend on how a batch is divided.
 
 from __future__ import annotations
 
-from entrenar_py.checks import evidence, run_comparison
+from entrenar_py.checks import evidence
 from entrenar_py.checks.compared import Compared
 from entrenar_py.trace import Trace
-from entrenar_py.verdict import Tally
 from entrenar_py.wording import listed
 
 
@@ -22,10 +21,7 @@ def lacking(compared: Compared) -> str:
     names = _statistics(compared.trace) or _statistics(compared.model)
     if not names or _division(compared.trace) == _division(compared.model):
         return ""
-    tried = Tally("", observed=True)
-    sensitivity = compared.sensitivity
-    run_comparison.compare(tried, compared.model, compared.trace, None, sensitivity=sensitivity)
-    if tried.broken is None:
+    if compared.difference() is None:
         return ""
     return (
         f"buffers follow from the samples of a rank ({listed(names, most=2)}), and the runs differ "

@@ -42,7 +42,8 @@ def _apart(trace: Trace) -> str:
 def other_batches(compared: Compared) -> str:
     """Return why two runs on other numbers of workers need not have the same batches; "" if so.
 
-    Each rank may have a part of the data, from which it draws its share of each batch.
+    Each rank may have a part of the data, from which it draws its share of each batch, or a seed of
+    its own, and one worker may have another sampler than several.
     """
     samples, others = _batches(compared.model), _batches(compared.trace)
     common = sorted(samples.keys() & others.keys())
@@ -51,11 +52,37 @@ def other_batches(compared: Compared) -> str:
     if left_out(compared.model, compared.trace):
         return ""
     workers = counted(compared.trace.scenario.world_size, "worker")
+    told = (
+        f"no step has the samples on {workers} that it has on {compared.model.scenario.world_size}"
+    )
+    sizes = [[batches[step].total() for step in common] for batches in (samples, others)]
+    if all(size != other for size, other in zip(*sizes, strict=True)):
+        return (
+            f"{told}: step {common[0]} has {sizes[1][0]}, and {sizes[0][0]} there: divide the "
+            "global batch by the number of workers ({share:GLOBAL} in the command does)"
+        )
     return (
-        f"no step has the samples on {workers} that it has on "
-        f"{compared.model.scenario.world_size}, as where each rank draws from a part of the data: "
-        "whether samples are moved between steps is known if each rank takes its share of batches "
-        "that are cut for all (DistributedSampler)"
+        f"{told}: {_why_unlike(compared)}. Whether samples are moved between steps is known if all "
+        "ranks take their shares of batches that are cut in one order for any number of workers "
+        "(DistributedSampler on one worker, too; one seed on all ranks)"
+    )
+
+
+def _why_unlike(compared: Compared) -> str:
+    """Return the likely cause of other batches on another number of workers."""
+    ranks: dict[int, set[int]] = defaultdict(set)  # by sample
+    epochs: set[int] = set()
+    for run in (compared.model, compared.trace):
+        if run.scenario.world_size > 1:
+            for shard in run.standing.of(Shard):
+                epochs.add(shard.epoch)
+                for id_ in shard.ids:
+                    ranks[id_].add(shard.rank)
+    if len(epochs) > 1 and all(len(drawn) == 1 for drawn in ranks.values()):
+        return "each rank draws from a part of the data"
+    return (
+        "one worker may have another order than several (another sampler, another seed), or each "
+        "rank an order of its own"
     )
 
 

@@ -7,7 +7,7 @@ ranks, and must be if each takes its own part of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from entrenar_py.checks import evidence
@@ -107,13 +107,14 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Tra
         if peer.after != event.after:
             tally.compared += 1
         elif _is_by_sample(trace, event, alone):
+            since = _begin_alike(trace, peer, event)
             tally.check(
                 False,
                 f"rank {event.rank} draws the same random numbers as rank {peer.rank}, for other "
                 f"samples ({PLACES[event.where]}, from {named(event.generator)}): {_OWN_SEEDS}",
-                step=event.step,
-                rank=event.rank,
-                shard=_shard(trace, event),
+                step=since.step,
+                rank=since.rank,
+                shard=_shard(trace, since),
                 scenario=trace.scenario,
             )
         elif event.where == _IN_THE_MODEL:
@@ -123,6 +124,38 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Tra
             f"all ranks draw the same numbers in the forward pass, from {named(generator)}: right "
             "for a number that the whole batch shares, wrong for masks of samples"
         )
+
+
+def _begin_alike(trace: Trace, peer: Drawn, event: Drawn) -> Drawn:
+    """Return where a rank began to draw the numbers of `peer`, which it draws in `event`.
+
+    For samples of other lengths ranks draw other counts of one stream: they end in one state in
+    some steps only.
+    """
+    chain = {_place(drawn): drawn.before for drawn in _unbroken(trace, peer)}
+    first = event
+    for drawn in _unbroken(trace, event):
+        if drawn.where == event.where and chain.get(_place(drawn)) == drawn.before:
+            first = drawn
+    return first
+
+
+def _place(drawn: Drawn) -> tuple[int, int | None, str]:
+    return drawn.step, drawn.micro_batch, drawn.where
+
+
+def _unbroken(trace: Trace, event: Drawn) -> Iterator[Drawn]:
+    """Yield draws of a rank back from `event`, until its generator was seeded."""
+    due = event.after
+    for drawn in reversed(trace.standing.of(Drawn)):
+        is_its = (drawn.rank, drawn.generator) == (event.rank, event.generator)
+        if not is_its or drawn.worker is not None or drawn.step > event.step:
+            continue
+        if drawn.after == due:
+            due = drawn.before
+            yield drawn
+        elif due != event.after:
+            return
 
 
 def _is_by_sample(trace: Trace, event: Drawn, alone: Trace | None) -> bool:

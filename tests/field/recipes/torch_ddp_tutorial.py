@@ -46,7 +46,7 @@ _NOTHING_MOVES = Expected(
     clause="F-TI-004",
     verdict="inconclusive",
     kind=Kind.DEFECT,
-    words="weight never moved and never had a gradient on rank 0",
+    words="weight never moved and its gradient was zero in all steps on rank 0",
     because="`cross_entropy` of a single output is 0 whatever the weights, and so are all "
     "gradients: the tutorial trains nothing.",
     reproduction="ddp_tutorial_zero_loss.py",
