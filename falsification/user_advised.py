@@ -37,6 +37,84 @@ for epoch in range(3):
         opt.step()
 dist.destroy_process_group()
 """
+# The next batch is fetched between the backward pass and the step.
+FETCHED_AHEAD = """
+import torch
+import torch.distributed as dist
+
+import entrenar_py
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+text = torch.randn(200, 5)
+net = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+ddp = torch.nn.parallel.DistributedDataParallel(net)
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+obs = entrenar_py.observe(ddp, opt)
+torch.manual_seed(1337)
+def get_batch():
+    ix = torch.randint(len(text), (8,)).chunk(world)[rank]
+    return ix.tolist(), text[ix], text[ix].sin().sum(1)
+ids, x, y = get_batch()
+for step in range(6):
+    obs.samples(ids, replacement=True)
+    out = ddp(x).squeeze(1)
+    loss = (out - y).square().mean()
+    obs.loss(loss, len(y))
+    loss.backward()
+    ids, x, y = get_batch()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+    opt.step()
+    opt.zero_grad()
+dist.destroy_process_group()
+"""
+
+# Tensor parallelism, in which all ranks have to draw one batch.
+TENSOR_PARALLEL = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard
+
+import entrenar_py
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.in_proj = nn.Linear(6, 8)
+        self.out_proj = nn.Linear(8, 4)
+    def forward(self, x):
+        return self.out_proj(torch.tanh(self.in_proj(x)))
+torch.manual_seed(0)
+net = Toy()
+PLAN = {"in_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
+net = parallelize_module(net, mesh, PLAN)
+opt = torch.optim.AdamW(net.parameters(), lr=0.05)
+obs = entrenar_py.observe(net, opt)
+for i in range(6):
+    torch.manual_seed(i)
+    x = torch.rand(4, 6)
+    obs.samples(range(4 * i, 4 * i + 4))
+    out = net(x)
+    out.square().sum().backward()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+    opt.step()
+    opt.zero_grad()
+dist.destroy_process_group()
+"""
+_BY_RANK = (
+    ("torch.manual_seed(1337)", "torch.manual_seed(1337 + rank)"),
+    (
+        "torch.randint(len(text), (8,)).chunk(world)[rank]",
+        "torch.randint(len(text), (8 // world,))",
+    ),
+)
 _UNTOLD = ("obs.samples(ids, epoch=epoch)", "obs.samples(ids)")
 _SOME = ("epoch=epoch)", "epoch=epoch, replacement=True)")
 
@@ -64,6 +142,23 @@ BUGS = (
         step=0,
         words="drawn again by rank 1",
     ),
+    _twin(
+        "a batch is fetched ahead, and gradients are not reduced",
+        FETCHED_AHEAD,
+        ("out = ddp(x)", "out = net(x)"),
+        check="replica_identity",
+        step=0,
+    ),
+    _twin(
+        "ranks that share a batch draw other ones",
+        TENSOR_PARALLEL,
+        ("torch.manual_seed(i)", "torch.manual_seed(i + 100 * rank)"),
+        ("range(4 * i, 4 * i + 4)", "range(4 * i + 50 * rank, 4 * i + 4 + 50 * rank)"),
+        check="coverage",
+        step=0,
+        rank=1,
+        words="rank 1 drew other samples",
+    ),
 )
 OPEN = (
     _twin(
@@ -88,5 +183,33 @@ OPEN = (
         check="coverage",
         verdict="held",
     ),
+    _twin(
+        "batches that are fetched ahead are drawn by rank",
+        FETCHED_AHEAD,
+        *_BY_RANK,
+        check="weighting",
+        verdict="inconclusive",
+        words="one worker draws other samples than 2 workers: draw each batch for all workers",
+    ),
+    _twin(
+        "batches that are fetched ahead are drawn for all workers",
+        FETCHED_AHEAD,
+        check="weighting",
+        verdict="held",
+    ),
 )
-VARIANTS = (_twin("growing epochs", CURRICULUM),)
+VARIANTS = (
+    _twin("growing epochs", CURRICULUM),
+    _twin("a batch that is fetched ahead", FETCHED_AHEAD),
+    _twin("tensor parallelism", TENSOR_PARALLEL),
+    _twin(
+        "sequence parallelism, with a part of the batch on each rank",
+        TENSOR_PARALLEL,
+        ("torch.rand(4, 6)", "torch.rand(4, 6).chunk(world)[rank]"),
+        (
+            '{"in_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}',
+            '{"in_proj": ColwiseParallel(input_layouts=Shard(0)), '
+            '"out_proj": RowwiseParallel(output_layouts=Shard(0))}',
+        ),
+    ),
+)

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from entrenar_py.checks import CHECKS
+from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.trace import Shard, Trace
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -41,6 +43,16 @@ def test_ranks_share_a_shard() -> None:
     """Ranks of a tensor-parallel group are given the same rows, rightly."""
     trace = altered(given_alike(shared=True), Shard, {"rank": 1}, shard=0)
     assert traces.judge("coverage", [trace]).verdict is not Verdict.FALSIFIED
+
+
+def test_ranks_that_share_a_shard_are_given_other_rows() -> None:
+    """They may be parts of a batch, or other batches; the run on one worker tells."""
+    trace = traces.was(traces.run(SUBJECT), sample_ids="content", shared=True)
+    alone = traces.was(traces.run(SUBJECT.with_(world_size=1)), sample_ids="content", shared=True)
+    trace = altered(trace, Shard, {"rank": 1}, shard=0)
+    for runs, is_open in ((Runs(trace), True), (Runs(trace, witnesses={ALONE: (alone,)}), False)):
+        finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+        assert ("call obs.samples(ids) on all of them" in finding.reason) is is_open
 
 
 @pytest.mark.parametrize(("order", "is_open"), [([0, 1, 0, 1], False), ([0, 0, 1, 2], True)])

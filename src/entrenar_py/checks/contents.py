@@ -18,13 +18,14 @@ from entrenar_py.wording import named
 Rows = Mapping[int, Counter[int]]  # by rank
 
 
-def judge(tally: Tally, trace: Trace) -> None:
-    """Judge the rows of a run by themselves."""
+def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
+    """Judge the rows of a run by themselves, and where ranks share a batch by those of `alone`."""
     missing.require_ids(tally, trace)
     tally.note(
         "samples have no ids: told apart by what the model was given, so a sample that is given "
         "twice isn't told from one that is in the data twice"
     )
+    _apart_in_groups(tally, trace, alone)
     owned = _own if trace.traits.shared else list[Shard]
     _rows_again(tally, {step: owned(of) for step, of in evidence.shards(trace).items()})
     steps = [_by_rank(owned(shards)) for shards in evidence.shards(trace).values()]
@@ -45,6 +46,29 @@ def judge(tally: Tally, trace: Trace) -> None:
         rank=alike[1],
         scenario=trace.scenario,
     )
+
+
+def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
+    """Count as missing whether ranks that share a batch are given parts of it, or other batches.
+
+    They are given parts if the run on one worker is given their rows together.
+    """
+    whole = {} if alone is None else evidence.shards(alone)
+    for step, shards in sorted(evidence.shards(trace).items()):
+        groups: dict[int, list[Shard]] = {}
+        for shard in shards:
+            groups.setdefault(shard.shard, []).append(shard)
+        given = [[*_by_rank(group).items()] for group in groups.values()]
+        apart = [group for group in given if any(rows != group[0][1] for _, rows in group)]
+        parts = (rows for group in given for _, rows in (group if group in apart else group[:1]))
+        if apart and sum(parts, Counter[int]()) != _together(whole.get(step, ())):
+            ranks = named("rank", [rank for rank, _ in apart[0]])
+            tally.miss(
+                f"{ranks} share the work on a batch and are given other rows in step {step}: right "
+                "for parts of the batch, wrong if each draws its own; call obs.samples(ids) on all "
+                "of them with the ids of the batch that each drew"
+            )
+            return
 
 
 def _rows_again(tally: Tally, owned: Mapping[int, Sequence[Shard]]) -> None:

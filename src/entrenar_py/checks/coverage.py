@@ -50,7 +50,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         if presuppositions.comparable(tally, presuppositions.SAMPLES, compared) is None:
             continue
         if trace.traits.sample_ids == "content":
-            contents.judge(tally, trace)
+            contents.judge(tally, trace, compared.alone)
         elif ranks := _guessed_to_differ(trace):
             tally.miss(contents.guessed(f"{named('rank', ranks)} draw the same samples"))
         elif trace.traits.epochs == "untold" and not trace.traits.replacement:

@@ -77,9 +77,9 @@ _PREFETCHED = Expected(
     clause="F-DP-005",
     verdict="inconclusive",
     kind=Kind.PROPERTY,
-    words="draws random numbers between the forward and the backward pass",
-    because="The next batch is drawn between the forward and the backward pass, by the rank's own "
-    "seed. So a run on one worker trains on other samples, and can't be compared.",
+    words="draws other samples than the single device's",
+    because="Each rank draws its batches by a seed of its own. So a run on one worker trains on "
+    "other samples, and can't be compared.",
 )
 _SEEDED_BY_RANK = Expected(
     clause="F-DP-005",
