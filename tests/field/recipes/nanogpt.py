@@ -73,7 +73,7 @@ _OTHER_SAMPLES = Expected(
     because="Each rank draws places in the text at random, by a seed of its own. There are no "
     "epochs that could be covered, and two workers draw other places than one.",
 )
-_PREFETCHED = Expected(
+_OTHER_BATCHES = Expected(
     clause="F-DP-005",
     verdict="inconclusive",
     kind=Kind.PROPERTY,
@@ -123,9 +123,9 @@ _AUTO = Trial(
     expected=(
         _OTHER_SAMPLES,
         STEPS_AT_NAN,
-        _PREFETCHED,
+        _OTHER_BATCHES,
         NO_RESTART,
-        replace(_PREFETCHED, clause="F-TI-001"),
+        replace(_OTHER_BATCHES, clause="F-TI-001"),
         NO_WORKDIR,
     ),
 )
