@@ -26,7 +26,8 @@ from tests.checks import traces
 def test_the_largest_size_is_a_limit(numbers: tuple[float, ...], limit: float | None) -> None:
     """It is a limit if several elements have it, or if it has few digits."""
     update = traces.one(traces.run(traces.scenario(num_steps=1)), Update, step=0, rank=0)
-    trace = traces.hand_written(replace(update, gradient={"w": traces.values(*numbers)}))
+    mine = replace(update, gradient={"w": traces.values(*numbers)})
+    trace = traces.hand_written(mine, replace(mine, rank=1))
     assert value_clipping.limit(trace) == pytest.approx(limit)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.checks import evidence
-from entrenar_py.trace import Trace, Update
+from entrenar_py.trace import Trace
 
 Vectors = Mapping[str, NDArray[Any]]
 
@@ -20,11 +20,13 @@ def limit(trace: Trace) -> float | None:
     """Return a run's largest absolute gradient element if it looks like a limit, else None.
 
     It does if several elements have exactly that size, or if it has three digits or fewer, like
-    a number that people write. Without clipping either happens in about one of 10,000 runs.
+    a number that people write. Without clipping either happens in about one of 10,000 runs. Of each
+    step one rank's gradient counts: others have the same.
     """
     counts: Counter[float] = Counter()
-    for update in trace.of(Update):
-        sizes = np.abs(_flat(evidence.elements(update.gradient) or {}))
+    for by_rank in evidence.updates(trace).values():
+        gradient = evidence.any_rank(by_rank).gradient
+        sizes = np.abs(_flat(evidence.elements(gradient) or {}))
         if sizes.size:
             largest = float(sizes.max())
             counts[largest] += int((sizes == largest).sum())
