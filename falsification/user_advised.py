@@ -102,7 +102,10 @@ for i in range(6):
     x = torch.rand(4, 6)
     obs.samples(range(4 * i, 4 * i + 4))
     out = net(x)
-    out.square().sum().backward()
+    loss = out.square().sum() / 4
+    whole = loss.detach().clone()
+    obs.loss(whole, 4)
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
     opt.step()
     opt.zero_grad()
@@ -211,5 +214,6 @@ VARIANTS = (
             '{"in_proj": ColwiseParallel(input_layouts=Shard(0)), '
             '"out_proj": RowwiseParallel(output_layouts=Shard(0))}',
         ),
+        ("    obs.loss(whole, 4)", "    dist.all_reduce(whole)\n    obs.loss(whole, 4)"),
     ),
 )

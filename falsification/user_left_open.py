@@ -49,8 +49,6 @@ LEFT_OPEN = (
         (
             "masked patches, drawn in the model",
             "noise of the targets, drawn by rank in the loss",
-            "noise on the gradients, the same on all ranks",
-            "layers left out by Python's generator, alike on all ranks",
             "two models, and noise by rank",
             "two views of each sample",
             "validated, as it is",
@@ -58,12 +56,17 @@ LEFT_OPEN = (
         ),
     ),
     Open(
+        "random numbers are drawn between the backward pass and the step",
+        ("weighting",),
+        ("noise on the gradients, the same on all ranks",),
+    ),
+    Open(
         "made 3 steps",
         ("liveness",),
         ("unusual tensors and optimizers",),
     ),
     Open(
-        "never moved and never had a gradient",
+        "never moved and its gradient was zero in all steps",
         ("liveness",),
         ("margin, as it is", 'margin, as it is, with loss_over="batch"'),
     ),
