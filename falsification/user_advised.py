@@ -111,6 +111,14 @@ for i in range(6):
     opt.zero_grad()
 dist.destroy_process_group()
 """
+# Gradients are centralised on purpose, and reported before that.
+_CENTRALISED = (
+    "    torch.nn.utils.clip",
+    "    obs.reduced()\n"
+    "    for p in net.parameters():\n"
+    "        p.grad -= 0.5 * p.grad.mean()\n"
+    "    torch.nn.utils.clip",
+)
 _BY_RANK = (
     ("torch.manual_seed(1337)", "torch.manual_seed(1337 + rank)"),
     (
@@ -153,6 +161,15 @@ BUGS = (
         step=0,
     ),
     _twin(
+        "gradients are changed after obs.reduced(), and declared to be clipped only",
+        FETCHED_AHEAD,
+        _CENTRALISED,
+        ("observe(ddp, opt)", "observe(ddp, opt, clip_norm=1.0)"),
+        check="step_rule",
+        step=0,
+        words="did not move by learning rate times clipped gradient",
+    ),
+    _twin(
         "ranks that share a batch draw other ones",
         TENSOR_PARALLEL,
         ("torch.manual_seed(i)", "torch.manual_seed(i + 100 * rank)"),
@@ -193,6 +210,21 @@ OPEN = (
         check="weighting",
         verdict="inconclusive",
         words="one worker draws other samples than 2 workers: draw each batch for all workers",
+    ),
+    _twin(
+        "gradients are changed on purpose, after obs.reduced()",
+        FETCHED_AHEAD,
+        _CENTRALISED,
+        check="step_rule",
+        verdict="inconclusive",
+        words="needs a run without obs.reduced()",
+    ),
+    _twin(
+        "gradients are reported before they are changed on purpose",
+        FETCHED_AHEAD,
+        _CENTRALISED,
+        check="weighting",
+        verdict="held",
     ),
     _twin(
         "batches that are fetched ahead are drawn for all workers",

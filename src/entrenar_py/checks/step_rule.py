@@ -62,10 +62,32 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         step_notes.tell(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.UPDATES, compared)
-        if left is not None:
+        if left is not None and not _may_be_changed(tally, trace):
             _follow(tally, trace)
     why = "no step was recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.START_AND_UPDATES))
+
+
+def _may_be_changed(tally: Tally, trace: Trace) -> bool:
+    """Return whether a script may have changed gradients on purpose after it reported them.
+
+    Only a clipping norm that is declared, or that the command is told, says what comes after
+    `obs.reduced()`. The steps are then another optimizer's, as it seems.
+    """
+    known = trace.traits.clipping == "told" or trace.traits.clip_norm is not None
+    reports = any(update.grad_norm is not None for update in trace.of(Update))
+    if trace.scenario.workload != "own" or known or not reports:
+        return False
+    tried = Tally("", observed=True)
+    _follow(tried, trace)
+    if tried.broken is not None:
+        tally.miss(
+            f"in step {tried.broken.step} {tried.broken.tensor} does not move by the gradient that "
+            "there was at obs.reduced(): if the script only clips it afterwards, declare "
+            "observe(..., clip_norm=...); if it changes it in another way on purpose, this clause "
+            "needs a run without obs.reduced()"
+        )
+    return tried.broken is not None
 
 
 def _follow(tally: Tally, trace: Trace) -> None:
