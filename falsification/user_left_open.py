@@ -23,6 +23,12 @@ class Open:
 
 
 LEFT_OPEN = (
+    Open(
+        "no backward pass reached its parameters there",
+        ("coverage", "finiteness", "weighting"),
+        ("style: right, per_sample.py",),
+    ),
+    Open("the samples of each step are unknown", ("parity",), ("style: right, per_sample.py",)),
     Open("if an epoch has to draw every sample", ("coverage",), ("advice: growing epochs",)),
     Open(
         "if the script changes gradients on purpose",

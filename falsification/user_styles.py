@@ -1,8 +1,9 @@
 """Right scripts in styles of several fields, each with a bug that is silent in it.
 
 A short last batch of sampled neighbours, gradients of each sample by `torch.func`, a stream that
-the workers of a loader share out, and a pipeline whose stages are called by themselves. `make
-twins` tests that the right ones are left alone, and that each bug is found at its place.
+the workers of a loader share out, a pipeline whose stages are called by themselves, and copies that
+are DTensors. `make twins` tests that the right ones are left alone, and that each bug is found at
+its place.
 """
 
 from __future__ import annotations
@@ -166,7 +167,38 @@ for epoch in range(2):
 """
 )
 
+# Each rank keeps all parameters, on a mesh with a name of the script's, and draws rows of its own.
+COPIES = (
+    _HEAD
+    + """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+
+mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("workers",))
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+distribute_module(model, mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+obs = entrenar_py.observe(model, optimizer)
+for epoch in range(2):
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(epoch))
+    for batch in order.split(8):
+        ids = batch[rank::world]
+        rows = DTensor.from_local(x[ids], mesh, [Shard(0)])
+        due = DTensor.from_local(x[ids][:, :2], mesh, [Shard(0)])
+        loss = (model(rows) - due).square().sum() / len(batch)
+        obs.samples(ids.tolist(), epoch=epoch)
+        obs.loss(loss.to_local().detach() * len(batch) / len(ids), len(ids))
+        optimizer.zero_grad()
+        loss.backward()
+        for p in model.parameters():
+            p.grad = p.grad.redistribute(mesh, [Replicate()])
+        assert all(p.grad.to_local().isfinite().all() for p in model.parameters())
+        optimizer.step()
+"""
+)
+
 _SCRIPTS = {
+    "copies.py": COPIES,
     "neighbours.py": NEIGHBOURS,
     "per_sample.py": PER_SAMPLE,
     "streamed.py": STREAMED,
@@ -222,6 +254,18 @@ BUGS = (
         ),
         "coverage",
         "the data are not shared out among ranks",
+        0,
+    ),
+    _bug(
+        "a bias that is a DTensor is not reduced",
+        "copies.py",
+        (
+            "[Replicate()])\n        assert",
+            "[Replicate()]) if p.ndim > 1 else DTensor.from_local(\n"
+            "                p.grad.to_local(), mesh, [Replicate()])\n        assert",
+        ),
+        "replica_identity",
+        "0.bias differs",
         0,
     ),
     _bug(

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import DTensor, Partial, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard as Cut
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from entrenar_py.errors import UsageError
@@ -174,6 +176,28 @@ def four_ranks() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_copies_on_a_mesh_show_no_layout() -> None:
+    """Ranks that keep whole copies may be replicas, or share samples. A cut one shows which."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("workers",))
+    model = distribute_module(nn.Linear(2, 4), mesh)
+    assert dtensors.read_off(model, 4) is None
+    model.bias = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Cut(0)]))
+    assert dtensors.read_off(model, 4) == Layout(axes={"tp": 4})
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_copy_of_a_term_stays_a_term() -> None:
+    """A copied gradient has memory of its own, and isn't reduced by that."""
+    mesh = init_device_mesh("cpu", (4,))
+    term = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    copied = dtensors.copied(term)
+    assert isinstance(copied, DTensor)
+    assert copied.placements == term.placements
+    copied.to_local()[0] = 5.0
+    assert term.to_local().tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.usefixtures("four_ranks")

@@ -34,6 +34,24 @@ def local(tensor: Tensor) -> Tensor:
         return in_numbers(tensor.to_local())
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy of `tensor` with memory of its own, placed alike.
+
+    `DTensor.clone` reduces a term of a sum, which is a collective.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    with torch.no_grad():
+        return DTensor.from_local(
+            tensor.to_local().clone(),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+
+
 def in_numbers(tensor: Tensor) -> Tensor:
     """Return a tensor without gradient as a dense one; complex numbers as pairs of real ones."""
     if tensor.layout in (torch.sparse_coo, torch.sparse_csr):
@@ -110,9 +128,13 @@ def declared(given: Any, tied: Iterable[Iterable[str]], world_size: int) -> Layo
 def read_off(model: nn.Module, world_size: int) -> Layout | None:
     """Return the layout that the meshes of the model's parameters show; None without meshes.
 
-    Raises UsageError if the meshes don't show how all ranks are arranged.
+    A mesh of one axis with a name of the script's, or none, shows nothing if all ranks keep whole
+    copies: they may share samples, or not. Raises UsageError if the meshes don't show how all ranks
+    are arranged.
     """
-    meshes = {p.device_mesh: name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    placed = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    meshes = {parameter.device_mesh: name for name, parameter in placed.items()}
+    cut = {p.device_mesh for p in placed.values() if not all(map(_is_copy, p.placements))}
     shown, sharded = None, is_fully_sharded(model)
     for mesh, name in meshes.items():
         root = mesh._get_root_mesh()
@@ -121,6 +143,8 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
         where = f"the mesh of parameter {name}"
         is_known = layout.knows(whole.mesh_dim_names)
         if not is_known and whole.ndim == 1 and whole.size() == world_size:
+            if not sharded and mesh not in cut:
+                continue
             axes = {"fsdp" if sharded else "tp": world_size}
         elif whole.mesh_dim_names is None and whole.ndim == 2 and sharded:
             axes = dict(zip(("dp_replicate", "dp_shard"), whole.shape, strict=True))
@@ -133,6 +157,10 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
             )
         shown = axes
     return None if shown is None else Layout(axes=layout.require(shown, world_size, where))
+
+
+def _is_copy(placement: object) -> bool:
+    return isinstance(placement, Replicate)
 
 
 def _axes(mesh: DeviceMesh, where: str) -> dict[str, int]:

@@ -103,7 +103,7 @@ class PlannedFaults:
             place = _element(subject, name, fault, gradient)
             if place is None or not self._strikes(fault):
                 return None
-            spoiled = gradient.clone()
+            spoiled = dtensors.copied(gradient)
             if spoiled.is_sparse:
                 spoiled = dtensors.local(spoiled).clone()
             dtensors.local(spoiled)[place] = float(fault.value or "nan")

@@ -10,6 +10,7 @@ import torch
 from entrenar_py.observing import FOLDER
 from entrenar_py.observing.auto import Settings
 from entrenar_py.observing.auto.follower import Follower
+from entrenar_py.observing.auto.recorder import Recorder
 from entrenar_py.rank_files import auto_notes
 
 
@@ -30,15 +31,25 @@ def test_a_closure_that_makes_the_first_pass_is_seen() -> None:
     optimizer = torch.optim.Adagrad([torch.zeros(1)])
     ran: list[bool] = []
 
-    class Recorder:
+    class Ran:
         @staticmethod
         def closure_ran(_: torch.optim.Optimizer, *, again: bool) -> None:
             ran.append(again)
 
     def closure() -> float:
-        follower._recorder = Recorder()  # type: ignore[assignment]
+        follower._recorder = Ran()  # type: ignore[assignment]
         return 1.0
 
     _, named = follower.before_step(optimizer, (optimizer, closure), {})
     assert (named["closure"](), named["closure"]()) == (1.0, 1.0)
     assert ran == [False, True]
+
+
+def test_an_error_of_a_hook_ends_the_observation() -> None:
+    """A hook of the recorder fails once, tells why, and raises nothing in the script."""
+    recorder, told = Recorder.__new__(Recorder), list[str]()
+    recorder.has_failed, recorder._give_up = False, told.append
+    for _ in range(2):
+        recorder._after_forward(torch.nn.Linear(1, 1), (), None)  # lacks everything that it needs
+    assert len(told) == 1
+    assert "the observation failed (AttributeError: " in told[0]

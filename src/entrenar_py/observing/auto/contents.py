@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from blake3 import blake3
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from entrenar_py.observing import dtensors
 
 ROWS_MAX = 2**16  # of a batch; rows of more are no samples
 ID_BYTES = 6  # a JSON reader that knows only float64 has 53 bits for a whole number
@@ -16,8 +19,13 @@ Row = bytes
 
 
 def tensors_in(batch: Any, depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors of a batch: in lists, tuples and mappings, and lists of these."""
-    if isinstance(batch, Tensor):
+    """Yield the tensors of a batch: in lists, tuples and mappings, and lists of these.
+
+    Of a DTensor it is this rank's part.
+    """
+    if isinstance(batch, DTensor):
+        yield dtensors.local(batch)
+    elif isinstance(batch, Tensor):
         yield batch
     elif depth and isinstance(batch, Mapping):
         for value in batch.values():

@@ -176,7 +176,7 @@ class Follower:
         model = surroundings.model_of(called, optimizers, instead=instead)
         if model is None:
             return
-        self._recorder = Recorder(model, optimizers, self.batches, called)
+        self._recorder = Recorder(model, optimizers, self.batches, called, give_up=self.give_up)
         self.observation = self._recorder
         if called is not None:  # else compiled code may call the model, and has the hook in it
             self.look_at_calls(False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
-from entrenar_py import trace
-from entrenar_py.errors import UsageError
+from entrenar_py import hook_calls, trace
+from entrenar_py.errors import EntrenarError, UsageError
 from entrenar_py.observing import process_rank
 from entrenar_py.observing.auto import surroundings
 from entrenar_py.observing.auto.batches import Batches
@@ -17,13 +18,39 @@ from entrenar_py.observing.auto.clips import Clips
 from entrenar_py.observing.auto.seen_samples import SeenSamples
 from entrenar_py.observing.observer import Observer
 
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def _apart(
+    hook: Callable[Concatenate[Recorder, _Given], _Result],
+) -> Callable[Concatenate[Recorder, _Given], _Result | None]:
+    """Return `hook` with errors of ours ending the observation, and not the script."""
+
+    @hook_calls.ours
+    @wraps(hook)
+    def run(self: Recorder, /, *given: _Given.args, **named: _Given.kwargs) -> _Result | None:
+        if self.has_failed:
+            return None
+        try:
+            return hook(self, *given, **named)
+        except EntrenarError as error:
+            why = str(error)
+        except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
+            why = f"the observation failed ({type(error).__name__}: {error})"
+        self.has_failed = True
+        self._give_up(why)
+        return None
+
+    return run
+
 
 class Recorder(Observer):
     """Records one rank, with the arguments of `observe` that the script's objects show.
 
     Samples are found by what the model is given, and losses are what `backward` is called on.
-    `called` is the module whose forward pass is about to begin, None in a backward pass. Raises
-    UsageError where `observe` would.
+    `called` is the module whose forward pass is about to begin, None in a backward pass. `give_up`
+    is told why, if something goes wrong later on. Raises UsageError where `observe` would.
     """
 
     def __init__(
@@ -32,7 +59,10 @@ class Recorder(Observer):
         optimizers: Sequence[torch.optim.Optimizer],
         batches: Batches,
         called: nn.Module | None,
+        *,
+        give_up: Callable[[str], None],
     ) -> None:
+        self.has_failed, self._give_up = False, give_up
         self.optimizers = tuple(optimizers)
         self._seen, self.clips = SeenSamples(batches), Clips()
         self._noted_steps = 0
@@ -51,11 +81,19 @@ class Recorder(Observer):
                 # Hooks that are set now aren't called before this pass.
                 self._entrances.enter(own, called, (), {})
 
+    _before_forward = _apart(Observer._before_forward)
+    _before_backward = _apart(Observer._before_backward)
+    _within_backward = _apart(Observer._within_backward)
+    _step_begins = _apart(Observer._step_begins)
+    _after_step = _apart(Observer._after_step)
+
+    @_apart
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         super()._after_forward(model, inputs, output)
         grown = torch.is_grad_enabled()
         self._seen.given(inputs, trains=model.training and grown, may_train=grown)
 
+    @_apart
     def _after_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
         """Record a backward pass, as one of unknown gradients if optimizers alternate.
 
