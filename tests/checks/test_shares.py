@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from entrenar_py.checks import shares
+from entrenar_py.checks import evidence, shares
 from entrenar_py.trace import Update
 from tests.checks import traces
 from tests.checks.micro_batch_traces import (
@@ -58,5 +58,19 @@ def test_what_shares_do_not_explain(due: Vectors) -> None:
 def test_a_later_step_of_other_weights(nudge: float, is_told: bool) -> None:
     """Wrong shares are told from what other weights make of a gradient."""
     due = plus(weighted(0.25, 0.25, 0.75, 0.75), times(nudge, summed(1)))
-    assert bool(shares.explain_later(TRACE, UPDATE, records(due))) is is_told
-    assert not shares.explain_later(TRACE, UPDATE, records(plus(summed(0), times(nudge, due))))
+    assert bool(explained_later(due)) is is_told
+    assert not explained_later(plus(summed(0), times(nudge, due)))
+
+
+def test_a_later_step_that_is_off_by_no_more_than_rounding() -> None:
+    """Wrong shares are not told if the gradient is as near as right runs may be."""
+    due = weighted(0.25, 0.25, 0.75, 0.75)
+    assert explained_later(due, bound=0.1)
+    assert not explained_later(due, bound=1.0)
+    assert not explained_later(due, floor=10.0)
+
+
+def explained_later(due: Vectors, bound: float = 1e-4, floor: float = 0.0) -> str:
+    """Return what `explain_later` says of step 0 of TRACE, whose gradient ought to be `due`."""
+    by_rank, of_step = evidence.updates(TRACE)[0], evidence.shards(TRACE)[0]
+    return shares.explain_later(by_rank, of_step, UPDATE, records(due), bound, floor)

@@ -29,38 +29,58 @@ def explain(trace: Trace, update: Update, due: Tensors, bound: float) -> str:
     `due` is the right gradient. It is explained if it is a sum of the micro-batches' gradients with
     other shares than in the applied one, within `bound` (relative, L2).
     """
-    fit = _fit(trace, update, due, bound)
+    by_rank = evidence.updates(trace).get(update.step, {})
+    fit = _fit(by_rank, evidence.shards(trace).get(update.step, ()), update, due, bound)
     return "" if fit is None else fit.words
 
 
-def explain_later(trace: Trace, update: Update, due: Tensors) -> str:
+def explain_later(
+    by_rank: Mapping[int, Update],
+    shards: Sequence[Shard],
+    update: Update,
+    due: Tensors,
+    bound: float,
+    floor: float,
+) -> str:
     """Return what `explain` does, if not even other weights than those of `due` explain it.
 
+    `by_rank` and `shards` are the step's.
+
     Two right runs have slightly other weights after many steps. That moves a gradient out of the
-    sums of others, and hardly within them.
+    sums of others, and hardly within them, unless each sample has a direction of its own. So the
+    applied gradient must also be further off than `bound` (relative, L2), and than `floor`
+    (absolute): the gradient of a model that has learned its data is only rounding.
     """
-    fit = _fit(trace, update, due, _EXPLAINED)
-    is_sure = fit is not None and fit.off > _TELLING * max(fit.unexplained, _EXPLAINED)
-    return fit.words if fit is not None and is_sure else ""
+    fit = _fit(by_rank, shards, update, due, _EXPLAINED)
+    if fit is None or fit.off * fit.size <= floor:
+        return ""
+    is_sure = fit.off > max(bound, _TELLING * max(fit.unexplained, _EXPLAINED))
+    return fit.words if is_sure else ""
 
 
 class _Fit(NamedTuple):
     """A gradient as a sum of micro-batches', with other shares than in the applied one.
 
     `unexplained` is the distance of the two, and `off` that of the nearest multiple of the applied
-    gradient, both relative to the gradient's norm.
+    gradient, both relative to the gradient's norm, its `size`.
     """
 
     words: str
     unexplained: float
     off: float
+    size: float
 
 
-def _fit(trace: Trace, update: Update, due: Tensors, bound: float) -> _Fit | None:
-    by_rank = evidence.updates(trace).get(update.step, {})
-    held = step_sums.held(by_rank, evidence.shards(trace).get(update.step, ()))
+def _fit(
+    by_rank: Mapping[int, Update],
+    shards: Sequence[Shard],
+    update: Update,
+    due: Tensors,
+    bound: float,
+) -> _Fit | None:
+    held = step_sums.held(by_rank, shards)
     right, applied = evidence.vectors(due), evidence.vectors(update.gradient)
-    parts = {key: _sum(by_rank, shards, right) for key, shards in _parts(held).items()}
+    parts = {key: _sum(by_rank, part, right) for key, part in _parts(held).items()}
     if right is None or applied is None or right.keys() != applied.keys() or len(parts) < 2:
         return None
     terms = [term for term in parts.values() if term is not None]
@@ -70,16 +90,16 @@ def _fit(trace: Trace, update: Update, due: Tensors, bound: float) -> _Fit | Non
     now = factors.ratio(np.sum(terms, axis=0), got, bound)
     if not now or not np.isfinite(goal).all():
         return None
-    shares, _, rank, _ = np.linalg.lstsq(np.stack(terms, axis=1), goal)
+    due_shares, _, rank, _ = np.linalg.lstsq(np.stack(terms, axis=1), goal)
     size = float(np.linalg.norm(goal))
-    gap = float(np.linalg.norm(np.stack(terms, axis=1) @ shares - goal))
+    gap = float(np.linalg.norm(np.stack(terms, axis=1) @ due_shares - goal))
     if rank < len(terms) or gap > bound * size:
         return None
-    times = shares / now
+    times = due_shares / now
     if np.ptp(times) <= _ALIKE * np.abs(times).max():
         return None
     told = [f"{name} {share:.3g} times" for name, share in zip(parts, times, strict=True)]
-    weights = [sum(shard.weight for shard in shards) for shards in _parts(held).values()]
+    weights = [sum(shard.weight for shard in part) for part in _parts(held).values()]
     words = (
         f"it is right if samples count otherwise, those of {listed(told, most=8)} as much"
         f"{_meaning(times, weights)}"
@@ -87,7 +107,7 @@ def _fit(trace: Trace, update: Update, due: Tensors, bound: float) -> _Fit | Non
     is_telling = np.count_nonzero(goal) >= _DIRECTIONS * len(terms)
     nearest = float(np.dot(goal, got) / np.dot(got, got)) * got
     off = float(np.linalg.norm(goal - nearest)) / size if is_telling else 0.0
-    return _Fit(words, gap / size, off)
+    return _Fit(words, gap / size, off, size)
 
 
 def _parts(shards: Sequence[Shard]) -> Mapping[str, list[Shard]]:

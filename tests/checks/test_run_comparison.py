@@ -1,0 +1,143 @@
+"""Later steps of right runs, which rounding alone moves apart, and of one that is wrong in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entrenar_py.checks import run_comparison
+from entrenar_py.trace import End, Event, Shard, Start, Trace, Traits, Update, record_tensor
+from entrenar_py.verdict import Tally
+from tests.checks.traces import scenario
+
+Vector = np.ndarray[Any, np.dtype[np.float32]]
+BATCH, ROWS, STEPS = 4, 8, 60
+
+
+def regression(
+    num_ranks: int,
+    *,
+    size: int = 16,
+    optimizer: str = "sgd",
+    rate: float = 0.02,
+    seed: int = 0,
+    distance: float = 1.0,
+    uneven_step: int | None = None,
+) -> Trace:
+    """Return a linear regression in float32, whose data is learned before it ends.
+
+    In `uneven_step` the first rank has one sample, and its mean counts as much as the others'.
+    The first weights are off by `distance`.
+    """
+    given = np.random.default_rng(seed)
+    inputs = given.normal(size=(ROWS, size)).astype(np.float32)
+    noise = given.normal(size=ROWS)
+    weights = given.normal(size=size).astype(np.float32)
+    targets = (inputs @ weights + distance * noise).astype(np.float32)
+    first, second = np.zeros(size, np.float32), np.zeros(size, np.float32)
+    events: list[Event] = [
+        Start(step=0, rank=rank, weights=record(weights)) for rank in range(num_ranks)
+    ]
+    for step in range(STEPS):
+        batch = np.arange(step * BATCH, (step + 1) * BATCH) % ROWS
+        terms = []
+        pieces = np.split(batch, num_ranks if step != uneven_step else [1])
+        for rank, rows in enumerate(pieces):
+            off = inputs[rows] @ weights - targets[rows]
+            terms.append((inputs[rows].T @ off / np.float32(len(rows))).astype(np.float32))
+            events.append(
+                Shard(
+                    step=step,
+                    epoch=step * BATCH // ROWS,
+                    rank=rank,
+                    shard=rank,
+                    ids=tuple(int(row) for row in rows),
+                    loss_sum=None,
+                    weight=float(len(rows)),
+                    finite=True,
+                    gradient=record(terms[-1]),
+                )
+            )
+        gradient = np.zeros(size, np.float32)
+        for term in terms:
+            gradient = gradient + term
+        gradient = gradient / np.float32(num_ranks)
+        change = gradient
+        if optimizer == "adamw":
+            first = np.float32(0.9) * first + np.float32(0.1) * gradient
+            second = np.float32(0.999) * second + np.float32(0.001) * gradient**2
+            scale = np.sqrt(second / np.float32(1 - 0.999 ** (step + 1))) + np.float32(1e-8)
+            change = first / np.float32(1 - 0.9 ** (step + 1)) / scale
+        weights = weights - np.float32(rate) * change
+        events += [
+            Update(
+                step=step,
+                rank=rank,
+                loss=None,
+                weight=float(BATCH),
+                learning_rate=rate,
+                finite=True,
+                weights=record(weights),
+                gradient=record(gradient),
+            )
+            for rank in range(num_ranks)
+        ]
+    subject = scenario(
+        system="command",
+        workload="own",
+        world_size=num_ranks,
+        num_shards=num_ranks,
+        optimizer=optimizer,
+        num_samples=ROWS,
+        batch_size=BATCH,
+        num_steps=STEPS,
+        detail="values",
+    )
+    return Trace(
+        scenario=subject,
+        environment={},
+        promises=(),
+        traits=Traits(),
+        events=(*events, End(status="completed")),
+    )
+
+
+def record(values: Vector) -> Mapping[str, Any]:
+    """Return one tensor's record with values."""
+    return {"w": record_tensor(values, values=True)}
+
+
+def judged(trace: Trace, model: Trace) -> Tally:
+    """Return what the comparison of two runs comes to."""
+    tally = Tally("", observed=True)
+    run_comparison.compare(tally, model, trace, None)
+    return tally
+
+
+@pytest.mark.parametrize("distance", [1.0, 0.2])
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize(
+    ("optimizer", "rate"), [("sgd", 0.02), ("sgd", 0.04), ("sgd", 0.08), ("adamw", 0.1)]
+)
+def test_gradients_of_a_model_that_has_learned_its_data(
+    optimizer: str, rate: float, size: int, distance: float
+) -> None:
+    """They are rounding, and exact sums of the ranks' gradients in any shares."""
+    for seed in range(3):
+        how: dict[str, Any] = {"optimizer": optimizer, "rate": rate, "size": size, "seed": seed}
+        how["distance"] = distance
+        assert judged(regression(4, **how), regression(1, **how)).broken is None
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_mean_of_means_in_a_later_step(optimizer: str) -> None:
+    """It is found in its step, where gradients come apart at once."""
+    model = regression(1, optimizer=optimizer)
+    trace = regression(2, optimizer=optimizer, uneven_step=9)
+    found = judged(trace, model).broken
+    assert found is not None
+    assert found.step == 9
+    assert found.message.endswith("which could mean: a mean of means")
