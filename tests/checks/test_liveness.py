@@ -67,6 +67,28 @@ def test_a_gradient_that_has_no_effect() -> None:
     assert broken(traces.judge("liveness", [trace])).tensor == "w"
 
 
+@pytest.mark.parametrize(
+    ("weights", "is_bfloat16"),
+    [
+        pytest.param([1.0] * 16, False, id="a norm's scale, still one"),
+        pytest.param([0.1875] * 16, False, id="one number"),
+        pytest.param([0.75 + n / 128 for n in range(16)], True, id="numbers of few bits"),
+        pytest.param([0.75 + n / 2**20 for n in range(16)], False, id="float32"),
+    ],
+)
+def test_the_precision_is_blamed_if_many_numbers_show_it(
+    weights: list[float], is_bfloat16: bool
+) -> None:
+    """A float32 tensor that the optimizer doesn't hold may be constant, and is not bfloat16."""
+    trace = moving([1] * 4, gradients=[0.5] * 3)
+    fixed = {"w": values(*weights), "e": values(5.0)}
+    trace = traces.altered(trace, Start, {}, weights=fixed)
+    slope = {"w": values(*[0.5] * len(weights))}
+    trace = traces.altered(trace, Update, {}, weights=fixed, gradient=slope)
+    message = broken(traces.judge("liveness", [trace])).message
+    assert ("bfloat16" in message) is is_bfloat16
+
+
 def test_a_frozen_tensor_that_moves() -> None:
     """A frozen tensor changed by weight decay is found in the step in which it changes."""
     found = broken(traces.judge("liveness", [moving([1, 2, 3, 4], frozen=[5, 5, 4, 4])]))

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from entrenar_py import wording
-from entrenar_py.checks import evidence, facts, missing, plans
+from entrenar_py.checks import evidence, facts, missing, plans, precision
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Declared, Shard, Start, TensorRecord, Trace, Update
+from entrenar_py.trace import Declared, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 # A trainable tensor may stay unchanged while its gradient is exactly zero (LoRA's A while B is
@@ -185,7 +185,7 @@ def _moving(
                     ": the optimizer steps other tensors than the model's: make it after the model "
                     "is wrapped, copied or converted"
                 )
-            elif _is_bfloat16(start.weights[name]):
+            elif precision.unit_of({name: start.weights[name]}) == precision.BFLOAT16:
                 message += (
                     ": it is in bfloat16, where a step below half of a weight's last bit is lost: "
                     "step masters in float32"
@@ -193,14 +193,6 @@ def _moving(
             _dead(tally, trace, name, rest, message)
         elif moved:
             tally.compared += 1
-
-
-def _is_bfloat16(weights: TensorRecord) -> bool:
-    """Return whether all values have the last 16 bits of a float32 zero, and not all are zero."""
-    values = weights.elements()
-    if values is None or values.dtype != np.float32 or not values.any():
-        return False
-    return not (values.view(np.uint32) & np.uint32(0xFFFF)).any()
 
 
 def _rest(start: Start, name: str, live: Sequence[Update]) -> list[Update]:

@@ -17,7 +17,8 @@ from entrenar_py.trace import Shard, TensorRecord, Tensors, Trace, Update
 
 FLOAT32 = 2.0**-24  # the largest relative error of one rounding
 # numpy has no bfloat16: traces keep it as float32.
-SIXTEEN = {"bfloat16": (2.0**-8, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
+BFLOAT16 = 2.0**-8
+SIXTEEN = {"bfloat16": (BFLOAT16, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
 # A few numbers may be round by nature. So many don't all end in zeros by chance (2^-16 each).
 _NUMBERS_MIN = 8
 
