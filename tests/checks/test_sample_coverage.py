@@ -10,6 +10,7 @@ import pytest
 
 from entrenar_py.checks import CHECKS, sample_numbers
 from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.coverage import LISTED_MAX
 from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.trace import Selection, Shard, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
@@ -159,6 +160,17 @@ def test_epochs_that_grow() -> None:
     assert "epoch 0 has only 4 of 8 samples" in found.reason
     whole = in_epochs(run([[ids] for ids in [*growing[1:], *growing[1:]]]), 0, 0, 1, 1)
     assert broken(beside(trace, whole)).sample_ids == (4, 5, 6, 7)
+
+
+def test_a_large_batch_that_an_epoch_lacks() -> None:
+    """An epoch that lacks a whole batch of one worker's is found, however large that is."""
+    size = LISTED_MAX + 200
+    first, second = range(size), range(size, 2 * size)
+    alone = in_epochs(run([[first], [second], [first]]), 0, 0, 1)
+    trace = in_epochs(run([[first[::2], first[1::2]], [second[::2], second[1::2]]]), 0, 1)
+    subject = {"num_samples": 2 * size, "batch_size": size}
+    runs = [replace(one, scenario=one.scenario.with_(**subject)) for one in (trace, alone)]
+    assert broken(beside(*runs)).sample_ids == tuple(second[:LISTED_MAX])
 
 
 def test_epochs_that_grow_and_are_not_told() -> None:

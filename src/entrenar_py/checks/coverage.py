@@ -203,7 +203,7 @@ def _ended_complete(
     is_short = num_lacking < trace.scenario.batch_size
     dropped = trace.traits.drop_last and is_short
     if lacking and population.is_guessed:
-        lacking = population.lacking_beside_alone(done, seen[done])[:LISTED_MAX]
+        lacking = population.lacking_beside_alone(done, seen[done])
         if len(lacking) < trace.scenario.batch_size and not dropped:
             why = f"epoch {done} has only {len(seen[done])} of {len(population.samples)} samples"
             missing.ask(tally, why, facts.POPULATION)
@@ -212,7 +212,7 @@ def _ended_complete(
         dropped or not lacking,
         f"epoch {done} ended without samples {lacking[:8]}",
         step=step if any(shard.step == step for shard in seen[done].values()) else step - 1,
-        sample_ids=tuple(lacking),
+        sample_ids=tuple(lacking[:LISTED_MAX]),
         scenario=trace.scenario,
     )
 
