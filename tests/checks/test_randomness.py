@@ -101,6 +101,8 @@ def test_other_orders_and_no_shuffling(
         ),
         pytest.param([range(18, 24), range(6), range(6, 12), range(12, 18)], False, id="blocks"),
         pytest.param([(0, 2), (1, 3), (4, 6), (5, 7)], False, id="too few to tell"),
+        pytest.param([range(5), range(4), range(5, 9), range(4, 8)], True, id="1,658,880 orders"),
+        pytest.param([range(4), range(4), range(4, 8), range(4, 8)], False, id="331,776 orders"),
     ],
 )
 def test_workers_that_read_in_turns(drawn: list[Sequence[int]], is_in_order: bool) -> None:

@@ -131,7 +131,8 @@ def in_turns(drawn: Sequence[tuple[int, ...]]) -> bool:
 
     if grows(drawn):
         return True
-    is_telling = math.prod(math.factorial(len(ids)) for ids in drawn) > CHANCE_MAX
+    # The number of orders has millions of digits in a large epoch, so logarithms are compared.
+    is_telling = sum(math.lgamma(len(ids) + 1) for ids in drawn) > math.log(CHANCE_MAX)
     most = len(drawn) // 2
     return is_telling and any(
         all(grows(drawn[worker::workers]) for worker in range(workers))
