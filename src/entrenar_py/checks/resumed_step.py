@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from entrenar_py.checks import evidence, rates
+from entrenar_py.checks import evidence, rates, step_sums
 from entrenar_py.checks.restored_state import Resume, resumes
 from entrenar_py.trace import Tensors, Trace, Update
 from entrenar_py.verdict import Tally
@@ -47,23 +47,19 @@ def _digests(tensors: Tensors) -> dict[str, str]:
 def _cause(resume: Resume, update: Update) -> str:
     """Return what was not restored: copies, if the weights went back to those of the beginning."""
     first = resume.begun.get(resume.start.rank)
-    was, came = _flat(resume.start.weights), _flat(update.weights)
-    begun = None if first is None else _flat(first.weights)
     general = (
         "what the optimizer was made with (decay, momentum), or copies of the weights that it "
         "steps, were not restored"
     )
-    if was is None or came is None or begun is None or begun.size != came.size:
+    held = [resume.start.weights, update.weights, {} if first is None else first.weights]
+    known = [vectors for vectors in map(evidence.vectors, held) if vectors is not None]
+    sizes = [{name: vector.size for name, vector in vectors.items()} for vectors in known]
+    if len(known) < len(held) or any(other != sizes[0] for other in sizes):
         return general
-    if np.linalg.norm(came - was) <= np.linalg.norm(came - begun):
+    was, came, begun = (step_sums.joined(vectors, vectors.keys()) for vectors in known)
+    if not np.linalg.norm(came - begun) < np.linalg.norm(came - was):  # so for NaN, too
         return general
     return (
         "it went back to nearly what it was before the first step: the optimizer steps copies of "
         "the weights, which were made before the checkpoint was read"
     )
-
-
-def _flat(tensors: Tensors) -> np.ndarray | None:
-    """Return all tensors as one float64 `[size]`; None if one has no values."""
-    vectors = evidence.vectors(tensors)
-    return None if not vectors else np.concatenate([*vectors.values()]).astype(np.float64)
