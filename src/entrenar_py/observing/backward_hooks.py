@@ -30,9 +30,10 @@ class _Given(NamedTuple):
 class BackwardHooks:
     """Calls `begun` before a backward pass adds to any gradient, and `ended` with what it added.
 
-    `added` is called with what a nested pass adds, and `summed` when all parameters have their
-    gradients. For a sharded model `ended` is only told whether what this rank added is finite: the
-    gradients that remain are pieces of sums over all ranks.
+    `recorded` returns the records of gradients, and whether these are finite, or None. `added` is
+    called with what a nested pass adds, and `summed` when all parameters have their gradients. For
+    a sharded model `ended` is only told whether what this rank added is finite: the gradients that
+    remain are pieces of sums over all ranks.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class BackwardHooks:
         faults: PlannedFaults,
         *,
         begun: Callable[[], None],
+        recorded: Callable[[Mapping[str, Tensor]], tuple[trace.Tensors, bool] | None],
         ended: Gave,
         added: Gave,
         summed: Callable[[], None],
     ) -> None:
         self._subject, self._faults = subject, faults
         self._begun, self._ended, self._added, self._summed = begun, ended, added, summed
+        self._recorded = recorded
         self._whole: GradientHooks[_Given] | None = None
         # For a sharded model: whether a pass's end is queued, and its gradients are finite so far.
         self._ending, self._finite = False, True
@@ -89,8 +92,7 @@ class BackwardHooks:
 
     def _take(self, gradients: Mapping[int, Tensor]) -> dict[int, _Given]:
         names = [*self._subject.trained]
-        records = self._subject.record({names[n]: g for n, g in gradients.items()}, exact=False)
-        finite = tensors.is_finite(gradients.values())
+        records, finite = self._recorded({names[n]: g for n, g in gradients.items()}) or ({}, True)
         return {n: _Given(records.get(names[n]), finite) for n in gradients}
 
     def _tell(self, gave: Gave, given: Sequence[_Given | None]) -> None:

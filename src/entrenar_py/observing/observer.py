@@ -23,6 +23,7 @@ from entrenar_py.observing import (
     reduced_gradients,
     sources,
     step_in_work,
+    tensors,
 )
 from entrenar_py.observing.backward_hooks import BackwardHooks
 from entrenar_py.observing.generators import Generators
@@ -211,6 +212,7 @@ class Observer(Observation):
             self._subject,
             self._faults,
             begun=self._before_backward,
+            recorded=self._record_gradients,
             ended=self._after_backward,
             added=self._within_backward,
             summed=self._look_at_sum,
@@ -281,6 +283,13 @@ class Observer(Observation):
         number = max(0, self._micro_batches.index - 1)
         self._step.sources.after_backward(self._step.number, number, names)
         self._micro_batches.within_backward(given, finite=finite)
+
+    def _record_gradients(
+        self, gradients: Mapping[str, Tensor]
+    ) -> tuple[trace.Tensors, bool] | None:
+        """Return the records of what a pass gave, and whether all of it is finite."""
+        finite = tensors.is_finite(gradients.values())
+        return self._subject.record(gradients, exact=False), finite
 
     def _look_at_sum(self) -> None:
         self._gradients.look(self._subject.gradients().values())

@@ -58,7 +58,7 @@ def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that are attributes of another, or in a list that is one."""
+    """Return the optimizers that are attributes of another, or are listed in one."""
     held = getattr(optimizer, "__dict__", {}).values()
     alone = [value for value in held if isinstance(value, torch.optim.Optimizer)]
     return [*alone, *_listed_optimizers(optimizer)]
@@ -67,8 +67,8 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 def stepping(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that make the steps of `optimizer`: it alone, or those that it lists.
 
-    A list has all its parameters, in groups of their own. Then theirs are the rates that schedules
-    change, and the state.
+    Listed optimizers count if they hold exactly its parameters, in groups of their own. Then the
+    rates that schedules change and the state are theirs.
     """
     optimizer = unwrapped_optimizer(optimizer)
     listed = _listed_optimizers(optimizer)

@@ -48,7 +48,7 @@ def test_a_closure_that_makes_the_first_pass_is_seen() -> None:
 def test_an_error_of_a_hook_ends_the_observation() -> None:
     """A hook of the recorder fails once, tells why, and raises nothing in the script."""
     recorder, told = Recorder.__new__(Recorder), list[str]()
-    recorder.has_failed, recorder._give_up = False, told.append
+    recorder._is_off, recorder._tell_why = False, told.append
     for _ in range(2):
         recorder._after_forward(torch.nn.Linear(1, 1), (), None)  # lacks everything that it needs
     assert len(told) == 1

@@ -5,20 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from entrenar_py import hook_calls
-from entrenar_py.errors import EntrenarError
 from entrenar_py.observing import FOLDER
 from entrenar_py.observing.auto import Settings
 from entrenar_py.observing.auto.ending import Ending
+from entrenar_py.observing.auto.guard import guarded
 from entrenar_py.rank_files import auto_notes
 from entrenar_py.untrusted import printing
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from entrenar_py.observing.auto.batches import Batches
     from entrenar_py.observing.auto.recorder import Recorder
 
-_Given = ParamSpec("_Given")
 _LOG = logging.getLogger("entrenar_py")
 
 CURRENT: Follower | None = None  # of this process
@@ -43,25 +41,6 @@ def _inside(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Opt
 def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a backward pass can give any of the optimizer's tensors a gradient."""
     return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
-
-
-def _guarded(method: Callable[_Given, None]) -> Callable[_Given, None]:
-    """Return `method` for use as a hook: an error of ours ends the observation, not the script."""
-
-    @hook_calls.ours
-    @wraps(method)
-    def run(*given: _Given.args, **named: _Given.kwargs) -> None:
-        follower: Any = given[0]
-        if hook_calls.is_traced() or follower.is_off():
-            return
-        try:
-            method(*given, **named)
-        except EntrenarError as error:
-            follower.give_up(str(error))
-        except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
-            follower.give_up(f"the observation failed ({type(error).__name__}: {error})")
-
-    return run
 
 
 class Follower:
@@ -150,7 +129,7 @@ class Follower:
             )
         ]
 
-    @_guarded
+    @guarded
     def built(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that `optimizer` was built."""
         if torch.utils.data.get_worker_info() is None:
@@ -233,7 +212,7 @@ class Follower:
 
     # --- called by torch's hooks and the patches --------------------------------------------------
 
-    @_guarded
+    @guarded
     def forward(self, module: nn.Module, _: Any) -> None:
         """Begin to observe in the first training pass of a module that an optimizer trains."""
         if not (module.training and torch.is_grad_enabled()):
@@ -242,7 +221,7 @@ class Follower:
         if self.observation is None and self._optimizers:
             self._begin(module)
 
-    @_guarded
+    @guarded
     def backward_begins(self, tensors: Any) -> None:
         """Note the loss of a backward pass; passes inside of it belong to it."""
         self._depth += 1
@@ -257,34 +236,34 @@ class Follower:
             is_number = len(losses) == 1 and losses[0].numel() == 1 and not self.scales_losses
             self._recorder.backward_begins(float(losses[0].detach()) if is_number else None)
 
-    @_guarded
+    @guarded
     def backward_ended(self) -> None:
         """Note that a backward pass has ended, maybe by an exception."""
         self._depth -= 1
         if self._recorder is not None and not self._depth:
             self._recorder.backward_ended()
 
-    @_guarded
+    @guarded
     def iterated(self, loader: Any, iterator: Any) -> None:
         """Note that a pass over a DataLoader begins."""
         self.batches.iterated(loader, iterator)
 
-    @_guarded
+    @guarded
     def drew(self, iterator: Any, index: Any) -> None:
         """Note what a DataLoader's sampler drew."""
         self.batches.drew(iterator, index)
 
-    @_guarded
+    @guarded
     def yielded(self, iterator: Any, batch: Any) -> None:
         """Note a batch that a DataLoader yields."""
         self.batches.yielded(iterator, batch)
 
-    @_guarded
+    @guarded
     def exhausted(self, iterator: Any) -> None:
         """Note that a pass over a DataLoader is over."""
         self.batches.exhausted(iterator)
 
-    @_guarded
+    @guarded
     def skipped(self) -> None:
         """Note that a `GradScaler` skipped a step on all ranks."""
         if self._recorder is not None:
@@ -306,18 +285,18 @@ class Follower:
         again = partial(self._closure_ran, optimizer, again=True)
         return look_before_step(first, again, arguments, named)
 
-    @_guarded
+    @guarded
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
         """Note that the script clips gradients by their norm."""
         if self._recorder is not None:
             self._recorder.clips.note(parameters, max_norm, norm_type)
 
-    @_guarded
+    @guarded
     def _closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
         if self._recorder is not None:
             self._recorder.closure_ran(optimizer, again=again)
 
-    @_guarded
+    @guarded
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Look whether the optimizer is one that is followed."""
         self._stepping += 1
@@ -344,7 +323,7 @@ class Follower:
                 "backward passes, as shards of ZeRO-3 are: that is not observed yet",
             )
 
-    @_guarded
+    @guarded
     def step_ended(self, *_: Any) -> None:
         """End the run after the last step that was asked for."""
         self._stepping = max(0, self._stepping - 1)

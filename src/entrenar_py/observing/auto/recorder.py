@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from entrenar_py import hook_calls, trace
-from entrenar_py.errors import EntrenarError, UsageError
+from entrenar_py import trace
+from entrenar_py.errors import UsageError
 from entrenar_py.observing import process_rank
 from entrenar_py.observing.auto import surroundings
 from entrenar_py.observing.auto.batches import Batches
 from entrenar_py.observing.auto.clips import Clips
+from entrenar_py.observing.auto.guard import guarded
 from entrenar_py.observing.auto.seen_samples import SeenSamples
 from entrenar_py.observing.observer import Observer
-
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-
-def _apart(
-    hook: Callable[Concatenate[Recorder, _Given], _Result],
-) -> Callable[Concatenate[Recorder, _Given], _Result | None]:
-    """Return `hook` with errors of ours ending the observation, and not the script."""
-
-    @hook_calls.ours
-    @wraps(hook)
-    def run(self: Recorder, /, *given: _Given.args, **named: _Given.kwargs) -> _Result | None:
-        if self.has_failed:
-            return None
-        try:
-            return hook(self, *given, **named)
-        except EntrenarError as error:
-            why = str(error)
-        except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
-            why = f"the observation failed ({type(error).__name__}: {error})"
-        self.has_failed = True
-        self._give_up(why)
-        return None
-
-    return run
 
 
 class Recorder(Observer):
@@ -62,7 +36,7 @@ class Recorder(Observer):
         *,
         give_up: Callable[[str], None],
     ) -> None:
-        self.has_failed, self._give_up = False, give_up
+        self._is_off, self._tell_why = False, give_up
         self.optimizers = tuple(optimizers)
         self._seen, self.clips = SeenSamples(batches), Clips()
         self._noted_steps = 0
@@ -81,19 +55,30 @@ class Recorder(Observer):
                 # Hooks that are set now aren't called before this pass.
                 self._entrances.enter(own, called, (), {})
 
-    _before_forward = _apart(Observer._before_forward)
-    _before_backward = _apart(Observer._before_backward)
-    _within_backward = _apart(Observer._within_backward)
-    _step_begins = _apart(Observer._step_begins)
-    _after_step = _apart(Observer._after_step)
+    def is_off(self) -> bool:
+        """Return whether something has gone wrong."""
+        return self._is_off
 
-    @_apart
+    def give_up(self, why: str) -> None:
+        """End the observation, and tell the follower why."""
+        self._is_off = True
+        self._tell_why(why)
+
+    _before_forward = guarded(Observer._before_forward)
+    _before_backward = guarded(Observer._before_backward)
+    _within_backward = guarded(Observer._within_backward)
+    _record_gradients = guarded(Observer._record_gradients)
+    _look_at_sum = guarded(Observer._look_at_sum)
+    _step_begins = guarded(Observer._step_begins)
+    _after_step = guarded(Observer._after_step)
+
+    @guarded
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         super()._after_forward(model, inputs, output)
         grown = torch.is_grad_enabled()
         self._seen.given(inputs, trains=model.training and grown, may_train=grown)
 
-    @_apart
+    @guarded
     def _after_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
         """Record a backward pass, as one of unknown gradients if optimizers alternate.
 
