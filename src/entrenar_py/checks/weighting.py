@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -287,23 +288,28 @@ class _Divisions:
         return True
 
 
-def _micro_batches(trace: Trace, *, apart: bool) -> set[int]:
-    """Return how many micro-batches steps have, on all ranks, if their losses' scale is unknown.
-
-    With `apart` only steps count whose micro-batches have samples of their own.
-    """
+def _held_shards(trace: Trace) -> list[list[Shard]]:
+    """Return the micro-batches of each step, if the scale of their losses is unknown."""
     if trace.traits.losses != "backward":
-        return set()
-    held = [
-        step_sums.held(by_rank, evidence.shards(trace).get(step, ()))
-        for step, by_rank in evidence.ranks_by_step(trace)
-    ]
-    return {len(shards) for shards in held if not apart or step_sums.are_apart(shards)} - {0}
+        return []
+    shards = evidence.shards(trace)
+    steps = evidence.ranks_by_step(trace)
+    return [step_sums.held(by_rank, shards.get(step, ())) for step, by_rank in steps]
+
+
+def _micro_batches_of_ranks(trace: Trace) -> set[int]:
+    """Return how many micro-batches, of samples of their own, ranks have in a step."""
+    return {
+        count
+        for held in _held_shards(trace)
+        if step_sums.are_apart(held)
+        for count in Counter(shard.rank for shard in held).values()
+    }
 
 
 def _require_scale(tally: Tally, trace: Trace) -> None:
     """Count as missing how much losses count, if steps have several numbers of micro-batches."""
-    counts = _micro_batches(trace, apart=False)
+    counts = {len(held) for held in _held_shards(trace)} - {0}
     if len(counts) > 1:
         told = f"steps have {' or '.join(map(str, sorted(counts)))} micro-batches"
         why = f"{told}, and by which number each divides its losses is unknown"
@@ -312,11 +318,7 @@ def _require_scale(tally: Tally, trace: Trace) -> None:
 
 def _require_other_numbers(tally: Tally, runs: Traces) -> None:
     """Count as missing how much losses count, if ranks add up as many micro-batches in all runs."""
-    counts = {
-        count // run.scenario.world_size
-        for run in runs
-        for count in _micro_batches(run, apart=True) or {run.scenario.world_size}
-    }
+    counts = {count for run in runs for count in _micro_batches_of_ranks(run)}
     if len(counts) == 1 and max(counts) > 1:
         why = (
             f"a rank adds up {max(counts)} micro-batches in each step of every run, and by which "
