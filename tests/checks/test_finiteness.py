@@ -51,6 +51,24 @@ def test_a_micro_batch_that_was_skipped_is_not_known() -> None:
     assert traces.judge("finiteness", [without_rank]).verdict is Verdict.FALSIFIED
 
 
+def test_a_gradient_that_no_optimizer_applies() -> None:
+    """Of optimizers that take turns, with `--auto`, the poisoned gradient may be thrown away.
+
+    A record that has no gradients of passes at all is that of a sharded model.
+    """
+    trace = traces.was(swallowed(), losses="backward")
+    subject = trace.scenario.with_(workload="own", system="command")
+    turns = altered(replace(trace, scenario=subject), Shard, {"step": 2}, gradient={})
+    turns = altered(turns, Shard, {"step": 2, "rank": 1}, finite=False)
+    finding = traces.judge("finiteness", [turns])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "may be one that no optimizer applies, since several take turns" in finding.reason
+    sharded = altered(turns, Shard, {}, gradient={})
+    assert "take turns" not in traces.judge("finiteness", [sharded]).reason
+    halted = without(turns, Update, step=2)
+    assert "take turns" not in traces.judge("finiteness", [halted]).reason
+
+
 def test_a_nan_without_a_halt() -> None:
     """A run that stops without a Halt does not name its culprit, and is falsified."""
     found = broken(traces.judge("finiteness", [without(traces.run(POISONED), Halt)]))

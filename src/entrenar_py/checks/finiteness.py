@@ -122,15 +122,22 @@ def _is_lost(trace: Trace, planted: Injected) -> bool:
 
 
 def _is_perhaps_dropped(trace: Trace, culprit: Shard | Injected) -> bool:
-    """Return whether the script may have thrown away what is not finite, as it does in every step.
+    """Return whether the script may have thrown away what is not finite.
 
-    A pass for the generator of a GAN leaves gradients in the discriminator. If optimizers take
-    turns, gradients of passes are unknown without a line: the record lacks them.
+    A pass for the generator of a GAN leaves gradients in the discriminator. Once optimizers have
+    taken turns, gradients of passes are unknown without a line: the record lacks those of later
+    passes. Of a sharded model it has none at all.
     """
     if not isinstance(culprit, Shard) or culprit.gradient or trace.traits.losses != "backward":
         return False
+    if not any(shard.gradient for shard in trace.of(Shard)):
+        return False
     applied = [update.gradient for update in trace.of(Update) if update.step == culprit.step]
-    return all(applied) and all(evidence.non_finite(gradient) is None for gradient in applied)
+    return (
+        bool(applied)
+        and all(applied)
+        and all(evidence.non_finite(gradient) is None for gradient in applied)
+    )
 
 
 def _stays_finite(tally: Tally, trace: Trace, passed_over: Set[int]) -> None:
