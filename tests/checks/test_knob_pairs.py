@@ -180,14 +180,27 @@ def test_clipped_by_a_norm_of_more_than_is_recorded() -> None:
     runs = [run("clip", factor=factor, slope=seen), run(slope=seen)]
     assert "clipped to this norm" in broken(traces.judge("parity", runs)).message
     v = [{"v": record_tensor(np.full(2, x, np.float32), values=True)} for x in (0, 1)]
-    more = []
-    for one in runs:
-        weights = dict(one.of(Start)[0].weights)
-        begun = traces.altered(one, Start, {}, weights={**weights, **v[0]})
-        more.append(traces.altered(begun, Update, {}, weights={**weights, **v[1]}))
-    finding = traces.judge("parity", more)
+
+    def moved(trainable: tuple[str, ...]) -> list[Trace]:
+        more = []
+        for one in runs:
+            start = one.of(Start)[0]
+            begun = traces.altered(
+                one,
+                Start,
+                {},
+                weights={**start.weights, **v[0]},
+                trainable=(*start.trainable, *trainable),
+            )
+            more.append(traces.altered(begun, Update, {}, weights={**start.weights, **v[1]}))
+        return more
+
+    finding = traces.judge("parity", moved(("v",)))
     assert finding.verdict is Verdict.INCONCLUSIVE
-    assert "norm of the gradient is unknown: that of v is spread over ranks" in finding.reason
+    assert "norm of the gradient is unknown: that of v was not recorded" in finding.reason
+    # A moving average has no gradient to count.
+    average = traces.judge("parity", moved(()))
+    assert "clipped to this norm" in broken(average).message
 
 
 @pytest.mark.parametrize(("applied", "is_clipped"), [(0.5, True), (1.0, False)])

@@ -243,8 +243,11 @@ def unseen_gradients(trace: Trace) -> str:
         name
         for update in updates
         for name, record in update.weights.items()
-        if name not in seen and start.weights.get(name) != record
+        if name in start.trainable
+        and name not in seen
+        and name not in update.edited
+        and start.weights.get(name) != record
     }
     if not seen or not moved:
         return ""
-    return f"the norm of the gradient is unknown: that of {min(moved)} is spread over ranks"
+    return f"the norm of the gradient is unknown: that of {min(moved)} was not recorded"

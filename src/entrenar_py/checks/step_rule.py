@@ -80,14 +80,26 @@ def _may_be_changed(tally: Tally, trace: Trace) -> bool:
         return False
     tried = Tally("", observed=True)
     _follow(tried, trace)
-    if tried.broken is not None:
+    if tried.broken is not None and not _is_unchanged(trace, tried.broken.step):
         tally.miss(
             f"in step {tried.broken.step} {tried.broken.tensor} does not move by the gradient that "
             "there was at obs.reduced(): if the script only clips it afterwards, declare "
             "observe(..., clip_norm=...); if it changes it in another way on purpose, this clause "
             "needs a run without obs.reduced()"
         )
-    return tried.broken is not None
+        return True
+    return False
+
+
+def _is_unchanged(trace: Trace, step: int | None) -> bool:
+    """Return whether a step's gradient has the norm that it was reported with, on all ranks."""
+    norms = [(u.grad_norm, u.applied_norm) for u in trace.of(Update) if u.step == step]
+    return all(
+        reported is not None
+        and applied is not None
+        and math.isclose(reported, applied, rel_tol=1e-6)
+        for reported, applied in norms
+    )
 
 
 def _follow(tally: Tally, trace: Trace) -> None:
