@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.errors import TraceError
+from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.rank_files import rank_file, rank_trace
 from entrenar_py.rank_files.rank_file import RankFile
 from tests.fuzz import bad_contents
@@ -58,3 +58,6 @@ def test_the_whole_job_comes_before_a_part_of_it(monkeypatch: pytest.MonkeyPatch
     for name, value in {"ENTRENAR_RANK": "1", "ENTRENAR_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert rank_file.environment_rank() == (1, 2)
+    monkeypatch.delenv("ENTRENAR_WORLD_SIZE")
+    with pytest.raises(UsageError, match="ENTRENAR_RANK=1 is set, and ENTRENAR_WORLD_SIZE isn't"):
+        rank_file.environment_rank()

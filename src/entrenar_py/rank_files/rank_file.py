@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from entrenar_py import trace
+from entrenar_py.errors import UsageError
 from entrenar_py.rank_files import rank_header
 
 SUFFIX = ".rank.jsonl"
@@ -76,7 +77,16 @@ def environment_rank() -> tuple[int, int]:
     """Return rank and world size as torchrun sets them, or 0 and 1 without torchrun.
 
     ENTRENAR_RANK and ENTRENAR_WORLD_SIZE come first, as RANK may count within a part of the job.
+    Raises UsageError if only one of them is set.
     """
-    whose = "ENTRENAR_" if "ENTRENAR_RANK" in os.environ else ""
-    rank, world_size = (os.environ.get(f"{whose}{name}") for name in ("RANK", "WORLD_SIZE"))
+    own = {name: os.environ.get(f"ENTRENAR_{name}") for name in ("RANK", "WORLD_SIZE")}
+    is_own = None not in own.values()
+    if not is_own and any(own.values()):
+        said, left = sorted(own, key=lambda name: own[name] is None)
+        raise UsageError(
+            f"ENTRENAR_{said}={own[said]} is set, and ENTRENAR_{left} isn't: set both, to the "
+            "place of this process in the whole job, or neither"
+        )
+    names = own if is_own else {name: os.environ.get(name) for name in own}
+    rank, world_size = names.values()
     return int(rank or 0), int(world_size or 1)
