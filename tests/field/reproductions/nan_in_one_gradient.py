@@ -22,6 +22,8 @@ def train(rank, store):
     if rank == 0:
         assert all(p.isnan().all() for p in model.parameters()), "the step was not made"
         print("seen: rank 0, whose data are finite, stepped, and each of its weights is NaN")
+    dist.barrier()  # a rank that leaves while another still sends ends that one
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
