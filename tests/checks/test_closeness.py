@@ -108,3 +108,23 @@ def test_a_projection_is_not_compared_with_values() -> None:
     for expected, got in (pair, pair[::-1]):
         tally = Tally("F-XX-001")
         assert not closeness.compare_close(tally, expected, got, bound=1.0, message="off")
+
+
+@pytest.mark.parametrize(
+    ("size", "allowed"),
+    [(2**10, 2**-18), (2**19, 2**-9), (2**24, 0.02), (2**26, 0.02), (2**28, 0.16)],
+)
+def test_the_rounding_of_a_norm(size: int, allowed: float) -> None:
+    """It is what so many roundings can make, and no more than is seen of large tensors."""
+    assert closeness.norm_rounding({"w": sketched(1.0, size=size)}) == allowed
+
+
+@pytest.mark.parametrize("size", [2**19, 2**22])
+@pytest.mark.parametrize("small", [1.0, 2.0**-10, 2.0**-11])
+def test_a_norm_in_float32_is_off_by_no_more(size: int, small: float) -> None:
+    """Squares are added up in eight sums; a few elements are large, and hide the others."""
+    values = np.random.default_rng(0).standard_normal(size, np.float32)
+    values[256:] *= np.float32(small)
+    norm = math.sqrt(np.square(values).reshape(-1, 8).sum(axis=0, dtype=np.float32).sum())
+    off = norm / float(np.linalg.norm(values.astype(np.float64))) - 1
+    assert -closeness.norm_rounding({"w": sketched(1.0, size=size)}) < off < 0

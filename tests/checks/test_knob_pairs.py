@@ -166,11 +166,23 @@ def test_clipped_as_it_should_be(check: str) -> None:
 @pytest.mark.parametrize("check", ["parity", "step_rule"])
 @pytest.mark.parametrize(("longer", "allowed"), [(1.001, True), (1.01, False)])
 def test_a_norm_in_float32_of_a_large_tensor(check: str, longer: float, allowed: bool) -> None:
-    """A tensor of 2**19 elements may have a norm that is 0.2 % too small; its clipping holds."""
+    """A norm of 2**19 elements is off by 0.2 % at most; clipping by it holds."""
     slope = np.tile(SLOPE[:16], 2**15)
     factor = longer * 0.5 / float(np.linalg.norm(slope))
     finding = traces.judge(check, [run("clip", factor=factor, slope=slope), run(slope=slope)])
     assert ("with clip" not in finding.reason) is allowed
+
+
+@pytest.mark.parametrize("longer", [1.00013, 0.9999])
+def test_the_direction_of_a_large_tensor(longer: float) -> None:
+    """Its length may be off by the rounding of a norm. Its elements may not, by more than usual."""
+    slope = np.tile(SLOPE[:16], 2**15)
+    other = slope * np.tile(np.array([1.001, 0.999], np.float32), 2**18)
+    factor = longer * 0.5 / float(np.linalg.norm(slope))
+    right, wrong = (run("clip", factor=factor, slope=one) for one in (slope, other))
+    assert "with clip" not in traces.judge("parity", [right, run(slope=slope)]).reason
+    finding = traces.judge("parity", [wrong, run(slope=slope)])
+    assert "clipped to this norm: w is off by 0.00085" in broken(finding).message
 
 
 def test_clipped_by_a_norm_of_more_than_is_recorded() -> None:

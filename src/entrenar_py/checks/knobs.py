@@ -170,10 +170,9 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
     unseen = evidence.unseen_gradients(model)
     if unseen:
         tally.miss(f"{pair.words.before}{unseen}")
-    clipped = _times(first_update.gradient, limit / whole)
     rounding = closeness.norm_rounding(first_update.gradient)
     bound = compared.sensitivity.allowed("gradient", 0, bounds.gradient)
-    bound += CLIP_EPSILON / whole + rounding
+    bound += CLIP_EPSILON / whole
     num_gradients = 0
     updates = (update for _, ranks in evidence.ranks_by_step(trace) for update in ranks.values())
     for update in updates:
@@ -189,6 +188,9 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
         if update.step == 0 and not unseen:
             what = f"that of {pair.knob}={pair.usual} clipped to this norm"
             message = f"{pair.words.before}the gradient is not {what}"
+            # The script's norm may be off by its rounding; the direction is not.
+            length = min(max(norm, limit * (1 - rounding)), limit * (1 + rounding))
+            clipped = _times(first_update.gradient, length / whole)
             closeness.compare_close(tally, clipped, applied, bound, message, **place)
     return num_gradients
 
