@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 from entrenar_py.checks import (
     changed_sums,
@@ -27,7 +27,7 @@ from entrenar_py.checks import (
     step_shape,
 )
 from entrenar_py.checks.sensitivity import UNKNOWN, Sensitivity
-from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
+from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
 PUBLISHED_FROM_STEP = 100
@@ -49,9 +49,6 @@ START_BOUND = 2.0**-20
 # After the first steps rounding differences grow with the trajectory, faster than any static bound
 # allows. Later steps are judged by the published bound only.
 ROUNDING_STEPS = 4
-# A later gradient must be so many times further off (absolute, L2) than any before it. Rounding
-# differences grow with the trajectory, and wrong shares come at once.
-JUMP = 10.0
 # Adam's first step is +-rate even where a gradient is rounding noise. Weights then differ by up to
 # twice the rate, and later gradients with them: by 9.5e-4 by step 3 in 700 random scenarios. This
 # bound still detects a gradient that is stale, doubled or of another step.
@@ -115,12 +112,12 @@ def compare(
     valued = {part for part in _PARTS if _has_values(model, part) and _has_values(trace, part)}
     model_rested, rested = skips.without_gradients(model), skips.without_gradients(trace)
     apart = min(model_rested ^ rested, default=None)
-    num_gradients = 0
+    num_gradients, later = 0, shares.LaterSteps(model, trace)
     for step, by_rank in _comparable(comparison, model, apart):
         due = valued - {"gradient"} if step in rested else valued
         model_update = evidence.any_rank(expected[step])
         if step >= ROUNDING_STEPS and "gradient" in due and trace.scenario.workload == "own":
-            comparison.later_shares(expected, evidence.any_rank(by_rank))
+            comparison.later_shares(later, evidence.any_rank(by_rank))
         for update in by_rank.values():
             if trace.scenario.workload == "own":
                 message = f"{words.before}the learning rate is not {words.its}"
@@ -234,16 +231,6 @@ class _Comparison:
     bounds: Bounds
     sensitivity: Sensitivity
 
-    @cached_property
-    def updates(self) -> Mapping[int, Mapping[int, Update]]:
-        """The run's updates, by step and rank."""
-        return evidence.updates(self.trace)
-
-    @cached_property
-    def shards(self) -> Mapping[int, Sequence[Shard]]:
-        """The run's micro-batches, by step."""
-        return evidence.shards(self.trace)
-
     def first_step(self, model: Update, update: Update, due: Set[str], gaps: missing.Gaps) -> bool:
         """Compare the loss and the parts of one of the first steps, within rounding.
 
@@ -256,33 +243,19 @@ class _Comparison:
             gaps.add(f"was not compared by {part}", fact, rank=update.rank, step=update.step)
         return "gradient" in compared
 
-    def later_shares(self, expected: Mapping[int, Mapping[int, Update]], update: Update) -> None:
+    def later_shares(self, later: shares.LaterSteps, update: Update) -> None:
         """Check that no micro-batch counts too much in a step after the first ones.
 
-        Nothing else is judged there: rounding differences have grown by then. They grow step by
-        step, so the gradient must be off by far more than in any step before. A short last batch
+        Nothing else is judged there: rounding differences have grown by then. A short last batch
         often comes late. All ranks apply the same gradient: the update is that of one.
         """
         if not self.tally.would_keep(update.step):
             return
-        model = evidence.any_rank(expected[update.step])
         bound = self.sensitivity.allowed("gradient", update.step, self.bounds.gradient_moved)
         floor = closeness.PROJECTED * self.bounds.gradient_floor
-        by_rank, of_step = self.updates[update.step], self.shards.get(update.step, [])
-        words = shares.explain_later(by_rank, of_step, update, model.gradient, bound, floor)
-        if words and self._jumps(expected, update):
+        if words := later.explain(update, bound, floor):
             message = f"{self.words.before}{_PARTS['gradient']} {self.words.its}: {words}"
             self.tally.check(False, message, **evidence.place(self.trace, update))
-
-    def _jumps(self, expected: Mapping[int, Mapping[int, Update]], update: Update) -> bool:
-        """Return whether the gradient is off by JUMP times what it was in any step before."""
-        apart = {
-            step: _apart(evidence.any_rank(expected[step]), evidence.any_rank(self.updates[step]))
-            for step in expected.keys() & self.updates.keys()
-            if step <= update.step
-        }
-        now = apart.pop(update.step)
-        return now > JUMP * max(apart.values(), default=math.inf)
 
     def losses(self, model: Update, update: Update, tolerance: float | None = None) -> None:
         """Compare the losses within `tolerance`, or if it is None, within rounding."""
@@ -403,12 +376,6 @@ def _tensors(update: Update, part: str) -> Tensors:
     if part != "buffers":
         return tensors
     return {name: record for name, record in tensors.items() if record.dtype.startswith("float")}
-
-
-def _apart(first: Update, second: Update) -> float:
-    """Return the L2 distance of two gradients; 0.0 if it is unknown."""
-    gaps = closeness.distances(first.gradient, second.gradient) or {}
-    return math.hypot(*(gap.distance for gap in gaps.values()))
 
 
 def _has_values(trace: Trace, part: str) -> bool:

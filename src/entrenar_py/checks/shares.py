@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import evidence, factors, step_sums
+from entrenar_py.checks import closeness, evidence, factors, step_sums
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.wording import listed
 
@@ -19,6 +22,9 @@ _ALIKE = 0.02
 # After many steps two right runs have other weights, and no gradient of one is quite a sum of the
 # other's. What that leaves unexplained is this many times smaller than the error of wrong shares.
 _TELLING = 10.0
+# A later gradient must be so many times further off (absolute, L2) than any before it. Rounding
+# differences grow with the trajectory, and wrong shares come at once.
+_JUMP = 10.0
 _EXPLAINED = 1e-3  # relative, L2: the most that may be left
 _DIRECTIONS = 2  # elements for each micro-batch, so that no gradient is a sum of theirs by chance
 
@@ -56,6 +62,50 @@ def explain_later(
         return ""
     is_sure = fit.off > max(bound, _TELLING * max(fit.unexplained, _EXPLAINED))
     return fit.words if is_sure else ""
+
+
+@dataclass(frozen=True)
+class LaterSteps:
+    """Explains later gradients of `trace`, as `explain_later` does, by those of `model`."""
+
+    model: Trace
+    trace: Trace
+
+    def explain(self, update: Update, bound: float, floor: float) -> str:
+        """Return how much the micro-batches of the update's step would have to count.
+
+        Return "" if that is unknown, or if the runs may have come apart by rounding alone.
+        """
+        step, due = update.step, evidence.any_rank(self._due[update.step]).gradient
+        words = explain_later(
+            self._made[step], self._shards.get(step, ()), update, due, bound, floor
+        )
+        return words if words and self._comes_at_once(step) else ""
+
+    def _comes_at_once(self, step: int) -> bool:
+        """Return whether the gradient is off by _JUMP times what it was in any step before."""
+        earlier = (made for made in self._due.keys() & self._made.keys() if made < step)
+        return self._apart(step) > _JUMP * max(
+            (self._apart(made) for made in earlier), default=math.inf
+        )
+
+    def _apart(self, step: int) -> float:
+        """Return the L2 distance of the two runs' gradients; 0.0 if it is unknown."""
+        due, got = (evidence.any_rank(ranks[step]).gradient for ranks in (self._due, self._made))
+        gaps = closeness.distances(due, got) or {}
+        return math.hypot(*(gap.distance for gap in gaps.values()))
+
+    @cached_property
+    def _due(self) -> Mapping[int, Mapping[int, Update]]:
+        return evidence.updates(self.model)
+
+    @cached_property
+    def _made(self) -> Mapping[int, Mapping[int, Update]]:
+        return evidence.updates(self.trace)
+
+    @cached_property
+    def _shards(self) -> Mapping[int, Sequence[Shard]]:
+        return evidence.shards(self.trace)
 
 
 class _Fit(NamedTuple):
