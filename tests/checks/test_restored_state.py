@@ -32,11 +32,11 @@ def update(step: int, optimizer: Tensors) -> Update:
     )
 
 
-def stopped(restored: Tensors, after: Tensors) -> Trace:
-    """Return a run that resumed with the state `restored`, and had the state `after` later."""
+def stopped(restored: Tensors, after: Tensors, held: Tensors = MOMENTS) -> Trace:
+    """Return a run that stopped with `held`, resumed with `restored` and had `after` later."""
     events: list[Event] = [
         Start(step=0, rank=0, weights={}, optimizer={"a/m": values(0.5, 0.5)}),
-        update(0, MOMENTS),
+        update(0, held),
         Start(step=1, rank=0, weights={}, optimizer=restored, resumed=True),
         update(1, after),
     ]
@@ -81,6 +81,15 @@ def test_what_was_lost_is_named(restored: dict[str, Any], tensor: str, words: st
     found = traces.broken(judged(stopped(restored, MOMENTS)))
     assert (found.step, found.rank, found.tensor) == (1, 0, tensor)
     assert words in found.message
+
+
+def test_a_state_of_another_kind_is_no_other_order() -> None:
+    """AMSGrad's `max_exp_avg_sq` is no `exp_avg_sq` of another tensor, though its name ends so."""
+    squares, largest = values(1.0, 2.0), values(3.0, 5.0)
+    held = {"a/exp_avg_sq": squares, "a/max_exp_avg_sq": largest}
+    found = traces.broken(judged(stopped({**held, "a/exp_avg_sq": largest}, MOMENTS, held)))
+    assert found.tensor == "a/exp_avg_sq"
+    assert "another order" not in found.message
 
 
 def test_a_state_that_the_script_changes_between_steps() -> None:

@@ -44,7 +44,7 @@ class Resume:
         if self.before is not None:
             kind = name.rpartition("/")[2] if "/" in name else ""
             for other, record in getattr(self.before, part).items():
-                if other != name and other.endswith(kind):
+                if other != name and kind in ("", other.rpartition("/")[2]):
                     yield record, f"has what {other} had: restored in another order"
         if first is not None:
             words = "is as it was before the first step: it was not restored"
