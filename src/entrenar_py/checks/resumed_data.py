@@ -28,17 +28,21 @@ def compare(tally: Tally, straight: Trace, trace: Trace) -> bool:
         if model is None:
             continue
         where = evidence.place(trace, shard)
+        is_told = tally.would_keep(shard.step)  # words are sought for the counterexample only
         if shard.ids != model.ids and "ids" not in bare:
-            seen = _seen_at(expected, shard)
+            seen = _seen_at(expected, shard) if is_told or trace.traits.replacement else None
             if trace.traits.replacement:
                 tally.miss(_others_on_purpose(shard, seen))
                 return False
             moved = tuple(sorted(set(model.ids) ^ set(shard.ids))) or shard.ids
-            how = _goes_on(shard, seen, trace) or _other_order(expected, model, shard)
+            how = ""
+            if is_told:
+                how = _goes_on(shard, seen, trace) or _other_order(straight, model, shard)
             message = f"after the resume other samples are drawn{how}"
             tally.check(False, message, sample_ids=moved, **where)
         if "draws" not in bare:
-            message = f"after the resume other random numbers are drawn{_whose(expected, shard)}"
+            whose = _whose(expected, shard) if is_told and model.draws != shard.draws else ""
+            message = f"after the resume other random numbers are drawn{whose}"
             tally.equal(model.draws, shard.draws, message, **where)
     _same_numbers(tally, straight, trace)
     return True
@@ -101,22 +105,29 @@ def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
     return f": step {shard.step} has the samples of step {seen.step}{micro}"
 
 
-def _other_order(expected: Mapping[Place, Shard], model: Shard, shard: Shard) -> str:
-    """Return in words how the samples differ from those of the `model`, one by one."""
+def _other_order(straight: Trace, model: Shard, shard: Shard) -> str:
+    """Return in words how the samples differ from those of the `model`, one by one.
+
+    New samples are said to be from the past or the rest of the epoch only if epochs are known.
+    """
     lost = [one for one in model.ids if one not in shard.ids]
     new = [one for one in shard.ids if one not in model.ids]
     if lost and not new:
         return f": without samples {listed(lost, most=8)}"
-    made = {one: at.step for at in expected.values() if at.step < shard.step for one in at.ids}
-    again = [one for one in new if made.get(one, -1) in _same_epoch(expected, model)]
+    if not new:
+        return ""
+    is_told = straight.traits.epochs == "told"
+    epoch = [at for at in straight.of(Shard) if is_told and at.epoch == model.epoch]
+    made = {one: at.step for at in epoch if at.step < shard.step for one in at.ids}
+    again = [one for one in new if one in made]
     if again:
         steps = named("step", {made[one] for one in again})
         return f": samples {listed(again, most=8)} again, which this epoch had in {steps}"
-    return ": the rest of the epoch comes in another order" if new else ""
-
-
-def _same_epoch(expected: Mapping[Place, Shard], model: Shard) -> set[int]:
-    return {at.step for at in expected.values() if at.epoch == model.epoch is not None}
+    rest = {one for at in epoch if at.step >= shard.step for one in at.ids}
+    if strange := [one for one in new if one not in rest]:
+        shown = listed(strange, most=8)
+        return f": samples {shown}, which the run without stops doesn't draw there"
+    return ": the rest of the epoch comes in another order"
 
 
 def _others_on_purpose(shard: Shard, seen: Shard | None) -> str:
