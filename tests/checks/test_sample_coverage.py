@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.checks import CHECKS, sample_numbers
+from entrenar_py.checks import CHECKS, evidence, sample_numbers, untold_epochs
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.coverage import LISTED_MAX
 from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.trace import Selection, Shard, Trace, Update
-from entrenar_py.verdict import Finding, Verdict
+from entrenar_py.verdict import Finding, Tally, Verdict
 from tests.checks import traces
 from tests.checks.traces import broken, scenario, was
 
@@ -114,6 +114,22 @@ def test_epochs_that_are_short_on_purpose(of_one: list[list[list[int]]], verdict
         traces.clause("coverage"), Runs(base=several, witnesses={ALONE: (alone,)})
     )
     assert found.verdict.value == verdict, found
+
+
+def test_one_worker_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shards are not read anew for every step that draws samples again."""
+    read: list[Trace] = []
+    plain = evidence.shards
+
+    def counted(trace: Trace) -> dict[int, list[Shard]]:
+        read.append(trace)
+        return plain(trace)
+
+    told = {"epochs": "untold", "population": "guessed"}
+    several, alone = (was(run([*each] * 9), **told) for each in (SHORT, [[[0, 1, 2, 3]]]))
+    monkeypatch.setattr(evidence, "shards", counted)
+    untold_epochs.judge(Tally(""), several, alone)
+    assert len(read) == 2
 
 
 def test_numbers_of_a_rank_s_own() -> None:

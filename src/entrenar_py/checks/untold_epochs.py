@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
 from entrenar_py.checks import evidence, facts, missing
@@ -20,12 +20,20 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """
     population = Population(trace)
     slack = trace.scenario.batch_size
+    by_step = {} if alone is None else evidence.shards(alone)
     is_first = any(start.step > 0 for start in trace.of(Start))  # the epoch may have begun before
     seen: dict[int, int] = {}  # sample -> step that drew it, in the epoch as it seems
     for step, shards in sorted(evidence.shards(trace).items()):
         drawn = {id_ for shard in shards for id_ in shard.ids}
+        if len(drawn) == sum(len(shard.ids) for shard in shards) and drawn.isdisjoint(seen):
+            tally.compared += len(shards)
+            seen.update(dict.fromkeys(drawn, step))
+            continue
+        # All of the epoch is searched from here on: in a right run, only where an epoch begins.
         num_lacking = len([*islice(population.surely_lacking(seen), slack)])
-        is_cut = num_lacking == slack and (not population.is_guessed or _goes_on(alone, step, seen))
+        is_cut = num_lacking == slack and (
+            not population.is_guessed or _goes_on(by_step, step, seen)
+        )
         is_used_up = not any(True for _ in population.surely_lacking(drawn.union(seen)))
         fresh: dict[int, int] = {}
         for shard in shards:
@@ -45,11 +53,11 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
         seen.update(fresh)
 
 
-def _goes_on(alone: Trace | None, step: int, seen: Collection[int]) -> bool:
-    """Return whether one worker, which has drawn all that was `seen`, draws others in `step`."""
-    if alone is None:
-        return False
-    by_step = evidence.shards(alone)
+def _goes_on(by_step: Mapping[int, Sequence[Shard]], step: int, seen: Collection[int]) -> bool:
+    """Return whether one worker, which has drawn all that was `seen`, draws others in `step`.
+
+    `by_step` are the shards of its run; without any, it is unknown.
+    """
     before = {id_ for at in by_step if at < step for s in by_step[at] for id_ in s.ids}
     now = {id_ for shard in by_step.get(step, ()) for id_ in shard.ids}
     return bool(now) and before.issuperset(seen) and before.isdisjoint(now)
