@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from entrenar_py.checks import rates
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -69,6 +70,24 @@ def test_another_learning_rate() -> None:
     found = broken(traces.judge("resume", [changed, straight]))
     assert (found.step, found.rank, found.got) == (5, 2, "0.05")
     assert "another learning rate, 0.05 and not " in found.message
+
+
+def test_a_rate_is_looked_for_in_other_steps_only_where_it_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All steps are searched for a wrong rate, and for no right one."""
+    sought: list[float] = []
+
+    def only_step(_name: object, rate: float, _updates: object) -> None:
+        sought.append(rate)
+
+    monkeypatch.setattr(rates, "only_step", only_step)
+    stopped, straight = pair()
+    assert traces.judge("resume", [stopped, straight]).verdict is Verdict.HELD
+    assert not sought
+    changed = altered(stopped, Update, {"step": 4}, learning_rate=0.05)
+    broken(traces.judge("resume", [changed, straight]))
+    assert sought == [0.05]
 
 
 def test_the_straight_run_is_needed() -> None:

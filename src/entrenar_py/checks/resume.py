@@ -134,7 +134,8 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
             place = evidence.place(trace, update)
             for name, pair in rates.of(model, update).items():
                 due, got = pair
-                whose = _rate_of(name, got, update.step, expected, trace)
+                is_told = due != got and tally.would_keep(update.step)
+                whose = _rate_of(name, got, update.step, expected, trace) if is_told else ""
                 message = (
                     f"the resumed run has another learning rate, {got:.6g} and not {due:.6g}{whose}"
                 )
