@@ -158,6 +158,29 @@ def test_masks_of_other_lengths(before: tuple[str, str], step: int) -> None:
     assert (broken.step, broken.rank) == (step, 1)
 
 
+def test_the_beginning_of_equal_draws_is_sought_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair of ranks that draws alike in many steps is walked back once, and one worker's run."""
+    walked: list[str] = []
+    for name in ("_begin_alike", "_states"):
+        plain = getattr(script_streams, name)
+
+        def counted(*given: Any, name: str = name, plain: Any = plain) -> Any:
+            walked.append(name)
+            return plain(*given)
+
+        monkeypatch.setattr(script_streams, name, counted)
+    states = "abcdefgh"
+    two = [
+        drawn(rank, states[step], states[step + 1], step=step)
+        for step in range(6)
+        for rank in (0, 1)
+    ]
+    tally = judged([*TWO, *two], [*ALONE, drawn(0, "a", "z")])
+    assert tally.broken is not None
+    assert (tally.broken.step, tally.broken.rank) == (0, 1)
+    assert sorted(walked) == ["_begin_alike", "_states", "_states"]
+
+
 def test_workers_of_a_loader() -> None:
     """Two workers, or epochs, with one state that draw for other samples are a bug."""
     first = drawn(0, "a", "b", "loader", worker=0, ids=(0,))

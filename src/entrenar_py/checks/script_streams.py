@@ -98,6 +98,8 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Tra
     """Check that ranks with other samples don't draw the same numbers for them."""
     first: dict[tuple[Any, ...], Drawn] = {}
     unclear: set[str] = set()
+    by_sample: dict[tuple[str, str], bool] = {}  # place and generator
+    told: set[tuple[int, int, str, str]] = set()
     for event in drawn:
         place = event.step, event.micro_batch, event.where, event.generator
         peer = first.setdefault(place, event)
@@ -106,8 +108,16 @@ def _ranks_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Tra
         # The state afterwards tells: the generator may have been seeded here, by rank or not.
         if peer.after != event.after:
             tally.compared += 1
-        elif _is_by_sample(trace, event, alone):
-            since = _begin_alike(trace, peer, event)
+            continue
+        stream = event.where, event.generator
+        if stream not in by_sample:
+            by_sample[stream] = _is_by_sample(trace, event, alone)
+        if by_sample[stream]:
+            # Two ranks' first finding is also the earliest: later draws began alike there, or since
+            # they were seeded again. So their beginning is sought once.
+            pair = peer.rank, event.rank, *stream
+            since = event if pair in told else _begin_alike(trace, peer, event)
+            told.add(pair)
             tally.check(
                 False,
                 f"rank {event.rank} draws the same random numbers as rank {peer.rank}, for other "
