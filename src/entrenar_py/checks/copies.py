@@ -6,6 +6,7 @@ tensors of the same names and shapes, with other values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
@@ -38,15 +39,20 @@ def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
     """Return each tensor that has another shape on some rank than in the other run, and both.
 
     The other run is the model, or of a single run, that on one worker. Where that lacks the tensor,
-    another rank shows its shape.
+    the rank with the most elements of it shows its shape.
     """
     due, held = _due_shapes(compared), _shapes(compared.trace)
-    wholes = {name: due.get(name) or {max(shapes)} for name, shapes in held.items()}
+    wholes = {name: due.get(name) or {max(shapes, key=_size)} for name, shapes in held.items()}
     return {
         name: (min(shapes - wholes[name]), min(wholes[name]))
         for name, shapes in held.items()
         if shapes - wholes[name]
     }
+
+
+def _size(shape: Shape) -> tuple[int, Shape]:
+    """Return the number of elements, then the shape, so that equal sizes have an order."""
+    return math.prod(shape), shape
 
 
 def _pieces_told(compared: Compared, found: Mapping[str, tuple[Shape, Shape]]) -> str:
