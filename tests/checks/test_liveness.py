@@ -160,6 +160,15 @@ def test_a_tensor_that_nothing_used() -> None:
     assert "never had a gradient on rank 0" in finding.reason
 
 
+def test_a_tensor_that_is_used_in_some_steps() -> None:
+    """A gradient that was zero where there was one is not said to have been zero in all steps."""
+    trace = moving([1, 1, 1, 1], gradients=[0] * 3)
+    other = traces.altered(trace, Update, {"step": 1}, gradient={"other": values(1.0)})
+    finding = traces.judge("liveness", [other])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "its gradient was zero in the steps that had one on rank 0" in finding.reason
+
+
 def test_a_gradient_that_never_came_to_the_optimizer() -> None:
     """If a shard had a gradient and no update has one, a bug cleared it."""
     trace = moving([1, 1, 1, 1])

@@ -235,7 +235,7 @@ def _may_rest(
     recorded no gradient, those of shards in `local` are used.
     """
     weight = start.weights[name].elements()
-    some_gradient = had_gradient = False
+    some_gradient, num_known = False, 0
     for update in rest:
         record = update.gradient.get(name)
         if record is None and update.gradient and (moved or update.step not in local):
@@ -248,13 +248,14 @@ def _may_rest(
         step = update.rate_of(name) * _shrunk(update) * np.abs(gradient.astype(np.float64))
         if (step > HALF_ULP * np.abs(weight)).any() or _is_longer(update, start, name):
             return False
-        had_gradient = True
+        num_known += 1
         some_gradient |= bool(gradient.any()) or bool(record and record.square())
     if not (moved or some_gradient):
+        steps = "in all steps" if num_known == len(rest) else "in the steps that had one"
         told = (
-            f"its gradient was zero in all steps on rank {start.rank}: the loss does not depend on "
-            "it yet (behind a zero weight or gate, rows that no sample uses)"
-            if had_gradient
+            f"its gradient was zero {steps} on rank {start.rank}: the loss does not depend on it "
+            "yet (behind a zero weight or gate, rows that no sample uses)"
+            if num_known
             else f"never had a gradient on rank {start.rank}: it is cut off from the loss, or "
             "nothing used it"
         )
