@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import Runs
 from entrenar_py.trace import Event, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -71,6 +73,13 @@ def test_micro_batches_of_all_ranks_are_compared_if_they_are_the_same() -> None:
     assert finding.verdict is Verdict.INCONCLUSIVE, finding
     assert "are cut otherwise: cut the same" in finding.reason
     assert traces.broken(parity(declared(several, "batch"), declared(alone, "batch"))).step == 0
+
+
+def test_the_difference_of_two_runs_is_looked_for_once() -> None:
+    """Several presuppositions ask for it, and each comparison takes long."""
+    compared = Compared(runs=Runs(base=own(2)), model=coupled(own(1), 0), trace=own(2))
+    assert compared.difference is not None
+    assert compared.difference is compared.difference
 
 
 def test_other_gradients_of_the_same_loss_are_found() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ ALONE, TWO = [shard(0, (0, 1, 2, 3))], [shard(0, (0, 2)), shard(1, (1, 3))]
 class Differing(Compared):
     """Two runs that differ by more than rounding."""
 
+    @cached_property
     def difference(self) -> Counterexample:
         return Counterexample(message="the gradient differs")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from entrenar_py.checks import run_comparison, sensitivity
 from entrenar_py.checks.knob_pairs import pair_of
@@ -42,8 +43,9 @@ class Compared:
         """How far rounding alone moves this training, as far as it was measured."""
         return sensitivity.of(self.runs)
 
+    @cached_property
     def difference(self) -> Counterexample | None:
-        """Return where the runs differ by more than rounding.
+        """Where the runs differ by more than rounding, None if they don't.
 
         Where they don't, a presupposition that fails was without effect.
         """

@@ -39,7 +39,7 @@ def lacking(compared: Compared) -> str:
     micro-batches'. If losses agree and gradients don't, these are wrong.
     """
     model, trace = compared.model, compared.trace
-    broken = compared.difference()
+    broken = compared.difference
     step = None if broken is None else broken.step
     if step is None or step >= run_comparison.ROUNDING_STEPS:
         return ""  # of a later step only combinations are judged

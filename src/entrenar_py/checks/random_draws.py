@@ -102,7 +102,7 @@ def drawn_by_rank(compared: Compared) -> str:
         mine, theirs = drawn.get(where, {}), expected.get(where, {})
         same = _same(mine, theirs) if alike else where == "batch" and known and _one(mine, theirs)
         if (mine or theirs) and not same:
-            if compared.difference() is None:
+            if compared.difference is None:
                 return ""
             who = run_name(trace if mine else model)
             names = _named(mine or theirs)

@@ -21,7 +21,7 @@ def lacking(compared: Compared) -> str:
     names = _statistics(compared.trace) or _statistics(compared.model)
     if not names or _division(compared.trace) == _division(compared.model):
         return ""
-    if compared.difference() is None:
+    if compared.difference is None:
         return ""
     return (
         f"buffers follow from the samples of a rank ({listed(names, most=2)}), and the runs differ "
