@@ -75,6 +75,15 @@ def test_micro_batches_of_all_ranks_are_compared_if_they_are_the_same() -> None:
     assert traces.broken(parity(declared(several, "batch"), declared(alone, "batch"))).step == 0
 
 
+@pytest.mark.parametrize("over", [("batch", ""), ("", "micro-batch"), ("micro-batch", "batch")])
+def test_runs_that_declare_their_losses_differently(over: tuple[str, str]) -> None:
+    """The reason says so, and not that micro-batches are cut otherwise."""
+    several, alone = own(2), coupled(own(1), 0, loss=99.0)
+    finding = parity(declared(several, over[0]), declared(alone, over[1]))
+    assert finding.verdict is Verdict.INCONCLUSIVE, finding
+    assert "the runs declare loss_over differently: declare the same" in finding.reason
+
+
 def test_the_difference_of_two_runs_is_looked_for_once() -> None:
     """Several presuppositions ask for it, and each comparison takes long."""
     compared = Compared(runs=Runs(base=own(2)), model=coupled(own(1), 0), trace=own(2))

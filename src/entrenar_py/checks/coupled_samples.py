@@ -55,7 +55,7 @@ def lacking(compared: Compared) -> str:
         f"in step {step} no combination of the micro-batches' gradients in {run_name(trace)} is "
         f"that of {run_name(model)}: the loss of a batch may not be a sum over its samples (a "
         "load-balancing term, negatives from the batch, advantages normalised in it), or ranks "
-        f"compute another one: {_advice(trace)}"
+        f"compute another one: {_advice(model, trace)}"
     )
 
 
@@ -67,13 +67,16 @@ def _is_declared_equal(model: Trace, trace: Trace, step: int) -> bool:
     return declared == {"batch"}
 
 
-def _advice(trace: Trace) -> str:
+def _advice(model: Trace, trace: Trace) -> str:
     off = "turn such terms off for this check"
-    if trace.traits.loss_over:
+    declared = {run.traits.loss_over for run in (model, trace)}
+    if declared == {"micro-batch"}:
         return (
             "the loss is declared to be that of a micro-batch of all ranks, and these are cut "
             f"otherwise: cut the same for any number of workers, or {off}"
         )
+    if len(declared) > 1:
+        return f"the runs declare loss_over differently: declare the same in all, or {off}"
     return (
         "if all ranks are to compute the loss of the whole batch, say so, observe(..., loss_over="
         f'"batch"), or "micro-batch" if each has one of its own; if not, {off}'
