@@ -186,7 +186,7 @@ class Observer(Observation):
 
     @property
     def has_late_weights(self) -> bool:
-        """Whether weights of the last step were still to be written back when it was recorded."""
+        """True if weights of the last step were still to be written back when it was recorded."""
         return self._late is not None
 
     def note_limit(self) -> None:
