@@ -39,6 +39,7 @@ from entrenar_py.observing.reduced_gradients import ReducedGradients
 from entrenar_py.observing.samples import Samples
 from entrenar_py.observing.step_in_work import StepInWork
 from entrenar_py.observing.subject import Subject
+from entrenar_py.observing.uncollected import uncollected
 
 
 class Observer(Observation):
@@ -284,6 +285,7 @@ class Observer(Observation):
         self._step.sources.after_backward(self._step.number, number, names)
         self._micro_batches.within_backward(given, finite=finite)
 
+    @uncollected
     def _record_gradients(
         self, gradients: Mapping[str, Tensor]
     ) -> tuple[trace.Tensors, bool] | None:
@@ -316,6 +318,7 @@ class Observer(Observation):
             partial(self._before_step, index), self._micro_batches.clear, *called
         )
 
+    @uncollected
     def _before_step(self, index: int) -> None:
         self._start()
         self._random.mark("gradient")
@@ -330,6 +333,7 @@ class Observer(Observation):
         nested = hook_calls.is_nested(optimizer)
         (self._step.apply_changed if nested else self._step.apply)(optimizer, due)
 
+    @uncollected
     def _after_step(self, index: int, *_: Any) -> None:
         self._random.mark("step")
         if hook_calls.is_nested(self._subject.optimizers[index]):
