@@ -77,7 +77,7 @@ _FACTOR = (
     "            model.leave.weight.grad.mul_(1.01)\n"
     "        optimizer.step()",
 )
-_STEEP = ("lr=0.1", "lr=30.0")
+_STEEP = ("lr=0.1", "lr=2.0")
 
 VARIANTS = (
     Twin(name="a chaotic recurrent network", script="recurrent.py", text=RECURRENT, changes=()),

@@ -152,16 +152,6 @@ LEFT_OPEN = (
         ("samples are drawn with replacement, by each rank for itself",),
     ),
     Open(
-        "the run on 1 worker failed",
-        ("parity",),
-        ("a learning rate that is far too high",),
-    ),
-    Open(
-        "no run on several workers beside one",
-        ("weighting",),
-        ("a learning rate that is far too high",),
-    ),
-    Open(
         "buffers follow from the samples of a rank",
         ("parity", "weighting"),
         ("buffers: of each rank", "buffers: whole numbers of each rank"),
