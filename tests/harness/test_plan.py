@@ -87,7 +87,7 @@ def test_the_same_bits_are_asked_of_those_that_promise_them() -> None:
     for system, left_out in (("ddp", ["F-TI-006"]), ("ddp_canonical", []), ("reference", [])):
         _, not_applying = plan.divide(clauses, Plan(system=system))
         assert [one.invariant.id for one in not_applying] == left_out
-        assert all("promises rounding" in one.reason for one in not_applying)
+        assert all("promises agreement within rounding" in one.reason for one in not_applying)
 
 
 def test_scenarios_with_faults_that_a_system_can_not_inject() -> None:

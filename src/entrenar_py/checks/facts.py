@@ -11,9 +11,9 @@ from dataclasses import dataclass
 # The advice to record a tensor with its values, not only its digest.
 WITH_VALUES = "with values, record_tensor(array, values=True)"
 _WHOLE = (
-    "pieces of a tensor are put together only if all ranks have recorded theirs, so let all come "
-    "to the end; without a line it isn't known which step applies a gradient if optimizers step in "
-    "turn: give observe(model, [first, second])"
+    "let all ranks come to the end, since a tensor in pieces is known only if each rank recorded "
+    "its own. If optimizers step in turn and the script has no observe(), add "
+    "observe(model, [first, second]): it tells which step applies a gradient"
 )
 _BOTH_ENDS = "a rank that was ended, or that skipped the step, recorded nothing"
 
@@ -156,7 +156,8 @@ def of_step(step: int) -> Fact:
 # --- traces only, and rounds of workers that step alone -------------------------------------------
 COLLECTIVES_ALONE = Fact(
     record="Synchronised.collectives_alone",
-    call="call obs.synchronised(optimizer, weights) on every rank, wherever they meet",
+    call="call obs.synchronised(optimizer, weights) on every rank, wherever workers were "
+    "just given the same weights",
 )
 WEIGHTS_AND_SHARDS = Fact(
     record=f"Update.weights {WITH_VALUES}, and Shards, of each rank", call=_WHOLE

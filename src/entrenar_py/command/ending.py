@@ -83,9 +83,9 @@ def _of_ranks(
         return "halted", ended_by
     if "leave" in last.struck and not any(rank.life for rank in last.ranks.values()):
         return "failed", (
-            "the launcher restarted no worker: let it (torchrun --max-restarts=1), and let the "
-            "script go on from a checkpoint in {workdir}; or say in the configuration that this "
-            f"does not apply (output: {_shown(ended.output)})"
+            "the launcher restarted no worker: give torchrun --max-restarts=1, and let the script "
+            "go on from a checkpoint in {workdir}; or exclude the clause in the configuration "
+            f"(output: {_shown(ended.output)})"
         )
     if "leave" in last.struck:
         return "failed", f"after the restart of workers: {how}"
@@ -96,8 +96,8 @@ def _of_ranks(
         made = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))
         return "failed", (
             f"rank {limited[0]} was ended after its last step (--steps) while others went on; "
-            f"steps made: {made}. Ranks that make other numbers of steps need {{steps}} in the "
-            "command, and a script that ends by it"
+            f"steps made: {made}. If ranks make different numbers of steps, put {{steps}} "
+            "into the command, and let the script end after so many"
         )
     return "failed", how
 

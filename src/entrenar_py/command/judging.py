@@ -68,7 +68,10 @@ def _why_elsewhere(clause: Invariant) -> str:
     if check is None:
         return ""
     if check.bitwise:
-        return "a script promises rounding, not the same bits for any number of workers"
+        return (
+            "a script promises agreement within rounding, not the same bits for any number of "
+            "workers"
+        )
     if check.explores or check.takes_commands:
         return ""
     return check.not_of_commands or _BY_PROBES
@@ -214,7 +217,7 @@ def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:
     )
     if RESUMED not in check.needs or not stopped or within:
         return []
-    why = "a place in the data that is lost within an epoch does not show"
+    why = "if a resume loses its place within an epoch, that does not show"
     return [f"the run was stopped between epochs only: {why}; {{steps}} stops it within one"]
 
 

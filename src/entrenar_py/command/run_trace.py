@@ -68,7 +68,10 @@ def _with_its_faults(recorded: trace.Trace) -> trace.Trace:
     fault = systems.missed(recorded) if recorded.end.status == "completed" else None
     if fault is None:
         return recorded
-    reason = f"fault {fault.to_dict()} never struck: the run has no gradient or no step there"
+    reason = (
+        f"the planned fault {fault.kind} (rank {fault.rank}, step {fault.step}) never struck: the "
+        "rank has no gradient in that step, or does not make it"
+    )
     end = trace.End(status="failed", reason=reason)
     return replace(recorded, events=(*recorded.events[:-1], end))
 

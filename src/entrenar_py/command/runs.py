@@ -72,8 +72,8 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
         if first:
             if begun := first_step(recorded):
                 printing.warn(
-                    f"{name} began at step {begun}, not at 0: it found a checkpoint of before; all "
-                    "runs begin with it. Move it out of the way to see the training's beginning"
+                    f"{name} began at step {begun}, not at 0: it found an earlier checkpoint, and "
+                    "so do all runs. Move it out of the way to see the training's beginning"
                 )
             if recorded.end.status == "failed":
                 planned.clear()

@@ -126,7 +126,10 @@ def _lacking(check: Check, system: str | None) -> str:
     if known is not None and check.in_step and not known.in_step:
         return f"it compares steps that all workers make together, and {system} makes none"
     if known is not None and check.bitwise and not known.bitwise:
-        return f"{system} promises rounding, not the same bits for any number of workers"
+        return (
+            f"{system} promises agreement within rounding, not the same bits for any number of "
+            "workers"
+        )
     return ""
 
 

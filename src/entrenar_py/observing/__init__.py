@@ -205,11 +205,14 @@ def observe(
         )
     if every is not None:
         if isinstance(optimizer, Iterable):
-            raise UsageError("every=: the watch follows one optimizer; give one, not several")
+            raise UsageError(
+                f"every={every!r} with a list of optimizers: the watch follows one optimizer; give "
+                "one, or leave every= out"
+            )
         if layout is not None or tied:
             raise UsageError(
-                "every= with layout= or tied=: the watch recognises only DTensors as pieces, and "
-                "would take other pieces for copies; leave every= out, or the others"
+                f"every={every!r} with layout= or tied=: the watch recognises only DTensors as "
+                "pieces, and would take other pieces for copies; leave every= out, or the others"
             )
         from entrenar_py.observing import arguments, tensors
         from entrenar_py.watch.watch import Watch

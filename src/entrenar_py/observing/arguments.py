@@ -58,13 +58,18 @@ def outer(optimizer: Any, weights: Any, inner_steps: Any) -> OuterOptimizer:
     """
     if (optimizer is None) != (weights is None):
         raise UsageError(
-            "synchronised: give the outer optimizer and its weights by name, "
-            "synchronised(outer, {name: tensor}); or neither, if weights are simply averaged"
+            f"synchronised: optimizer={_shown(optimizer)} and weights={_shown(weights)}: give "
+            "both, synchronised(outer, {name: tensor}); or neither, if weights are simply averaged"
         )
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
-        raise UsageError(f"synchronised: optimizer={_shown(optimizer)}: give the outer optimizer")
+        raise UsageError(
+            f"synchronised: optimizer={_shown(optimizer)}: give the outer torch.optim.Optimizer"
+        )
     if weights is not None and not isinstance(weights, Mapping):
-        raise UsageError(f"synchronised: weights={_shown(weights)}: give {{name: tensor}}")
+        raise UsageError(
+            f"synchronised: weights={_shown(weights)}: give {{name: tensor}}, the tensors that the "
+            "outer optimizer steps"
+        )
     if inner_steps is not None:
         inner_steps = steps("inner_steps", inner_steps, least=1)
     return OuterOptimizer(optimizer=optimizer, weights=weights or {}, inner_steps=inner_steps)

@@ -20,10 +20,10 @@ _PENDING_MAX = 4096  # batches that are remembered until they are used
 STREAM = "the data set is a stream, whose samples have no numbers"
 KEYS = "the sampler draws something other than numbers of samples"
 DISORDER = "the loader hands out batches in another order than it draws them (in_order=False)"
-FAILED = "the loader raised an error before"
-AHEAD = "several batches were fetched before it, and which of them the model got can't be seen"
-AGAIN = "it was given a batch that an earlier step was given, too"
-NONE = "the loader handed out no batch for it"
+FAILED = "the loader had raised an error"
+AHEAD = "the loader had fetched several batches, and nothing shows which of them the model got"
+AGAIN = "the model was given a batch that an earlier step had, too"
+NONE = "the loader handed out no batch for this forward pass"
 OTHERS = "with dispatch_batches=True one rank draws the samples of all"
 
 

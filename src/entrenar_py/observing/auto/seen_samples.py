@@ -11,7 +11,7 @@ from entrenar_py.observing.batches import Block, Ids
 from entrenar_py.observing.samples import Samples, Told
 
 INDEX, CONTENT = "index", "content"
-CUT = "a part of a batch was given that doesn't look like it any more, and nothing tells which"
+CUT = "the model was given a part of a batch, changed, and nothing shows which part"
 STRANGE = "the model was given something that no loader has handed out"
 NO_ROWS = "the model was given nothing that has rows, and no loader has drawn samples for it"
 
