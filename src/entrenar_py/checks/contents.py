@@ -130,9 +130,9 @@ def _together(shards: Sequence[Shard]) -> Counter[int]:
 
 
 def _given_the_same(steps: Sequence[Rows]) -> list[int]:
-    """Return the first rank, and others with its rows in every step, or an empty list.
+    """Return the lowest rank and all with the same rows in every step; [] if it is the only one.
 
-    Rows that never change (constant inputs of a benchmark) tell nothing.
+    Also [] if its rows never change, like the constant inputs of a benchmark.
     """
     first = min(steps[0], default=0)
     own = [step.get(first, Counter()) for step in steps]

@@ -84,7 +84,10 @@ def _by_gradient(trace: Trace, step: int, name: str, pair: tuple[int, int]) -> B
 
 
 def _follows(trace: Trace, step: int, name: str, rank: int) -> str:
-    """Return `all` or `own`: whose samples' gradient a rank applied, up to a factor; else ""."""
+    """Return whether a rank applied the gradient of `all` samples, or of its `own`; "" if neither.
+
+    The gradient may have a positive factor.
+    """
     by_rank = evidence.updates(trace)[step]
     applied = _vector(by_rank[rank].gradient, name)
     shards = evidence.shards(trace).get(step, ())

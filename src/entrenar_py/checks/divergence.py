@@ -32,7 +32,7 @@ def _advice(trace: Trace) -> str:
 
 
 def before(compared: Compared) -> Compared:
-    """Return the comparison without the steps in which both runs are not finite."""
+    """Return the comparison of the steps before the first after which neither run is finite."""
     step = _first(compared)
     if step is None:
         return compared

@@ -21,7 +21,7 @@ BOUND = 0.02
 
 
 def judge(tally: Tally, trace: Trace) -> None:
-    """Judge the steps of a user's trainer in which all slopes are known."""
+    """Judge the steps of a user's trainer in which each micro-batch has a known `slope`."""
     if trace.scenario.workload != "own":
         return
     common: dict[int, float] = {}

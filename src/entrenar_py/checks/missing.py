@@ -162,7 +162,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _why(trace: Trace) -> str:
-    """Return ` (the reason that the first micro-batch with unknown samples names)`, or ""."""
+    """Return in brackets why samples are unknown, as the first such micro-batch says; else ""."""
     why = next((shard.unknown for shard in trace.of(Shard) if shard.unknown), "")
     return f" ({why})" if why else ""
 
@@ -234,7 +234,7 @@ def when(step: int) -> str:
 
 
 def probed(invariant: Invariant, what: str) -> str:
-    """Return the reason, beginning with `what`, why a trace of training can't decide a clause."""
+    """Return `what`, followed by why no trace of training decides the clause, and what to run."""
     return (
         f"{what}: {invariant.id} is decided by a probe that the harness runs itself, not by a "
         f"trainer's trace; run entrenar-check with --only {invariant.id} and without --judge"

@@ -85,9 +85,8 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
 def _orders_differ(tally: Tally, trace: Trace) -> None:
     """Check that two epochs of a shuffled data set have different orders.
 
-    An epoch is unshuffled, and not compared, if its sample ids grow from step to step (in whatever
-    way ranks share a step), or within every rank (in whatever way ranks share the data), or within
-    every one of the rank's loader workers, which read a stream in turns.
+    An epoch in order is not compared. It is one if its sample ids grow from step to step, or within
+    each rank, or within each loader worker of a rank (workers hand out batches in turns).
     """
     orders: dict[int, list[int]] = {}
     by_rank: dict[tuple[int, int], list[tuple[int, ...]]] = {}

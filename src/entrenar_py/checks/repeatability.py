@@ -122,7 +122,7 @@ def _other_samples(first: Trace, second: Trace) -> str:
 
 
 def _other_beginning(first: Trace, second: Trace) -> str:
-    """Return the first tensor whose weights before the first step differ between two runs."""
+    """Return the name of a tensor with other first weights in the second run; "" if none has."""
     starts, others = _starts(first), _starts(second)
     for rank in sorted(starts.keys() & others.keys()):
         if name := _first_apart(starts[rank].weights, others[rank].weights):

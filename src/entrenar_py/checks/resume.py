@@ -87,7 +87,7 @@ def _resumed(trace: Trace) -> bool:
 
 
 def _was_stopped(trace: Trace) -> bool:
-    """Return whether a run was stopped and resumed, or was a command's to be so."""
+    """Return whether a run was resumed, or is a command's run that should have been."""
     return _resumed(trace) or (trace.scenario.workload == "own" and bool(trace.scenario.stops))
 
 
@@ -172,7 +172,7 @@ def _same_scale(tally: Tally, straight: Trace, trace: Trace) -> None:
 
 
 def _power_of_two(expected: Tensors, got: Tensors) -> float | None:
-    """Return the power of two, other than 1, by which all gradients are multiplied; else None."""
+    """Return `got` over `expected` if it is one power of two, other than 1; else None."""
     due, now = evidence.vectors(expected), evidence.vectors(got)
     if due is None or now is None or due.keys() != now.keys():
         return None

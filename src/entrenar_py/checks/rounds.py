@@ -28,7 +28,7 @@ def are_in(trace: Trace) -> bool:
 
 
 def nothing(tally: Tally) -> str:
-    """Return the reason of a judge that saw no run in rounds."""
+    """Return the reason for a clause about rounds if no run has any."""
     return missing.told(
         tally,
         trace=NOTHING,

@@ -41,7 +41,10 @@ def first(trace: Trace) -> tuple[int, str] | None:
 
 
 def _limit(norm: float) -> float | None:
-    """Return the limit of one or two digits, at least 0.1, that `norm` is if unscaled; or None."""
+    """Return the clipping limit that `norm` is after division by a usual loss scale; else None.
+
+    A limit is from 0.1 to 10 and has one or two digits. A norm that is so round itself has none.
+    """
     if _is_round(norm):
         return None
     limits = [limit for power in _POWERS if _is_round(limit := norm * 2.0**power)]

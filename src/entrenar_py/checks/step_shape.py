@@ -26,7 +26,7 @@ def is_adaptive(*runs: Trace) -> bool:
 
 
 def _is_proportional(trace: Trace) -> bool:
-    """Return whether the first step moved each tensor by a multiple of gradient plus weight."""
+    """Return whether the first step moved each tensor by multiples of its gradient and weight."""
     start = next((start for start in trace.of(Start) if start.step == 0), None)
     first = evidence.updates(trace).get(0, {})
     if start is None or start.rank not in first:
@@ -38,7 +38,7 @@ def _is_proportional(trace: Trace) -> bool:
 
 
 def _unexplained(name: str, before: Tensors, update: Update) -> float | None:
-    """Return the share of a tensor's move that is no sum of its gradient's and weight's multiples.
+    """Return the share of a tensor's move that no multiples of its gradient and weight explain.
 
     None if values are unknown, or too few to tell.
     """

@@ -44,7 +44,10 @@ def num_rows(batch: Any) -> int | None:
 
 
 def rows_of(tensor: Tensor) -> list[Row] | None:
-    """Return a digest of each row, the slices along the first dimension; None if there are none."""
+    """Return a digest of each slice along the first dimension.
+
+    None for a scalar, for more than ROWS_MAX slices, and for tensors without plain elements.
+    """
     if not (tensor.dim() and tensor.layout is torch.strided) or len(tensor) > ROWS_MAX:
         return None
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested:

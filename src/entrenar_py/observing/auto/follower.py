@@ -32,7 +32,7 @@ CURRENT: Follower | None = None  # of this process
 
 
 def _inside(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that others hold and step."""
+    """Return the optimizers that `optimizers` wrap, and step on behalf of the script."""
     from entrenar_py.observing import tensors  # brings DTensor
 
     return [inner for opt in optimizers for inner in tensors.inner_optimizers(opt)]

@@ -331,7 +331,7 @@ def save(worker: Worker) -> None:
 
 
 def load(worker: Worker) -> bool:
-    """Restore the worker from its checkpoint of the last life; return False if there is none."""
+    """Restore the worker from the checkpoint of its previous life; return False without one."""
     rank = worker.rank
     if not rank.resumes or not checkpoint(rank).exists():
         return False

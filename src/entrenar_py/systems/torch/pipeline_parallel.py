@@ -1,9 +1,9 @@
 """Pipeline parallelism by torch's schedules, with data parallelism over groups of ranks.
 
 Each rank of a group holds one or two stages of the model. `options.pp` is the number of ranks in a
-group, by default 2. If it does not divide the number of ranks, their largest possible common
-divisor is used. `options.schedule` is one of SCHEDULES, by default `1f1b`. The embedding is also
-the weight of the output: the first and the last rank each hold a copy.
+group, by default 2. If it does not divide the number of ranks, the largest common divisor of both
+that the model can be cut into is used. `options.schedule` is one of SCHEDULES, by default `1f1b`.
+The embedding is also the weight of the output: the first and the last rank each hold a copy.
 """
 
 from __future__ import annotations

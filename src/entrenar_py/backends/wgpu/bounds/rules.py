@@ -51,7 +51,7 @@ def _number(operand: Any) -> Interval:
 
 
 def _each_end(target: Any, args: Any, kwargs: Any) -> Interval:
-    """Apply the operation to each end: it moves elements, or is exact and non-decreasing."""
+    """Apply to each end an operation that only moves elements, or is exact and non-decreasing."""
     for one in pytree.tree_leaves(args):
         whole = isinstance(one, Bounded) and not one.value.is_floating_point()
         if whole and one.value.dtype != torch.bool and not is_exact(one):
