@@ -27,7 +27,7 @@ Each verdict that is not "held" is explained as one of these:
 - **defect**: the script does what nobody wants. It is reproduced in at most thirty lines without
   entrenar-check.
 - **default**: the script or library does as documented, and the contract asks for more.
-- **property**: a design that the clause can't be compared with.
+- **property**: a design to which the comparison of the clause does not apply.
 - **not declared**: a declaration, or an option of the command, would settle it.
 - **limit of the tool**: nothing that a user can say would settle it.
 """

@@ -35,7 +35,7 @@ class Kind(StrEnum):
 
     DEFECT = "defect"  # the script does what nobody wants
     DEFAULT = "default"  # the script or library does as documented, and the contract asks for more
-    PROPERTY = "property"  # a design that the clause can't be compared with
+    PROPERTY = "property"  # a design to which the comparison of the clause does not apply
     UNDECLARED = "not declared"  # a declaration or option of the command would settle it
     LIMIT = "limit of the tool"  # nothing that a user can say would settle it
 
