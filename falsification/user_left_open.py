@@ -157,7 +157,7 @@ LEFT_OPEN = (
         ("buffers: of each rank", "buffers: whole numbers of each rank"),
     ),
     Open(
-        "ranks make other numbers of passes and steps",
+        "ranks make different numbers of passes and steps",
         (
             "coverage",
             "finiteness",

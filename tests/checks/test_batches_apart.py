@@ -71,7 +71,7 @@ def test_micro_batches_of_all_ranks_are_compared_if_they_are_the_same() -> None:
     several, alone = own(2), coupled(own(1), 0, loss=99.0)
     finding = parity(declared(several, "micro-batch"), declared(alone, "micro-batch"))
     assert finding.verdict is Verdict.INCONCLUSIVE, finding
-    assert "are cut otherwise: cut the same" in finding.reason
+    assert "cut different ones: cut the same" in finding.reason
     assert traces.broken(parity(declared(several, "batch"), declared(alone, "batch"))).step == 0
 
 

@@ -64,8 +64,9 @@ def _apart_in_groups(tally: Tally, trace: Trace, alone: Trace | None) -> None:
         if apart and sum(parts, Counter[int]()) != _together(whole.get(step, ())):
             ranks = named("rank", [rank for rank, _ in apart[0]])
             tally.miss(
-                f"{ranks} share the work on a batch and are given other rows in step {step}: right "
-                "for parts of the batch, wrong if each draws its own; call obs.samples(ids) on all "
+                f"{ranks} share the work on a batch and are given different rows in step {step}: "
+                "right for parts of the batch, wrong if each draws its own; "
+                "call obs.samples(ids) on all "
                 "of them with the ids of the batch that each drew"
             )
             return

@@ -72,8 +72,8 @@ def _advice(model: Trace, trace: Trace) -> str:
     declared = {run.traits.loss_over for run in (model, trace)}
     if declared == {"micro-batch"}:
         return (
-            "the loss is declared to be that of a micro-batch of all ranks, and these are cut "
-            f"otherwise: cut the same for any number of workers, or {off}"
+            "the loss is declared to be that of a micro-batch of all ranks, and the runs "
+            f"cut different ones: cut the same for any number of workers, or {off}"
         )
     if len(declared) > 1:
         return f"the runs declare loss_over differently: declare the same in all, or {off}"

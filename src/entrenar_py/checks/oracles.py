@@ -63,12 +63,12 @@ def _another_training(tally: Tally, runs: Traces) -> str:
     """
     near = runs.near.get(ALONE)
     if near is None or runs.base is None:
-        return "no run on several workers beside one on one worker, of those that did not fail"
+        return "no run on several workers and one on one worker that both ended without failing"
     for run in (runs.base, near.run):
         if not any(shard.ids for shard in run.of(Shard)):  # sizes of batch and data are guesses
             return missing.nothing(tally, "the samples of each step are unknown", facts.IDS)
     others = ", ".join(near.fields)
-    otherwise = f"one worker trains otherwise than {runs.base.scenario.world_size}, in its {others}"
+    otherwise = f"one worker and {runs.base.scenario.world_size} train differently, in {others}"
     return _difference(runs, _DIFFERENT) or otherwise
 
 

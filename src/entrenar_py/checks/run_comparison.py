@@ -176,8 +176,8 @@ def rounded_away(trace: Trace) -> str:
             f"observe(..., reduce_dtype=torch.{rounded}), or torch.float32 if they must not be"
         )
     return (
-        f"gradients are compressed by {compressed} by a method whose rounding is not known "
-        "here: leave the hook out, or use fp16_compress_hook"
+        f"gradients are compressed by {compressed}, whose rounding is not known: leave the hook "
+        "out, or use fp16_compress_hook"
     )
 
 

@@ -40,7 +40,7 @@ def _apart(trace: Trace) -> str:
 
 
 def other_batches(compared: Compared) -> str:
-    """Return why two runs on other numbers of workers need not have the same batches; "" if so.
+    """Return why two runs may rightly have different batches; "" if theirs should be the same.
 
     Each rank may have a part of the data, from which it draws its share of each batch, or a seed of
     its own, and one worker may have another sampler than several.
@@ -62,9 +62,9 @@ def other_batches(compared: Compared) -> str:
             "global batch by the number of workers ({share:GLOBAL} in the command does)"
         )
     return (
-        f"{told}: {_why_unlike(compared)}. Whether samples are moved between steps is known if all "
-        "ranks take their shares of batches that are cut in one order for any number of workers "
-        "(DistributedSampler on one worker, too; one seed on all ranks)"
+        f"{told}: {_why_unlike(compared)}. To have steps compared, cut batches in one order for "
+        "any number of workers, and let each rank take its share of them (DistributedSampler on "
+        "one worker, too; one seed on all ranks)"
     )
 
 
@@ -89,8 +89,8 @@ def _why_unlike(compared: Compared) -> str:
 def left_out(whole: Trace, fewer: Trace) -> dict[int, list[int]]:
     """Return by step the samples of `whole` that `fewer` lacks, if batches are cut alike in both.
 
-    They are if each step of `fewer` draws nothing else, and one less that is not an epoch's last:
-    the last batch of an epoch may be cut short. Otherwise return nothing.
+    They are if no step of `fewer` draws anything else, and a step that is not the last of an epoch
+    draws less: the last batch of an epoch may be cut short. Otherwise return nothing.
     """
     if "untold" in (whole.traits.epochs, fewer.traits.epochs):
         return {}

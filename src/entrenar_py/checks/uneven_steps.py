@@ -21,8 +21,8 @@ def lacking(compared: Compared) -> str:
         step, made = seen
         told = ", ".join(f"rank {rank} {count}" for rank, count in sorted(made.items()))
         return (
-            f"in {run_name(run)} ranks make other numbers of passes and steps ({told}), so from "
-            f"step {step} on a number may mean another step on each: give all ranks as many "
+            f"in {run_name(run)} ranks make different numbers of passes and steps ({told}), so "
+            f"from step {step} on a number may mean different steps: give all ranks as many "
             "batches for the check, or let those that have none make empty passes, with "
             "obs.samples([])"
         )
@@ -30,7 +30,7 @@ def lacking(compared: Compared) -> str:
 
 
 def before(compared: Compared) -> Compared:
-    """Return the comparison without the steps whose numbers may mean others."""
+    """Return the comparison without the steps whose numbers may mean different steps."""
     firsts = [seen[0] for run in (compared.trace, compared.model) if (seen := _apart(run))]
     if not firsts:
         return compared
