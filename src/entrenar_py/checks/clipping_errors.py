@@ -71,7 +71,7 @@ def _by_element(clipped: Clipped) -> Error | None:
 
 
 def _in_groups(clipped: Clipped) -> Error | None:
-    """Find tensors that were clipped by a norm of their own, so that all are longer together."""
+    """Find tensors that were clipped by a norm of their own, so that all together are too long."""
     if clipped.norm(clipped.applied) <= clipped.limit * (1 + clipped.bound):
         return None
     for names in _scaled_together(clipped):

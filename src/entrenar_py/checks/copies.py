@@ -36,10 +36,10 @@ def without(compared: Compared) -> Compared | None:
 
 
 def pieces(compared: Compared) -> Mapping[str, tuple[Shape, Shape]]:
-    """Return each tensor that has another shape on some rank than in the other run, and both.
+    """Return by name the shapes on a rank and in the other run, for tensors where they differ.
 
-    The other run is the model, or of a single run, that on one worker. Where that lacks the tensor,
-    the rank with the most elements of it shows its shape.
+    The other run is the model; for a single run, it is the run on one worker. Where that lacks the
+    tensor, the rank with the most elements of it shows its shape.
     """
     due, held = _due_shapes(compared), _shapes(compared.trace)
     wholes = {name: due.get(name) or {max(shapes, key=_size)} for name, shapes in held.items()}

@@ -94,7 +94,10 @@ class _Judged:
         self._below = self.limit * (1 - self.bound - _EPSILON / self.limit)
 
     def length(self, update: Update, by_rank: ByRank) -> None:
-        """Check that an applied gradient is no longer than the limit, or as `reduced` showed it."""
+        """Check that an applied gradient is no longer than the limit.
+
+        If `obs.reduced()` showed it before, it must be as long as clipping leaves that.
+        """
         norm = _length(update)
         if norm is None:
             missing.ask(self.tally, "the length of gradients is unknown", values_of("gradient"))

@@ -186,7 +186,7 @@ def _unnamed(trace: Trace) -> set[int]:
 def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
     """Return whether a shard has samples whose ids are unknown.
 
-    A script's micro-batch may be given what another one of the rank was given before.
+    A micro-batch of a script may have the samples of an earlier one of its rank, and no ids.
     """
     if shard.ids or not shard.weight > 0:
         return False
@@ -195,7 +195,7 @@ def _is_unnamed(shard: Shard, shards: Sequence[Shard], observed: bool) -> bool:
 
 def require_updates(tally: Tally, *traces: Trace) -> bool:
     """Return whether every completed run recorded steps. Count the first without any as missing,
-    unless it is known why there is nothing to compare, as if all steps are at NaN.
+    unless it is known why there is nothing to compare (all steps met a NaN, say).
     """
     for trace in traces:
         if trace.end.status == "completed" and not trace.of(Update):

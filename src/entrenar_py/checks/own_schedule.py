@@ -1,4 +1,4 @@
-"""The learning rate of a script with a schedule of its own: is it a function of the step alone?
+"""Test whether the learning rate of a script's own schedule is a function of the step alone.
 
 Its closed form is unknown here. Its values are compared with those of the same steps in the same
 run made again, and on one worker.
@@ -56,7 +56,7 @@ def _compare(tally: Tally, base: Trace, other: Trace) -> None:
 def _told(*rates: tuple[Scenario, float]) -> str:
     """Return two runs' rates in the same words whichever of the two is judged.
 
-    If the runs differ in the number of workers, the words don't tell one made again from the first.
+    Among runs on different numbers of workers, a repeated run is named like the first.
     """
     ordered = sorted(rates, key=lambda pair: (-pair[0].world_size, pair[0].repeat))
     if len({run.world_size for run, _ in rates}) > 1:

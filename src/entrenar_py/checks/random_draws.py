@@ -80,8 +80,8 @@ def _drawn_before(trace: Trace) -> str:
 
 
 def drawn_by_rank(compared: Compared) -> str:
-    """Return where random numbers are drawn that may differ between the runs; "" for nowhere, and
-    where the runs agree.
+    """Return where numbers are drawn that may differ between the runs; "" if nowhere, or without
+    an effect.
 
     Two runs with the same micro-batches on the same ranks draw the same if the generators have the
     same states. Otherwise equal states aren't enough: masks for half of a batch, say, may leave the
@@ -114,10 +114,10 @@ def drawn_by_rank(compared: Compared) -> str:
 
 
 def noise_on_gradients(trace: Trace) -> str:
-    """Return that something is drawn between backward pass and step, if it is; else "".
+    """Return which random numbers may have changed gradients before the step; "" for none.
 
-    The gradient that is applied may be the sum of its micro-batches' all the same: then what was
-    drawn is a batch, say.
+    If the gradient that is applied is still the sum of its micro-batches', the numbers were drawn
+    for something else, such as the next batch.
     """
     drawn = _by_place(trace).get("gradient")
     if not drawn or own_sums.are_applied(trace, {step for step, _ in drawn}):
@@ -138,7 +138,7 @@ def _contents(trace: Trace) -> Contents:
 
 
 def are_alike(due: tuple[float, ...], got: tuple[float, ...], bound: float) -> bool:
-    """Return whether a sample has the same contents, or tensors of other sizes: then who knows."""
+    """Return whether a sample has the same contents, or tensors of sizes that can't be compared."""
     if len(due) != len(got) or len(due) % 3:
         return True
     for at in range(0, len(due), 3):

@@ -120,8 +120,8 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
 def in_turns(drawn: Sequence[tuple[int, ...]]) -> bool:
     """Return whether the ids of micro-batches grow, taken together or by the workers of a loader.
 
-    Workers take turns. If there are several, ids must grow within micro-batches, too, and so many
-    that shuffling hardly leaves them so. Only then no other order of few micro-batches looks alike.
+    Workers take turns. With several, ids must also grow within each micro-batch, and there must be
+    so many that a shuffle hardly leaves them in order: few micro-batches look so by chance.
     """
 
     def grows(batches: Sequence[tuple[int, ...]]) -> bool:

@@ -13,7 +13,7 @@ from entrenar_py.wording import listed
 
 
 def lacking(compared: Compared) -> str:
-    """Return why two runs can't be compared that divide batches otherwise; "" if they can.
+    """Return why two runs that divide batches differently can't be compared; "" if they can.
 
     Buffers that follow from a rank's samples may be without effect (a counter, a monitor): then the
     runs agree.

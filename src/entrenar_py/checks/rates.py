@@ -40,7 +40,7 @@ def differ(model: Update, update: Update) -> tuple[str | None, float, float] | N
 def only_step(
     name: str | None, rate: float, updates: Mapping[int, Mapping[int, Update]]
 ) -> int | None:
-    """Return the one step that has this rate (of a tensor, or None); None if not one alone has."""
+    """Return the only step with this rate of tensor `name` (None: of the first group), or None."""
     steps = []
     for step, by_rank in updates.items():
         model = evidence.any_rank(by_rank)
@@ -83,7 +83,7 @@ def _relation(
     expected: Mapping[int, Mapping[int, Update]],
     scenario: Scenario,
 ) -> str:
-    """Return of which other step a wrong rate is, or its factor; "" if neither is known."""
+    """Return in words which other step has a wrong rate, or its factor; "" if neither is known."""
     other = only_step(name, got, expected)
     if other is not None and other != step:
         counts = {"worker": scenario.world_size, "micro-batch": scenario.accumulation}

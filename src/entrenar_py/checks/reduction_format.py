@@ -87,7 +87,7 @@ def _divisor(whole: Vectors, applied: Vectors) -> float | None:
 
 
 def _fits(name: str, off: Vectors, local: Mapping[int, Vectors]) -> bool:
-    """Return whether roundings of each rank's term, each sum, and the divisor are what is `off`."""
+    """Return whether `off` is what rounding each rank's term, each sum and the divisor explains."""
     roundings = (2 * len(local) + 1) * precision.SIXTEEN[name][0]
     floor = len(local) * _SMALLEST[name]
     terms = {n: np.sum([np.abs(sums[n]) for sums in local.values()], axis=0) for n in off}

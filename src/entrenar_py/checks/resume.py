@@ -145,7 +145,7 @@ def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:
 def _rate_of(
     name: str | None, rate: float, at: int, expected: dict[int, dict[int, Update]], trace: Trace
 ) -> str:
-    """Return words on a rate, of step `at`, that the straight run has in one other step."""
+    """Return in words which one other step of the straight run has the rate of step `at`, or ""."""
     step = rates.only_step(name, rate, expected)
     if step in (None, at):
         return ""

@@ -1,4 +1,4 @@
-"""The first step after a resume, if it is another one though all that it rests on was restored.
+"""Explain a first step after a resume that differs although all that was recorded was restored.
 
 Weights, optimizer state, rates and the gradient are then those of the run without stops. What is
 left are copies of the weights that an optimizer steps, and constants that it was made with.

@@ -48,7 +48,7 @@ def explain_later(
     bound: float,
     floor: float,
 ) -> str:
-    """Return what `explain` does, if not even other weights than those of `due` explain it.
+    """Return what `explain` does, unless slightly different weights may explain the difference.
 
     `by_rank` and `shards` are the step's.
 

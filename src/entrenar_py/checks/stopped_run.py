@@ -113,7 +113,7 @@ def begins_where_it_says(tally: Tally, straight: Trace, trace: Trace) -> bool:
 
 
 def _other_step(start: Start, before: dict[int, Tensors]) -> int | None:
-    """Return the one step, but not the last before `start`, after which its weights were held."""
+    """Return the only step after which the weights of `start` were held, if not the last before."""
     if not start.weights:
         return None
     held = [step for step, weights in before.items() if _same(weights, start.weights)]

@@ -14,9 +14,9 @@ from entrenar_py.verdict import Tally
 def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """Check that no sample is drawn again before all were drawn, by an error or a cut epoch.
 
-    Where a sample that is drawn again can be the first of the next epoch, or an error, the epochs
-    are needed: if all samples but fewer than a batch were drawn before, or if it is a guess what
-    all are, unless the run on one worker (`alone`) goes on with others.
+    A sample that is drawn again may be an error, or the first of the next epoch. Which it is takes
+    epochs if less than a batch was left to draw. It also does if the samples of an epoch are a
+    guess, unless the run on one worker (`alone`) goes on with samples that were not drawn yet.
     """
     population = Population(trace)
     slack = trace.scenario.batch_size

@@ -48,9 +48,9 @@ class Work:
     """The source of a report's entries, and the facts that the report states about them.
 
     A later entry of a clause replaces an earlier one. `environment` is called after `entries`, as
-    only then the opened devices are known. `foreseen` are lines about the runs to come, and
-    `doubts` has after them, by id, what speaks against the claim that a clause does not apply. Each
-    verdict is printed as it comes if `streams`: the runs take long.
+    only then the opened devices are known. `foreseen` are lines about the runs to come. After the
+    runs `doubts` has, by id, what speaks against the claim that a clause does not apply. With
+    `streams` each verdict is printed as it comes, since the runs take long.
     """
 
     entries: Callable[[falsify.Progress, Listener], Iterable[Entry]]

@@ -1,4 +1,4 @@
-"""Clauses that the configuration declares not to apply: does what the runs show contradict that?"""
+"""Find what runs show against a declaration that a clause does not apply."""
 
 from __future__ import annotations
 

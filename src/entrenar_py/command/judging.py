@@ -178,8 +178,10 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
 
 
 def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
-    """Return the files of two runs that should be equal, of the run on one worker, if any, and of
-    the nudged run, after the same run without that.
+    """Return the files of the runs that show whether others can be compared, if there are any.
+
+    REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
+    same run with nudged weights.
     """
     plain = {run.asked: file for file, run in runs.items() if run.asked.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]

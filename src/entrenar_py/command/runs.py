@@ -142,7 +142,7 @@ def _values(asked: Asked, folder: Path, num_steps: int, num_epochs: int) -> dict
 
 
 def _was_told_otherwise(asked: Asked, like: Trace, recorded: Trace) -> bool:
-    """Return whether a run that a smaller {steps} was to stop was another one before the stop."""
+    """Return whether a smaller {steps}, given to stop the run, changed it before the stop."""
     if not asked.stops or asked.interrupted or recorded.end.status == "failed":
         return False
     return stopped_run.differed_before(like, recorded)

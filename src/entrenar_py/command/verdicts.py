@@ -23,9 +23,9 @@ def as_known(
 ) -> Iterator[Entry]:
     """Yield an entry per task that applies, and add each recorded run to `runs`, by its file.
 
-    A clause is judged when no run is ahead that it is judged by. One that breaks earlier has an
-    entry then, and another in the end, of all its runs, which replaces it. After an interrupt the
-    clauses that the runs so far falsify have an entry, and KeyboardInterrupt is raised.
+    A clause is judged once all runs that it needs were made. If a run falsifies it earlier, it has
+    an entry at once. At the end it has another, of all its runs, which replaces the first. After an
+    interrupt the clauses that are falsified by then have an entry, and KeyboardInterrupt is raised.
     """
     waiting = _Waiting([task for task in tasks if task.check is not None])
     yield from judging.judge([task for task in tasks if task.check is None], runs)
@@ -71,7 +71,7 @@ class _Waiting:
 
 
 def _is_awaited(task: Task, run: Run) -> bool:
-    """Return whether a run after `run` is judged by the task's check, or shows what others are."""
+    """Return whether a later run is judged by the task's check, or is a witness for others."""
     return task.check is not None and any(
         ahead.is_witness or asked.judges(task.check, ahead) for ahead in run.ahead
     )

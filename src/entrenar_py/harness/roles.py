@@ -71,8 +71,10 @@ def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs
 
 
 def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need, tuple[K, ...]]:
-    """Return two runs of a user's trainer that should be equal, its run on one worker, and its
-    nudged run after the same run without that, as far as there are any.
+    """Return the runs of a user's trainer that show whether others can be compared, if any.
+
+    REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
+    same run with nudged weights.
 
     A run on one worker is also found if it had another batch.
     """

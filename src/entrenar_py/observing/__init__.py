@@ -162,10 +162,9 @@ def observe(
     - `clip_norm`: the largest L2 norm of the gradient of all parameters, to which it is clipped.
     - `reduce_dtype`: the number format in which ranks add gradients, `torch.bfloat16`, if they are
       rounded to it by other means than DistributedDataParallel's hooks or `fully_shard`'s policy.
-    - `loss_over`: the samples of all ranks that a loss is of, however these are divided: "batch",
-      those of a step, if ranks and micro-batches are to give the gradient of one worker with the
-      whole batch; "micro-batch", if each micro-batch has a loss of its own (negatives are gathered
-      from all ranks, but not from other micro-batches).
+    - `loss_over`: "batch" if the loss of a step is that of all its samples, however they are
+      divided into ranks and micro-batches; "micro-batch" if each micro-batch of all ranks has a
+      loss of its own (negatives are gathered from all ranks, but not from other micro-batches).
 
     With `every` the training is watched, whether entrenar-check runs it or not. Each `every`-th
     step is checked: all ranks hold the same weights (F-DP-001), these are finite (F-DP-003), and

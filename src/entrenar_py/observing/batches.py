@@ -46,7 +46,7 @@ class Batch:
         self.ids = None if self.ids is None or ids is None else self.ids + ids
 
     def fits(self, blocks: list[Block]) -> bool:
-        """Return whether it can be the batch of which a pass in this thread is given a copy."""
+        """Return whether a pass in this thread may have been given a copy of this batch."""
         if threading.get_ident() != self._thread:
             return False  # it was put into a queue
         several = self.is_gathered and len(self.ids or ()) > 1 and bool(blocks)

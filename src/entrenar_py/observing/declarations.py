@@ -28,7 +28,7 @@ class Declarations:
     - `clip_norm`: the largest L2 norm of an applied gradient.
     - `synchronised`: patterns of the buffers that forward passes change on all ranks alike.
     - `reduction`: the number format in which ranks add gradients, "" if undeclared.
-    - `loss_over`: the samples of all ranks that a loss is of, "" if undeclared.
+    - `loss_over`: "batch" or "micro-batch", as for `observe`; "" if undeclared.
     """
 
     frozen: tuple[str, ...] | None = None

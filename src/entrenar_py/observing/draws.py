@@ -193,7 +193,7 @@ class Draws:
             return Drawn(ids, self._epoch_of(used[-1].iteration), unknown)
 
     def skip(self, blocks: list[Block]) -> None:
-        """Forget the batches that a forward pass was given which is no training."""
+        """Forget the batches of a forward pass that does not train."""
         with self._lock:
             self._keep(lambda batch: not batch.shares(blocks))
 

@@ -98,7 +98,7 @@ def is_fully_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Put back the pieces that `fully_shard` replaced by whole parameters, as an evaluation leaves.
+    """Put back the pieces of parameters that `fully_shard` holds whole, as after an evaluation.
 
     The next pass makes the parameters whole again.
     """

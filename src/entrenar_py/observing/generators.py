@@ -30,8 +30,9 @@ class Generators:
     """The global generators (torch's, numpy's, Python's), those of GPUs, and the script's own.
 
     The script's own are those that its functions and modules hold in a variable when it calls
-    `observe`, or that an object in a variable or in `objects` has in an attribute. They are named
-    so. `left_out` are generators of loaders and samplers, whose samples are known.
+    `observe`, or that an object in a variable or in `objects` has in an attribute. Variable and
+    attribute are their names. `left_out` are generators of loaders and samplers, whose samples are
+    known.
     """
 
     def __init__(

@@ -15,8 +15,8 @@ from entrenar_py.observing import dtensors
 class _Source:
     """The sources of a parameter's gradient since it was found cleared.
 
-    `passes` are the backward passes (step, micro-batch) that added to it. `first` is the first step
-    in it if it was applied with `digest` and not touched since; -1 if it wasn't, or is changed.
+    `passes` are the backward passes (step, micro-batch) that added to it. `first` is the step
+    of the first one if the gradient was applied with `digest` and not touched since; else -1.
     """
 
     passes: list[tuple[int, int]] = field(default_factory=list)

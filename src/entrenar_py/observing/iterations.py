@@ -27,8 +27,8 @@ class Listener(Protocol):
 class IterationHooks:
     """Calls `begin` whenever `source` is iterated, and tells the items to the Listener it returns.
 
-    An object whose class can't be changed (a list, a generator), or whose iterator's can't, is
-    iterated unheard. Python's own iterators are put into one that passes all calls on to them.
+    An object is iterated unheard if its class, or its iterator's, can't be changed (a list, a
+    generator). Python's own iterators are put into one that passes all calls on to them.
     """
 
     def __init__(self, source: Any, begin: Callable[[], Listener]) -> None:

@@ -22,7 +22,7 @@ from entrenar_py.rank_files import whole_tensors
 class _Loss:
     """The mean loss of a micro-batch as the script reports it.
 
-    `slopes` are the derivatives by it of what backward passes began at, one for each pass.
+    `slopes` has for each backward pass the derivative of its starting value by this loss.
     """
 
     mean: float

@@ -18,7 +18,7 @@ class Recomputed:
     """Looks at the modules that are called between `begin` and `end` of a backward pass.
 
     `are_not_set_back` tells whether all generators have the states in which they were seen last.
-    `drawn` is called after each module that began so.
+    `drawn` is called after each outermost module that began with these states.
     """
 
     def __init__(self, are_not_set_back: Callable[[], bool], drawn: Callable[[], object]) -> None:

@@ -31,7 +31,7 @@ class InOrder:
 
 
 class _Weakly:
-    """An object that can be asked for by `held()`, kept alive only if it can't be referred to so.
+    """A weak reference to an object, or a strong one where the object allows no weak one.
 
     The script decides when its loader, and the workers of it, are gone.
     """
@@ -117,7 +117,7 @@ def _all_loaders(given: Any) -> list[Any]:
 
 
 def positions_of(index: Any) -> Ids | None:
-    """Return the positions that a sampler drew, of a sample or a batch; None if they are others."""
+    """Return the positions that a sampler drew, of a sample or a batch; None for anything else."""
     if isinstance(index, np.ndarray | torch.Tensor):
         index = index.tolist() if index.ndim < 2 else None
     if type(index) not in (list, tuple, range):

@@ -192,7 +192,7 @@ class Subject:
         return {name: p.grad for name, p in self.trained.items()}
 
     def applied_gradients(self) -> dict[str, Tensor | None]:
-        """Return `gradients`, but of a copy that an optimizer steps its own, if it has one."""
+        """Return `gradients`, with those of copies that optimizers step, where these have one."""
         own = {name: copy.grad for name, copy in self._copies.items() if copy.grad is not None}
         return self.gradients() | own
 
@@ -217,7 +217,7 @@ class Subject:
 
     @property
     def is_stepped_as_copies(self) -> bool:
-        """True if optimizers hold tensors of others in place of parameters of the model."""
+        """True if optimizers step tensors that are no parameters of the model, in place of some."""
         return self.is_written_back and not self._stepped() <= {*self.parameters.values()}
 
     @property

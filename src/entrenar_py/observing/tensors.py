@@ -142,7 +142,7 @@ def plain_name(name: str) -> str:
 def rate_of(group: Mapping[str, Any]) -> float:
     """Return the learning rate of a parameter group, 0 if it has none that is a number.
 
-    An optimizer of the script's may keep it elsewhere, and so may those that find it themselves.
+    Some optimizers keep it elsewhere, or find it themselves.
     """
     return _number(group.get("lr"))
 

@@ -152,7 +152,7 @@ def _layout(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
 
 
 def _outer(rank: RankTrace, record: Mapping[str, Any]) -> RankTrace:
-    """Add the rule of the outer step. A rule that changes from round to round is another one."""
+    """Add the rule of the outer step. A rule that changes from round to round becomes `other`."""
     rule = {
         name: record[name] for name in ("rule", "lr", "momentum", "inner_steps") if name in record
     }

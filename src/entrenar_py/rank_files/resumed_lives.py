@@ -1,4 +1,4 @@
-"""Recognise the step from which a rank goes on that was started again without saying so.
+"""Recognise the step from which a restarted rank goes on, if its script does not say.
 
 A script that loads a checkpoint tells `observe` how many steps were made before (`step=`). If it
 doesn't, its weights may: they are those of an earlier step.

@@ -67,7 +67,8 @@ def of(
 def _dropout(header: Mapping[str, Any], shards: Sequence[Shard]) -> float:
     """Return the largest probability of the model's dropout layers; 0 if none of them is in use.
 
-    Then forward passes were seen, and none drew numbers: the layers are in eval(), as a teacher's.
+    They are not in use if forward passes were seen and none drew numbers: the layers are in eval(),
+    as in a teacher.
     """
     is_seen = any(shard.contents for shard in shards)
     is_drawn = any(shard.draws is not None for shard in shards)

@@ -54,8 +54,8 @@ class Batch:
     def find(self, rows: list[Row]) -> list[int] | None:
         """Return the unused positions whose content is `rows`, in their order; None if not all are.
 
-        Of the batch's tensors the one is taken that tells its rows best apart: labels have
-        duplicates. None, too, if duplicates leave open which positions these are.
+        The batch's tensor with the most different rows counts, since labels have duplicates. None,
+        too, if duplicates leave open which positions these are.
         """
         for column in self._rows():
             places: dict[Row, deque[int]] = defaultdict(deque)
@@ -69,7 +69,7 @@ class Batch:
         return None
 
     def _rows(self) -> list[list[Row]]:
-        """Return the digests of the rows of each tensor that has a row a sample."""
+        """Return the digests of the rows of each tensor that has one row per sample."""
         if self._columns is None:
             found = map(contents.rows_of, contents.tensors_in(self.content))
             fitting = [rows for rows in found if rows and len(rows) == self.size]
@@ -142,7 +142,7 @@ class Batches:
         return epoch, ids if source is None else [*map(source.numbering.of, ids)]
 
     def newest(self, batch: Batch) -> Batch:
-        """Return `batch` as the newest pass over its loader has yielded it, and forget older ones.
+        """Return the batch with the samples of `batch` that is newest, and forget those before it.
 
         A script may look at a batch, for its size, and then begin another pass with it.
         """
@@ -166,7 +166,7 @@ class Batches:
         return iteration.epoch
 
     def _left_short_batch(self) -> bool:
-        """Return whether the only unused batch of the last pass for training is its last, short."""
+        """Return whether the last pass for training left only its last, short batch unused."""
         left = [
             batch
             for batch in self.pending

@@ -138,7 +138,7 @@ class Follower:
     def _begin(self, called: nn.Module | None) -> None:
         """Begin to observe, if there are optimizers; `called` is the module that the script called.
 
-        A module none of whose parameters an optimizer holds isn't trained, or not yet.
+        A module is not trained yet if no optimizer holds any of its parameters.
         """
         optimizers = self.optimizers()
         parameters = {p for opt in optimizers for g in opt.param_groups for p in g["params"]}
@@ -200,7 +200,7 @@ class Follower:
     def look_at_calls(self, wanted: bool) -> bool:
         """Set a hook of the calls of all modules, or remove it; return whether it was set.
 
-        It costs, and is in what is compiled, so it stays no longer than necessary.
+        The hook costs time, and torch compiles it with the module, so it is removed early.
         """
         was_set = self._calls is not None
         if was_set and not wanted:

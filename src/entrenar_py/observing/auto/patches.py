@@ -249,7 +249,10 @@ def _apply(module: str, follower: Follower) -> None:
 
 
 def _uncompiled(original: Function, wrapped: Function) -> Function:
-    """Return `wrapped`, in compiled code `original`; dynamo compiles neither's frame by itself."""
+    """Return a function that calls `wrapped`, or `original` in compiled code.
+
+    Dynamo compiles no frame of it or of `wrapped` by itself.
+    """
 
     @wraps(original)
     def either(*given: Any, **named: Any) -> Any:

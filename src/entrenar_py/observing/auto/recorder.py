@@ -100,7 +100,7 @@ class Recorder(Observer):
         self._micro_batches.backward_loss = None
 
     def closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
-        """Note that the closure of a step ran which had begun before there was this record."""
+        """Note that a step's closure ran, and that the step had begun before this record."""
         if again:
             self._micro_batches.clear()
             return

@@ -85,7 +85,7 @@ class SeenSamples(Samples):
         return False
 
     def _by_count(self, inputs: Any, batch: Batch, *, is_again: bool) -> None:
-        """Take the batch that is meant as a whole, if the inputs are as many; or note the unknown.
+        """Take the whole of `batch`; if the inputs have fewer rows, note that samples are unknown.
 
         That is right for inputs that were changed on the way (normalised, of another dtype).
         """
@@ -110,7 +110,7 @@ class SeenSamples(Samples):
     def settle(self) -> None:
         """Note that a backward pass begins, or is over, maybe of parts of the model only.
 
-        Without a forward pass it has the batch that is meant.
+        A backward pass without a forward pass of the model has the batch that is `meant`.
         """
         if self._evaluated is not None and not self._is_given:
             self._batches.set_aside(contents.num_rows(self._evaluated), trains=True)

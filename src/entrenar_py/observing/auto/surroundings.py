@@ -103,7 +103,7 @@ def mesh(world_size: int) -> DeviceMesh | None:
 def are_replicas(model: nn.Module) -> bool:
     """Return whether torch's own wrapper keeps a copy of `model`, or of a part of it, on each rank.
 
-    Then each rank is to draw samples of its own. So it is for a process alone.
+    Then each rank is to draw samples of its own. True for a single process, too.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True

@@ -17,7 +17,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class Waiting:
-    """A finder that finds nothing itself: a module's loader calls a function after the module.
+    """A finder that finds nothing itself, but has a module's loader call a function afterwards.
 
     `awaited` maps names of modules to the functions to call. A module stays awaited until it was
     executed: libraries look for torch without importing it.
