@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.command import ending
+from entrenar_py.command import ending, own_folder
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
 from entrenar_py.rank_files import auto_notes
+from entrenar_py.rank_files.rank_file import STACK_SUFFIX
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Event, Injected, Update
 
@@ -129,3 +130,20 @@ def test_a_folder_that_was_removed(tmp_path: Path) -> None:
     status, reason = ending.of([], [], Asked(world_size=2, seed=0), ended, [])
     assert status == "failed"
     assert reason.endswith("was removed while it ran; exit code 0: it printed nothing")
+
+
+def test_a_hanging_rank_stands_in_the_users_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run has a copy of the script, which is cleared: its place is told as in the script."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    monkeypatch.chdir(mine)
+    folder = tmp_path / "runs"
+    copied = folder.joinpath(own_folder.FOLDER, *mine.parts[1:], "train.py")
+    copied.parent.mkdir(parents=True)
+    stack = f'Thread 0x1 (most recent call first):\n  File "{copied}", line 7 in <module>\n'
+    (folder / f"00000-000{STACK_SUFFIX}").write_text(stack)
+    ended = Ended(code=None, seconds=9, output=folder / "output.txt", tail=(), num_left=0)
+    _, reason = ending.of(CUT, steps(2, 1), Asked(world_size=2, seed=0), ended, [])
+    assert "rank 0 in no collective (train.py:7)" in reason

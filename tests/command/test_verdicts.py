@@ -123,3 +123,24 @@ def test_reasons_name_runs() -> None:
     (entry,) = judging.judge(TASKS[:1], runs)
     assert entry.finding.reason.startswith("rank 1 and rank 0 hold different weights")
     assert entry.finding.reason.endswith(" [3-workers]")
+
+
+@pytest.mark.parametrize("name", ["F-TI-002", "F-TI-003", "F-DP-006"])
+def test_a_failed_base_is_the_reason(name: str) -> None:
+    """If the first run failed, no placeholder is told for those that were not launched after it."""
+    tasks = judging.tasks([shipped_invariants()[name]])
+    (entry,) = judging.judge(tasks, dict(recorded(("3-workers", PLAIN, failed(trained())))))
+    told = " ".join((entry.finding.reason, *entry.finding.notes))
+    assert "the run on 3 workers failed: ValueError: 9" in told
+    assert "{workdir}" not in told
+    assert "--world-size" not in told
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("F-TI-003", "the command needs {workdir}"), ("F-DP-006", "--world-size")]
+)
+def test_a_run_that_was_not_planned_is_told(name: str, why: str) -> None:
+    """If the first run completed, what the command lacks is the reason."""
+    tasks = judging.tasks([shipped_invariants()[name]])
+    (entry,) = judging.judge(tasks, dict(recorded(("3-workers", PLAIN, trained()))))
+    assert why in entry.finding.reason

@@ -8,9 +8,10 @@ if one rank did and all others made as many steps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from entrenar_py.command import script_errors, stacks
+from entrenar_py.command import own_folder, script_errors, stacks
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
 from entrenar_py.rank_files import auto_notes
@@ -128,7 +129,12 @@ def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
 
 def _hanging(last: LastLives, asked: Asked, ended: Ended) -> str:
     """Return how many steps each rank made, and where it stands."""
-    where = stacks.places(ended.output.parent)
+    folder = ended.output.parent
+    copied = str(folder / own_folder.FOLDER)  # told as the user's own files: the copy is cleared
+    where = {
+        rank: replace(one, file=_shown(Path(one.file.removeprefix(copied))))
+        for rank, one in stacks.places(folder).items()
+    }
     if not last.num_steps and not where:
         return "no rank had begun"
     steps = ", ".join(f"rank {rank} {num}" for rank, num in sorted(last.num_steps.items()))

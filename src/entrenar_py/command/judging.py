@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,12 +114,13 @@ def judge(
             form="{reason} [{files}]",
         )
         asked = [runs[file].asked for file in traces]
-        if why := _lacking(check, asked):
+        is_base_lost = _is_base_lost([runs[file] for file in traces])
+        if not is_base_lost and (why := _lacking(check, asked)):
             entry = replace(entry, finding=inconclusive(task.invariant.id, why))
         notes = (
             *entry.finding.notes,
             *_untried(check, asked),
-            *_unresumed(check, asked),
+            *(() if is_base_lost else _unresumed(check, asked)),
             *_unbroken(check, runs.values()),
             *(_not_judged(runs[file]) for file in spared),
         )
@@ -140,10 +141,27 @@ def _spared(check: Check, runs: Mapping[Path, Run]) -> list[Path]:
 
     This check judges them, too, but its verdict stands without them.
     """
-    failed = [file for file, run in runs.items() if run.trace.end.status == "failed"]
+    failed = [file for file, run in runs.items() if _failed(run)]
     most = max(run.asked.world_size for run in runs.values())
     spare = [file for file in failed if _is_spare(check, runs[file].asked, most)]
     return spare if len(spare) < len(runs) else []
+
+
+def _failed(run: Run) -> bool:
+    return run.trace.end.status == "failed"
+
+
+def _is_base_lost(runs: Collection[Run]) -> bool:
+    """Return whether a run failed after which others would be stopped, or a worker be killed.
+
+    Then those were not launched, whatever the command could say.
+    """
+    most = max(run.asked.world_size for run in runs)
+    failed = [run.asked for run in runs if _failed(run) and run.asked.world_size == most]
+    return any(
+        one.is_unstruck and not one.repeat and (one.turn is None or one.turn.knob == "accumulation")
+        for one in failed
+    )
 
 
 def _is_spare(check: Check, asked: Asked, most: int) -> bool:

@@ -95,7 +95,7 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
     if plan.auto:
         (folder / auto_notes.ASKED).touch()
     ended: Ended | None = None
-    with own_folder.of(plan.source, folder / "root") as own:
+    with own_folder.of(plan.source, folder / own_folder.FOLDER) as own:
         launched = own.launched(plan.launch) if own else plan.launch
         for life, (num_steps, num_epochs) in enumerate(plan.lengths(asked)):
             values = _values(asked, folder, num_steps, num_epochs)
