@@ -124,7 +124,7 @@ _CROPS = Expected(
     clause="F-DP-005",
     verdict="inconclusive",
     kind=Kind.PROPERTY,
-    words="draws random numbers as the data set is read (augmentation)",
+    words="random numbers are drawn as the data set is read (augmentation)",
     because="Each rank crops pictures at random, by a seed of its own.",
 )
 _HALF = Expected(
