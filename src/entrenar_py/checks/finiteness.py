@@ -31,8 +31,8 @@ from entrenar_py.verdict import Finding, Tally, micro_batch
 
 # Most scripts go on at a NaN, so the finding says what to add.
 _REMEDY = (
-    ": stop there, by torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, "
-    "error_if_nonfinite=True) before optimizer.step(), for one"
+    ": stop there, for example by torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, "
+    "error_if_nonfinite=True) before optimizer.step()"
 )
 
 
