@@ -20,7 +20,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.rank_files import layout
 from entrenar_py.rank_files.layout import Layout, Piece
 
-DECLARE = 'declare them: observe(..., layout={"dp": 2, "tp": 2}), sizes row-major'
+DECLARE = 'declare the axes and their sizes, row-major: observe(..., layout={"dp": 2, "tp": 2})'
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -172,11 +172,19 @@ class Follower:
         self._watched[optimizer] = model
         kind = type(optimizer).__name__
         if model is None:
-            _LOG.warning("entrenar watch: %s steps tensors that no module has: not watched", kind)
+            _LOG.warning(
+                "entrenar watch: %s steps tensors that no module has, and is not watched: call "
+                "observe(model, optimizer, every=...) in the script",
+                kind,
+            )
             return
         others = [other for known, other in self._watched.items() if known is not optimizer]
         if any(model is other for other in others):
-            _LOG.warning("entrenar watch: %s steps a module that is watched already", kind)
+            _LOG.warning(
+                "entrenar watch: %s steps a module that is watched with another optimizer, and is "
+                "not watched itself",
+                kind,
+            )
             return
         Watch(
             model,

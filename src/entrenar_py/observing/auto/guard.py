@@ -32,7 +32,10 @@ def guarded(
         except EntrenarError as error:
             self.give_up(str(error))
         except Exception as error:  # noqa: BLE001  (the user's script has to run all the same)
-            self.give_up(f"the observation failed ({type(error).__name__}: {error})")
+            self.give_up(
+                f"the observation failed ({type(error).__name__}: {error}): an error of "
+                "entrenar-py, please report it"
+            )
         return None
 
     return run
