@@ -147,3 +147,13 @@ def test_a_hanging_rank_stands_in_the_users_own_file(
     ended = Ended(code=None, seconds=9, output=folder / "output.txt", tail=(), num_left=0)
     _, reason = ending.of(CUT, steps(2, 1), Asked(world_size=2, seed=0), ended, [])
     assert "rank 0 in no collective (train.py:7)" in reason
+
+
+def test_an_error_names_the_users_own_file(tmp_path: Path) -> None:
+    """A path below the run's copy of the user's folder is told without what is in front of it."""
+    line = f"FileNotFoundError: no such file: '{tmp_path / own_folder.FOLDER}/home/me/data.bin'"
+    output = tmp_path / "output.txt"
+    output.write_text(line)
+    ended = Ended(code=1, seconds=9, output=output, tail=(), num_left=0)
+    _, reason = ending.of(CUT, steps(2, 1), Asked(world_size=2, seed=0), ended, [])
+    assert "FileNotFoundError: no such file: '/home/me/data.bin'" in reason

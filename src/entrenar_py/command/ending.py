@@ -108,7 +108,13 @@ def _last_words(last: LastLives, error: str, ended: Ended) -> str:
     printed = script_errors.last_line(ended.output, ended.tail)
     words = [one for one in (error, last.problem, printed) if one]
     causes = [one for one in words if not script_errors.is_of_peers(one)]
-    return escaping.shortened(next(iter(causes or words), "it printed nothing"))
+    cause = next(iter(causes or words), "it printed nothing")
+    return escaping.shortened(cause.replace(_copied(ended), ""))
+
+
+def _copied(ended: Ended) -> str:
+    """Return what a file's path in the run's own folder has in front of that in the user's."""
+    return str(ended.output.parent / own_folder.FOLDER)
 
 
 def _shown(path: Path) -> str:
@@ -129,11 +135,9 @@ def _nothing_recorded(ended: Ended, error: str, how: str) -> str:
 
 def _hanging(last: LastLives, asked: Asked, ended: Ended) -> str:
     """Return how many steps each rank made, and where it stands."""
-    folder = ended.output.parent
-    copied = str(folder / own_folder.FOLDER)  # told as the user's own files: the copy is cleared
     where = {
-        rank: replace(one, file=_shown(Path(one.file.removeprefix(copied))))
-        for rank, one in stacks.places(folder).items()
+        rank: replace(one, file=_shown(Path(one.file.removeprefix(_copied(ended)))))
+        for rank, one in stacks.places(ended.output.parent).items()
     }
     if not last.num_steps and not where:
         return "no rank had begun"

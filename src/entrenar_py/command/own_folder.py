@@ -10,7 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +118,13 @@ class OwnFolder:
                 Path(folder).rmdir()  # fails if something is left in it
 
     def launched(self, launch: Callable[..., Ended]) -> Callable[..., Ended]:
-        """Return `launch`, for commands that run in this folder.
-
-        In what they printed last, files have the names that they have in the user's folder.
-        """
+        """Return `launch`, for commands that run in this folder."""
 
         def launch_here(
             command: Sequence[str], *, variables: Mapping[str, str], **settings: Any
         ) -> Ended:
             here = {**variables, "PWD": str(self.path)}
-            ended = launch(command, variables=here, cwd=self.path, **settings)
-            return replace(
-                ended, tail=tuple(line.replace(str(self.root), "") for line in ended.tail)
-            )
+            return launch(command, variables=here, cwd=self.path, **settings)
 
         return launch_here
 
