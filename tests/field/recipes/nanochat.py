@@ -72,7 +72,13 @@ _MUON = Expected(
 _EXPECTED = (
     _OTHER_SAMPLES,
     replace(_OTHER_SAMPLES, clause="F-DP-005", words="other samples"),
-    replace(_OTHER_SAMPLES, clause="F-TI-001", words="own samples alone"),
+    replace(
+        _OTHER_SAMPLES,
+        clause="F-TI-001",
+        words="own samples alone",
+        because="The optimizer is given each rank's own gradient: its step takes the mean over "
+        "ranks, if there is a process group. The rows of one rank aren't those of two, besides.",
+    ),
     _MUON,
     STEPS_AT_NAN,
     NO_RESTART,
