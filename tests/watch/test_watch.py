@@ -196,7 +196,7 @@ def test_a_contract_selects(tmp_path: Path) -> None:
         ({"patience": 0}, "patience=0"),
         ({"every": None, "contract": "x.yaml"}, "give every="),
         ({"every": None}, "give every="),  # patience
-        ({"layout": {"tp": 1}}, "every= with layout= or tied="),
+        ({"layout": {"tp": 1}}, "every=1 with layout= or tied="),
         ({"contract": "x.yaml"}, "no such file"),
     ],
 )
