@@ -50,7 +50,8 @@ _SP = (
         verdict="inconclusive",
         kind=Kind.UNDECLARED,
         words="step 0 draws other samples: seed the script alike",
-        because="The script sets no seed, so two runs of it draw other inputs.",
+        because="Each rank draws rows of its own, and only `obs.samples` tells whether they are "
+        "parts of one batch. Besides, the script sets no seed, so two runs draw other inputs.",
     ),
     Expected(
         clause="F-DP-005",
