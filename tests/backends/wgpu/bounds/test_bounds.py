@@ -144,3 +144,35 @@ def test_one_element_that_is_off_is_named() -> None:
     found = sensitivity.deviations(wrong, captured("mlp"), plain(inputs))[1]
     assert (found.element, found.explained) == (5, False)
     assert found.error <= found.bound
+
+
+def _associations(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Return the orders of x * (y * y * 3) in float32."""
+    return (x * (y * y * 3), (x * (y * y)) * 3, (x * 3) * (y * y), (x * y) * (y * 3))
+
+
+def test_the_factors_of_a_product_may_be_multiplied_in_any_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 4096, generator=generator)
+    graph = capture.capture(lambda x, y: (x * (y**2 * 3),), [x, y])
+    (found,) = bounds.bound(graph, [x, y])
+    for one in _associations(x, y):
+        assert ((found.low <= one) & (one <= found.high)).all()
+    assert (found.error <= 8 * 2.0**-23 * found.value.abs()).all()
+
+
+def test_a_product_of_two_is_rounded_once() -> None:
+    x, y = torch.randn(2, 256, generator=torch.Generator().manual_seed(0))
+    (found,) = bounds.bound(capture.capture(lambda x, y: (x * y,), [x, y]), [x, y])
+    assert (found.low <= x * y).all()
+    assert (found.high.float() <= torch.nextafter(found.low.float(), torch.tensor(torch.inf))).all()
+
+
+def test_the_terms_of_a_sum_may_be_added_in_any_order() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 4096, generator=generator)
+    x[::2] += 1000
+    graph = capture.capture(lambda x, y: ((x - 1000).view(64, 64) + y.view(64, 64),), [x, y])
+    (found,) = bounds.bound(graph, [x, y])
+    for one in ((x - 1000) + y, (x + y) - 1000, x + (y - 1000)):
+        assert ((found.low <= one.view(64, 64)) & (one.view(64, 64) <= found.high)).all()

@@ -4,7 +4,8 @@
 largest float32 that a conforming device may hold. If the intervals of a comparison's operands
 overlap, the comparison is undecided, and values that depend on it cover both outcomes.
 `intervals` has the arithmetic, `rules` a rule for each operation, `accuracies` the accuracy of each
-function in WGSL. `sensitivity` has first-order bounds for whole steps, for which intervals grow too
+function in WGSL, `chains` what a device may make of sums and products by computing them in another
+order. `sensitivity` has first-order bounds for whole steps, for which intervals grow too
 wide.
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from entrenar_py.backends.wgpu.bounds import intervals, rules
+from entrenar_py.backends.wgpu.bounds import chains, intervals, rules
 from entrenar_py.backends.wgpu.bounds.intervals import Bounded
 from entrenar_py.errors import UsageError
 
@@ -35,6 +36,10 @@ def bound(graph: GraphModule, inputs: Sequence[Tensor]) -> list[Bounded]:
 
 class Walk(Interpreter):
     """Runs a graph on `Bounded` values."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        super().__init__(graph)
+        self._chains = chains.Chains()
 
     def run_node(self, n: Node) -> Any:
         """Run node `n`; UsageError, with its operation and line, if the result has no bound."""
@@ -60,6 +65,7 @@ class Walk(Interpreter):
         if target not in rules.RULES:
             raise _unknown(self._node)
         interval = rules.RULES[target](target, args, kwargs)
+        interval = self._chains.reordered(self._node, interval, operands)
         shape = value.shape
         return Bounded(value, interval.low.expand(shape), interval.high.expand(shape))
 
