@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 OBSERVED = "command"  # the system of a user's script, whose runs `observe` has recorded
 # The values of each field that is a choice: validation, docs and Hypothesis read this table.
 CHOICES: dict[str, tuple[str, ...]] = {
-    # own: the run of a user's own trainer, stored as a trace
-    "workload": ("linear", "mlp", "decoder", "decoder_full", "vectors", "own"),
+    # finetune: a user's model and data; own: the run of a user's own trainer, stored as a trace
+    "workload": ("linear", "mlp", "decoder", "decoder_full", "vectors", "finetune", "own"),
     "optimizer": ("sgd", "momentum", "adamw"),
     "schedule": ("constant", "linear", "cosine"),
     "detail": ("digests", "values"),

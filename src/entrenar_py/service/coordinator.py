@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from entrenar_py.service.run_events import Listener
 from entrenar_py.systems import environment
 from entrenar_py.systems.star import topology
 from entrenar_py.trace import writer
+from entrenar_py.training.tensors import Array, Workload
 from entrenar_py.untrusted import printing
 
 
@@ -38,6 +39,24 @@ def run(path: Path, *, resume: bool) -> int:
     """
     settings = config.load(path)
     systems.require_possible(settings.scenario)
+    return serve(settings, Task(), resume=resume)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained, and who is told of it.
+
+    Without a `workload` it is the scenario's. `listening` is given the address once workers may
+    connect. `completed` is given all tensors by name when the run is complete.
+    """
+
+    workload: Workload | None = None
+    listening: Callable[[Address], None] = lambda _: None
+    completed: Callable[[Mapping[str, Array]], None] = lambda _: None
+
+
+def serve(settings: Config, task: Task, *, resume: bool) -> int:
+    """Serve a run to its end; return the exit code. Raises what `run` does."""
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     with ExitStack() as stack:
         _claim(settings, stack)
@@ -51,7 +70,7 @@ def run(path: Path, *, resume: bool) -> int:
             metrics = Metrics(settings.metrics)
             stack.callback(metrics.close)
             listeners.append(metrics)
-        return _run(settings, listeners, resume=resume)
+        return _run(settings, task, listeners, resume=resume)
 
 
 def _claim(settings: Config, stack: ExitStack) -> None:
@@ -81,9 +100,11 @@ def _require_intended(settings: Config, *, resume: bool) -> None:
         )
 
 
-def _run(settings: Config, listeners: Sequence[Listener], *, resume: bool) -> int:
+def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume: bool) -> int:
     path = None if settings.checkpoint is None else settings.checkpoint.path
-    host = Host(settings.scenario, checkpoint_path=path, listeners=listeners)
+    host = Host(
+        settings.scenario, checkpoint_path=path, listeners=listeners, workload=task.workload
+    )
     with closing(host):
         first = host.resume() if resume else 0
         if first == settings.scenario.num_steps:
@@ -91,15 +112,17 @@ def _run(settings: Config, listeners: Sequence[Listener], *, resume: bool) -> in
             signals.ignore()
             finish = Finish("completed", "it was complete already")
         else:
-            finish = asyncio.run(_serve(settings, host, first, resume=resume))
+            finish = asyncio.run(_serve(settings, task, host, first, resume=resume))
         host.finish(finish)
+        if finish.status == "completed":
+            task.completed(host.server.replica.replica.arrays)
     problem = host.broken or host.unsaved
     if problem is not None:
         raise SystemFailure(f"{problem}; make room or give access, and start it again")
     return exit_codes.OF_FINISH[finish.status]
 
 
-async def _serve(settings: Config, host: Host, first: int, *, resume: bool) -> Finish:
+async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume: bool) -> Finish:
     server = CoordinatorServer(
         _run_of(settings, host, first, resume=resume),
         host.server,
@@ -123,6 +146,7 @@ async def _serve(settings: Config, host: Host, first: int, *, resume: bool) -> F
     host.give_up = lambda reason: _end_soon(loop, server, reason)
     signals.deliver(_Stopper(server, host).stop)
     host.note("listening", f"listens at {Address(*at)}, from step {first} on")
+    task.listening(Address(*at))
     finish = await server.finish()
     signals.ignore()
     number, last = server.strangers

@@ -21,6 +21,7 @@ from entrenar_py.service.stopwatch import Stopwatch
 from entrenar_py.systems.star import topology, worker_records
 from entrenar_py.systems.star.server import Server
 from entrenar_py.trace.writer import Standing, Writer
+from entrenar_py.training.tensors import Workload
 
 Traffic = Callable[[], tuple[int, int]]
 
@@ -41,9 +42,16 @@ class Host:
         checkpoint_path: Path | None,
         listeners: Iterable[Listener],
         clock: Callable[[], float] = time.monotonic,
+        workload: Workload | None = None,
     ) -> None:
         self.scenario = scenario
-        self.server = Server(scenario, checkpoint_path=checkpoint_path, save=self.save, clock=clock)
+        self.server = Server(
+            scenario,
+            checkpoint_path=checkpoint_path,
+            save=self.save,
+            clock=clock,
+            workload=workload,
+        )
         self.unsaved: str | None = None
         self.broken: str | None = None
         self.since: trace.Gap | None = None

@@ -33,7 +33,7 @@ from entrenar_py.training import (
     state,
 )
 from entrenar_py.training.state import Buffer
-from entrenar_py.training.tensors import Array
+from entrenar_py.training.tensors import Array, Workload
 
 
 @dataclass
@@ -80,14 +80,20 @@ class Replicas:
     """The workers in this process, the position in the data, and the record of both."""
 
     def __init__(
-        self, scenario: Scenario, backend_of: Callable[[int], Backend] | None = None
+        self,
+        scenario: Scenario,
+        backend_of: Callable[[int], Backend] | None = None,
+        workload: Workload | None = None,
     ) -> None:
-        """`backend_of` returns a rank's backend; by default the one that the scenario names."""
+        """`backend_of` returns a rank's backend; by default the one that the scenario names.
+
+        So is the `workload`.
+        """
         self.scenario = scenario
         self.recorder = Recorder(scenario)
         self.devices = Devices(scenario, self.recorder)
         self.backend_of = backend_of or self.devices.of
-        self.workload = models.model_of(scenario)
+        self.workload = workload or models.model_of(scenario)
         self.layout = layout.Layout(self.workload.specs)
         self.rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, self.layout.decayed)
         self.scale = engine.scale_of(self.workload.weight_max * scenario.batch_size)

@@ -51,7 +51,7 @@ class Workload(ABC):
         """Return fresh starting values of all specs, in their order, float32 and C-contiguous."""
         return {spec.name: uniform(rng, spec, bound=0.5) for spec in self.specs}
 
-    def weight(self, ids: Sequence[int]) -> int:
+    def weight(self, ids: Sequence[int]) -> float:
         """Return the weight of `ids` in the mean: samples, or target tokens of a language model."""
         return len(ids)
 

@@ -28,6 +28,7 @@ from entrenar_py.systems.replicas import Replicas, Worker
 from entrenar_py.systems.star import reduction_measures, topology
 from entrenar_py.systems.star.exchanges import Held, RingExchange, TreeExchange
 from entrenar_py.training import blocks, engine, reduction, sharding, state
+from entrenar_py.training.tensors import Workload
 from entrenar_py.training.vectors import GivenVectors
 
 
@@ -35,9 +36,12 @@ class Member(Replicas):
     """One worker of a run whose other workers live elsewhere; `load` sets its `rank`."""
 
     def __init__(
-        self, scenario: Scenario, backend_of: Callable[[int], Backend] | None = None
+        self,
+        scenario: Scenario,
+        backend_of: Callable[[int], Backend] | None = None,
+        workload: Workload | None = None,
     ) -> None:
-        super().__init__(scenario, backend_of)
+        super().__init__(scenario, backend_of, workload)
         self.rank = -1
         self.nodes: dict[tuple[int, int], reduction.Node] = {}  # of this step, computed here
         self.held = Held(self.layout.num_elements)

@@ -35,6 +35,7 @@ from entrenar_py.systems import replicas, updates
 from entrenar_py.systems.replicas import Replicas
 from entrenar_py.systems.star import audited, topology, worker_records
 from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
+from entrenar_py.training.tensors import Workload
 
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
 _EVENTS_BYTES = 2**20
@@ -55,9 +56,11 @@ class Server(Replicas):
         checkpoint_path: Path | None = None,
         save: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        workload: Workload | None = None,
     ) -> None:
         """`save` saves the state before a given step; by default it is `write_checkpoint`."""
-        super().__init__(scenario, lambda rank: backends.open_backend("cpu"))  # computes no shard
+        cpu = backends.open_backend("cpu")
+        super().__init__(scenario, lambda rank: cpu, workload)  # computes no shard
         self.present: set[int] = set()
         self.checkpoint_path = checkpoint_path
         self.save = save or self.write_checkpoint

@@ -1,0 +1,139 @@
+"""Turns rows into tokens and what is to be learned of them, by task.
+
+`text` predicts every token but the first. `instruct` predicts the tokens of the assistant's turns
+alone. `classify` predicts the class of the whole text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from entrenar_py.errors import UsageError
+from entrenar_py.finetune.rows import BadRow, Row
+from entrenar_py.finetune.settings import Settings
+
+NO_LABEL = -1
+_ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row's tokens. `is_target` holds for each whether it is predicted from those before it.
+
+    `label` is the number of its class, NO_LABEL if there are no classes.
+    """
+
+    tokens: Sequence[int]
+    is_target: Sequence[bool]
+    label: int = NO_LABEL
+
+
+class _BadValueError(ValueError):
+    """A row's value that can't be used, and what to use."""
+
+
+class Encoder:
+    """Encodes rows by a run's settings and the tokenizer of its checkpoint."""
+
+    def __init__(self, settings: Settings, tokenizer: Any) -> None:
+        """Raises UsageError if the tokenizer has no chat template, which `instruct` needs."""
+        self._settings, self._tokenizer = settings, tokenizer
+        self._encode: Callable[[Mapping[str, Any]], Sample] = {
+            "classify": self._classified,
+            "instruct": self._instructed,
+            "text": self._plain,
+        }[settings.task]
+        if settings.task == "instruct" and not getattr(tokenizer, "chat_template", None):
+            raise UsageError(
+                f"model={settings.model}: its tokenizer has no chat template, which task: instruct "
+                "needs; use the checkpoint of a chat model, or task: text"
+            )
+
+    def encode(self, row: Row) -> Sample | BadRow:
+        """Return the sample of a row, or why it can't be used."""
+        try:
+            sample = self._encode(row.fields)
+        except _BadValueError as problem:
+            return BadRow(row.place, str(problem))
+        most = self._settings.data.max_tokens
+        if len(sample.tokens) > most:
+            return BadRow(
+                row.place, f"has {len(sample.tokens)} tokens; data.max_tokens allows {most}"
+            )
+        return sample
+
+    def _plain(self, fields: Mapping[str, Any]) -> Sample:
+        tokens = self._tokens(self._text(fields))
+        end = self._tokenizer.eos_token_id
+        if end is not None and tokens[-1] != end:
+            tokens = [*tokens, end]
+        if len(tokens) < 2:
+            raise _BadValueError("has one token, and nothing to predict")
+        return Sample(tokens, [False, *[True] * (len(tokens) - 1)])
+
+    def _classified(self, fields: Mapping[str, Any]) -> Sample:
+        name, labels = self._settings.data.label_field, self._settings.classes.labels
+        tokens = self._tokens(self._text(fields))
+        label = self._field(fields, name)
+        if str(label) not in labels or isinstance(label, bool):
+            raise _BadValueError(f"{name}={label!r}: classes.labels has {', '.join(labels)}")
+        return Sample(tokens, [False] * len(tokens), labels.index(str(label)))
+
+    def _instructed(self, fields: Mapping[str, Any]) -> Sample:
+        name = self._settings.data.messages_field
+        messages = self._messages(name, self._field(fields, name))
+        tokens, is_target = list[int](), list[bool]()
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._rendered(messages[:number], add_generation_prompt=True)
+            after = self._rendered(messages[: number + 1])
+            if before[: len(tokens)] != tokens or after[: len(before)] != before:
+                raise _BadValueError(
+                    f"{name}: the chat template writes earlier turns in another way once a later "
+                    "one follows, so where the assistant's turn begins is unknown; use one turn"
+                )
+            is_target += [False] * (len(before) - len(tokens)) + [True] * (len(after) - len(before))
+            tokens = after
+        if not any(is_target):
+            raise _BadValueError(f"{name}: no turn of the assistant, so nothing to predict")
+        return Sample(tokens, is_target)
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=False, **options
+            )
+        except Exception as error:  # templates raise what they like
+            raise _BadValueError(f"the chat template refuses it: {error}") from error
+        return list(ids)
+
+    def _messages(self, name: str, given: object) -> list[Mapping[str, str]]:
+        if not isinstance(given, list) or not given:
+            raise _BadValueError(f"{name} is no list of messages; use [{{role, content}}, ...]")
+        for number, message in enumerate(given, 1):
+            if not isinstance(message, dict) or message.get("role") not in _ROLES:
+                raise _BadValueError(f"{name}: message {number} has no role of {', '.join(_ROLES)}")
+            if not isinstance(message.get("content"), str):
+                raise _BadValueError(f"{name}: message {number} has no text as its content")
+        return given
+
+    def _text(self, fields: Mapping[str, Any]) -> str:
+        name = self._settings.data.text_field
+        text = self._field(fields, name)
+        if not isinstance(text, str) or not text.strip():
+            raise _BadValueError(f"{name}={text!r}: use a text that is not empty")
+        return text
+
+    def _field(self, fields: Mapping[str, Any], name: str) -> Any:
+        if name not in fields:
+            raise _BadValueError(f"has no field {name!r}; it has {', '.join(fields) or 'none'}")
+        return fields[name]
+
+    def _tokens(self, text: str) -> list[int]:
+        tokens = list(self._tokenizer(text)["input_ids"])
+        if not tokens:
+            raise _BadValueError("has no token")
+        return tokens

@@ -1,0 +1,129 @@
+"""Loads a checkpoint in Hugging Face's format, and puts adapters in by `peft`.
+
+Only safetensors are read, never pickles. Python code of the checkpoint runs only if the settings
+say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from entrenar_py.errors import UsageError
+from entrenar_py.finetune.settings import Settings
+
+_EXTRA = "pip install 'entrenar-py[finetune]'"
+_SHOWN = 12  # layers in a message
+
+
+def tokenizer(settings: Settings) -> Any:
+    """Return the tokenizer of the checkpoint. Raises UsageError if it can't be read."""
+    transformers = _transformers()
+    with _reading(settings, "tokenizer"):
+        found = transformers.AutoTokenizer.from_pretrained(
+            settings.model,
+            local_files_only=True,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    if found.pad_token_id is None and found.eos_token_id is None:
+        raise UsageError(
+            f"model={settings.model}: its tokenizer has neither a padding nor an end token; give "
+            "it one of them (tokenizer_config.json)"
+        )
+    return found
+
+
+def padding(found: Any) -> int:
+    """Return the token that fills up rows: the padding token, or without one the end token."""
+    return int(found.eos_token_id if found.pad_token_id is None else found.pad_token_id)
+
+
+def load(settings: Settings, pad_token: int) -> nn.Module:
+    """Return the model with its adapters, float32 on the CPU, in training mode.
+
+    New tensors (adapters, the head of a classifier) are drawn from the run's seed. Raises
+    UsageError if the checkpoint can't be read, or has no layer that the settings name.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        module = _base(settings)
+        module.config.pad_token_id = pad_token  # type: ignore[union-attr]
+        if settings.method == "lora":
+            module = _adapted(settings, module)
+    return module.train()
+
+
+def _base(settings: Settings) -> nn.Module:
+    transformers = _transformers()
+    options: dict[str, Any] = {}
+    kind = transformers.AutoModelForCausalLM
+    if settings.task == "classify":
+        kind, labels = transformers.AutoModelForSequenceClassification, settings.classes.labels
+        options["num_labels"] = len(labels)
+        options["id2label"] = dict(enumerate(labels))
+        options["label2id"] = {label: number for number, label in enumerate(labels)}
+    with _reading(settings, "model"):
+        module: nn.Module = kind.from_pretrained(
+            settings.model,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=settings.trust_remote_code,
+            **options,
+        )
+    return module
+
+
+def _adapted(settings: Settings, module: Any) -> nn.Module:
+    import peft
+
+    lora = settings.lora
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+        task_type="SEQ_CLS" if settings.task == "classify" else "CAUSAL_LM",
+    )
+    named = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    for target in lora.targets:
+        if not any(name == target or name.endswith(f".{target}") for name in named):
+            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in named))
+            raise UsageError(
+                f"lora.targets={target!r}: the model has no linear layer of that name; it has "
+                f"{', '.join(ends[:_SHOWN])}"
+            )
+    adapted: nn.Module = peft.get_peft_model(module, config)
+    return adapted
+
+
+def _transformers() -> Any:
+    try:
+        import peft  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise UsageError(f"entrenar finetune needs {error.name}; {_EXTRA}") from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@contextlib.contextmanager
+def _reading(settings: Settings, what: str) -> Iterator[None]:
+    """Turn what transformers raises for a checkpoint that can't be read into a UsageError."""
+    folder = Path(settings.model)
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"model={folder}: no config.json there; give the folder of a checkpoint in Hugging "
+            "Face's format"
+        )
+    try:
+        yield
+    except Exception as error:  # it raises what it likes
+        told = " ".join(str(error).split())
+        raise UsageError(f"model={folder}: its {what} can't be loaded ({told})") from error

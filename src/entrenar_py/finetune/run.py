@@ -1,0 +1,95 @@
+"""A run of `entrenar finetune`: what its settings make of a checkpoint and of rows."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.finetune import model, samples
+from entrenar_py.finetune.samples import Samples
+from entrenar_py.finetune.settings import Settings
+from entrenar_py.finetune.workload import Finetuning
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.star import topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The tokenizer, the samples to train and to evaluate on, and each class's weight."""
+
+    settings: Settings
+    tokenizer: Any
+    train: Samples
+    validation: Samples | None
+    class_weights: tuple[float, ...]
+
+    @property
+    def pad_token(self) -> int:
+        """The token that fills up rows."""
+        return model.padding(self.tokenizer)
+
+    def workload(self) -> Finetuning:
+        """Return the model with its samples; loads the checkpoint."""
+        module = model.load(self.settings, self.pad_token)
+        weights = self.class_weights
+        return Finetuning(module, self.train, pad_token=self.pad_token, class_weights=weights)
+
+
+def prepare(settings: Settings) -> Prepared:
+    """Read and tokenise all rows. Raises UsageError for a file or a row that can't be used."""
+    tokenizer, data = model.tokenizer(settings), settings.data
+    train = samples.load(settings, data.train, tokenizer, cache=cache())
+    validation = None
+    if data.validation is not None:
+        validation = samples.load(settings, data.validation, tokenizer, cache=cache())
+    elif data.validation_share:
+        rng = _seeds(settings).rng("validation")
+        train, validation = samples.split(train, data.validation_share, rng)
+    weights: tuple[float, ...] = ()
+    if settings.task == "classify":
+        if settings.classes.oversample:
+            train = samples.oversampled(train)
+        kind, labels = settings.classes.weights, settings.classes.labels
+        weights = samples.class_weights(train, kind, len(labels))
+    return Prepared(
+        settings=settings,
+        tokenizer=tokenizer,
+        train=train,
+        validation=validation,
+        class_weights=weights,
+    )
+
+
+def cache() -> Path:
+    """Return the folder in which tokenised rows are kept."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "entrenar-py"
+
+
+def scenario(settings: Settings, workload: Finetuning) -> Scenario:
+    """Return the run of the reference trainer that `settings` ask for."""
+    training = settings.training
+    batch_size = min(training.batch_size, workload.num_samples)
+    num_steps = training.epochs * -(-workload.num_samples // batch_size)
+    return _seeds(settings).with_(
+        world_size=settings.workers,
+        num_samples=workload.num_samples,
+        batch_size=batch_size,
+        num_shards=training.num_shards,
+        num_steps=num_steps,
+        optimizer="adamw",
+        learning_rate=training.learning_rate,
+        weight_decay=training.weight_decay,
+        clip_norm=training.clip_norm,
+        schedule=training.schedule,
+        warmup_steps=round(training.warmup_share * num_steps),
+        dropout=workload.dropout,
+    )
+
+
+def _seeds(settings: Settings) -> Scenario:
+    return Scenario(
+        system=topology.STAR.system, workload=Finetuning.name, world_size=1, seed=settings.seed
+    )

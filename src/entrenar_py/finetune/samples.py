@@ -1,0 +1,223 @@
+"""The samples of a run: tokenised once, kept in a file that is named by what it was made from."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from entrenar_py.errors import CheckpointError, UsageError
+from entrenar_py.finetune import rows
+from entrenar_py.finetune.encoding import Encoder, Sample
+from entrenar_py.finetune.rows import BadRow
+from entrenar_py.finetune.settings import Settings
+from entrenar_py.training import checkpoint
+
+VERSION = 1  # of the file; another one is made anew
+_SHOWN = 20  # bad rows in a message
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples one after another: sample i has `tokens[starts[i]:starts[i + 1]]`.
+
+    `tokens` is int32 and `is_target` bool, [all tokens]; `starts` is int64 [n + 1]; `labels` is
+    int32 [n]. `skipped` are the rows that could not be used.
+    """
+
+    tokens: NDArray[np.int32]
+    is_target: NDArray[np.bool_]
+    starts: NDArray[np.int64]
+    labels: NDArray[np.int32]
+    skipped: tuple[BadRow, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, index: int) -> slice:
+        """Return where the tokens of sample `index` are."""
+        return slice(int(self.starts[index]), int(self.starts[index + 1]))
+
+    def length(self, index: int) -> int:
+        """Return the number of tokens of sample `index`."""
+        return int(self.starts[index + 1] - self.starts[index])
+
+    @cached_property
+    def num_targets(self) -> NDArray[np.int64]:
+        """The number of tokens to predict in each sample, int64 [n]."""
+        before = np.concatenate([[0], np.cumsum(self.is_target, dtype=np.int64)])
+        counts: NDArray[np.int64] = np.diff(before[self.starts])
+        return counts
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits over all samples."""
+        hasher = blake3()
+        for array in (self.tokens, self.is_target, self.starts, self.labels):
+            hasher.update(np.ascontiguousarray(array).data.cast("B"))
+        return hasher.hexdigest(16)
+
+    def chosen(self, indices: Sequence[int]) -> Samples:
+        """Return the samples `indices`, in their order; one may come more than once."""
+        parts = [np.arange(self.starts[i], self.starts[i + 1]) for i in indices]
+        places = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        lengths = [len(part) for part in parts]
+        return Samples(
+            tokens=self.tokens[places],
+            is_target=self.is_target[places],
+            starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+            labels=self.labels[list(indices)],
+            skipped=self.skipped,
+        )
+
+
+def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samples:
+    """Return the samples of the file at `path`, from the folder `cache` if they are there.
+
+    Raises UsageError for a file without a usable row, and unless rows are skipped, for each that
+    can't be used.
+    """
+    kept = cache / f"{_key(settings, path, tokenizer)}.samples"
+    found = _kept(kept)
+    if found is None:
+        found = _encoded(settings, path, Encoder(settings, tokenizer))
+        cache.mkdir(parents=True, exist_ok=True)
+        arrays = {name: getattr(found, name) for name in ("tokens", "starts", "labels")}
+        arrays["is_target"] = found.is_target.astype(np.uint8)
+        checkpoint.save(kept, arrays, {"skipped": [asdict(one) for one in found.skipped]})
+    if found.skipped and settings.data.on_error == "stop":
+        raise UsageError(_told(path, found))
+    if not len(found):
+        told = f"; the first is {found.skipped[0]}" if found.skipped else ""
+        raise UsageError(f"data {path}: has no row that can be used{told}")
+    return found
+
+
+def _told(path: Path, found: Samples) -> str:
+    shown = "\n".join(f"  {one}" for one in found.skipped[:_SHOWN])
+    more = len(found.skipped) - _SHOWN
+    rest = f"\n  and {more} more" if more > 0 else ""
+    return (
+        f"data {path}: {len(found.skipped)} of {len(found.skipped) + len(found)} rows can't be "
+        f"used; mend them, or set data.on_error: skip\n{shown}{rest}"
+    )
+
+
+def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
+    """Return a name that is another one if file, tokenizer or a setting that counts is another."""
+    hasher = blake3()
+    try:
+        hasher.update_mmap(path)
+    except OSError as error:
+        problem = f"can't be read ({error.strerror or error}); give a file that can be read"
+        raise UsageError(f"data {path}: {problem}") from error
+    data = settings.data
+    told = {
+        "version": VERSION,
+        "file": [str(path), hasher.hexdigest()],
+        "tokenizer": tokenizer_digest(tokenizer),
+        "task": settings.task,
+        "fields": [data.text_field, data.label_field, data.messages_field],
+        "max_tokens": data.max_tokens,
+        "labels": list(settings.classes.labels),
+    }
+    return blake3(json.dumps(told).encode()).hexdigest(16)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return 32 hex digits over a tokenizer: its rules, special tokens and chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    told = [rules, special, getattr(tokenizer, "chat_template", None)]
+    return blake3(json.dumps(told, default=str).encode()).hexdigest(16)
+
+
+def _kept(path: Path) -> Samples | None:
+    """Return the samples that are kept at `path`; None if there are none, or damaged ones."""
+    if not path.exists():
+        return None
+    try:
+        arrays, facts = checkpoint.load(path)
+        return Samples(
+            tokens=arrays["tokens"],
+            is_target=arrays["is_target"].astype(np.bool_),
+            starts=arrays["starts"],
+            labels=arrays["labels"],
+            skipped=tuple(BadRow(**one) for one in facts["skipped"]),
+        )
+    except (CheckpointError, KeyError, TypeError):
+        return None
+
+
+def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:
+    made, skipped = list[Sample](), list[BadRow]()
+    for one in _samples(path, encoder):
+        if isinstance(one, BadRow):
+            skipped.append(one)
+        else:
+            made.append(one)
+    lengths = [len(one.tokens) for one in made]
+    return Samples(
+        tokens=np.array([token for one in made for token in one.tokens], np.int32),
+        is_target=np.array([flag for one in made for flag in one.is_target], np.bool_),
+        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        labels=np.array([one.label for one in made], np.int32),
+        skipped=tuple(skipped),
+    )
+
+
+def _samples(path: Path, encoder: Encoder) -> Iterator[Sample | BadRow]:
+    for row in rows.read(path):
+        yield row if isinstance(row, BadRow) else encoder.encode(row)
+
+
+# --- what a run makes of them ---------------------------------------------------------------------
+
+
+def split(found: Samples, share: float, rng: np.random.Generator) -> tuple[Samples, Samples]:
+    """Return samples to train on, and `share` of all, drawn by `rng`, to evaluate on."""
+    num_kept = round(share * len(found))
+    kept = np.sort(rng.permutation(len(found))[:num_kept])
+    rest = np.setdiff1d(np.arange(len(found)), kept)
+    return found.chosen(rest.tolist()), found.chosen(kept.tolist())
+
+
+def oversampled(found: Samples) -> Samples:
+    """Return the samples, then copies of those of rarer classes until all classes are as frequent.
+
+    Each copy is a sample of its own.
+    """
+    counts = Counter(found.labels.tolist())
+    most = max(counts.values())
+    copies = list[int]()
+    for label, count in sorted(counts.items()):
+        (own,) = np.nonzero(found.labels == label)
+        copies += np.resize(own, most - count).tolist()
+    return found.chosen([*range(len(found)), *copies])
+
+
+def class_weights(found: Samples, kind: str, num_classes: int) -> tuple[float, ...]:
+    """Return each class's weight in the loss, whose mean over the samples is 1.
+
+    Raises UsageError if a class has no sample, unless all weights are 1.
+    """
+    if kind == "none":
+        return (1.0,) * num_classes
+    counts = np.bincount(found.labels, minlength=num_classes)
+    if not counts.all():
+        raise UsageError(
+            f"classes.weights={kind}: class {int(np.argmin(counts))} (from 0) has no row to train "
+            "on; leave it out of classes.labels, or use none"
+        )
+    raw = (len(found) / counts) ** (1.0 if kind == "inverse" else 0.5)
+    mean = float((raw * counts).sum() / len(found))
+    return tuple(float(weight / mean) for weight in raw)

@@ -1,0 +1,121 @@
+"""What a run of `entrenar finetune` is told: one frozen record a section of its configuration.
+
+Each field is annotated with its meaning and its limits. `settings_file` reads a file by them, and
+writes the commented configuration and the JSON schema of the docs from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+TASKS = ("instruct", "classify", "text")
+METHODS = ("lora", "full")
+CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
+
+
+class Key(NamedTuple):
+    """What a key means, and what it may hold: a number within bounds, or one of `choices`."""
+
+    meaning: str
+    choices: tuple[str, ...] = ()
+    least: float | None = None
+    most: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """The rows to learn from, and which of their fields are used."""
+
+    train: Annotated[Path, Key("rows to train on: a .jsonl or .parquet file")]
+    validation: Annotated[Path | None, Key("rows to evaluate on: a file of the same kind")] = None
+    validation_share: Annotated[
+        float, Key("share of `train` that is kept for evaluation instead", least=0, below=1)
+    ] = 0.0
+    text_field: Annotated[str, Key("field with the text, for `classify` and `text`")] = "text"
+    label_field: Annotated[str, Key("field with the class, for `classify`")] = "label"
+    messages_field: Annotated[str, Key("field with a list of {role, content}, for `instruct`")] = (
+        "messages"
+    )
+    max_tokens: Annotated[int, Key("a longer row can't be used", least=2)] = 512
+    on_error: Annotated[
+        str,
+        Key(
+            "what is done about a row that can't be used; skipped ones are counted and listed",
+            choices=("stop", "skip"),
+        ),
+    ] = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classes:
+    """The classes of the task `classify`."""
+
+    labels: Annotated[tuple[str, ...], Key("all classes, in the order of the outputs")] = ()
+    weights: Annotated[
+        str,
+        Key(
+            "a class's weight in the loss: 1, one over its share, or the root of that",
+            choices=CLASS_WEIGHTS,
+        ),
+    ] = "none"
+    oversample: Annotated[
+        bool, Key("repeat rows of rarer classes until all classes are as frequent")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """The adapters of the method `lora`."""
+
+    rank: Annotated[int, Key("rank of an adapter", least=1, most=2**12)] = 16
+    alpha: Annotated[float, Key("an adapter's output is multiplied by alpha / rank", above=0)] = 32
+    dropout: Annotated[
+        float, Key("share of an adapter's inputs that are dropped", least=0, below=1)
+    ] = 0.0
+    targets: Annotated[
+        tuple[str, ...], Key("ends of the names of the layers that get an adapter")
+    ] = ("q_proj", "v_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The optimizer (AdamW), its schedule, and how batches are made up."""
+
+    epochs: Annotated[int, Key("times that every row is seen", least=1)] = 1
+    batch_size: Annotated[int, Key("rows a step, of all workers together", least=1)] = 16
+    num_shards: Annotated[
+        int, Key("parts of a batch that are shared out among workers", least=1, most=2**16)
+    ] = 4
+    learning_rate: Annotated[float, Key("the highest rate", above=0)] = 2e-4
+    schedule: Annotated[
+        str, Key("how the rate falls after the warm-up", choices=("constant", "linear", "cosine"))
+    ] = "cosine"
+    warmup_share: Annotated[
+        float, Key("share of the steps in which the rate rises", least=0, below=1)
+    ] = 0.03
+    weight_decay: Annotated[float, Key("AdamW's weight decay", least=0)] = 0.0
+    clip_norm: Annotated[float | None, Key("largest norm of a step's gradient", above=0)] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run."""
+
+    model: Annotated[Path, Key("folder with a checkpoint in Hugging Face's format")]
+    task: Annotated[str, Key("what is learned", choices=TASKS)]
+    output: Annotated[Path, Key("folder for what was trained, and for the run's record")]
+    method: Annotated[str, Key("what is trained: adapters, or all weights", choices=METHODS)] = (
+        "lora"
+    )
+    workers: Annotated[int, Key("processes that compute on this machine", least=1, most=2**10)] = 1
+    seed: Annotated[int, Key("where all random numbers come from", least=0, most=2**63 - 1)] = 0
+    checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50
+    trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False
+    data: Annotated[Data, Key("the rows")]
+    classes: Annotated[Classes, Key("the classes of `task: classify`")] = Classes()
+    lora: Annotated[Lora, Key("the adapters of `method: lora`")] = Lora()
+    training: Annotated[Training, Key("the optimizer and its batches")] = Training()

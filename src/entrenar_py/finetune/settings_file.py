@@ -1,0 +1,204 @@
+"""Reads a configuration: every key is known, in its place and within its limits.
+
+All problems are told at once, each as `file:line:column: error: ...`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from entrenar_py.contract import composer
+from entrenar_py.contract.fields import Record
+from entrenar_py.contract.problems import Problems
+from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
+from entrenar_py.finetune.settings import Key, Settings
+
+_UNREAD: Any = object()  # the value of a key that has a problem
+_FORM = "a configuration is a mapping (model, task, output, data, ...)"
+_NAMES: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    tuple[str, ...]: "a list of texts",
+}
+
+
+class Field(NamedTuple):
+    """A field of a section: its type without `None`, and its default, MISSING if required."""
+
+    name: str
+    kind: Any
+    is_optional: bool
+    default: Any
+    key: Key
+
+    @property
+    def is_section(self) -> bool:
+        """Whether the field is a section of its own."""
+        return dataclasses.is_dataclass(self.kind)
+
+    @property
+    def is_required(self) -> bool:
+        """Whether the key has to be given."""
+        return self.default is dataclasses.MISSING
+
+
+def fields_of(section: type[Any]) -> Iterator[Field]:
+    """Yield the fields of a section of `settings`."""
+    hints = get_type_hints(section, include_extras=True)
+    for field in dataclasses.fields(section):
+        kind, key = get_args(hints[field.name])
+        is_optional = isinstance(kind, UnionType)
+        if is_optional:
+            (kind,) = (one for one in get_args(kind) if one is not NoneType)
+        yield Field(field.name, kind, is_optional, field.default, key)
+
+
+def load(path: Path) -> Settings:
+    """Return the configuration at `path`. Relative paths in it start from its folder.
+
+    Raises ContractError with all problems.
+    """
+    problems = Problems()
+    root = composer.load(path, problems, form=_FORM)
+    if root is not None:
+        settings = _Reader(path.parent, problems).section(Settings, root, "configuration")
+        if isinstance(settings, Settings):
+            _Conflicts(settings, root, problems).tell()
+    problems.settle(strict=True)
+    assert isinstance(settings, Settings), "what can't be read is a problem"
+    return settings
+
+
+class _Reader:
+    """Reads sections, each a dataclass of `settings`, from mappings."""
+
+    def __init__(self, folder: Path, problems: Problems) -> None:
+        self._folder, self._problems = folder, problems
+
+    def section(self, kind: type[Any], node: MapNode, what: str) -> Any:
+        """Return the `kind` that `node` describes; `_UNREAD` after reporting its problems."""
+        fields = list(fields_of(kind))
+        record = Record(node, what=what, known=[f.name for f in fields], problems=self._problems)
+        record.warn_unread()
+        values = {field.name: self._value(record, field) for field in fields}
+        return _UNREAD if _UNREAD in values.values() else kind(**values)
+
+    def _value(self, record: Record, field: Field) -> Any:
+        node = record.present(field.name)
+        if node is None:
+            if field.is_optional and field.name in record.node.fields:
+                return None
+            if field.is_required:
+                record.error(field.name, f"{field.name} is missing: {field.key.meaning}")
+                return _UNREAD
+            return field.default
+        if field.is_section and isinstance(node, MapNode):
+            return self.section(field.kind, node, field.name)
+        value = _UNREAD if field.is_section else _converted(node, field.kind, self._folder)
+        if value is _UNREAD:
+            advice = f"use {_NAMES.get(field.kind, 'a mapping')}"
+        else:
+            advice = _advice(value, field.key)
+        if not advice:
+            return value
+        record.error(field.name, f"{field.name}={plain(node)!r}: {advice}")
+        return _UNREAD
+
+
+def _converted(node: Node, kind: Any, folder: Path) -> Any:
+    """Return the value of `node` as `kind`; `_UNREAD` if it is none."""
+    if kind == tuple[str, ...]:
+        items = node.items if isinstance(node, ListNode) else (node,)
+        texts = [item.text for item in items if isinstance(item, ScalarNode) and item.text]
+        return tuple(texts) if len(texts) == len(items) else _UNREAD
+    if not isinstance(node, ScalarNode):
+        return _UNREAD
+    if kind is Path:
+        return folder / node.text if node.text and "\0" not in node.text else _UNREAD
+    if kind is str:
+        return node.text
+    if kind is float and not isinstance(node.value, bool):
+        try:
+            return float(node.value)  # also 1e-4, which YAML 1.1 takes for text
+        except (TypeError, ValueError):
+            return _UNREAD
+    return node.value if type(node.value) is kind else _UNREAD
+
+
+def _advice(value: Any, key: Key) -> str:
+    """Return what to use instead of a value outside of its limits; "" for one within them."""
+    if key.choices and value not in key.choices:
+        return f"use {' or '.join(key.choices)}"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return ""
+    bounds = {">=": key.least, ">": key.above, "<=": key.most, "<": key.below}
+    holds = (  # false for NaN
+        key.least is None or value >= key.least,
+        key.above is None or value > key.above,
+        key.most is None or value <= key.most,
+        key.below is None or value < key.below,
+    )
+    told = " and ".join(f"{sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
+    return "" if all(holds) else f"use a number {told}"
+
+
+class _Conflicts:
+    """Keys that exclude each other, or that the task or the method does not read."""
+
+    def __init__(self, settings: Settings, root: MapNode, problems: Problems) -> None:
+        self._settings, self._root, self._problems = settings, root, problems
+
+    def tell(self) -> None:
+        """Report each of them at its place."""
+        settings, data, training = self._settings, self._settings.data, self._settings.training
+        self._unread()
+        if data.validation is not None and data.validation_share:
+            self._error("validation and validation_share: give one", "data", "validation_share")
+        labels = settings.classes.labels
+        if settings.task == "classify" and len(labels) < 2:
+            self._error("task: classify needs two classes.labels or more", "classes", "labels")
+        if len(set(labels)) < len(labels):
+            self._error("classes.labels has a class twice; name each once", "classes", "labels")
+        if training.num_shards > training.batch_size:
+            self._error(
+                f"num_shards={training.num_shards} with batch_size={training.batch_size}: a shard "
+                "would have no row; use num_shards <= batch_size",
+                *("training", "num_shards"),
+            )
+        if settings.workers > training.num_shards:
+            self._error(
+                f"workers={settings.workers} with num_shards={training.num_shards}: a worker would "
+                "have no shard; use workers <= num_shards",
+                "workers",
+            )
+
+    def _unread(self) -> None:
+        task, method = self._settings.task, self._settings.method
+        read = {"classify": {"text_field", "label_field"}, "text": {"text_field"}}
+        fields = read.get(task, {"messages_field"})
+        for key in ("text_field", "label_field", "messages_field"):
+            if key in self._given("data") and key not in fields:
+                self._error(f"task: {task} does not read {key}; leave it out", "data", key)
+        for key in self._given("classes") if task != "classify" else ():
+            self._error(f"task: {task} has no classes; leave {key} out", "classes", key)
+        for key in self._given("lora") if method != "lora" else ():
+            self._error(f"method: {method} has no adapters; leave {key} out", "lora", key)
+
+    def _given(self, section: str) -> Mapping[str, Node]:
+        node = self._root.fields.get(section)
+        return node.fields if isinstance(node, MapNode) else {}
+
+    def _error(self, message: str, *keys: str) -> None:
+        """Report a problem at the value of the innermost of `keys` that is given."""
+        node: Node = self._root
+        for key in keys:
+            if isinstance(node, MapNode) and key in node.fields:
+                node = node.fields[key]
+        self._problems.error(node.at, message)

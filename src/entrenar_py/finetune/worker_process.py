@@ -1,0 +1,60 @@
+"""A worker process of `entrenar finetune` on one machine: it joins the run that it is told of."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from entrenar_py import backends
+from entrenar_py.drivers.processes import Job
+from entrenar_py.drivers.tcp import WorkerClient
+from entrenar_py.finetune import run, settings_file
+from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.terms import Timing
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.star import topology
+from entrenar_py.systems.star.member import Member
+
+
+def main(pipe: Connection) -> None:
+    """Do the one job that comes over `pipe`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
+    torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    desk = Job(pipe)
+    given = desk.next()
+    if given is not None:
+        finish = asyncio.run(_stay(desk, json.loads(given)))
+        desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
+
+
+async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
+    loop = asyncio.get_running_loop()
+    loop.add_reader(desk.fileno(), _abandoned)
+    scenario = Scenario.from_dict(job["scenario"])
+    workload = run.prepare(settings_file.load(Path(job["settings"]))).workload()
+    backend = backends.open_backend("cpu")
+    member = Member(scenario, lambda rank: backend, workload)
+    machine = topology.of(scenario).worker(
+        member.terms,
+        secret=bytes.fromhex(job["secret"]),
+        backend=backend.name,
+        rank=job["rank"],
+        timing=Timing(),
+    )
+    client = WorkerClient(machine, member)
+    finish = await client.run(job["host"], job["port"], patience_s=Timing().gather_s)
+    loop.remove_reader(desk.fileno())
+    return finish
+
+
+def _abandoned() -> None:
+    """End this process: its parent has closed the pipe."""
+    os._exit(1)
