@@ -10,7 +10,7 @@ from pathlib import Path
 
 from entrenar_py.drivers.processes import Crew
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import export, run, settings_file, worker_process
+from entrenar_py.finetune import evaluation, export, run, settings_file, worker_process
 from entrenar_py.finetune.run import Prepared
 from entrenar_py.finetune.workload import Finetuning
 from entrenar_py.protocol.terms import Timing
@@ -90,3 +90,10 @@ def _export(prepared: Prepared, workload: Finetuning, tensors: Mapping[str, Arra
     """Write what was trained to the output folder."""
     folder = export.write(prepared, workload, tensors)
     printing.say(f"written to {folder}")
+    if prepared.validation is not None:
+        labels = prepared.settings.classes.labels
+        found = evaluation.scores(
+            workload.module, prepared.validation, labels=labels, pad_token=prepared.pad_token
+        )
+        for line in found.lines():
+            printing.say(f"validation: {line}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,20 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
         if settings.method == "lora":
             module = _adapted(settings, module)
     return module.train()
+
+
+def trained(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
+    """Return the model that a run with `settings` wrote to `folder`, in evaluation mode."""
+    if settings.method == "full":
+        settings = replace(settings, model=folder)
+    module = _base(settings)
+    module.config.pad_token_id = pad_token  # type: ignore[union-attr]
+    if settings.method == "lora":
+        import peft
+
+        with _reading(settings, "adapters"):
+            module = peft.PeftModel.from_pretrained(module, str(folder))
+    return module.eval()
 
 
 def _base(settings: Settings) -> nn.Module:

@@ -76,6 +76,24 @@ def load(path: Path) -> Settings:
     return settings
 
 
+def to_record(section: Any) -> dict[str, Any]:
+    """Return settings as JSON can hold them, without keys at their defaults; paths are absolute.
+
+    `load` reads such a file back.
+    """
+    record = dict[str, Any]()
+    for field in fields_of(type(section)):
+        value = getattr(section, field.name)
+        if value == field.default:
+            continue
+        if field.is_section:
+            value = to_record(value)
+        elif isinstance(value, Path):
+            value = str(value.absolute())
+        record[field.name] = list(value) if isinstance(value, tuple) else value
+    return record
+
+
 class _Reader:
     """Reads sections, each a dataclass of `settings`, from mappings."""
 

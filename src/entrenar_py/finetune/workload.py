@@ -25,6 +25,30 @@ IGNORED = -100  # the target that cross entropy leaves out
 _LENGTHS = 8  # rows are filled up to a multiple of this
 
 
+class Rows:
+    """Samples as rows of tokens, filled up to the longest row."""
+
+    def __init__(self, samples: Samples, pad_token: int) -> None:
+        self._samples, self._pad_token = samples, pad_token
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, attention mask and tokens to predict (else IGNORED), int64 [n, t] each.
+
+        t depends on the samples alone.
+        """
+        samples = self._samples
+        longest = max(samples.length(i) for i in ids)
+        shape = (len(ids), -(-longest // _LENGTHS) * _LENGTHS)
+        tokens = np.full(shape, self._pad_token, np.int64)
+        mask, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        for row, index in enumerate(ids):
+            part, length = samples.part(index), samples.length(index)
+            held = samples.tokens[part]
+            tokens[row, :length], mask[row, :length] = held, 1
+            targets[row, :length] = np.where(samples.is_target[part], held, IGNORED)
+        return torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(targets)
+
+
 class Finetuning(Workload):
     """Next tokens, or classes, learned by the trainable tensors of `module`.
 
@@ -50,7 +74,7 @@ class Finetuning(Workload):
         )
         self.num_samples = len(samples)
         self.data_digest = samples.digest
-        self._samples, self._pad_token = samples, pad_token
+        self._rows, self._labels = Rows(samples, pad_token), samples.labels
         self._class_weights = np.array(class_weights, np.float32)
         if class_weights:
             self._weights = self._class_weights[samples.labels].astype(np.float64)
@@ -73,18 +97,10 @@ class Finetuning(Workload):
 
         Targets are classes, int64 [n], or tokens, int64 [n, t], IGNORED where none is predicted.
         """
-        longest = max(self._samples.length(i) for i in ids)
-        shape = (len(ids), -(-longest // _LENGTHS) * _LENGTHS)
-        tokens = np.full(shape, self._pad_token, np.int64)
-        mask, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        for row, index in enumerate(ids):
-            part, length = self._samples.part(index), self._samples.length(index)
-            held = self._samples.tokens[part]
-            tokens[row, :length], mask[row, :length] = held, 1
-            targets[row, :length] = np.where(self._samples.is_target[part], held, IGNORED)
+        tokens, mask, targets = self._rows.batch(ids)
         if len(self._class_weights):
-            targets = self._samples.labels[list(ids)].astype(np.int64)
-        return tuple(map(torch.from_numpy, (tokens, mask, targets)))
+            targets = torch.from_numpy(self._labels[list(ids)].astype(np.int64))
+        return tokens, mask, targets
 
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction

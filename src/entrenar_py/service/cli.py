@@ -57,6 +57,10 @@ def _run(given: argparse.Namespace) -> int:
         from entrenar_py.service import watching
 
         return watching.run(given)
+    if given.command in ("finetune", "infer", "merge", "eval"):
+        from entrenar_py.finetune import cli
+
+        return cli.run(given)
     if given.command == "doctor":
         from entrenar_py.doctor import visit
 

@@ -20,6 +20,7 @@ AUTO = "auto"
 WATCH = "watch"
 EVERY = 10
 PATIENCE_S = 300.0
+NEW_TOKENS = 128
 _HELP_COLUMNS = 98
 
 
@@ -47,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     _add_ledger(commands)
     _add_watch(commands)
     _add_doctor(commands)
+    _add_finetune(commands)
     return cli
 
 
@@ -201,6 +203,39 @@ def _add_doctor(commands: _Commands) -> None:
     doctor = _add(commands, "doctor", "say what this machine has, and which checks it can exercise")
     doctor.add_argument("--json", metavar="FILE", type=Path, help="also write it as JSON")
     doctor.add_argument("--no-color", action="store_true", help="no colours")
+
+
+def _add_finetune(commands: _Commands) -> None:
+    finetune = _add(commands, "finetune", "train a checkpoint on this machine's devices")
+    finetune.add_argument(
+        "config",
+        metavar="CONFIG.yaml",
+        type=Path,
+        help="what to train, and on what; `init` prints one with all keys",
+    )
+    finetune.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint, or from the start if there is none yet",
+    )
+    infer = _add(commands, "infer", "answer a prompt with what `finetune` has trained")
+    infer.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
+    infer.add_argument("--prompt", metavar="TEXT", required=True, help="the text to answer")
+    infer.add_argument(
+        "--new-tokens",
+        metavar="N",
+        type=functools.partial(values.natural, least=1),
+        default=NEW_TOKENS,
+        help=f"tokens of an answer at most (default {NEW_TOKENS})",
+    )
+    merge = _add(commands, "merge", "write a model with the adapters added to its weights")
+    merge.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
+    merge.add_argument("merged", metavar="MERGED", type=Path, help="a new folder")
+    evaluate = _add(commands, "eval", "score what `finetune` has trained on rows")
+    evaluate.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
+    evaluate.add_argument(
+        "--data", metavar="FILE", type=Path, required=True, help="rows: .jsonl or .parquet"
+    )
 
 
 def _address(text: str) -> address.Address:

@@ -1,0 +1,35 @@
+"""The commands `finetune`, `infer`, `merge` and `eval` of `entrenar`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from entrenar_py.service import exit_codes
+from entrenar_py.untrusted import printing
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run one of them; return the exit code. Raises UsageError and ContractError."""
+    if given.command == "finetune":
+        if given.config == Path("init"):
+            from entrenar_py.finetune import settings_text
+
+            printing.say_lines(settings_text.template().rstrip())
+            return exit_codes.DONE
+        from entrenar_py.finetune import local
+
+        return local.train(given.config, resume=given.resume)
+    from entrenar_py.finetune import outputs
+
+    output = outputs.load(given.output)
+    if given.command == "infer":
+        for line in outputs.answer(output, given.prompt, new_tokens=given.new_tokens):
+            printing.say_lines(line)
+    elif given.command == "eval":
+        for line in outputs.evaluate(output, given.data).lines():
+            printing.say(line)
+    else:
+        outputs.merge(output, given.merged)
+        printing.say(f"written to {given.merged}")
+    return exit_codes.DONE
