@@ -22,18 +22,21 @@ _EXTRA = "pip install 'entrenar-py[finetune]'"
 _SHOWN = 12  # layers in a message
 
 
-def tokenizer(settings: Settings) -> Any:
-    """Return the tokenizer of the checkpoint. Raises UsageError if it can't be read."""
-    transformers = _transformers()
-    with _reading(settings, "tokenizer"):
+def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
+    """Return the tokenizer in `folder`, by default the checkpoint's.
+
+    Raises UsageError if it can't be read.
+    """
+    transformers, folder = _transformers(), folder or settings.model
+    with _reading(folder, "tokenizer"):
         found = transformers.AutoTokenizer.from_pretrained(
-            settings.model,
+            folder,
             local_files_only=True,
             trust_remote_code=settings.trust_remote_code,
         )
     if found.pad_token_id is None and found.eos_token_id is None:
         raise UsageError(
-            f"model={settings.model}: its tokenizer has neither a padding nor an end token; give "
+            f"{folder}: its tokenizer has neither a padding nor an end token; give "
             "it one of them (tokenizer_config.json)"
         )
     return found
@@ -68,7 +71,7 @@ def trained(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
     if settings.method == "lora":
         import peft
 
-        with _reading(settings, "adapters"):
+        with _reading(folder, "adapters"):
             module = peft.PeftModel.from_pretrained(module, str(folder))
     return module.eval()
 
@@ -82,7 +85,12 @@ def _base(settings: Settings) -> nn.Module:
         options["num_labels"] = len(labels)
         options["id2label"] = dict(enumerate(labels))
         options["label2id"] = {label: number for number, label in enumerate(labels)}
-    with _reading(settings, "model"):
+    if not (settings.model / "config.json").is_file():
+        raise UsageError(
+            f"model={settings.model}: no config.json there; give the folder of a checkpoint in "
+            "Hugging Face's format"
+        )
+    with _reading(settings.model, "model"):
         module: nn.Module = kind.from_pretrained(
             settings.model,
             dtype=torch.float32,
@@ -129,16 +137,10 @@ def _transformers() -> Any:
 
 
 @contextlib.contextmanager
-def _reading(settings: Settings, what: str) -> Iterator[None]:
-    """Turn what transformers raises for a checkpoint that can't be read into a UsageError."""
-    folder = Path(settings.model)
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            f"model={folder}: no config.json there; give the folder of a checkpoint in Hugging "
-            "Face's format"
-        )
+def _reading(folder: Path, what: str) -> Iterator[None]:
+    """Turn what transformers raises for files that can't be read into a UsageError."""
     try:
         yield
     except Exception as error:  # it raises what it likes
         told = " ".join(str(error).split())
-        raise UsageError(f"model={folder}: its {what} can't be loaded ({told})") from error
+        raise UsageError(f"{folder}: its {what} can't be loaded ({told})") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ def load(folder: Path) -> Output:
             f"{folder}: no {export.SETTINGS} there; give the output folder of a complete run"
         )
     settings = settings_file.load(record)
-    tokenizer = model.tokenizer(replace(settings, model=folder))
+    tokenizer = model.tokenizer(settings, folder)
     module = model.trained(settings, folder, model.padding(tokenizer))
     return Output(folder, settings, tokenizer, module)
 
