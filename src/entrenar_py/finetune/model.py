@@ -7,6 +7,7 @@ say so.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,7 @@ def trained(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
     if settings.method == "lora":
         import peft
 
-        with _reading(folder, "adapters"):
+        with _reading(folder, "adapters"), _quiet():
             module = peft.PeftModel.from_pretrained(module, str(folder))
     return module.eval()
 
@@ -121,7 +122,8 @@ def _adapted(settings: Settings, module: Any) -> nn.Module:
                 f"lora.targets={target!r}: the model has no linear layer of that name; it has "
                 f"{', '.join(ends[:_SHOWN])}"
             )
-    adapted: nn.Module = peft.get_peft_model(module, config)
+    with _quiet():
+        adapted: nn.Module = peft.get_peft_model(module, config)
     return adapted
 
 
@@ -134,6 +136,14 @@ def _transformers() -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out warnings that peft uses what a later transformers will lack."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 @contextlib.contextmanager

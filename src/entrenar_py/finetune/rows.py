@@ -65,7 +65,7 @@ def _of_jsonl(path: Path) -> Iterator[Row | BadRow]:
 def _row(path: Path, number: int, line: bytes) -> Row | BadRow:
     place = f"{path}:{number}"
     try:
-        fields = json.loads(line)
+        fields = json.loads(line.rstrip())
     except UnicodeDecodeError as error:
         return BadRow(place, f"is not UTF-8 ({error.reason} at byte {error.start})")
     except json.JSONDecodeError as error:

@@ -51,8 +51,7 @@ def prepare(settings: Settings) -> Prepared:
     if settings.task == "classify":
         if settings.classes.oversample:
             train = samples.oversampled(train)
-        kind, labels = settings.classes.weights, settings.classes.labels
-        weights = samples.class_weights(train, kind, len(labels))
+        weights = samples.class_weights(train, settings.classes.weights, settings.classes.labels)
     return Prepared(
         settings=settings,
         tokenizer=tokenizer,

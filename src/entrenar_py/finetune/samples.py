@@ -205,17 +205,17 @@ def oversampled(found: Samples) -> Samples:
     return found.chosen([*range(len(found)), *copies])
 
 
-def class_weights(found: Samples, kind: str, num_classes: int) -> tuple[float, ...]:
+def class_weights(found: Samples, kind: str, labels: Sequence[str]) -> tuple[float, ...]:
     """Return each class's weight in the loss, whose mean over the samples is 1.
 
     Raises UsageError if a class has no sample, unless all weights are 1.
     """
     if kind == "none":
-        return (1.0,) * num_classes
-    counts = np.bincount(found.labels, minlength=num_classes)
+        return (1.0,) * len(labels)
+    counts = np.bincount(found.labels, minlength=len(labels))
     if not counts.all():
         raise UsageError(
-            f"classes.weights={kind}: class {int(np.argmin(counts))} (from 0) has no row to train "
+            f"classes.weights={kind}: class {labels[int(np.argmin(counts))]!r} has no row to train "
             "on; leave it out of classes.labels, or use none"
         )
     raw = (len(found) / counts) ** (1.0 if kind == "inverse" else 0.5)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from entrenar_py.finetune.samples import Samples
+from entrenar_py.training.dropout import Dropout
 from entrenar_py.training.tensors import (
     Array,
     Batch,
@@ -110,6 +111,8 @@ class Finetuning(Workload):
             self.module.to(device)
             self._device = device
         tokens, mask, targets = (one.to(device) for one in batch)
+        if isinstance(drop, Dropout):  # all that the model draws follows from seed, step and shard
+            torch.manual_seed(drop.seed())
         given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
         logits = functional_call(self.module, dict(tensors), (), given).logits
         if len(self._class_weights):  # [n, classes]

@@ -49,6 +49,12 @@ class Dropout:
         kept = numbers >= self._rate
         return tensor * torch.from_numpy(kept / np.float32(1 - self._rate)).to(tensor.device)
 
+    def seed(self) -> int:
+        """Draw a seed for a generator that isn't a stream's own, from 0 to 2^63 - 1."""
+        numbers = self._rng.random((3,), dtype=np.float32)  # of 24 random bits each
+        self._first = self._first or blake3(numbers.data.cast("B"))
+        return int.from_bytes(blake3(numbers.data.cast("B")).digest(8), "little") >> 1
+
     def digest(self) -> str | None:
         """Return 32 hex digits of the first numbers drawn, or None if nothing was drawn.
 

@@ -1,0 +1,178 @@
+"""From rows to tokens and what is predicted of them, once, and what a run makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from entrenar_py.errors import UsageError
+from entrenar_py.finetune import model, samples
+from entrenar_py.finetune.samples import Samples
+from entrenar_py.finetune.settings import Classes, Data, Settings
+
+CHAT = [
+    {"role": "user", "content": "list"},
+    {"role": "assistant", "content": "ls"},
+    {"role": "user", "content": "all of it"},
+    {"role": "assistant", "content": "ls -la"},
+]
+
+
+def settings(small: Path, rows: Path, task: str, **data: Any) -> Settings:
+    """Return settings for a task on the file `rows`."""
+    labels = ("safe", "unsafe") if task == "classify" else ()
+    return Settings(
+        model=small / "model",
+        task=task,
+        output=small / "out",
+        data=Data(train=rows, **data),
+        classes=Classes(labels=labels),
+    )
+
+
+def load(small: Path, folder: Path, task: str, rows: Sequence[object], **data: Any) -> Samples:
+    """Return the samples of `rows`."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    chosen = settings(small, path, task, **data)
+    return samples.load(chosen, path, model.tokenizer(chosen), cache=folder / "cache")
+
+
+def texts(small: Path, found: Samples) -> list[tuple[str, str]]:
+    """Return each sample's text, and of it what is predicted."""
+    chosen = settings(small, small, "text")
+    tokenizer = model.tokenizer(chosen)
+    parts = [found.part(index) for index in range(len(found))]
+    return [
+        (
+            tokenizer.decode(found.tokens[part]),
+            tokenizer.decode(found.tokens[part][found.is_target[part]]),
+        )
+        for part in parts
+    ]
+
+
+def test_of_a_text_all_but_the_first_token_are_predicted(small: Path, tmp_path: Path) -> None:
+    found = load(small, tmp_path, "text", [{"text": "ls -la docs"}])
+    ((whole, predicted),) = texts(small, found)
+    assert whole == "ls -la docs<|end|>"
+    assert whole.endswith(predicted)
+    assert found.num_targets.tolist() == [found.length(0) - 1]
+
+
+def test_of_a_chat_the_assistants_turns_alone_are_predicted(small: Path, tmp_path: Path) -> None:
+    found = load(small, tmp_path, "instruct", [{"messages": CHAT}])
+    ((whole, predicted),) = texts(small, found)
+    assert whole.count("<|start|>") == 4
+    assert predicted == "ls<|end|>\nls -la<|end|>\n"
+
+
+def test_of_a_class_no_token_is_predicted(small: Path, tmp_path: Path) -> None:
+    rows = [{"text": "ls", "label": "safe"}, {"text": "rm -rf /", "label": "unsafe"}]
+    found = load(small, tmp_path, "classify", rows)
+    assert not found.is_target.any()
+    assert found.labels.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "problem"),
+    [
+        ("text", {"body": "ls"}, "has no field 'text'; it has body"),
+        ("text", {"text": " "}, "text=' ': use a text that is not empty"),
+        ("text", {"text": 3}, "text=3: use a text that is not empty"),
+        ("text", {"text": "ls " * 40}, "data.max_tokens allows 16"),
+        ("classify", {"text": "ls", "label": "fine"}, "label='fine': classes.labels has safe,"),
+        ("classify", {"text": "ls", "label": None}, "label=None: classes.labels has safe,"),
+        ("instruct", {"messages": "ls"}, "messages is no list of messages"),
+        ("instruct", {"messages": [{"role": "boss", "content": ""}]}, "message 1 has no role of"),
+        ("instruct", {"messages": [{"role": "user"}]}, "message 1 has no text as its content"),
+        ("instruct", {"messages": CHAT[:1]}, "no turn of the assistant"),
+    ],
+)
+def test_a_row_that_cannot_be_used(
+    small: Path, tmp_path: Path, task: str, row: object, problem: str
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        load(small, tmp_path, task, [row], max_tokens=16)
+    assert f"rows.jsonl:1: {problem}" in str(raised.value) or problem in str(raised.value)
+    assert "1 of 1 rows can't be used" in str(raised.value)
+    with pytest.raises(UsageError, match="has no row that can be used; the first is"):
+        load(small, tmp_path, task, [row], max_tokens=16, on_error="skip")
+
+
+def test_skipped_rows_are_kept_in_the_cache_too(small: Path, tmp_path: Path) -> None:
+    rows = [{"text": "ls"}, {"text": ""}, {"text": "cat notes"}]
+    fresh = load(small, tmp_path, "text", rows, on_error="skip")
+    (kept,) = (tmp_path / "cache").iterdir()
+    again = load(small, tmp_path, "text", rows, on_error="skip")
+    assert [str(one) for one in again.skipped] == [str(one) for one in fresh.skipped]
+    assert len(fresh) == 2
+    assert again.digest == fresh.digest
+    kept.write_bytes(kept.read_bytes()[:-1])  # a damaged one is made anew
+    assert load(small, tmp_path, "text", rows, on_error="skip").digest == fresh.digest
+
+
+def test_another_tokenizer_has_another_cache(small: Path) -> None:
+    first = model.tokenizer(settings(small, small, "text"))
+    other = model.tokenizer(settings(small, small, "text"))
+    assert samples.tokenizer_digest(first) == samples.tokenizer_digest(other)
+    other.chat_template = "{{ messages }}"
+    assert samples.tokenizer_digest(first) != samples.tokenizer_digest(other)
+
+
+def test_a_chat_needs_a_template(small: Path, tmp_path: Path) -> None:
+    chosen = settings(small, tmp_path / "rows.jsonl", "instruct")
+    tokenizer = model.tokenizer(chosen)
+    tokenizer.chat_template = None
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(UsageError, match="its tokenizer has no chat template"):
+        samples.load(chosen, chosen.data.train, tokenizer, cache=tmp_path)
+
+
+def made(labels: Sequence[int]) -> Samples:
+    """Return samples with these labels; sample i is the token i, once for each class before it."""
+    lengths = [1 + label for label in labels]
+    return Samples(
+        tokens=np.repeat(np.arange(len(labels)), lengths).astype(np.int32),
+        is_target=np.zeros(sum(lengths), np.bool_),
+        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        labels=np.array(labels, np.int32),
+    )
+
+
+def test_oversampling_copies_rare_classes_behind_all_others() -> None:
+    found = samples.oversampled(made([0, 0, 1, 0, 2, 0, 2]))
+    assert np.bincount(found.labels).tolist() == [4, 4, 4]
+    assert found.labels[:7].tolist() == [0, 0, 1, 0, 2, 0, 2]
+    copies = [found.tokens[found.part(index)].tolist() for index in range(7, len(found))]
+    assert copies == [[2, 2], [2, 2], [2, 2], [4, 4, 4], [6, 6, 6]]
+
+
+@pytest.mark.parametrize("kind", ["none", "inverse", "sqrt_inverse"])
+def test_class_weights(kind: str) -> None:
+    found = made([0, 0, 0, 0, 1])
+    zero, one = samples.class_weights(found, kind, "ab")
+    assert 4 * zero + one == pytest.approx(5)
+    assert one / zero == pytest.approx({"none": 1, "inverse": 4, "sqrt_inverse": 2}[kind])
+    if kind != "none":
+        with pytest.raises(UsageError, match="class 'c' has no row"):
+            samples.class_weights(found, kind, "abc")
+
+
+def test_a_split_loses_and_repeats_nothing() -> None:
+    found = made([0] * 10)
+    rest, kept = samples.split(found, 0.3, np.random.default_rng(0))
+    assert (len(rest), len(kept)) == (7, 3)
+    assert sorted([*rest.tokens.tolist(), *kept.tokens.tolist()]) == list(range(10))
+
+
+def test_the_digest_tells_samples_apart() -> None:
+    found = made([0, 1])
+    other = replace(found, is_target=~found.is_target)
+    assert len({found.digest, other.digest, found.chosen([1, 0]).digest}) == 3

@@ -1,0 +1,160 @@
+"""A configuration is read whole or refused with all its problems, each at its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from entrenar_py.errors import ContractError
+from entrenar_py.finetune import settings_file, settings_text
+from entrenar_py.finetune.settings import Settings
+
+SMALL = """\
+model: model
+task: text
+output: out
+data: {train: rows.jsonl}
+"""
+CLASSES = """\
+model: model
+task: classify
+output: out
+data: {train: rows.jsonl}
+classes: {labels: [a, b]}
+"""
+
+
+def load(folder: Path, text: str) -> Settings:
+    """Return the settings of a file with `text`."""
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return settings_file.load(path)
+
+
+def problems(folder: Path, text: str) -> list[str]:
+    """Return the problems of a file with `text`, without its folder."""
+    with pytest.raises(ContractError) as raised:
+        load(folder, text)
+    return [line.removeprefix(f"{folder}/") for line in raised.value.problems]
+
+
+def test_relative_paths_start_from_the_files_folder(tmp_path: Path) -> None:
+    settings = load(tmp_path, SMALL.replace("output: out", "output: /elsewhere/out"))
+    assert settings.model == tmp_path / "model"
+    assert settings.data.train == tmp_path / "rows.jsonl"
+    assert settings.output == Path("/elsewhere/out")
+
+
+def test_the_template_is_a_configuration_at_its_defaults(tmp_path: Path) -> None:
+    settings = load(tmp_path, settings_text.template())
+    plain = load(
+        tmp_path,
+        "model: path/to/checkpoint\ntask: instruct\noutput: out\ndata: {train: train.jsonl}\n",
+    )
+    assert settings == plain
+
+
+def test_every_key_of_the_template_can_be_uncommented(tmp_path: Path) -> None:
+    lines = settings_text.template().splitlines()
+    keys = {field.name for field in settings_file.fields_of(Settings)}
+    shown = yaml.safe_load("\n".join(line.removeprefix("# ") for line in lines if _is_key(line)))
+    assert set(shown) == keys
+
+
+def _is_key(line: str) -> bool:
+    """Return whether a line of the template is a key, perhaps behind a comment's sign."""
+    text = line.removeprefix("# ")
+    name = text.strip().partition(":")[0]
+    return name.isidentifier() and not text.startswith(" ")
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    text = """\
+modle: m
+task: clasify
+data: {train: rows.jsonl, max_tokens: 1, on_eror: stop}
+training: {learning_rate: fast, batch_size: 2.5, num_shards: 0}
+workers: yes
+"""
+    found = problems(tmp_path, text)
+    assert found == [
+        "run.yaml:1:1: error: configuration: key 'modle' is not read; did you mean 'model'?",
+        "run.yaml:1:1: error: configuration: model is missing: folder with a checkpoint in "
+        "Hugging Face's format",
+        "run.yaml:1:1: error: configuration: output is missing: folder for what was trained, and "
+        "for the run's record",
+        "run.yaml:2:7: error: configuration: task='clasify': use instruct or classify or text",
+        "run.yaml:3:39: error: data: max_tokens=1: use a number >= 2",
+        "run.yaml:3:42: error: data: key 'on_eror' is not read; did you mean 'on_error'?",
+        "run.yaml:4:27: error: training: learning_rate='fast': use a number",
+        "run.yaml:4:45: error: training: batch_size=2.5: use a whole number",
+        "run.yaml:4:62: error: training: num_shards=0: use a number >= 1 and <= 65536",
+        "run.yaml:5:10: error: configuration: workers=True: use a whole number",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            SMALL + "classes: {labels: [a, b]}\n",
+            "5:19: error: task: text has no classes; leave labels out",
+        ),
+        (
+            SMALL + "method: full\nlora: {rank: 4}\n",
+            "6:14: error: method: full has no adapters; leave rank out",
+        ),
+        (
+            SMALL.replace("rows.jsonl", "rows.jsonl, label_field: y"),
+            "4:40: error: task: text does not read label_field; leave it out",
+        ),
+        (
+            SMALL.replace("rows.jsonl", "r.jsonl, validation: v.jsonl, validation_share: 0.1"),
+            "4:63: error: validation and validation_share: give one",
+        ),
+        (
+            CLASSES.replace("[a, b]", "[a]"),
+            "5:19: error: task: classify needs two classes.labels or more",
+        ),
+        (
+            CLASSES.replace("[a, b]", "[a, a]"),
+            "5:19: error: classes.labels has a class twice; name each once",
+        ),
+        (
+            SMALL + "training: {batch_size: 2}\n",
+            "5:11: error: num_shards=4 with batch_size=2: a shard would have no row; use "
+            "num_shards <= batch_size",
+        ),
+        (
+            SMALL + "workers: 8\n",
+            "5:10: error: workers=8 with num_shards=4: a worker would have no shard; use workers "
+            "<= num_shards",
+        ),
+        (
+            SMALL + "training: {learning_rate: .nan}\n",
+            "5:27: error: training: learning_rate=nan: use a number > 0",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(tmp_path: Path, text: str, told: str) -> None:
+    assert problems(tmp_path, text) == [f"run.yaml:{told}"]
+
+
+@pytest.mark.parametrize("text", [SMALL, CLASSES, SMALL + "method: full\nseed: 3\n"])
+def test_settings_come_back_from_their_record(tmp_path: Path, text: str) -> None:
+    settings = load(tmp_path, text)
+    assert load(tmp_path, yaml.safe_dump(settings_file.to_record(settings))) == settings
+
+
+def test_the_schema_takes_what_is_read(tmp_path: Path) -> None:
+    schema = settings_text.schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    check = jsonschema.Draft202012Validator(schema)
+    assert check.is_valid(yaml.safe_load(CLASSES))
+    assert check.is_valid(settings_file.to_record(load(tmp_path, CLASSES)))
+    assert not check.is_valid(yaml.safe_load(SMALL.replace("task: text", "task: talk")))
+    assert not check.is_valid(yaml.safe_load(SMALL + "modle: a\n"))
+    assert not check.is_valid(yaml.safe_load(SMALL + "lora: {rank: 0}\n"))
