@@ -10,7 +10,7 @@ import yaml
 
 from entrenar_py.errors import ContractError
 from entrenar_py.finetune import settings_file, settings_text
-from entrenar_py.finetune.settings import Settings
+from entrenar_py.tuning.settings import Settings
 
 SMALL = """\
 model: model

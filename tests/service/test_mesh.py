@@ -17,7 +17,8 @@ from entrenar_py.drivers.run_query import Told
 from entrenar_py.errors import ProtocolError, UsageError
 from entrenar_py.protocol.effects import Finish, Joined
 from entrenar_py.protocol.messages import Applied, State
-from entrenar_py.service import exit_codes, options, worker
+from entrenar_py.service import exit_codes, worker
+from entrenar_py.service.cli import options
 from entrenar_py.service.host import Host
 from entrenar_py.service.run_events import Happening, Noted, StepMade
 from entrenar_py.systems.star.exchanges import TreeExchange

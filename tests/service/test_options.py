@@ -8,8 +8,9 @@ import pytest
 
 from entrenar_py import backends
 from entrenar_py.errors import UsageError
-from entrenar_py.service import exit_codes, options
+from entrenar_py.service import exit_codes
 from entrenar_py.service.address import Address
+from entrenar_py.service.cli import options
 from entrenar_py.systems import AUTO
 
 GOLDEN = Path(__file__).parents[1] / "golden"

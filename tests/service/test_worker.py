@@ -12,7 +12,8 @@ from entrenar_py.drivers.run_query import Told
 from entrenar_py.errors import BackendUnavailable, SystemFailure
 from entrenar_py.protocol.effects import Load
 from entrenar_py.protocol.messages import Loaded, Welcome
-from entrenar_py.service import options, worker
+from entrenar_py.service import worker
+from entrenar_py.service.cli import options
 from entrenar_py.systems.star.member import Member
 from tests.service.members import host_of, scenario_of
 from tests.systems.by_hand import PROOF

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 
 from entrenar_py.finetune import settings_file
-from entrenar_py.finetune.run import Prepared
-from entrenar_py.finetune.workload import Finetuning
 from entrenar_py.training.tensors import Array
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.workload import Finetuning
 
 SETTINGS = "run.json"  # in the output folder: the settings, for later commands
 

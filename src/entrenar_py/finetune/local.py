@@ -10,15 +10,17 @@ from pathlib import Path
 
 from entrenar_py.drivers.processes import Crew
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import evaluation, export, run, settings_file, worker_process
-from entrenar_py.finetune.run import Prepared
-from entrenar_py.finetune.workload import Finetuning
+from entrenar_py.finetune import export, settings_file, worker_process
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.service import coordinator
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Checkpoint, Config
 from entrenar_py.service.coordinator import Task
 from entrenar_py.training.tensors import Array
+from entrenar_py.tuning import evaluation
+from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.workload import Finetuning
 from entrenar_py.untrusted import printing
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -32,7 +34,7 @@ def train(path: Path, *, resume: bool) -> int:
     Raises ContractError and UsageError for a problem found before the run begins.
     """
     settings = settings_file.load(path)
-    prepared = run.prepare(settings)
+    prepared = preparing.prepare(settings)
     for what, found in (("train", prepared.train), ("validation", prepared.validation)):
         if found is not None:
             skipped = f", {len(found.skipped)} skipped" if found.skipped else ""
@@ -40,7 +42,7 @@ def train(path: Path, *, resume: bool) -> int:
     workload = prepared.workload()
     output = _output(settings.output)
     config = Config(
-        scenario=run.scenario(settings, workload),
+        scenario=preparing.scenario(settings, workload),
         listen=LOOPBACK,
         secret=secrets.token_bytes(SECRET_BYTES),
         context=None,

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import evaluation, export, model, run, samples, settings_file
-from entrenar_py.finetune.evaluation import Scores
-from entrenar_py.finetune.settings import Settings
+from entrenar_py.finetune import export, settings_file
+from entrenar_py.tuning import evaluation, model, prepared, samples
+from entrenar_py.tuning.evaluation import Scores
+from entrenar_py.tuning.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def answer(output: Output, prompt: str, *, new_tokens: int) -> Iterator[str]:
 def evaluate(output: Output, path: Path) -> Scores:
     """Return the scores of a trained model on the rows of the file at `path`."""
     settings, tokenizer = output.settings, output.tokenizer
-    rows = samples.load(settings, path, tokenizer, cache=run.cache())
+    rows = samples.load(settings, path, tokenizer, cache=prepared.cache())
     return evaluation.scores(
         output.module, rows, labels=settings.classes.labels, pad_token=model.padding(tokenizer)
     )

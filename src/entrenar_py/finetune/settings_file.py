@@ -15,7 +15,7 @@ from entrenar_py.contract import composer
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
-from entrenar_py.finetune.settings import Key, Settings
+from entrenar_py.tuning.settings import Key, Settings
 
 _UNREAD: Any = object()  # the value of a key that has a problem
 _FORM = "a configuration is a mapping (model, task, output, data, ...)"

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.finetune.settings import Settings
 from entrenar_py.finetune.settings_file import Field, fields_of
+from entrenar_py.tuning.settings import Settings
 
 _HEAD = "# Every key of `entrenar finetune`. Relative paths start from this file's folder."
 _EXAMPLES = {

@@ -16,12 +16,13 @@ import torch
 from entrenar_py import backends
 from entrenar_py.drivers.processes import Job
 from entrenar_py.drivers.tcp import WorkerClient
-from entrenar_py.finetune import run, settings_file
+from entrenar_py.finetune import settings_file
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.star import topology
 from entrenar_py.systems.star.member import Member
+from entrenar_py.tuning import prepared
 
 
 def main(pipe: Connection) -> None:
@@ -39,7 +40,7 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
     loop = asyncio.get_running_loop()
     loop.add_reader(desk.fileno(), _abandoned)
     scenario = Scenario.from_dict(job["scenario"])
-    workload = run.prepare(settings_file.load(Path(job["settings"]))).workload()
+    workload = prepared.prepare(settings_file.load(Path(job["settings"]))).workload()
     backend = backends.open_backend("cpu")
     member = Member(scenario, lambda rank: backend, workload)
     machine = topology.of(scenario).worker(

@@ -18,7 +18,7 @@ from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.terms import Run
-from entrenar_py.service import config, exit_codes, file_locks, options, progress, signals
+from entrenar_py.service import config, exit_codes, file_locks, progress, signals
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Config
 from entrenar_py.service.host import Host
@@ -86,7 +86,7 @@ def _claim(settings: Config, stack: ExitStack) -> None:
 
 
 def _warn(text: str) -> None:
-    printing.warn(f"{options.PROG}: {text}")
+    printing.warn(f"entrenar: {text}")
 
 
 def _require_intended(settings: Config, *, resume: bool) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import model, samples
-from entrenar_py.finetune.samples import Samples
-from entrenar_py.finetune.settings import Classes, Data, Settings
+from entrenar_py.tuning import model, samples
+from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.settings import Classes, Data, Settings
 
 CHAT = [
     {"role": "user", "content": "list"},

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune.settings import Settings
+from entrenar_py.tuning.settings import Settings
 
 _EXTRA = "pip install 'entrenar-py[finetune]'"
 _SHOWN = 12  # layers in a message

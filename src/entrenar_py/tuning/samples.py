@@ -15,11 +15,11 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from entrenar_py.errors import CheckpointError, UsageError
-from entrenar_py.finetune import rows
-from entrenar_py.finetune.encoding import Encoder, Sample
-from entrenar_py.finetune.rows import BadRow
-from entrenar_py.finetune.settings import Settings
 from entrenar_py.training import checkpoint
+from entrenar_py.tuning import rows
+from entrenar_py.tuning.encoding import Encoder, Sample
+from entrenar_py.tuning.rows import BadRow
+from entrenar_py.tuning.settings import Settings
 
 VERSION = 1  # of the file; another one is made anew
 _SHOWN = 20  # bad rows in a message

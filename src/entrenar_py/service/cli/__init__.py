@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Sequence
 
 from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, UsageError
-from entrenar_py.service import exit_codes, options
+from entrenar_py.service import exit_codes
+from entrenar_py.service.cli import options
 from entrenar_py.untrusted import printing
 
 
@@ -73,7 +74,3 @@ def _run(given: argparse.Namespace) -> int:
 
 def _say(message: object) -> None:
     printing.warn(f"{options.PROG}: {message}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

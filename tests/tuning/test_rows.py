@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import rows
-from entrenar_py.finetune.rows import BadRow, Row
+from entrenar_py.tuning import rows
+from entrenar_py.tuning.rows import BadRow, Row
 
 
 def test_rows_have_their_lines_as_places(tmp_path: Path) -> None:

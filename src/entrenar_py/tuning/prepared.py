@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entrenar_py.finetune import model, samples
-from entrenar_py.finetune.samples import Samples
-from entrenar_py.finetune.settings import Settings
-from entrenar_py.finetune.workload import Finetuning
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.star import topology
+from entrenar_py.tuning import model, samples
+from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.settings import Settings
+from entrenar_py.tuning.workload import Finetuning
+
+
+SYSTEM = "parameter_server"  # the trainer of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,5 +92,5 @@ def scenario(settings: Settings, workload: Finetuning) -> Scenario:
 
 def _seeds(settings: Settings) -> Scenario:
     return Scenario(
-        system=topology.STAR.system, workload=Finetuning.name, world_size=1, seed=settings.seed
+        system=SYSTEM, workload=Finetuning.name, world_size=1, seed=settings.seed
     )

@@ -10,7 +10,6 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from entrenar_py.finetune.samples import Samples
 from entrenar_py.training.dropout import Dropout
 from entrenar_py.training.tensors import (
     Array,
@@ -21,6 +20,7 @@ from entrenar_py.training.tensors import (
     TensorSpec,
     Workload,
 )
+from entrenar_py.tuning.samples import Samples
 
 IGNORED = -100  # the target that cross entropy leaves out
 _LENGTHS = 8  # rows are filled up to a multiple of this

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from entrenar_py.finetune.samples import Samples
-from entrenar_py.finetune.workload import IGNORED, Rows
+from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.workload import IGNORED, Rows
 
 _BATCH = 32
 

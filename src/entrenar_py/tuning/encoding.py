@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune.rows import BadRow, Row
-from entrenar_py.finetune.settings import Settings
+from entrenar_py.tuning.rows import BadRow, Row
+from entrenar_py.tuning.settings import Settings
 
 NO_LABEL = -1
 _ROLES = ("system", "user", "assistant", "tool")
