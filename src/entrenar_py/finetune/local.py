@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
+import signal
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
-from entrenar_py.drivers.processes import Crew
+from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import export, settings_file, worker_process
 from entrenar_py.protocol.terms import Timing
@@ -25,6 +29,8 @@ from entrenar_py.untrusted import printing
 
 LOOPBACK = Address("127.0.0.1", 0)
 SECRET_BYTES = 32
+LOOK_EVERY_S = 0.5
+DEATHS_MAX = 4  # of one worker, which then stays away
 PRELOADED = ("entrenar_py.finetune.worker_process", "transformers", "peft")
 
 
@@ -54,16 +60,13 @@ def train(path: Path, *, resume: bool) -> int:
         metrics=output / "metrics.jsonl",
         ledger=output / "ledger.jsonl",
     )
-    crew = Crew(worker_process.main, preload=PRELOADED, one_job=True)
-    task = Task(
-        workload=workload,
-        listening=partial(_start, crew, path, config),
-        completed=partial(_export, prepared, workload),
-    )
-    try:
+    with closing(_Workers(path, config)) as workers:
+        task = Task(
+            workload=workload,
+            listening=workers.start,
+            completed=partial(_export, prepared, workload),
+        )
         return coordinator.serve(config, task, resume=resume)
-    finally:
-        crew.dismiss()
 
 
 def _output(folder: Path) -> Path:
@@ -74,18 +77,51 @@ def _output(folder: Path) -> Path:
     return folder
 
 
-def _start(crew: Crew, path: Path, config: Config, address: Address) -> None:
-    """Start a worker process for each rank."""
-    for rank in range(config.scenario.world_size):
+class _Workers:
+    """The worker processes, one for each rank. One that dies is started again, some times."""
+
+    def __init__(self, path: Path, config: Config) -> None:
+        self._path, self._config = path, config
+        self._crew = Crew(worker_process.main, preload=PRELOADED, one_job=True)
+        self._hands: dict[int, Hand] = {}
+        self._deaths = Counter[int]()
+        self._address = LOOPBACK
+
+    def start(self, address: Address) -> None:
+        """Start all workers of the coordinator at `address`, and look after them."""
+        self._address = address
+        for rank in range(self._config.scenario.world_size):
+            self._begin(rank)
+        asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+    def close(self) -> None:
+        """End all workers."""
+        self._crew.dismiss()
+
+    def _begin(self, rank: int) -> None:
         job = {
-            "settings": str(path),
-            "scenario": config.scenario.to_dict(),
+            "settings": str(self._path),
+            "scenario": self._config.scenario.to_dict(),
             "rank": rank,
-            "host": address.host,
-            "port": address.port,
-            "secret": config.secret.hex(),
+            "host": self._address.host,
+            "port": self._address.port,
+            "secret": self._config.secret.hex(),
         }
-        crew.give(json.dumps(job).encode())
+        self._hands[rank] = self._crew.give(json.dumps(job).encode())
+
+    def _look(self) -> None:
+        """Start workers again that died. The coordinator has given their shards to others."""
+        for rank, hand in self._hands.items():
+            code = hand.process.exitcode
+            if not code or self._deaths[rank] == DEATHS_MAX:
+                continue
+            self._deaths[rank] += 1
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            again = "is started again" if self._deaths[rank] < DEATHS_MAX else "stays away"
+            printing.say(f"worker {rank} died ({how}) and {again}")
+            if self._deaths[rank] < DEATHS_MAX:
+                self._begin(rank)
+        asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
 
 
 def _export(prepared: Prepared, workload: Finetuning, tensors: Mapping[str, Array]) -> None:

@@ -13,7 +13,6 @@ from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning
 
-
 SYSTEM = "parameter_server"  # the trainer of a run
 
 
@@ -91,6 +90,4 @@ def scenario(settings: Settings, workload: Finetuning) -> Scenario:
 
 
 def _seeds(settings: Settings) -> Scenario:
-    return Scenario(
-        system=SYSTEM, workload=Finetuning.name, world_size=1, seed=settings.seed
-    )
+    return Scenario(system=SYSTEM, workload=Finetuning.name, world_size=1, seed=settings.seed)
