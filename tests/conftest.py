@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 from functools import cache, partial
 from pathlib import Path
@@ -97,3 +98,16 @@ def _rows(variants: list[Variant]) -> list[tuple[str, str, Finding]]:
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     """The variants as every clause that judges them found them, shared by the run's processes."""
     return _matrix(pile.shared_folder(tmp_path_factory))
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a small checkpoint, `model`, and rows, `train.jsonl` and `test.jsonl`.
+
+    Skips without the extra `finetune`.
+    """
+    for needed in ("peft", "transformers"):
+        pytest.importorskip(needed)
+    folder = tmp_path_factory.mktemp("small")
+    importlib.import_module("examples.finetune.make_small").make(folder)
+    return folder

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     import numpy as np
 
 OBSERVED = "command"  # the system of a user's script, whose runs `observe` has recorded
+# Workloads that are made of a user's files or script: a scenario alone can't be run with them.
+OF_USERS = ("finetune", "own")
 # The values of each field that is a choice: validation, docs and Hypothesis read this table.
 CHOICES: dict[str, tuple[str, ...]] = {
-    # finetune: a user's model and data; own: the run of a user's own trainer, stored as a trace
-    "workload": ("linear", "mlp", "decoder", "decoder_full", "vectors", "finetune", "own"),
+    # finetune: a checkpoint and rows; own: the run of a user's own trainer, stored as a trace
+    "workload": ("linear", "mlp", "decoder", "decoder_full", "vectors", *OF_USERS),
     "optimizer": ("sgd", "momentum", "adamw"),
     "schedule": ("constant", "linear", "cosine"),
     "detail": ("digests", "values"),

@@ -26,6 +26,10 @@ WORKER = "worker --coordinator trainer.example:7411 --secret-file s"
         ("ledger verify --help", "entrenar-ledger-verify-help.txt"),
         ("watch --help", "entrenar-watch-help.txt"),
         ("doctor --help", "entrenar-doctor-help.txt"),
+        ("finetune --help", "entrenar-finetune-help.txt"),
+        ("infer --help", "entrenar-infer-help.txt"),
+        ("merge --help", "entrenar-merge-help.txt"),
+        ("eval --help", "entrenar-eval-help.txt"),
     ],
 )
 def test_help(

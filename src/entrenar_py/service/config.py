@@ -21,7 +21,7 @@ from entrenar_py.drivers import tls
 from entrenar_py.drivers.tcp import SECRET_BYTES_MIN
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol.terms import Timing
-from entrenar_py.scenario import DEFAULTS, Scenario
+from entrenar_py.scenario import DEFAULTS, OF_USERS, Scenario
 from entrenar_py.service import address, config_keys
 from entrenar_py.service.address import Address
 from entrenar_py.systems import updates
@@ -139,8 +139,11 @@ class _Reader:
         scenario = self._with_option(scenario, "audit_share", audited.share_of)
         scenario = self._with_option(scenario, updates.OPTION, updates.by_server)
         workload = scenario.workload
-        if workload == "own":
-            self._error("workload", "workload='own': only stored traces have it; use another one")
+        if workload in OF_USERS:
+            other = (
+                "`entrenar finetune` trains it" if workload != "own" else "stored traces have it"
+            )
+            self._error("workload", f"workload={workload!r}: only {other}; use another one")
             return None
         if "width" in values and workload not in config_keys.SIZED:
             sized = " or ".join(config_keys.SIZED)

@@ -13,7 +13,7 @@ import torch
 
 from entrenar_py import backends, trace
 from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.scenario import Scenario
+from entrenar_py.scenario import OF_USERS, Scenario
 from entrenar_py.service import exit_codes
 from entrenar_py.service.ledger_account import Account, weights_digest
 from entrenar_py.systems import AUTO, environment
@@ -31,10 +31,10 @@ def replay(account: Account, path: Path) -> int:
     Raises UsageError for a scenario with faults, a mutant, or a user's own trainer.
     """
     scenario = account.scenario
-    if scenario.workload == "own" or scenario.faults or scenario.mutant is not None:
+    if scenario.workload in OF_USERS or scenario.faults or scenario.mutant is not None:
         raise UsageError(
-            f"ledger {path}: not written by `entrenar coordinator` (it is of your own trainer, or "
-            "plans faults); judge it with `entrenar-check --judge`"
+            f"ledger {path}: not written by `entrenar coordinator` (it is of your own trainer or "
+            "model, or plans faults); judge it with `entrenar-check --judge`"
         )
     if not account.weights:
         return _inconclusive("no step was made in it: there is nothing to compare")

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -109,7 +109,7 @@ def _adapted(settings: Settings, module: Any) -> nn.Module:
     lora = settings.lora
     config = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_alpha=cast("Any", lora.alpha),  # divided by the rank, and need not be whole
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
         task_type="SEQ_CLS" if settings.task == "classify" else "CAUSAL_LM",

@@ -206,7 +206,7 @@ def _add_doctor(commands: _Commands) -> None:
 
 
 def _add_finetune(commands: _Commands) -> None:
-    finetune = _add(commands, "finetune", "train a checkpoint on this machine's devices")
+    finetune = _add(commands, "finetune", "train a checkpoint on this machine's processes")
     finetune.add_argument(
         "config",
         metavar="CONFIG.yaml",
