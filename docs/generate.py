@@ -42,8 +42,8 @@ YOUR_TRAINER = DOCS / "your-trainer.md"
 # The meaning of each field of a scenario; its type and default are read from the record.
 MEANINGS = {
     "system": "the system that runs it; `--system` replaces a trainer's",
-    "workload": "the model and its data; the gradients of `vectors` are known beforehand; `own` is "
-    "only for the trace of your own trainer",
+    "workload": "the model and its data; the gradients of `vectors` are known beforehand; "
+    "`finetune` and `own` are only for the traces of `entrenar finetune` and of your own trainer",
     "world_size": "workers",
     "seed": "the only source of randomness; `--seed` is added to it",
     "num_shards": "logical shards of a batch, at least one per worker",
@@ -233,7 +233,7 @@ def _training() -> list[tuple[str, ...]]:
     for name in config_keys.TRAINING:
         field = Scenario.__dataclass_fields__[name]
         default = "required" if name in config_keys.REQUIRED else _default(field)
-        holds = _holds(field).removesuffix(", `own`")
+        holds = _holds(field).removesuffix(", `finetune`, `own`")
         rows.append((f"`{name}`", holds, default, {**MEANINGS, **SERVED}[name]))
     return rows
 
