@@ -131,7 +131,8 @@ class Replicas:
 
     def compute(self, worker: Worker, step: int, shard: int, ids: sharding.Ids) -> reduction.Node:
         rate = self.scenario.dropout
-        drop = dropout.Dropout(rate, self.scenario.rng("dropout", step, shard)) if rate else None
+        draws = rate or self.workload.draws
+        drop = dropout.Dropout(rate, self.scenario.rng("dropout", step, shard)) if draws else None
         vector, loss, weight = worker.replica.shard(
             ids,
             accumulation=self.scenario.accumulation,

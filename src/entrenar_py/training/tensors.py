@@ -37,7 +37,8 @@ class Workload(ABC):
     """A model and its data set.
 
     `specs` fixes the order of the tensors everywhere. `data_digest` is BLAKE3 of the data set, 32
-    hex digits. `weight_max` is the largest weight of one sample. Sample ids run from 0 to
+    hex digits. `weight_max` is the largest weight of one sample. If it `draws`, each shard gets a
+    stream of random numbers even if the scenario has no dropout. Sample ids run from 0 to
     `num_samples - 1`. Methods that take `ids` need at least one.
     """
 
@@ -46,6 +47,7 @@ class Workload(ABC):
     num_samples: int
     data_digest: str
     weight_max = 1
+    draws = False
 
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return fresh starting values of all specs, in their order, float32 and C-contiguous."""

@@ -18,9 +18,11 @@ from torch import nn
 
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning.settings import Settings
+from entrenar_py.untrusted import escaping
 
 _EXTRA = "pip install 'entrenar-py[finetune]'"
 _SHOWN = 12  # layers in a message
+_TOLD_CHARS = 300
 
 
 def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
@@ -60,7 +62,25 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
         module.config.pad_token_id = pad_token  # type: ignore[union-attr]
         if settings.method == "lora":
             module = _adapted(settings, module)
+    if settings.task != "classify":
+        _require_causal(settings, module)
     return module.train()
+
+
+def _require_causal(settings: Settings, module: nn.Module) -> None:
+    """Raise UsageError if the model predicts a token from itself or later ones.
+
+    An encoder whose head is that of a language model does: its loss would soon be 0.
+    """
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
+    module.eval()
+    with torch.no_grad():
+        one, other = module(input_ids=tokens, use_cache=False).logits[:, :3].float()
+    if not torch.equal(one, other):
+        raise UsageError(
+            f"model={settings.model}: it sees the tokens that it is to predict, as encoders do; "
+            f"use a causal language model for task: {settings.task}, or is_decoder in config.json"
+        )
 
 
 def trained(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
@@ -92,6 +112,17 @@ def _base(settings: Settings) -> nn.Module:
             "Hugging Face's format"
         )
     with _reading(settings.model, "model"):
+        config = transformers.AutoConfig.from_pretrained(
+            settings.model,
+            local_files_only=True,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"model={settings.model}: {config.model_type} has an encoder and a decoder, which is "
+            "not trained here; use a causal language model, or an encoder for task: classify"
+        )
+    with _reading(settings.model, "model"):
         module: nn.Module = kind.from_pretrained(
             settings.model,
             dtype=torch.float32,
@@ -114,17 +145,24 @@ def _adapted(settings: Settings, module: Any) -> nn.Module:
         target_modules=list(lora.targets),
         task_type="SEQ_CLS" if settings.task == "classify" else "CAUSAL_LM",
     )
-    named = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    named = [name for name, layer in module.named_modules() if _is_matrix(layer)]
     for target in lora.targets:
         if not any(name == target or name.endswith(f".{target}") for name in named):
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name in named))
             raise UsageError(
-                f"lora.targets={target!r}: the model has no linear layer of that name; it has "
-                f"{', '.join(ends[:_SHOWN])}"
+                f"lora.targets={target!r}: the model has no layer of that name with a matrix of "
+                f"weights; it has {', '.join(ends[:_SHOWN])}"
             )
     with _quiet():
         adapted: nn.Module = peft.get_peft_model(module, config)
     return adapted
+
+
+def _is_matrix(layer: nn.Module) -> bool:
+    """Return whether a layer is a product with a matrix: nn.Linear, or GPT-2's Conv1D."""
+    weight = getattr(layer, "weight", None)
+    is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2
+    return is_matrix and not isinstance(layer, nn.Embedding)
 
 
 def _transformers() -> Any:
@@ -152,5 +190,5 @@ def _reading(folder: Path, what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # it raises what it likes
-        told = " ".join(str(error).split())
+        told = escaping.shortened(" ".join(str(error).split()), chars_max=_TOLD_CHARS)
         raise UsageError(f"{folder}: its {what} can't be loaded ({told})") from error

@@ -85,7 +85,6 @@ def scenario(settings: Settings, workload: Finetuning) -> Scenario:
         clip_norm=training.clip_norm,
         schedule=training.schedule,
         warmup_steps=round(training.warmup_share * num_steps),
-        dropout=workload.dropout,
     )
 
 

@@ -57,6 +57,7 @@ class Finetuning(Workload):
     """
 
     name = "finetune"
+    draws = True  # which layers of a model drop something is not to be known from outside
 
     def __init__(
         self,
@@ -82,7 +83,6 @@ class Finetuning(Workload):
         else:
             self._weights = samples.num_targets.astype(np.float64)
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
-        self.dropout = max((m.p for m in module.modules() if isinstance(m, nn.Dropout)), default=0)
         self._device = torch.device("cpu")
 
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:

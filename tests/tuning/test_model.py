@@ -1,0 +1,120 @@
+"""Checkpoints of several families, and those that can't be trained."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from entrenar_py.errors import UsageError
+from entrenar_py.training import dropout
+from entrenar_py.tuning import model, prepared
+from entrenar_py.tuning.settings import Classes, Data, Lora, Settings
+from entrenar_py.tuning.workload import Finetuning
+
+# peft asks for what a later transformers will lack.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+IDS = [0, 1, 2, 3]
+
+
+def settings(small: Path, folder: Path, config: Any, *, task: str = "text") -> Settings:
+    """Return settings for a model of random weights with `config`, and rows of the example."""
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    kind.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(small / "model" / name, folder / name)
+    labels = ("safe", "unsafe") if task == "classify" else ()
+    return Settings(
+        model=folder,
+        task=task,
+        method="full",
+        output=folder / "out",
+        data=Data(train=small / "test.jsonl"),
+        classes=Classes(labels=labels),
+    )
+
+
+def opt() -> Any:
+    """Return a configuration that drops without any nn.Dropout."""
+    transformers = pytest.importorskip("transformers")
+    return transformers.OPTConfig(
+        vocab_size=512,
+        hidden_size=16,
+        word_embed_proj_dim=16,
+        ffn_dim=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        dropout=0.5,
+    )
+
+
+def bert(*, is_decoder: bool) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.BertConfig(
+        vocab_size=512,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        is_decoder=is_decoder,
+    )
+
+
+def gradient(workload: Finetuning, seed: int) -> tuple[float, list[Any]]:
+    """Return loss and gradient of a few samples, with the random numbers of `seed`."""
+    drop = dropout.Dropout(0.0, np.random.default_rng(seed))
+    tensors = {
+        name: torch.from_numpy(array).requires_grad_()
+        for name, array in workload.initial(np.random.default_rng(0)).items()
+    }
+    return workload.gradients(tensors, IDS, drop=drop, scale=1.0)
+
+
+def test_what_a_model_drops_follows_from_its_shards_stream(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    workload = prepared.prepare(settings(small, tmp_path, opt())).workload()
+    loss, gradients = gradient(workload, 1)
+    torch.rand(7)  # what this process drew before plays no part
+    again, same = gradient(workload, 1)
+    other, _ = gradient(workload, 2)
+    assert loss == again != other
+    assert all(np.array_equal(one, two) for one, two in zip(gradients, same, strict=True))
+
+
+def test_a_model_that_sees_what_it_predicts_is_refused(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it sees the tokens that it is to predict"):
+        model.load(settings(small, tmp_path, bert(is_decoder=False)), pad_token=0)
+    causal = settings(small, tmp_path / "causal", bert(is_decoder=True))
+    model.load(causal, pad_token=0)
+
+
+def test_a_target_that_no_layer_has(small: Path, tmp_path: Path) -> None:
+    chosen = replace(settings(small, tmp_path, opt()), method="lora", lora=Lora(targets=("query",)))
+    with pytest.raises(UsageError, match=r"no layer of that name .*; it has k_proj, v_proj"):
+        model.load(chosen, pad_token=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("config.json", "no config.json there"),
+        ("model.safetensors", "its model can't be loaded"),
+    ],
+)
+def test_a_checkpoint_that_lacks_a_file(
+    small: Path, tmp_path: Path, name: str, problem: str
+) -> None:
+    chosen = settings(small, tmp_path, opt())
+    (tmp_path / name).unlink()
+    with pytest.raises(UsageError, match=problem):
+        model.load(chosen, pad_token=0)
