@@ -62,7 +62,7 @@ VARIANTS = (
     _open(
         "samples: copies of batches that were fetched ahead",
         scripts.AHEAD_IN_COPIES,
-        words="several batches were fetched before it",
+        words="the loader had fetched several batches",
     ),
     _open(
         "samples: a rest is dropped in a loop of positions",
