@@ -40,12 +40,12 @@ class Field(NamedTuple):
 
     @property
     def is_section(self) -> bool:
-        """Whether the field is a section of its own."""
+        """True for a section of its own."""
         return dataclasses.is_dataclass(self.kind)
 
     @property
     def is_required(self) -> bool:
-        """Whether the key has to be given."""
+        """True for a key that has to be given."""
         return self.default is dataclasses.MISSING
 
 

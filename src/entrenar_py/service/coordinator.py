@@ -44,7 +44,7 @@ def run(path: Path, *, resume: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained, and who is told of it.
+    """A training to serve, and the callbacks that are told of it.
 
     Without a `workload` it is the scenario's. `listening` is given the address once workers may
     connect. `completed` is given all tensors by name when the run is complete.

@@ -1,4 +1,4 @@
-"""What a run of `entrenar finetune` is told: one frozen record a section of its configuration.
+"""The settings of a run of `entrenar finetune`, one frozen record a section of its configuration.
 
 Each field is annotated with its meaning and its limits. `settings_file` reads a file by them, and
 writes the commented configuration and the JSON schema of the docs from them.
@@ -16,7 +16,7 @@ CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 
 class Key(NamedTuple):
-    """What a key means, and what it may hold: a number within bounds, or one of `choices`."""
+    """The meaning of a key, and its limits: a number within bounds, or one of `choices`."""
 
     meaning: str
     choices: tuple[str, ...] = ()

@@ -36,7 +36,7 @@ _MOVES = (  # they change no size, and kernels read through them
 
 @dataclass
 class Chains:
-    """What is known of the sums and products of one graph, by node.
+    """The terms and factors of the sums and products of one graph, by node.
 
     `_terms` has for a sum the number of its terms and the sum of their absolute values. `_factors`
     has for a product the number of its multiplications.
