@@ -28,8 +28,8 @@ verify-processes:
 verify-wgpu:
 	$(BIN)/entrenar-check --contract wgpu-backend-v1.yaml
 
-# All tests; how long each took is in durations.txt afterwards.
-TESTS := -m pytest -p tests.spread -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable
+# All tests but those of `make integrations`; how long each took is in durations.txt afterwards.
+TESTS := -m pytest -m 'not integrations' -p tests.spread -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable
 # Ranks and workers outnumber the cores: each computes on one thread, and no thread spins.
 test coverage: export OMP_NUM_THREADS := 1
 test: setup
@@ -153,7 +153,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up .venv (a few minutes on the first run)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@{ $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off \
-	  --constraint constraints.txt --editable '.[dev,wgpu]' || echo "set-up failed"; } | awk '$(TOLD_BY_PIP)'
+	  --constraint constraints.txt --editable '.[dev,finetune,wgpu]' || echo "set-up failed"; } | awk '$(TOLD_BY_PIP)'
 	@touch $@
 
 # How far pip is, a line for each package when its download begins: name, version, size. Warnings and

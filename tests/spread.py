@@ -21,6 +21,8 @@ NUM_SLOWEST = 100
 # forks others: by the beginning of their node id.
 TOGETHER = {
     "tests/canonical/test_canonical.py": "canonical",
+    "tests/finetune/": "small checkpoint",
+    "tests/tuning/": "small checkpoint",
     "tests/checks/test_local_sgd.py": "local SGD",
     "tests/examples/test_own_trainer.py": "own trainer",
     "tests/systems/probes/test_memory.py::test_the_estimate_bounds_the_peak": "memory",

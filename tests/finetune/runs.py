@@ -1,0 +1,45 @@
+"""Short runs of `entrenar finetune` on the small checkpoint, and what they wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+# Five steps of eight rows, of which six are unsafe.
+SETTINGS: dict[str, Any] = {
+    "task": "classify",
+    "output": "out",
+    "data": {"train": "rows.jsonl", "max_tokens": 64, "validation_share": 0.25},
+    "classes": {"labels": ["safe", "unsafe"], "weights": "sqrt_inverse"},
+    "lora": {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj"], "dropout": 0.1},
+    "training": {"batch_size": 8, "num_shards": 4, "learning_rate": 1e-3, "epochs": 1},
+}
+
+
+def configured(folder: Path, small: Path, **changes: Any) -> Path:
+    """Write 48 rows and a configuration to `folder`; a section in `changes` is laid over its own.
+
+    Returns the configuration's path. Its model is that of the fixture `small`.
+    """
+    lines = (small / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = sorted(lines, key=lambda line: "unsafe" not in line)[:6] + lines[:42]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    settings: dict[str, Any] = {"model": str(small / "model"), **SETTINGS}
+    for key, value in changes.items():
+        old = settings.get(key)
+        settings[key] = {**old, **value} if isinstance(old, dict) else value
+    path = folder / "run.yaml"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    return path
+
+
+def adapters(output: Path) -> bytes:
+    """Return the bytes of the adapters that a run wrote."""
+    return (output / "adapter_model.safetensors").read_bytes()
+
+
+def told(output: Path, what: str) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics that are called `what`."""
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["what"] == what]

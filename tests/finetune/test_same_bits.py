@@ -1,0 +1,85 @@
+"""The adapters have the bytes of one undisturbed worker, whoever takes part and whichever dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from entrenar_py.service import cli, exit_codes
+from tests.finetune import runs
+from tests.service.cluster import Process
+
+# peft asks for what a later transformers will lack.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+EPOCHS = 12  # 60 steps, so that a process that is killed after the first dies before the last
+LONG = {"training": {"epochs": EPOCHS}, "checkpoint_every": 3}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep tokenised rows out of the user's own cache."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone(cache: None, small: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The adapters of a run of EPOCHS on one worker."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert cli.main(["finetune", str(runs.configured(folder, small, **LONG))]) == exit_codes.DONE
+    return runs.adapters(folder / "out")
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_any_number_of_workers(workers: int, alone: bytes, small: Path, tmp_path: Path) -> None:
+    config = runs.configured(tmp_path, small, workers=workers, **LONG)
+    assert cli.main(["finetune", str(config)]) == exit_codes.DONE
+    taking_part = {tuple(step["workers"]) for step in runs.told(tmp_path / "out", "step")}
+    assert taking_part == {tuple(range(workers))}
+    assert runs.adapters(tmp_path / "out") == alone
+
+
+def test_a_worker_that_is_killed(alone: bytes, small: Path, tmp_path: Path) -> None:
+    """It leaves in the middle, and the other one computes its shards."""
+    config, over = runs.configured(tmp_path, small, workers=2, **LONG), threading.Event()
+    killer = threading.Thread(target=_kill_a_worker, args=(tmp_path / "out", over))
+    killer.start()
+    try:
+        assert cli.main(["finetune", str(config)]) == exit_codes.DONE
+    finally:
+        over.set()
+        killer.join()
+    (left,) = runs.told(tmp_path / "out", "left")
+    assert 0 < left["step"] < 5 * EPOCHS - 1
+    assert runs.adapters(tmp_path / "out") == alone
+
+
+def _kill_a_worker(output: Path, over: threading.Event) -> None:
+    """Kill a worker of the run in this process once a step is made, unless the run is over."""
+    metrics = output / "metrics.jsonl"
+    while not over.wait(0.001):
+        if metrics.exists() and "step_ms" in metrics.read_text(encoding="utf-8"):
+            multiprocessing.active_children()[0].kill()
+            return
+
+
+def test_a_coordinator_that_is_killed(
+    alone: bytes, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--resume` goes on from the last checkpoint."""
+    config = runs.configured(tmp_path, small, workers=2, **LONG)
+    process = Process(["finetune", config])
+    try:
+        process.until("checkpoint before step")
+    finally:
+        process.kill()
+    assert cli.main(["finetune", str(config), "--resume"]) == exit_codes.DONE
+    first = int(capsys.readouterr().out.partition("from step ")[2].partition(" ")[0])
+    assert 0 < first < 5 * EPOCHS
+    assert runs.adapters(tmp_path / "out") == alone
