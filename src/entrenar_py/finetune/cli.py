@@ -31,5 +31,7 @@ def run(given: argparse.Namespace) -> int:
             printing.say(line)
     else:
         outputs.merge(output, given.merged)
+        if output.settings.method == "qlora":
+            printing.say("NF4 weights became float32, of the same values: the model is larger")
         printing.say(f"written to {given.merged}")
     return exit_codes.DONE

@@ -82,11 +82,18 @@ def evaluate(output: Output, path: Path) -> Scores:
 
 
 def merge(output: Output, folder: Path) -> None:
-    """Write a checkpoint to `folder` in which the adapters are added to their layers' weights."""
-    if output.settings.method != "lora":
+    """Write a checkpoint to `folder` in which the adapters are added to their layers' weights.
+
+    The weights are float32. Those in NF4 become the numbers that they stand for, as trained.
+    """
+    if not output.settings.adapts:
         raise UsageError(f"{output.folder}: method: full has no adapters; it is a model already")
     if folder.exists() and any(folder.iterdir()):
         raise UsageError(f"{folder}: it is not empty; give a new folder")
-    merged = cast("Any", output.module).merge_and_unload()
+    module = output.module
+    if output.settings.method == "qlora":
+        pad_token = model.padding(output.tokenizer)
+        module = model.decoded(output.settings, output.folder, pad_token)
+    merged = cast("Any", module).merge_and_unload()
     merged.save_pretrained(folder)
     output.tokenizer.save_pretrained(folder)

@@ -198,7 +198,7 @@ class _Conflicts:
             )
 
     def _unread(self) -> None:
-        task, method = self._settings.task, self._settings.method
+        task = self._settings.task
         read = {"classify": {"text_field", "label_field"}, "text": {"text_field"}}
         fields = read.get(task, {"messages_field"})
         for key in ("text_field", "label_field", "messages_field"):
@@ -206,8 +206,10 @@ class _Conflicts:
                 self._error(f"task: {task} does not read {key}; leave it out", "data", key)
         for key in self._given("classes") if task != "classify" else ():
             self._error(f"task: {task} has no classes; leave {key} out", "classes", key)
-        for key in self._given("lora") if method != "lora" else ():
-            self._error(f"method: {method} has no adapters; leave {key} out", "lora", key)
+        for key in self._given("lora") if not self._settings.adapts else ():
+            self._error(
+                f"method: {self._settings.method} has no adapters; leave {key} out", "lora", key
+            )
 
     def _given(self, section: str) -> Mapping[str, Node]:
         node = self._root.fields.get(section)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
+from entrenar_py.tuning import quantised
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping
 
@@ -54,14 +55,15 @@ def padding(found: Any) -> int:
 def load(settings: Settings, pad_token: int) -> nn.Module:
     """Return the model with its adapters, float32 on the CPU, in training mode.
 
-    New tensors (adapters, the head of a classifier) are drawn from the run's seed. Raises
-    UsageError if the checkpoint can't be read, or has no layer that the settings name.
+    With `method: qlora` frozen layers are in NF4. New tensors (adapters, the head of a classifier)
+    are drawn from the run's seed. Raises UsageError if the checkpoint can't be read, or has no
+    layer that the settings name.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         module = _base(settings)
         module.config.pad_token_id = pad_token  # type: ignore[union-attr]
-        if settings.method == "lora":
+        if settings.adapts:
             module = _adapted(settings, module)
     if settings.task != "classify":
         _require_causal(settings, module)
@@ -90,13 +92,24 @@ def trained(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
     if settings.method == "full":
         settings = replace(settings, model=folder)
     module = _base(settings)
-    module.config.pad_token_id = pad_token  # type: ignore[union-attr]
-    if settings.method == "lora":
+    return _with_adapters(settings, folder, module, pad_token).eval()
+
+
+def decoded(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
+    """Return the model of `trained` with the numbers that NF4 stands for as float32 weights."""
+    module = _base(replace(settings, method="lora"))
+    quantised.decode(_base(settings), module)
+    return _with_adapters(settings, folder, module, pad_token).eval()
+
+
+def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int) -> nn.Module:
+    module.config.pad_token_id = pad_token
+    if settings.adapts:
         import peft
 
         with _reading(folder, "adapters"), _quiet():
             module = peft.PeftModel.from_pretrained(module, str(folder))
-    return module.eval()
+    return cast("nn.Module", module)
 
 
 def _base(settings: Settings) -> nn.Module:
@@ -108,22 +121,11 @@ def _base(settings: Settings) -> nn.Module:
         options["num_labels"] = len(labels)
         options["id2label"] = dict(enumerate(labels))
         options["label2id"] = {label: number for number, label in enumerate(labels)}
-    if not (settings.model / "config.json").is_file():
-        raise UsageError(
-            f"model={settings.model}: no config.json there; give the folder of a checkpoint in "
-            "Hugging Face's format"
-        )
-    with _reading(settings.model, "model"):
-        config = transformers.AutoConfig.from_pretrained(
-            settings.model,
-            local_files_only=True,
-            trust_remote_code=settings.trust_remote_code,
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UsageError(
-            f"model={settings.model}: {config.model_type} has an encoder and a decoder, which is "
-            "not trained here; use a causal language model, or an encoder for task: classify"
-        )
+    config = _config(settings)
+    if settings.method == "qlora":
+        with _reading(settings.model, "model"), torch.device("meta"):
+            empty = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
+        options |= quantised.loading(empty)
     with _reading(settings.model, "model"):
         module: nn.Module = kind.from_pretrained(
             settings.model,
@@ -133,7 +135,35 @@ def _base(settings: Settings) -> nn.Module:
             trust_remote_code=settings.trust_remote_code,
             **options,
         )
+    if settings.method == "qlora":
+        quantised.settle(module)
     return module
+
+
+def _config(settings: Settings) -> Any:
+    """Return the checkpoint's configuration. Raises UsageError for a model of another kind."""
+    if not (settings.model / "config.json").is_file():
+        raise UsageError(
+            f"model={settings.model}: no config.json there; give the folder of a checkpoint in "
+            "Hugging Face's format"
+        )
+    with _reading(settings.model, "model"):
+        config = _transformers().AutoConfig.from_pretrained(
+            settings.model,
+            local_files_only=True,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"model={settings.model}: {config.model_type} has an encoder and a decoder, which is "
+            "not trained here; use a causal language model, or an encoder for task: classify"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UsageError(
+            f"model={settings.model}: its weights are quantised already; give the checkpoint that "
+            "they were made from, with method: qlora"
+        )
+    return config
 
 
 def _adapted(settings: Settings, module: Any) -> nn.Module:
@@ -180,9 +210,10 @@ def _transformers() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out warnings that peft uses what a later transformers will lack."""
+    """Leave out peft's warnings of what a later transformers will lack, and of what it mends."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
         yield
 
 

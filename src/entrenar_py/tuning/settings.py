@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 TASKS = ("instruct", "classify", "text")
-METHODS = ("lora", "full")
+METHODS = ("lora", "qlora", "full")
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 
@@ -69,7 +69,7 @@ class Classes:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """The adapters of the method `lora`."""
+    """The adapters of the methods `lora` and `qlora`."""
 
     rank: Annotated[int, Key("rank of an adapter", least=1, most=2**12)] = 16
     alpha: Annotated[float, Key("an adapter's output is multiplied by alpha / rank", above=0)] = 32
@@ -108,14 +108,23 @@ class Settings:
     model: Annotated[Path, Key("folder with a checkpoint in Hugging Face's format")]
     task: Annotated[str, Key("what is learned", choices=TASKS)]
     output: Annotated[Path, Key("folder for what was trained, and for the run's record")]
-    method: Annotated[str, Key("what is trained: adapters, or all weights", choices=METHODS)] = (
-        "lora"
-    )
+    method: Annotated[
+        str,
+        Key(
+            "adapters, adapters of a model whose frozen weights are in NF4, or all weights",
+            choices=METHODS,
+        ),
+    ] = "lora"
     workers: Annotated[int, Key("processes that compute on this machine", least=1, most=2**10)] = 1
     seed: Annotated[int, Key("where all random numbers come from", least=0, most=2**63 - 1)] = 0
     checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50
     trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False
     data: Annotated[Data, Key("the rows")]
     classes: Annotated[Classes, Key("the classes of `task: classify`")] = Classes()
-    lora: Annotated[Lora, Key("the adapters of `method: lora`")] = Lora()
+    lora: Annotated[Lora, Key("the adapters of `method: lora` and `qlora`")] = Lora()
     training: Annotated[Training, Key("the optimizer and its batches")] = Training()
+
+    @property
+    def adapts(self) -> bool:
+        """True if adapters are trained, and the model's own weights are frozen."""
+        return self.method != "full"

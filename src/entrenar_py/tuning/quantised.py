@@ -1,0 +1,109 @@
+"""Frozen weights in NF4 with double quantisation, by `bitsandbytes` while a checkpoint is loaded.
+
+Only linear layers within blocks are quantised, never a head or an embedding. Rows must be whole
+blocks of BLOCK weights: bitsandbytes 0.50 decodes others wrongly on CPUs with AVX-512.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from entrenar_py.errors import UsageError
+
+BLOCK = 64  # weights that share a scale
+# Importing bitsandbytes, as peft does, warns that there are faster kernels to download.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+_EXTRA = "pip install 'entrenar-py[finetune]'"
+
+
+def loading(empty: nn.Module) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that quantise a model, which looks like `empty`.
+
+    Weights are quantised on the CPU, so that they have the same bits for every backend. Raises
+    UsageError without `bitsandbytes`, and for a model without linear layers within blocks.
+    """
+    _require()
+    import transformers
+
+    linear = {name: _row(layer) for name, layer in empty.named_modules() if _row(layer)}
+    blocks = set(_within_blocks(empty))
+    chosen = {name for name, row in linear.items() if name in blocks and row % BLOCK == 0}
+    if not chosen:
+        raise UsageError(
+            f"method: qlora: the model has no linear layer within a stack of blocks with rows of a "
+            f"multiple of {BLOCK} weights, so nothing would be quantised; use method: lora"
+        )
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        # Regular expressions, from the start of a name on.
+        llm_int8_skip_modules=[f"{re.escape(name)}$" for name in sorted(linear.keys() - chosen)],
+    )
+    return {"quantization_config": config, "device_map": {"": "cpu"}}
+
+
+def settle(module: nn.Module) -> None:
+    """Let quantised layers compute in evaluation as they do in training.
+
+    On CPUs with AVX512-BF16, bitsandbytes would pack the weights anew when a model is evaluated,
+    and from then on compute in bfloat16 without gradients.
+    """
+    for _, layer in layers(module):
+        layer.support_avx512bf16_for_cpu = False
+
+
+def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the names and the quantised layers of a model."""
+    import bitsandbytes
+
+    for name, layer in module.named_modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            yield name, layer
+
+
+def decoded(layer: Any) -> torch.Tensor:
+    """Return the weight of a quantised layer as numbers, [outputs, inputs]."""
+    from bitsandbytes import functional
+
+    weight: torch.Tensor = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    return weight
+
+
+def decode(module: nn.Module, plain: nn.Module) -> None:
+    """Set the weights of `plain`, the model before it was quantised, to those of `module`."""
+    for name, layer in layers(module):
+        other = plain.get_submodule(name)
+        assert isinstance(other.weight, torch.Tensor)
+        weight = decoded(layer)
+        with torch.no_grad():
+            other.weight.copy_(weight if isinstance(other, nn.Linear) else weight.T)  # Conv1D
+
+
+def _require() -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"method: qlora needs {error.name}; {_EXTRA}") from error
+
+
+def _row(layer: Any) -> int:
+    """Return the length of a layer's rows of weights; 0 if bitsandbytes can't take its place."""
+    if type(layer) is nn.Linear:
+        return layer.in_features
+    return int(layer.weight.shape[0]) if type(layer).__name__ == "Conv1D" else 0  # GPT-2's
+
+
+def _within_blocks(module: nn.Module) -> Iterator[str]:
+    """Yield the names of all layers within lists of modules, which are the blocks of a model."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.ModuleList):
+            yield from (f"{name}.{inner}" for inner, _ in part.named_modules())
