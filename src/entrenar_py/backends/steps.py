@@ -40,6 +40,17 @@ class Model(Protocol):
     @property
     def specs(self) -> Sequence[Spec]: ...
 
+    @property
+    def draws(self) -> bool:
+        """True if the model draws random numbers without `drop`."""
+
+    @property
+    def constants(self) -> Tensors:
+        """Tensors that are no replica's: they never change, and `loss_of` knows them by itself.
+
+        A backend that keeps them in its own memory passes them to `loss_of` by name.
+        """
+
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the tensors of the samples `ids`, on the CPU."""
 

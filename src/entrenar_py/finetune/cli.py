@@ -19,7 +19,7 @@ def run(given: argparse.Namespace) -> int:
             return exit_codes.DONE
         from entrenar_py.finetune import local
 
-        return local.train(given.config, resume=given.resume)
+        return local.train(given.config, resume=given.resume, names=given.backends)
     from entrenar_py.finetune import outputs
 
     output = outputs.load(given.output)

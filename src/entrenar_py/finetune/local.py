@@ -7,11 +7,13 @@ import json
 import secrets
 import signal
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from entrenar_py import backends
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import export, settings_file, worker_process
@@ -34,12 +36,16 @@ DEATHS_MAX = 4  # of one worker, which then stays away
 PRELOADED = ("entrenar_py.finetune.worker_process", "transformers", "peft")
 
 
-def train(path: Path, *, resume: bool) -> int:
+def train(path: Path, *, resume: bool, names: Sequence[str] = ("cpu",)) -> int:
     """Train as the configuration at `path` says; return the exit code.
 
-    Raises ContractError and UsageError for a problem found before the run begins.
+    Workers compute on the backends called `names` in turns, and there is one for each of them at
+    least. Raises ContractError and UsageError for a problem found before the run begins, and
+    BackendUnavailable for a device that is missing or does not start.
     """
     settings = settings_file.load(path)
+    settings = replace(settings, workers=max(settings.workers, len(names)))
+    devices = _opened(names)
     prepared = preparing.prepare(settings)
     for what, found in (("train", prepared.train), ("validation", prepared.validation)):
         if found is not None:
@@ -60,13 +66,21 @@ def train(path: Path, *, resume: bool) -> int:
         metrics=output / "metrics.jsonl",
         ledger=output / "ledger.jsonl",
     )
-    with closing(_Workers(path, config)) as workers:
+    for rank in range(settings.workers):
+        name = names[rank % len(names)]
+        printing.say(f"worker {rank}: {name} ({devices[name]})")
+    with closing(_Workers(path, config, names)) as workers:
         task = Task(
             workload=workload,
             listening=workers.start,
             completed=partial(_export, prepared, workload),
         )
         return coordinator.serve(config, task, resume=resume)
+
+
+def _opened(names: Sequence[str]) -> dict[str, str]:
+    """Return the device of each backend, opened once here so that a missing one ends the run."""
+    return {name: backends.open_backend(name).device for name in dict.fromkeys(names)}
 
 
 def _output(folder: Path) -> Path:
@@ -80,8 +94,8 @@ def _output(folder: Path) -> Path:
 class _Workers:
     """The worker processes, one for each rank. One that dies is started again, some times."""
 
-    def __init__(self, path: Path, config: Config) -> None:
-        self._path, self._config = path, config
+    def __init__(self, path: Path, config: Config, names: Sequence[str]) -> None:
+        self._path, self._config, self._names = path, config, names
         self._crew = Crew(worker_process.main, preload=PRELOADED, one_job=True)
         self._hands: dict[int, Hand] = {}
         self._deaths = Counter[int]()
@@ -103,6 +117,7 @@ class _Workers:
             "settings": str(self._path),
             "scenario": self._config.scenario.to_dict(),
             "rank": rank,
+            "backend": self._names[rank % len(self._names)],
             "host": self._address.host,
             "port": self._address.port,
             "secret": self._config.secret.hex(),

@@ -7,17 +7,19 @@ import json
 import os
 import signal
 from collections.abc import Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from entrenar_py import backends
+from entrenar_py import backends, trace
+from entrenar_py.backends import Backend
 from entrenar_py.drivers.processes import Job
 from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.finetune import settings_file
-from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.effects import Effect, Finish, Load
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.star import topology
@@ -41,7 +43,7 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
     loop.add_reader(desk.fileno(), _abandoned)
     scenario = Scenario.from_dict(job["scenario"])
     workload = prepared.prepare(settings_file.load(Path(job["settings"]))).workload()
-    backend = backends.open_backend("cpu")
+    backend = backends.open_backend(job["backend"])
     member = Member(scenario, lambda rank: backend, workload)
     machine = topology.of(scenario).worker(
         member.terms,
@@ -50,10 +52,23 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
         rank=job["rank"],
         timing=Timing(),
     )
-    client = WorkerClient(machine, member)
+    client = WorkerClient(machine, member, notify=partial(_let_in, member, backend))
     finish = await client.run(job["host"], job["port"], patience_s=Timing().gather_s)
     loop.remove_reader(desk.fileno())
     return finish
+
+
+def _let_in(member: Member, backend: Backend, effect: Effect) -> None:
+    """Record what this worker computes on when it is admitted."""
+    if isinstance(effect, Load):
+        member.recorder.emit(
+            trace.Attempt(
+                backend=backend.name,
+                served=True,
+                device=backend.device,
+                software=backend.software,
+            )
+        )
 
 
 def _abandoned() -> None:

@@ -49,6 +49,11 @@ class Workload(ABC):
     weight_max = 1
     draws = False
 
+    @property
+    def constants(self) -> Tensors:
+        """Frozen tensors that the workload holds itself, by name; no replica has a copy."""
+        return {}
+
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return fresh starting values of all specs, in their order, float32 and C-contiguous."""
         return {spec.name: uniform(rng, spec, bound=0.5) for spec in self.specs}

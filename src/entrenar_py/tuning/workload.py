@@ -85,6 +85,12 @@ class Finetuning(Workload):
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
         self._device = torch.device("cpu")
 
+    @property
+    def constants(self) -> Tensors:
+        """The weights of the module that are not trained."""
+        held = self.module.named_parameters()
+        return {name: tensor.detach() for name, tensor in held if not tensor.requires_grad}
+
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return the module's own values, which `model.load` drew from the run's seed."""
         held = dict(self.module.named_parameters())

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from entrenar_py.backends.wgpu.device import Device
-from entrenar_py.backends.wgpu.program import Array, compile_step
+from entrenar_py.backends.wgpu.program import compile_step
+from entrenar_py.backends.wgpu.uploads import Array
 from entrenar_py.errors import UsageError
 
 pytestmark = pytest.mark.wgpu

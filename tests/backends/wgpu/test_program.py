@@ -16,7 +16,8 @@ from entrenar_py.backends.wgpu import WgpuBackend
 from entrenar_py.backends.wgpu.capture import capture
 from entrenar_py.backends.wgpu.device import Device, open_device
 from entrenar_py.backends.wgpu.lower import lower
-from entrenar_py.backends.wgpu.program import Array, Program, compile_step
+from entrenar_py.backends.wgpu.program import Program, compile_step
+from entrenar_py.backends.wgpu.uploads import Array
 from entrenar_py.errors import BackendUnavailable, UsageError
 from tests.backends.wgpu.whole_steps import check_step
 

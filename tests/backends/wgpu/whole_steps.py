@@ -14,7 +14,8 @@ from torch import Tensor
 
 from entrenar_py.backends.wgpu.capture import Function
 from entrenar_py.backends.wgpu.device import Device, open_device
-from entrenar_py.backends.wgpu.program import Array, compile_step
+from entrenar_py.backends.wgpu.program import compile_step
+from entrenar_py.backends.wgpu.uploads import Array
 from entrenar_py.training import dropout, workload
 from entrenar_py.training.tensors import Workload
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -18,14 +18,11 @@ from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.emitter import ELEMENT_BYTES, Buffer
 from entrenar_py.backends.wgpu.lower import Lowered, lower
+from entrenar_py.backends.wgpu.uploads import HOST, Array, Uploaded, device_array, upload
 from entrenar_py.backends.wgpu.values import Step
 from entrenar_py.errors import BackendUnavailable, UsageError
 
-Array = NDArray[Any]
-
-_HOST = {"f32": np.float32, "i32": np.int32, "bool": np.uint32}
 _RESULT = {torch.float32: np.float32, torch.int64: np.int64, torch.int32: np.int32}
-_INT_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -64,22 +61,23 @@ def compile_step(
     See `compile_graph`. Also raises UsageError for operations that can't be captured.
     """
     graph = capture(fn, [*inputs, *resident])
-    return compile_graph(device, graph, inputs, resident, fused=fused)
+    uploaded = [upload(device, one) for one in resident]
+    return compile_graph(device, graph, inputs, uploaded, fused=fused)
 
 
 def compile_graph(
     device: Device,
     graph: GraphModule,
     inputs: Sequence[Tensor],
-    resident: Sequence[Tensor] = (),
+    resident: Sequence[Uploaded] = (),
     *,
     fused: bool = True,
 ) -> Program:
     """Compile a captured function of `inputs` and `resident` for the shapes of `inputs`.
 
-    Uploads `resident` once. Without `fused`, each operation is a dispatch of its own. Raises
-    UsageError, with the model's source line, for an operation without a kernel, and
-    BackendUnavailable for tensors that are too large for the device.
+    Programs read `resident` where it lies, and may share it. Without `fused`, each operation is a
+    dispatch of its own. Raises UsageError, with the model's source line, for an operation without
+    a kernel, and BackendUnavailable for tensors that are too large for the device.
     """
     bindings_max = device.handle.limits["max-storage-buffers-per-shader-stage"]
     lowered = lower(graph, device.limits, bindings_max=bindings_max, fused=fused)
@@ -90,7 +88,11 @@ class Program:
     """Dispatches with their memory on `device`. Not safe to use in two threads at once."""
 
     def __init__(
-        self, device: Device, lowered: Lowered, inputs: Sequence[Tensor], resident: Sequence[Tensor]
+        self,
+        device: Device,
+        lowered: Lowered,
+        inputs: Sequence[Tensor],
+        resident: Sequence[Uploaded],
     ) -> None:
         self.counts = Counts()
         self.device = device
@@ -187,7 +189,7 @@ class Program:
                     f"{self.device.buffer_bytes_max}; use a smaller model or another backend"
                 )
 
-    def _allocate(self, resident: Sequence[Tensor]) -> None:
+    def _allocate(self, resident: Sequence[Uploaded]) -> None:
         import wgpu
 
         gpu, usage = self.device.handle, wgpu.BufferUsage
@@ -195,10 +197,11 @@ class Program:
         self._inputs = gpu.create_buffer(size=self._host.nbytes, usage=storage | usage.COPY_DST)
         for buffer, start in zip(self._given, self._starts, strict=True):
             self.places[buffer] = (self._inputs, start)
-        given = zip(self._lowered.inputs[len(self._given) :], resident, strict=True)
-        for buffer, tensor in (*given, *self._lowered.constants):
-            array = _device_array(tensor.detach().contiguous().numpy(), buffer)
-            self.places[buffer] = (gpu.create_buffer_with_data(data=array, usage=storage), 0)
+        for buffer, one in zip(self._lowered.inputs[len(self._given) :], resident, strict=True):
+            assert (buffer.dtype, buffer.size) == (one.dtype, math.prod(one.shape)), buffer.name
+            self.places[buffer] = (one.memory, 0)
+        for buffer, tensor in self._lowered.constants:
+            self.places[buffer] = (upload(self.device, tensor, buffer.name).memory, 0)
         for buffer in self._plan.kept:
             self.places[buffer] = (gpu.create_buffer(size=buffer.num_bytes, usage=storage), 0)
         shared = [gpu.create_buffer(size=size, usage=storage) for size in self._plan.slot_bytes]
@@ -241,8 +244,8 @@ class Program:
         if shapes != self._shapes:
             raise UsageError(f"inputs of shapes {shapes}: the program takes {self._shapes}")
         for array, buffer, start in zip(inputs, self._given, self._starts, strict=True):
-            place = self._host[start : start + buffer.num_bytes].view(_HOST[buffer.dtype])
-            place[:] = _device_array(array, buffer).reshape(-1)
+            place = self._host[start : start + buffer.num_bytes].view(HOST[buffer.dtype])
+            place[:] = device_array(array, buffer.dtype, buffer.name).reshape(-1)
 
     def _upload(self) -> None:
         if self._given:
@@ -272,18 +275,6 @@ class Program:
 
 def _num_bytes(shape: Sequence[int]) -> int:
     return int(np.prod(shape, dtype=np.int64)) * ELEMENT_BYTES
-
-
-def _device_array(array: Array, buffer: Buffer) -> Array:
-    """Convert `array` to the device's dtype; UsageError for integers beyond 32 bits."""
-    if buffer.dtype == "i32" and array.dtype.itemsize > ELEMENT_BYTES and array.size:
-        low, high = int(array.min()), int(array.max())
-        if low < -_INT_MAX - 1 or high > _INT_MAX:
-            raise UsageError(
-                f"{buffer.name} holds integers from {low} to {high}: backend wgpu has integers of "
-                "32 bits; use smaller numbers or another backend"
-            )
-    return np.ascontiguousarray(array, dtype=_HOST[buffer.dtype])
 
 
 def _unpack(data: memoryview, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Array:

@@ -16,29 +16,34 @@ from entrenar_py.backends.steps import Array, DropFunction, Model
 from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.program import Program, compile_graph
+from entrenar_py.backends.wgpu.uploads import Uploaded, upload
 
 
 @dataclass(frozen=True)
 class Key:
     """The properties of a step that its graph depends on, apart from the model.
 
-    `masked` is true if dropout masks are inputs.
+    `shapes` are those of the batch. `masked` is true if dropout masks are inputs.
     """
 
-    num_samples: int
+    shapes: tuple[tuple[int, ...], ...]
     masked: bool
     scale: float
 
 
 @dataclass
 class Compiled:
-    """The graphs of one workload, and the programs compiled from them.
+    """The graphs of one workload, the programs compiled from them, and what these share.
 
-    A program's key is its graph's key and the BLAKE3 digest of the frozen tensors on the device.
+    A program's key is its graph's key and the BLAKE3 digest of the replica's frozen tensors.
+    `frozen` has these tensors on the device by digest, `constants` the workload's own. All programs
+    read the same copy.
     """
 
     graphs: dict[Key, GraphModule] = field(default_factory=dict)
     programs: dict[tuple[Key, str], Program] = field(default_factory=dict)
+    frozen: dict[str, list[Uploaded]] = field(default_factory=dict)
+    constants: list[Uploaded] | None = None
 
 
 class Programs:
@@ -54,7 +59,7 @@ class Programs:
 
 
 class ResidentStep:
-    """A `Stepper` that keeps frozen tensors on the device.
+    """A `Stepper` that keeps frozen tensors and the workload's constants on the device.
 
     Each step uploads all other tensors, the batch and the dropout masks at once, and reads back
     the loss and the gradients at once.
@@ -69,34 +74,40 @@ class ResidentStep:
         self._moving = [spec.name for spec in workload.specs if spec.role != "frozen"]
         self._frozen = [spec.name for spec in workload.specs if spec.role == "frozen"]
         self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
+        self._constants = workload.constants
         self._digest = _digest([tensors[name] for name in self._frozen])
         self._ones: dict[int, list[Tensor]] = {}  # number of samples -> ones, see `_masks`
 
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
         batch = self._workload.batch(ids)
         masks = self._masks(batch, len(ids), drop)
-        key = Key(len(ids), bool(masks), self._scale)
+        key = self._key(batch, masks)
         programs = self._compiled.programs
         inputs = self._inputs(batch, masks)
         if (key, self._digest) not in programs:
             graph = self._graph(key, batch, masks)
-            program = compile_graph(self._device, graph, inputs, self._resident())
+            program = compile_graph(self._device, graph, inputs, self._uploaded())
             programs[key, self._digest] = program
         loss, *gradients = programs[key, self._digest].run([x.detach().numpy() for x in inputs])
         return float(loss), gradients
 
     def captured(
-        self, num_samples: int, batch: Sequence[Tensor], masks: Sequence[Tensor]
+        self, batch: Sequence[Tensor], masks: Sequence[Tensor]
     ) -> tuple[GraphModule, list[Tensor]]:
         """Return the graph that a step on `batch` with dropout `masks` runs, and its inputs."""
-        key = Key(num_samples, bool(masks), self._scale)
-        return self._graph(key, batch, masks), [*self._inputs(batch, masks), *self._resident()]
+        graph = self._graph(self._key(batch, masks), batch, masks)
+        return graph, [*self._inputs(batch, masks), *self._resident()]
+
+    def _key(self, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> Key:
+        return Key(tuple(tuple(one.shape) for one in batch), bool(masks), self._scale)
 
     def _masks(self, batch: Sequence[Tensor], num_samples: int, drop: DropFunction) -> list[Tensor]:
         """Return dropout's masks (`drop` applied to ones) in the order of their use.
 
-        The list is empty if `drop` is the identity.
+        The list is empty if `drop` is the identity, and for a workload that draws by itself.
         """
+        if self._workload.draws:
+            return []
         if num_samples not in self._ones:
             self._ones[num_samples] = [torch.ones(shape) for shape in self._places(batch)]
         ones = self._ones[num_samples]
@@ -122,7 +133,18 @@ class ResidentStep:
 
     def _resident(self) -> list[Tensor]:
         """Return the tensors that are uploaded once."""
-        return [self._tensors[name] for name in self._frozen]
+        return [*(self._tensors[name] for name in self._frozen), *self._constants.values()]
+
+    def _uploaded(self) -> list[Uploaded]:
+        """Return `_resident()` on the device, the same copy for all programs."""
+        known = self._compiled
+        if self._digest not in known.frozen:
+            frozen = [(name, self._tensors[name]) for name in self._frozen]
+            known.frozen[self._digest] = [upload(self._device, one, name) for name, one in frozen]
+        if known.constants is None:
+            held = self._constants.items()
+            known.constants = [upload(self._device, one, name) for name, one in held]
+        return [*known.frozen[self._digest], *known.constants]
 
     def _graph(self, key: Key, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> GraphModule:
         graphs = self._compiled.graphs
@@ -139,7 +161,7 @@ class ResidentStep:
             tensors = {name: next(rest) for name in self._moving}
             batch = [next(rest) for _ in range(num_batch)]
             masks = iter([next(rest) for _ in range(num_masks)])
-            tensors |= {name: next(rest) for name in self._frozen}
+            tensors |= {name: next(rest) for name in (*self._frozen, *self._constants)}
             loss = self._workload.loss_of(
                 tensors,
                 batch,

@@ -218,6 +218,15 @@ def _add_finetune(commands: _Commands) -> None:
         action="store_true",
         help="go on from the checkpoint, or from the start if there is none yet",
     )
+    finetune.add_argument(
+        "--backend",
+        metavar="LIST",
+        dest="backends",
+        type=_backends,
+        default=("cpu",),
+        help="what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
+        "each at least (default cpu)",
+    )
     infer = _add(commands, "infer", "answer a prompt with what `finetune` has trained")
     infer.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
     infer.add_argument("--prompt", metavar="TEXT", required=True, help="the text to answer")
@@ -252,6 +261,16 @@ def _backend(text: str) -> str:
         except UsageError as error:
             raise argparse.ArgumentTypeError(f"{error}, {AUTO}") from error
     return text
+
+
+def _backends(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        try:
+            backends.kind_of(name)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return names
 
 
 def _port(text: str) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from entrenar_py import trace
 from entrenar_py.backends.wgpu import program
 from entrenar_py.backends.wgpu.device import Device
+from entrenar_py.backends.wgpu.uploads import Array
 from entrenar_py.errors import BackendUnavailable, EntrenarError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.probes import device_meter
@@ -103,7 +104,7 @@ def _names_line(message: str, code: CodeType) -> bool:
     return any(f"wgpu_refusals.py:{line} in {code.co_name}" in message for line in lines)
 
 
-def _is_right(case: Case, found: Sequence[program.Array]) -> bool:
+def _is_right(case: Case, found: Sequence[Array]) -> bool:
     expected = case.compute(*(one.clone() for one in case.given))
     return len(found) == len(expected) and all(
         torch.equal(torch.from_numpy(got), right.detach())

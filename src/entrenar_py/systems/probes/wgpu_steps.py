@@ -198,7 +198,7 @@ class Bench:
     ) -> Iterator[trace.Explained]:
         oracle = self._oracle(call)
         stepper = self._steppers[call.replica]
-        graph, inputs = stepper.captured(call.num_samples, oracle.batch, oracle.masks)
+        graph, inputs = stepper.captured(oracle.batch, oracle.masks)
         tensors = [torch.from_numpy(one) for one in results.values()]
         deviations = oracle.explain(tensors, graph, inputs)
         for name, one in zip(results, deviations, strict=True):
