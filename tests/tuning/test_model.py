@@ -36,7 +36,7 @@ def settings(small: Path, folder: Path, config: Any, *, task: str = "text") -> S
         task=task,
         method="full",
         output=folder / "out",
-        data=Data(train=small / "test.jsonl"),
+        data=Data(train=small / "test.jsonl", max_tokens=64),
         classes=Classes(labels=labels),
     )
 
@@ -108,7 +108,7 @@ def test_a_target_that_no_layer_has(small: Path, tmp_path: Path) -> None:
     ("name", "problem"),
     [
         ("config.json", "no config.json there"),
-        ("model.safetensors", "its model can't be loaded"),
+        ("model.safetensors", "only safetensors are read"),
     ],
 )
 def test_a_checkpoint_that_lacks_a_file(

@@ -9,29 +9,33 @@ from typing import Any, cast
 
 import torch
 
-from entrenar_py.finetune import settings_file
+from entrenar_py.finetune import folder, settings_file
 from entrenar_py.training.tensors import Array
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.workload import Finetuning
 
 SETTINGS = "run.json"  # in the output folder: the settings, for later commands
+MARKS = ("config.json", "adapter_config.json")  # without them nobody loads the weights
+_ADVICE = "make room or give access, and export it with --resume"
 
 
 def write(prepared: Prepared, workload: Finetuning, tensors: Mapping[str, Array]) -> Path:
     """Write adapters (or the whole model) and tokenizer to the output folder, and return it.
 
-    Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors.
+    Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors. Raises
+    SystemFailure if it can't be written; an earlier output is then whole.
     """
     parameters = dict(workload.module.named_parameters())
     with torch.no_grad():
         for name, array in tensors.items():
             parameters[name].copy_(torch.from_numpy(array))
-    folder = prepared.settings.output
     module = cast("Any", workload.module)  # of peft or transformers
     for config in getattr(module, "peft_config", {}).values():
         config.target_modules = sorted(config.target_modules)  # a set has no order
-    module.save_pretrained(folder)
-    prepared.tokenizer.save_pretrained(folder)
     record = json.dumps(settings_file.to_record(prepared.settings), indent=2)
-    (folder / SETTINGS).write_text(record + "\n", encoding="utf-8")
-    return folder
+    output = prepared.settings.output
+    with folder.replacing(output, marks=(*MARKS, SETTINGS), advice=_ADVICE) as partial:
+        module.save_pretrained(partial)
+        prepared.tokenizer.save_pretrained(partial)
+        (partial / SETTINGS).write_text(record + "\n", encoding="utf-8")
+    return output

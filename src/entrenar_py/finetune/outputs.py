@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import export, settings_file
-from entrenar_py.tuning import evaluation, model, prepared, samples
+from entrenar_py.finetune import export, folder, settings_file
+from entrenar_py.tuning import evaluation, fitting, model, prepared, samples
 from entrenar_py.tuning.evaluation import Scores
 from entrenar_py.tuning.settings import Settings
 
@@ -27,17 +27,17 @@ class Output:
     module: nn.Module
 
 
-def load(folder: Path) -> Output:
-    """Return what a run wrote to `folder`. Raises UsageError if there is no such output."""
-    record = folder / export.SETTINGS
+def load(path: Path) -> Output:
+    """Return what a run wrote to the folder `path`. Raises UsageError if there is no output."""
+    record = path / export.SETTINGS
     if not record.is_file():
         raise UsageError(
-            f"{folder}: no {export.SETTINGS} there; give the output folder of a complete run"
+            f"{path}: no {export.SETTINGS} there; give the output folder of a complete run"
         )
     settings = settings_file.load(record)
-    tokenizer = model.tokenizer(settings, folder)
-    module = model.trained(settings, folder, model.padding(tokenizer))
-    return Output(folder, settings, tokenizer, module)
+    tokenizer = model.tokenizer(settings, path)
+    module = model.trained(settings, path, model.padding(tokenizer))
+    return Output(path, settings, tokenizer, module)
 
 
 def answer(output: Output, prompt: str, *, new_tokens: int) -> Iterator[str]:
@@ -56,6 +56,7 @@ def answer(output: Output, prompt: str, *, new_tokens: int) -> Iterator[str]:
         given = tokenizer(prompt, return_tensors="pt")
     given.pop("token_type_ids", None)
     module = cast("Any", output.module)
+    _require_room(output, given["input_ids"][0].tolist(), new_tokens)
     with torch.no_grad():
         if settings.task == "classify":
             shares = module(**given).logits[0].softmax(-1).tolist()
@@ -72,28 +73,46 @@ def answer(output: Output, prompt: str, *, new_tokens: int) -> Iterator[str]:
     yield tokenizer.decode(made[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+def _require_room(output: Output, tokens: Sequence[int], new_tokens: int) -> None:
+    """Raise UsageError unless the model has embeddings and positions for prompt and answer."""
+    fitting.require_tokens(output.module, tokens, folder=output.settings.model)
+    limit = fitting.longest(output.module)
+    due = len(tokens) + (new_tokens if output.settings.task != "classify" else 0)
+    if limit is not None and due > limit:
+        answer = "" if due == len(tokens) else f" and --new-tokens {new_tokens}"
+        raise UsageError(
+            f"--prompt of {len(tokens)} tokens{answer}: the model takes {limit} tokens in all; use "
+            "fewer"
+        )
+
+
 def evaluate(output: Output, path: Path) -> Scores:
     """Return the scores of a trained model on the rows of the file at `path`."""
     settings, tokenizer = output.settings, output.tokenizer
     rows = samples.load(settings, path, tokenizer, cache=prepared.cache())
+    fitting.require_samples(settings, output.module, [rows], model.padding(tokenizer))
     return evaluation.scores(
         output.module, rows, labels=settings.classes.labels, pad_token=model.padding(tokenizer)
     )
 
 
-def merge(output: Output, folder: Path) -> None:
-    """Write a checkpoint to `folder` in which the adapters are added to their layers' weights.
+def merge(output: Output, merged: Path) -> None:
+    """Write a checkpoint to `merged` in which the adapters are added to their layers' weights.
 
-    The weights are float32. Those in NF4 become the numbers that they stand for, as trained.
+    The weights are float32. Those in NF4 become the numbers that they stand for, as trained. Raises
+    UsageError if there are no adapters, or `merged` is not empty, and SystemFailure if it can't be
+    written.
     """
     if not output.settings.adapts:
         raise UsageError(f"{output.folder}: method: full has no adapters; it is a model already")
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder}: it is not empty; give a new folder")
+    if merged.exists() and not (merged.is_dir() and not any(merged.iterdir())):
+        raise UsageError(f"{merged}: it is not an empty folder; give a new one")
     module = output.module
     if output.settings.method == "qlora":
         pad_token = model.padding(output.tokenizer)
         module = model.decoded(output.settings, output.folder, pad_token)
-    merged = cast("Any", module).merge_and_unload()
-    merged.save_pretrained(folder)
-    output.tokenizer.save_pretrained(folder)
+    module = cast("Any", module).merge_and_unload()
+    advice = "make room or give access, and merge again"
+    with folder.replacing(merged, marks=export.MARKS, advice=advice) as partial:
+        cast("Any", module).save_pretrained(partial)
+        output.tokenizer.save_pretrained(partial)

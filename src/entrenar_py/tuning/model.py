@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import quantised
+from entrenar_py.tuning import fitting, quantised
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping
 
+_HEADS = ("classifier", "score")  # peft adds these to what is trained whole
 _EXTRA = "pip install 'entrenar-py[finetune]'"
 _SHOWN = 12  # layers in a message
 _TOLD_CHARS = 300
@@ -61,10 +62,10 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        module = _base(settings)
+        module, new = _base(settings)
         module.config.pad_token_id = pad_token  # type: ignore[union-attr]
         if settings.adapts:
-            module = _adapted(settings, module)
+            module = _adapted(settings, module, new)
     if settings.task != "classify":
         _require_causal(settings, module)
     return module.train()
@@ -91,14 +92,14 @@ def trained(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
     """Return the model that a run with `settings` wrote to `folder`, in evaluation mode."""
     if settings.method == "full":
         settings = replace(settings, model=folder)
-    module = _base(settings)
+    module, _ = _base(settings)
     return _with_adapters(settings, folder, module, pad_token).eval()
 
 
 def decoded(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
     """Return the model of `trained` with the numbers that NF4 stands for as float32 weights."""
-    module = _base(replace(settings, method="lora"))
-    quantised.decode(_base(settings), module)
+    module, _ = _base(replace(settings, method="lora"))
+    quantised.decode(_base(settings)[0], module)
     return _with_adapters(settings, folder, module, pad_token).eval()
 
 
@@ -112,7 +113,8 @@ def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int
     return cast("nn.Module", module)
 
 
-def _base(settings: Settings) -> nn.Module:
+def _base(settings: Settings) -> tuple[nn.Module, list[str]]:
+    """Return the checkpoint's model, and the names of its parts that the checkpoint lacks."""
     transformers = _transformers()
     options: dict[str, Any] = {}
     kind = transformers.AutoModelForCausalLM
@@ -127,26 +129,29 @@ def _base(settings: Settings) -> nn.Module:
             empty = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
         options |= quantised.loading(empty)
     with _reading(settings.model, "model"):
-        module: nn.Module = kind.from_pretrained(
+        module, loading = kind.from_pretrained(
             settings.model,
             dtype=torch.float32,
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=settings.trust_remote_code,
+            output_loading_info=True,
             **options,
+        )
+    new = fitting.require_weights(settings.model, module, loading["missing_keys"])
+    if new and settings.task != "classify":
+        raise UsageError(
+            f"model={settings.model}: its files lack {', '.join(new)}, which predicts the next "
+            "token; use a language model, or task: classify"
         )
     if settings.method == "qlora":
         quantised.settle(module)
-    return module
+    return module, new
 
 
 def _config(settings: Settings) -> Any:
     """Return the checkpoint's configuration. Raises UsageError for a model of another kind."""
-    if not (settings.model / "config.json").is_file():
-        raise UsageError(
-            f"model={settings.model}: no config.json there; give the folder of a checkpoint in "
-            "Hugging Face's format"
-        )
+    fitting.require_checkpoint(settings.model)
     with _reading(settings.model, "model"):
         config = _transformers().AutoConfig.from_pretrained(
             settings.model,
@@ -166,7 +171,8 @@ def _config(settings: Settings) -> Any:
     return config
 
 
-def _adapted(settings: Settings, module: Any) -> nn.Module:
+def _adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
+    """Return `module` with adapters. Its `new` parts are trained whole, and saved with them."""
     import peft
 
     lora = settings.lora
@@ -175,6 +181,7 @@ def _adapted(settings: Settings, module: Any) -> nn.Module:
         lora_alpha=cast("Any", lora.alpha),  # divided by the rank, and need not be whole
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
+        modules_to_save=[name for name in new if name not in _HEADS],
         task_type="SEQ_CLS" if settings.task == "classify" else "CAUSAL_LM",
     )
     named = [name for name, layer in module.named_modules() if _is_matrix(layer)]

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.tuning import model, samples
+from entrenar_py.tuning import fitting, model, samples
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning
@@ -32,14 +33,20 @@ class Prepared:
         return model.padding(self.tokenizer)
 
     def workload(self) -> Finetuning:
-        """Return the model with its samples; loads the checkpoint."""
+        """Return the model with its samples; loads the checkpoint.
+
+        Raises UsageError if it is not whole, or if tokenizer, rows or settings don't fit it.
+        """
         module = model.load(self.settings, self.pad_token)
+        both = (self.train, self.validation)
+        fitting.require_samples(self.settings, module, both, self.pad_token)
         weights = self.class_weights
         return Finetuning(module, self.train, pad_token=self.pad_token, class_weights=weights)
 
 
 def prepare(settings: Settings) -> Prepared:
     """Read and tokenise all rows. Raises UsageError for a file or a row that can't be used."""
+    fitting.require_checkpoint(settings.model)
     tokenizer, data = model.tokenizer(settings), settings.data
     train = samples.load(settings, data.train, tokenizer, cache=cache())
     validation = None
@@ -47,7 +54,13 @@ def prepare(settings: Settings) -> Prepared:
         validation = samples.load(settings, data.validation, tokenizer, cache=cache())
     elif data.validation_share:
         rng = _seeds(settings).rng("validation")
+        total = len(train)
         train, validation = samples.split(train, data.validation_share, rng)
+        if not (len(train) and len(validation)):
+            raise UsageError(
+                f"data.validation_share={data.validation_share:g}: of {total} rows that leaves "
+                f"{len(train)} to train on and {len(validation)} to evaluate on; use another share"
+            )
     weights: tuple[float, ...] = ()
     if settings.task == "classify":
         if settings.classes.oversample:

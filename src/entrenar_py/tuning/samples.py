@@ -89,10 +89,7 @@ def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samp
     found = _kept(kept)
     if found is None:
         found = _encoded(settings, path, Encoder(settings, tokenizer))
-        cache.mkdir(parents=True, exist_ok=True)
-        arrays = {name: getattr(found, name) for name in ("tokens", "starts", "labels")}
-        arrays["is_target"] = found.is_target.astype(np.uint8)
-        checkpoint.save(kept, arrays, {"skipped": [asdict(one) for one in found.skipped]})
+        _keep(kept, found)
     if found.skipped and settings.data.on_error == "stop":
         raise UsageError(_told(path, found))
     if not len(found):
@@ -156,6 +153,19 @@ def _kept(path: Path) -> Samples | None:
         )
     except (CheckpointError, KeyError, TypeError):
         return None
+
+
+def _keep(path: Path, found: Samples) -> None:
+    arrays = {name: getattr(found, name) for name in ("tokens", "starts", "labels")}
+    arrays["is_target"] = found.is_target.astype(np.uint8)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.save(path, arrays, {"skipped": [asdict(one) for one in found.skipped]})
+    except OSError as error:
+        raise UsageError(
+            f"tokenised rows can't be kept in {path.parent} ({error.strerror or error}); make room "
+            "there, or set XDG_CACHE_HOME to another folder"
+        ) from error
 
 
 def _encoded(settings: Settings, path: Path, encoder: Encoder) -> Samples:

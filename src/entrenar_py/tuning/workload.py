@@ -31,6 +31,7 @@ class Rows:
 
     def __init__(self, samples: Samples, pad_token: int) -> None:
         self._samples, self._pad_token = samples, pad_token
+        self._longest = int(np.diff(samples.starts).max(initial=0))
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, attention mask and tokens to predict (else IGNORED), int64 [n, t] each.
@@ -39,7 +40,8 @@ class Rows:
         """
         samples = self._samples
         longest = max(samples.length(i) for i in ids)
-        shape = (len(ids), -(-longest // _LENGTHS) * _LENGTHS)
+        # Not beyond the longest sample of all: a model may have no position for what fills up.
+        shape = (len(ids), min(-(-longest // _LENGTHS) * _LENGTHS, self._longest))
         tokens = np.full(shape, self._pad_token, np.int64)
         mask, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         for row, index in enumerate(ids):

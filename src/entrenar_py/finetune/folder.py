@@ -1,0 +1,60 @@
+"""Writes a model's files to a folder so that a part of them is never taken for the whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from entrenar_py.errors import SystemFailure
+from entrenar_py.untrusted import escaping
+
+PARTIAL = "export.partial"  # in the folder: files that are being written
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+@contextmanager
+def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Path]:
+    """Yield a new folder for files. At the end they are synced, and moved into `folder`.
+
+    Without the files named in `marks` nobody takes `folder` for a model: old ones go before
+    anything is moved, new ones come last, in their order. Weights of an earlier model go, too.
+    Raises SystemFailure, with `advice`, if a file can't be written; `folder` is then as it was.
+    """
+    partial = folder / PARTIAL
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        names = sorted(path.name for path in partial.iterdir())
+        for name in names:
+            _sync(partial / name)
+        _move(partial, folder, [name for name in names if name not in marks], marks)
+    except (
+        Exception
+    ) as error:  # tokenizers and safetensors raise kinds of their own for a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        told = escaping.shortened(" ".join(str(error).split()))
+        raise SystemFailure(f"output {folder}: can't be written ({told}); {advice}") from error
+
+
+def _move(partial: Path, folder: Path, names: Sequence[str], marks: Sequence[str]) -> None:
+    for path in folder.iterdir():
+        is_stale = path.name.endswith(_WEIGHTS) and path.name not in names
+        if path.name in marks or is_stale:
+            path.unlink()
+    _sync(folder)
+    for name in (*names, *(mark for mark in marks if (partial / mark).exists())):
+        (partial / name).replace(folder / name)
+        _sync(folder)
+    partial.rmdir()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,118 @@
+"""Requires that a checkpoint is whole, and that tokenizer, rows and settings fit it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from entrenar_py.errors import UsageError
+from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.settings import Settings
+from entrenar_py.untrusted import escaping, files
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_INDEX_BYTES_MAX = 2**26
+_SHOWN = 3  # missing files or weights in a message
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Raise UsageError unless `folder` has a configuration and all files of the weights."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"model={folder}: no such folder; give one with a checkpoint in Hugging Face's format "
+            "(nothing is downloaded)"
+        )
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            f"model={folder}: no config.json there; give the folder of a checkpoint in Hugging "
+            "Face's format"
+        )
+    if (folder / WHOLE).is_file():
+        return
+    if not (folder / INDEX).is_file():
+        raise UsageError(
+            f"model={folder}: neither {WHOLE} nor {INDEX} is there; only safetensors are read, so "
+            "convert weights in another format"
+        )
+    shards = _shards(folder / INDEX)
+    lost = [name for name in shards if not (folder / name).is_file()]
+    if lost:
+        raise UsageError(
+            f"model={folder}: {_listed(lost)} missing, of the {len(shards)} files that {INDEX} "
+            "names; copy the whole checkpoint"
+        )
+
+
+def _shards(index: Path) -> list[str]:
+    """Return the names of the files that an index names, in order."""
+    try:
+        named = json.loads(files.read(index, bytes_max=_INDEX_BYTES_MAX))["weight_map"].values()
+        names = sorted({str(name) for name in named})
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"model={index.parent}: {INDEX} can't be read ({error!r}); copy the checkpoint again"
+        ) from error
+    return names
+
+
+def require_weights(folder: Path, module: nn.Module, missing: Collection[str]) -> list[str]:
+    """Return the parts of `module` that are new; `missing` are weights that `folder` lacks.
+
+    Only a head is new. Raises UsageError if a weight of the base model is missing, since it would
+    be left at random values.
+    """
+    base = f"{cast('Any', module).base_model_prefix}."
+    lost = sorted(name for name in missing if name.startswith(base))
+    if lost:
+        raise UsageError(
+            f"model={folder}: its files lack {len(lost)} of the model's weights, {_listed(lost)} "
+            "missing; copy the whole checkpoint, or mend its config.json"
+        )
+    return sorted({name.partition(".")[0] for name in missing})
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(escaping.shortened(name) for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{shown}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def require_tokens(module: nn.Module, tokens: Iterable[int], *, folder: Path) -> None:
+    """Raise UsageError if one of `tokens` has no row among the model's embeddings."""
+    most = max(tokens, default=0)
+    rows: int = cast("Any", module).get_input_embeddings().num_embeddings
+    if most >= rows:
+        raise UsageError(
+            f"model={folder}: its tokenizer does not fit: it gives token {most}, and the model has "
+            f"embeddings of tokens 0 to {rows - 1}; use the tokenizer that it was trained with"
+        )
+
+
+def require_samples(
+    settings: Settings, module: nn.Module, found: Iterable[Samples | None], pad_token: int
+) -> None:
+    """Raise UsageError unless the model can take all samples, and any of `data.max_tokens`."""
+    tokens = [int(one.tokens.max()) for one in found if one is not None and len(one)]
+    require_tokens(module, [pad_token, *tokens], folder=settings.model)
+    most, limit = settings.data.max_tokens, longest(module)
+    if limit is not None and most > limit:
+        raise UsageError(
+            f"data.max_tokens={most}: the model takes rows of {limit} tokens at most "
+            f"(max_position_embeddings in config.json); use max_tokens <= {limit}"
+        )
+
+
+def longest(module: nn.Module) -> int | None:
+    """Return the number of tokens that the model has positions for; None if it has no limit."""
+    config = cast("Any", module).config.get_text_config()
+    limits = [getattr(config, "max_position_embeddings", None)]
+    for name, layer in module.named_modules():
+        if name.endswith("position_embeddings") and isinstance(layer, nn.Embedding):
+            # RoBERTa's positions begin after that of padding.
+            unused = 0 if layer.padding_idx is None else layer.padding_idx + 1
+            limits.append(layer.num_embeddings - unused)
+    return min((one for one in limits if isinstance(one, int) and one > 0), default=None)
