@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,9 +106,11 @@ class ResidentStep:
 def open_cuda(index: int | None = None) -> CudaBackend:
     """Open the GPU with this index, or torch's current GPU for None.
 
-    Turns TF32, which rounds operands to 11 bits, off for the whole process. Raises
-    BackendUnavailable with torch's message, or with a list of the GPUs if none has this index.
+    Turns TF32, which rounds operands to 11 bits, off for the whole process, and allows only
+    deterministic kernels. Raises BackendUnavailable with torch's message, or with a list of the
+    GPUs if none has this index.
     """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product
     name = "cuda" if index is None else f"cuda:{index}"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -119,4 +122,7 @@ def open_cuda(index: int | None = None) -> CudaBackend:
         there = ", ".join(f"cuda:{n} {device}" for n, device in enumerate(devices))
         raise BackendUnavailable(f"backend {name}: this machine has {there or 'none'}")
     torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.use_deterministic_algorithms(True)
+    # Whatever reads memory that was never written is a bug of its own, and costs a pass to hide.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return CudaBackend(devices[place], place, name)

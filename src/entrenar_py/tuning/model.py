@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import fitting, quantised
+from entrenar_py.tuning import fitting, precision, quantised
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping
 
@@ -54,11 +54,11 @@ def padding(found: Any) -> int:
 
 
 def load(settings: Settings, pad_token: int) -> nn.Module:
-    """Return the model with its adapters, float32 on the CPU, in training mode.
+    """Return the model with its adapters on the CPU, in training mode.
 
-    With `method: qlora` frozen layers are in NF4. New tensors (adapters, the head of a classifier)
-    are drawn from the run's seed. Raises UsageError if the checkpoint can't be read, or has no
-    layer that the settings name.
+    What is trained is float32, frozen weights have the run's precision; with `method: qlora` frozen
+    layers are in NF4. New tensors (adapters, the head of a classifier) are drawn from the run's
+    seed. Raises UsageError if the checkpoint can't be read, or has no layer that the settings name.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
@@ -66,6 +66,7 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
         module.config.pad_token_id = pad_token  # type: ignore[union-attr]
         if settings.adapts:
             module = _adapted(settings, module, new)
+    precision.prepare(module, settings)
     if settings.task != "classify":
         _require_causal(settings, module)
     return module.train()
@@ -79,7 +80,7 @@ def _require_causal(settings: Settings, module: nn.Module) -> None:
     """
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
     module.eval()
-    with torch.no_grad():
+    with torch.no_grad(), precision.applied(precision.of_products(settings), tokens.device):
         one, other = module(input_ids=tokens, use_cache=False).logits[:, :3].float()
     if (one - other).norm() > _ROUNDED * one.norm():
         raise UsageError(
@@ -127,11 +128,11 @@ def _base(settings: Settings) -> tuple[nn.Module, list[str]]:
     if settings.method == "qlora":
         with _reading(settings.model, "model"), torch.device("meta"):
             empty = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
-        options |= quantised.loading(empty)
+        options |= quantised.loading(empty, precision.of_products(settings))
     with _reading(settings.model, "model"):
         module, loading = kind.from_pretrained(
             settings.model,
-            dtype=torch.float32,
+            dtype=precision.of_checkpoint(settings),
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=settings.trust_remote_code,

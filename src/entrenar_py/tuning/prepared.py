@@ -9,7 +9,7 @@ from typing import Any
 
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.tuning import fitting, model, samples
+from entrenar_py.tuning import fitting, model, precision, samples
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning
@@ -41,7 +41,13 @@ class Prepared:
         both = (self.train, self.validation)
         fitting.require_samples(self.settings, module, both, self.pad_token)
         weights = self.class_weights
-        return Finetuning(module, self.train, pad_token=self.pad_token, class_weights=weights)
+        return Finetuning(
+            module,
+            self.train,
+            pad_token=self.pad_token,
+            class_weights=weights,
+            products=precision.of_products(self.settings),
+        )
 
 
 def prepare(settings: Settings) -> Prepared:

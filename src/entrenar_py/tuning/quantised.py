@@ -23,10 +23,10 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _EXTRA = "pip install 'entrenar-py[finetune]'"
 
 
-def loading(empty: nn.Module) -> dict[str, Any]:
+def loading(empty: nn.Module, products: torch.dtype) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that quantise a model, which looks like `empty`.
 
-    Weights are quantised on the CPU, so that they have the same bits for every backend. Raises
+    Their products are computed in the format `products`. Weights are quantised on the CPU, so that they have the same bits for every backend. Raises
     UsageError without `bitsandbytes`, and for a model without linear layers within blocks.
     """
     _require()
@@ -44,7 +44,7 @@ def loading(empty: nn.Module) -> dict[str, Any]:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_compute_dtype=products,
         # Regular expressions, from the start of a name on.
         llm_int8_skip_modules=[f"{re.escape(name)}$" for name in sorted(linear.keys() - chosen)],
     )

@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple
 
 TASKS = ("instruct", "classify", "text")
 METHODS = ("lora", "qlora", "full")
+PRECISIONS = ("float32", "bfloat16")
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 
@@ -115,6 +116,13 @@ class Settings:
             choices=METHODS,
         ),
     ] = "lora"
+    precision: Annotated[
+        str,
+        Key(
+            "what frozen weights are kept in and products computed in; what is trained is float32",
+            choices=PRECISIONS,
+        ),
+    ] = "float32"
     workers: Annotated[int, Key("processes that compute on this machine", least=1, most=2**10)] = 1
     seed: Annotated[int, Key("where all random numbers come from", least=0, most=2**63 - 1)] = 0
     checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50

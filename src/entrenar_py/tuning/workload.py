@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,10 +21,12 @@ from entrenar_py.training.tensors import (
     TensorSpec,
     Workload,
 )
+from entrenar_py.tuning import fused_loss, precision
 from entrenar_py.tuning.samples import Samples
 
 IGNORED = -100  # the target that cross entropy leaves out
 _LENGTHS = 8  # rows are filled up to a multiple of this
+_PLACES = 64  # and so are the places with a target: few shapes are to be compiled
 
 
 class Rows:
@@ -68,8 +71,12 @@ class Finetuning(Workload):
         *,
         pad_token: int,
         class_weights: Sequence[float] = (),
+        products: torch.dtype = torch.float32,
     ) -> None:
-        """With `class_weights` the classes are learned, without them the next tokens."""
+        """With `class_weights` the classes are learned, without them the next tokens.
+
+        `products` is the format in which the model's products are computed.
+        """
         self.module = module
         self.specs = tuple(
             TensorSpec(name, tuple(tensor.shape), "trainable", decayed=tensor.dim() > 1)
@@ -86,6 +93,10 @@ class Finetuning(Workload):
             self._weights = samples.num_targets.astype(np.float64)
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
         self._device = torch.device("cpu")
+        self._products = products
+        with precision.applied(products, self._device):
+            self._objective = _Classes(module, class_weights) if class_weights else _Tokens(module)
+        self._objective.train()
 
     @property
     def constants(self) -> Tensors:
@@ -102,14 +113,20 @@ class Finetuning(Workload):
         return float(sum(self._weights[i] for i in ids))
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return tokens and attention mask, int64 [n, t], then targets.
+        """Return what the loss is a function of, int64.
 
-        Targets are classes, int64 [n], or tokens, int64 [n, t], IGNORED where none is predicted.
+        For classes: tokens and attention mask [n, t], and classes [n]. Else tokens [n, t], places
+        with a target [m], of n * t, and these targets [m], filled up with IGNORED.
         """
         tokens, mask, targets = self._rows.batch(ids)
         if len(self._class_weights):
-            targets = torch.from_numpy(self._labels[list(ids)].astype(np.int64))
-        return tokens, mask, targets
+            return tokens, mask, torch.from_numpy(self._labels[list(ids)].astype(np.int64))
+        # The logits at a place are of the token after it.
+        after = F.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
+        places = (after != IGNORED).nonzero().flatten()
+        room = -len(places) % _PLACES
+        wanted = F.pad(after[places], (0, room), value=IGNORED)
+        return tokens, F.pad(places, (0, room)), wanted
 
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
@@ -118,18 +135,54 @@ class Finetuning(Workload):
         if device != self._device:
             self.module.to(device)
             self._device = device
-        tokens, mask, targets = (one.to(device) for one in batch)
+        given = tuple(one.to(device) for one in batch)
         if isinstance(drop, Dropout):  # all that the model draws follows from seed, step and shard
             torch.manual_seed(drop.seed())
-        given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
-        logits = functional_call(self.module, dict(tensors), (), given).logits
-        if len(self._class_weights):  # [n, classes]
-            weights = torch.from_numpy(self._class_weights).to(logits)
-            return F.cross_entropy(logits, targets, weight=weights, reduction="sum")
-        # The logits at a position are of the token after it.
-        return F.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(),
-            targets[:, 1:].flatten(),
-            ignore_index=IGNORED,
-            reduction="sum",
+        named = {f"module.{name}": tensor for name, tensor in tensors.items()}
+        with precision.applied(self._products, device):
+            loss: Tensor = functional_call(self._objective, named, given)
+        return loss
+
+
+class _Classes(nn.Module):
+    """The weighted cross entropy of a classifier."""
+
+    def __init__(self, module: nn.Module, weights: Sequence[float]) -> None:
+        super().__init__()
+        self.module = module
+        self.register_buffer(
+            "weights", torch.tensor(weights, dtype=torch.float32), persistent=False
         )
+
+    def forward(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss, 0-d float32: tokens and mask [n, t], classes [n]."""
+        logits = self.module(input_ids=tokens, attention_mask=mask, use_cache=False).logits.float()
+        weights = cast("Tensor", self.weights)
+        return F.cross_entropy(logits, targets, weight=weights, reduction="sum")
+
+
+class _Tokens(nn.Module):
+    """The cross entropy of a causal language model.
+
+    No mask is given: rows are filled up at their end, where no token with a target looks.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._head = [fused_loss.head_of(module)]  # in a list: its weights are the module's
+
+    def forward(self, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss, 0-d float32: tokens [n, t], places and their targets [m]."""
+        [head] = self._head
+        if head is None or type(tokens) is not Tensor:  # such as a tensor of a graph's capture
+            logits = self._logits(tokens, places).float()
+            return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        with fused_loss.replaced_by_identity(head):
+            hidden = self._logits(tokens, places)
+        return fused_loss.cross_entropy(hidden, head.weight, targets)
+
+    def _logits(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """Return the logits at `places`: [m, vocabulary]."""
+        logits: Tensor = self.module(input_ids=tokens, use_cache=False).logits
+        return logits.flatten(0, 1).index_select(0, places)

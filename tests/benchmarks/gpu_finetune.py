@@ -1,0 +1,223 @@
+"""A fine-tuning step of Qwen3-4B's shape on one GPU, beside `transformers.Trainer` with `peft`.
+
+    python tests/benchmarks/gpu_finetune.py --batch 4 --tokens 512
+
+Random weights in bfloat16, adapters of rank 16 on q_proj and v_proj, rows of a fixed length. Each
+side trains in a process of its own on the same rows, and the first steps don't count. Prints as
+JSON tokens per second and peak memory. CI does not run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
+    "0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 512,
+    },
+}
+WORDS, UNCOUNTED = 300, 4  # words of the tokenizer; steps before the clock starts
+
+
+def checkpoint(folder: Path, shape: str) -> None:
+    """Write a Qwen3 with random weights, and a tokenizer of one token a word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    given = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    config = Qwen3Config(
+        **{**given, "vocab_size": 151936, "tie_word_embeddings": True, **SHAPES[shape]}
+    )
+    torch.manual_seed(0)
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(place):
+        model = Qwen3ForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder)
+    words = {"<pad>": 0, **{f"w{n}": n for n in range(1, WORDS)}}
+    base = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    base.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=base, pad_token="<pad>").save_pretrained(folder)
+
+
+def rows(path: Path, number: int, tokens: int) -> None:
+    """Write rows of `tokens` tokens each."""
+    draw = random.Random(0)
+    lines = (
+        json.dumps({"text": " ".join(f"w{draw.randrange(1, WORDS)}" for _ in range(tokens))})
+        for _ in range(number)
+    )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def peer(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Train with `transformers.Trainer` and `peft`, as their documents show."""
+    import peft
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = [json.loads(line)["text"] for line in (folder / "rows.jsonl").open()]
+    data = []
+    for text in texts:
+        ids = tokenizer(text)["input_ids"]
+        data.append({"input_ids": ids, "labels": ids, "attention_mask": [1] * len(ids)})
+    options: dict[str, Any] = {}
+    if given.qlora:
+        from transformers import BitsAndBytesConfig
+
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    lora = peft.LoraConfig(
+        r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(model, lora)
+    times: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            torch.cuda.synchronize()
+            times.append(time.perf_counter())
+
+    arguments = TrainingArguments(
+        output_dir=str(folder / "peer"),
+        per_device_train_batch_size=given.batch,
+        gradient_accumulation_steps=given.shards,
+        max_steps=given.steps,
+        bf16=True,
+        learning_rate=2e-4,
+        lr_scheduler_type="constant",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+    )
+    Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Clock()]).train()
+    passed = [b - a for a, b in itertools.pairwise(times)][UNCOUNTED:]
+    return {"step_s": median(passed), "peak_gb": torch.cuda.max_memory_allocated() / 1e9}
+
+
+def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Compute the gradient of a shard, as a worker does, without the rest of a step."""
+    from entrenar_py import backends
+    from entrenar_py.training import dropout, engine
+    from entrenar_py.tuning import prepared
+    from entrenar_py.tuning.settings import Data, Settings
+
+    settings = Settings(
+        model=folder,
+        task="text",
+        output=folder / "out",
+        precision="bfloat16",
+        data=Data(train=folder / "rows.jsonl", max_tokens=given.tokens),
+    )
+    began = time.perf_counter()
+    workload = prepared.prepare(settings).workload()
+    print("loaded", time.perf_counter() - began, file=sys.stderr)
+    if given.compile:
+        torch._inductor.config.deterministic = True
+        for part in workload.module.modules():
+            if isinstance(part, torch.nn.ModuleList):
+                for layer in part:
+                    layer.compile()
+    backend = backends.open_backend("cuda")
+    initial = workload.initial(np.random.default_rng(0))
+    one = engine.Engine(workload, backend, initial, scale=2.0**-12)
+    ids = list(range(given.batch))
+    times = []
+    for _ in range(given.steps):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        vector, _, _ = one.shard(ids, accumulation=1, drop=dropout.none)
+        times.append(time.perf_counter() - began)
+    if given.profile:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            one.shard(ids, accumulation=1, drop=dropout.none)
+        print(seen.key_averages().table(sort_by="cuda_time_total", row_limit=40), file=sys.stderr)
+    again, _, _ = one.shard(ids, accumulation=1, drop=dropout.none)
+    return {
+        "step_s": median(times[UNCOUNTED:]),
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "same_bits": bool((vector == again).all()),
+    }
+
+
+SIDES = {"peer": peer, "stepper": stepper}
+
+
+def main() -> None:
+    """Measure all sides, each in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="4b")
+    parser.add_argument("--batch", type=int, default=4, help="rows a micro-batch")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens a row")
+    parser.add_argument("--shards", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--qlora", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--folder", type=Path, help="keep checkpoint and rows there")
+    parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.side:
+        print(json.dumps(SIDES[given.side](given.folder, given)))
+        return
+    folder = given.folder or Path(tempfile.mkdtemp())
+    if not (folder / "config.json").is_file():
+        checkpoint(folder, given.shape)
+    rows(folder / "rows.jsonl", given.batch * given.shards * given.steps, given.tokens)
+    tokens = given.batch * given.tokens * given.shards
+    for side in given.sides.split(","):
+        command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--side", side]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
+        if done.returncode:
+            print(json.dumps({"side": side, "failed": done.returncode}), flush=True)
+            continue
+        seen = json.loads(done.stdout.splitlines()[-1])
+        print(
+            json.dumps({"side": side, "tokens_per_s": round(tokens / seen["step_s"]), **seen}),
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
