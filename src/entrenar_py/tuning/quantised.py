@@ -26,8 +26,9 @@ _EXTRA = "pip install 'entrenar-py[finetune]'"
 def loading(empty: nn.Module, products: torch.dtype) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that quantise a model, which looks like `empty`.
 
-    Their products are computed in the format `products`. Weights are quantised on the CPU, so that they have the same bits for every backend. Raises
-    UsageError without `bitsandbytes`, and for a model without linear layers within blocks.
+    Their products are computed in the format `products`. Weights are quantised on the CPU, so that
+    they have the same bits for every backend. Raises UsageError without `bitsandbytes`, and for a
+    model without linear layers within blocks.
     """
     _require()
     import transformers
