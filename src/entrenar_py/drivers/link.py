@@ -89,18 +89,19 @@ class Link:
             self._bend(buffers, befalls or Meddling(None))
         self._pump()
 
-    def close(self) -> None:
-        """Send what is queued, and end the connection when the other end has closed it, too, or
-        after FAREWELL_S. Nothing more is written to memory that `buffer` returned.
+    def close(self, *, patience_s: float = FAREWELL_S) -> None:
+        """Send what is queued, for `patience_s` at most. Then end the connection when the other end
+        has closed it, too, or after FAREWELL_S. Nothing more is written to memory that `buffer`
+        returned.
         """
         self._closing = True
         if self._filling is not None:
             self._filling.stop()
             self._filling = None
             self._await_reading(not self._deaf)
-        self._pump()
         if self._socket is not None and self._farewell is None:
-            self._farewell = self._loop.call_later(FAREWELL_S, self.abort, "closed")
+            self._farewell = self._loop.call_later(patience_s, self.abort, "closed")
+        self._pump()
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -289,6 +290,9 @@ class Link:
         """
         if self._socket is not None and self._closing and not (self._queue or self._pieces):
             self._closing = False
+            if self._farewell is not None:
+                self._farewell.cancel()
+            self._farewell = self._loop.call_later(FAREWELL_S, self.abort, "closed")
             try:
                 socket.socket.shutdown(self._socket, socket.SHUT_WR)
             except OSError as error:

@@ -20,7 +20,8 @@ from entrenar_py.untrusted import files
 class Account:
     """The summary of a ledger of `num_lines`, from digest `first` to digest `last`.
 
-    `weights` has a digest for each step (`weights_digest`). `devices` holds (backend, device) pairs
+    `weights` has a digest for each step (`weights_digest`), `averages` one of its average where the
+    coordinator has no weights. `devices` holds (backend, device) pairs
     that were used. `quarrel` says where weights after the same step differ first, or is None.
     `made` lists stretches of steps, as (first, last), in the order they were made. A resume begins
     a new stretch.
@@ -34,6 +35,7 @@ class Account:
     made: list[tuple[int, int]] = field(default_factory=list)
     gaps: list[trace.Gap] = field(default_factory=list)
     weights: dict[int, str] = field(default_factory=dict)
+    averages: dict[int, str] = field(default_factory=dict)
     devices: set[tuple[str, str]] = field(default_factory=set)
     halt: trace.Halt | None = None
     end: trace.End | None = None
@@ -58,6 +60,9 @@ class Account:
                     self.devices.add((event.backend, event.device))
                 case trace.Halt():
                     self.halt = event
+                case trace.Averaged():
+                    self._extend(event.step)
+                    self.averages[event.step] = weights_digest(event.gradient, {})
                 case trace.Update():
                     self._extend(event.step)
                     self._compare(event)
@@ -116,11 +121,12 @@ class Account:
         yield self._stands()
 
     def _stands(self) -> str:
-        if not self.weights:
+        digests, of = (self.weights, "weights") if self.weights else (self.averages, "average")
+        if not digests:
             return "no step in it"
-        first, last = min(self.weights), max(self.weights)
+        first, last = min(digests), max(digests)
         stands = f"steps {first} to {last} of 0 to {self.scenario.num_steps - 1}"
-        stands += f", weights {self.weights[last]} after step {last}"
+        stands += f", {of} {digests[last]} {'after' if self.weights else 'of'} step {last}"
         if self.end is None:
             return f"{stands}; the run is not over"
         reason = f" ({self.end.reason})" if self.end.reason else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 from io import FileIO
@@ -37,6 +38,8 @@ class Metrics:
         """Write the line of one event."""
         what = {"what": "step"} if isinstance(happening, StepMade) else {}
         record = {"time": round(time.time(), 3), **what, **asdict(happening)}
+        if isinstance(happening, StepMade) and math.isnan(happening.loss):
+            record["loss"] = None  # JSON has no NaN
         self._write(escaping.dump_json(record) + "\n")
 
     def _write(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,7 +90,7 @@ class Live:
 
 def summary(step: StepMade) -> str:
     """Return one step in a line: loss, pace, workers, traffic, times, and who delivered last."""
-    parts = [f"loss {step.loss:.6g}"]
+    parts = [] if math.isnan(step.loss) else [f"loss {step.loss:.6g}"]
     if step.steps_per_s is not None:
         parts.append(f"{_digits(step.steps_per_s)} steps/s")
     parts += [

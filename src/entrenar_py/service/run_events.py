@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ class Last:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMade:
-    """`workers` made `step`, with mean loss `loss`.
+    """`workers` made `step`, with mean loss `loss` (NaN if the coordinator is not told it).
 
     `step_ms` is the time since the step began, or began again. `exchange_ms` is the part from the
     last shard computed until all workers hold the average, `reduce_ms` the part in which the
@@ -37,6 +37,20 @@ class StepMade:
     bytes_in: int
     bytes_out: int
     last: Last | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAveraged(StepMade):
+    """A step whose coordinator only averages, over `num_samples` samples.
+
+    `correct` of `total` predictions were right (None if it is not told). `digests` has the BLAKE3
+    digest of the average of each part of the gradient.
+    """
+
+    num_samples: int
+    correct: int | None
+    total: int | None
+    digests: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

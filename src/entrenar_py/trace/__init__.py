@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from entrenar_py.trace.averaging_events import Averaged
 from entrenar_py.trace.device_events import Declined, Explained, Poisoned, Stepped
 from entrenar_py.trace.events import (
     Admission,
@@ -43,6 +44,7 @@ __all__ = [
     "Admission",
     "Attempt",
     "Audit",
+    "Averaged",
     "Carried",
     "Declared",
     "Declined",

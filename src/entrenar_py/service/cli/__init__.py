@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(given: argparse.Namespace) -> int:
     """Run the chosen command. Heavy modules are imported only here, so that `--help` is fast."""
+    if given.command == "coordinator" and given.wire == options.WIRE_2:
+        from entrenar_py.service import averaging
+
+        return averaging.run(given.config, insecure=given.insecure)
     if given.command == "coordinator":
         from entrenar_py.service import coordinator
 

@@ -21,6 +21,7 @@ WATCH = "watch"
 EVERY = 10
 PATIENCE_S = 300.0
 NEW_TOKENS = 128
+OWN_WIRE, WIRE_2 = WIRES = ("own", "v2")
 _HELP_COLUMNS = 98
 
 
@@ -64,7 +65,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             "--tls-cert and --tls-key need --tls-ca, the authority that the coordinator's "
             "certificate is checked against; give all three"
         )
+    if parsed.command == "coordinator":
+        _require_of_wire(parsed)
     return parsed
+
+
+def _require_of_wire(parsed: argparse.Namespace) -> None:
+    """Raise UsageError for an option of `coordinator` that the chosen wire would ignore."""
+    if parsed.wire == WIRE_2 and parsed.resume:
+        raise UsageError(
+            f"--resume with --wire {WIRE_2}: the workers hold the weights, and the coordinator "
+            "writes no checkpoint to go on from; leave --resume out"
+        )
+    if parsed.wire != WIRE_2 and parsed.insecure:
+        raise UsageError(
+            f"--insecure: it is for --wire {WIRE_2} alone; workers of this package prove a secret"
+        )
 
 
 def _epilog() -> str:
@@ -99,6 +115,18 @@ def _add_coordinator(commands: _Commands) -> None:
         "--resume",
         action="store_true",
         help="go on from the checkpoint, or from the start if there is none yet",
+    )
+    command.add_argument(
+        "--wire",
+        choices=WIRES,
+        default=OWN_WIRE,
+        help="what workers speak: this package's own protocol, or the original system's second "
+        "layout (v2), which has no secret, and whose workers hold the weights (default own)",
+    )
+    command.add_argument(
+        "--insecure",
+        action="store_true",
+        help="with --wire v2: let anyone take part who can connect from other machines",
     )
 
 
