@@ -73,9 +73,12 @@ def row_kernel(emitter: Emitter, value: str, out: Buffer, *, workgroups_max: int
     return _shader({**emitter.buffers, out: "out"}, body, (x, -(-size // x), 1), lanes)
 
 
-def epilogue(emitter: Emitter, value: str) -> str:
-    """Return the `epilogue` for `product_kernel`: bindings, and a `finish` that returns `value`."""
-    lines = _bindings(emitter.buffers, 3)
+def epilogue(emitter: Emitter, value: str, first: int) -> str:
+    """Return the `epilogue` for `product_kernel`: bindings, and a `finish` that returns `value`.
+
+    `first` is the number of the first binding.
+    """
+    lines = _bindings(emitter.buffers, first)
     statements = _statements(emitter.body, lambda index: index)
     lines += functions_of("\n".join(statements))
     lines.append("fn finish(acc: f32, b: u32, m: u32, n: u32) -> f32 {")

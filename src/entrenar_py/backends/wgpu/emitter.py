@@ -13,8 +13,15 @@ from dataclasses import dataclass, field
 from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu.index import ROW, Atom, Index
 
-STORAGE = {"f32": "f32", "i32": "i32", "bool": "u32"}  # WGSL has no bool in buffers
+# WGSL has no bool in buffers, and nothing smaller than 32 bits.
+STORAGE = {"f32": "f32", "i32": "i32", "bool": "u32", "u8": "u32", "bf16": "u32", "f16": "u32"}
 ELEMENT_BYTES = 4
+_PER_WORD = {"u8": 4, "bf16": 2, "f16": 2}  # elements of a u32, the first in its lowest bits
+_DECODED = {  # {0} is the u32, shifted so that the element is in its lowest bits
+    "u8": "i32({} & 255u)",
+    "bf16": "bitcast<f32>({} << 16u)",
+    "f16": "from_f16({} & 0xffffu)",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +34,8 @@ class Buffer:
 
     @property
     def num_bytes(self) -> int:
-        """The size in bytes."""
-        return self.size * ELEMENT_BYTES
+        """The size in bytes, of whole words."""
+        return -(-self.size // _PER_WORD.get(self.dtype, 1)) * ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,13 @@ class Emitter:
     # ---- for the code that reads elements
 
     def load(self, buffer: Buffer, index: Index) -> str:
-        """Load the element of `buffer` at `index`."""
+        """Load the element of `buffer` at `index`: f32 for 16-bit floats, i32 for u8."""
         slot = self.buffers.setdefault(buffer, f"in{len(self.buffers)}")
+        if buffer.dtype in _PER_WORD:
+            number = _PER_WORD[buffer.dtype]
+            word = f"({slot}[{{i0}}] >> u32(({{i1}}) * {32 // number}))"
+            places = index.divide(number), index.modulo(number)
+            return self._let(_DECODED[buffer.dtype].format(word), (), places)
         text = f"{slot}[{{i0}}]"
         return self._let(f"{text} != 0u" if buffer.dtype == "bool" else text, (), (index,))
 

@@ -11,6 +11,19 @@ import re
 
 import numpy as np
 
+from entrenar_py.backends import nf4
+
+
+def _nf4_level() -> str:
+    found = [f"{level!r}f" for level in nf4.LEVELS]
+    for bit in range(4):
+        pairs = zip(found[::2], found[1::2], strict=True)
+        found = [f"select({one}, {other}, bit_{bit})" for one, other in pairs]
+    bits = [f"    let bit_{bit} = (code & {1 << bit}u) != 0u;" for bit in range(4)]
+    lines = ["", "fn nf4_level(code: u32) -> f32 {", *bits, f"    return {found[0]};", "}", ""]
+    return "\n".join(lines)
+
+
 FUNCTIONS = {  # in order: a function follows those that it calls
     "infinity": """
 var<private> infinity_bits: u32 = 0x7f800000u;
@@ -27,6 +40,17 @@ fn is_nan(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u
     "is_infinite": """
 fn is_infinite(x: f32) -> bool { return (bitcast<u32>(x) & 0x7fffffffu) == 0x7f800000u; }
 """,
+    # The float32 of an f16's bits. Subnormal ones are exact, which unpack2x16float may flush.
+    "from_f16": """
+fn from_f16(bits: u32) -> f32 {
+    let rest = bits & 0x7fffu;
+    let normal = bitcast<f32>((rest << 13u) + select(0x38000000u, 0x70000000u, rest >= 0x7c00u));
+    let size = select(normal, f32(rest) * 5.9604644775390625e-8, rest < 0x400u);
+    return bitcast<f32>(bitcast<u32>(size) | ((bits & 0x8000u) << 16u));
+}
+""",
+    # A level of NF4, by its code: a tree of choices.
+    "nf4_level": _nf4_level(),
     # NaN if either operand is NaN, as in torch.
     "larger": """
 fn larger(a: f32, b: f32) -> f32 {

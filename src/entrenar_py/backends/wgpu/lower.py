@@ -15,8 +15,17 @@ from torch.fx.node import map_arg
 
 from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu import pointwise, views
+from entrenar_py.backends.wgpu.codings import BITS, Coding
 from entrenar_py.backends.wgpu.emitter import Buffer
-from entrenar_py.backends.wgpu.nodes import DTYPES, dtype_of, line_of, name_of, shape_of
+from entrenar_py.backends.wgpu.nodes import (
+    DTYPES,
+    LOADED,
+    dtype_of,
+    line_of,
+    name_of,
+    shape_of,
+    stored_dtype_of,
+)
 from entrenar_py.backends.wgpu.operations import FUSING, OPERATIONS, VIEWS
 from entrenar_py.backends.wgpu.tiles import Limits
 from entrenar_py.backends.wgpu.values import CHEAP, COST_MAX, Schedule, Step, Stored, Value
@@ -84,9 +93,10 @@ class _Lowering:
         return Lowered(tuple(self.schedule.steps), tuple(inputs), tuple(constants), results)
 
     def _given(self, node: Node, name: str) -> Buffer:
-        shape, dtype = shape_of(node), dtype_of(node)
+        shape, dtype = shape_of(node), stored_dtype_of(node)
         buffer = Buffer(name, dtype, math.prod(shape))
-        stored = Stored(buffer, at.strides_of(shape))
+        coding = Coding(dtype) if dtype in BITS else None
+        stored = Stored(buffer, at.strides_of(shape), coding=coding)
         self._values[node] = views.stored_value(shape, dtype, stored)
         return buffer
 
@@ -123,6 +133,8 @@ class _Lowering:
             assert result.shape == shape_of(node), f"{node.target}: {result.shape}"
             if result.dtype != DTYPES.get(node.meta["val"].dtype, result.dtype):
                 raise UsageError(_refusal(node))  # another overload, such as view.dtype
+            if result.dtype in LOADED and name not in VIEWS:
+                dtype_of(node)  # refuses to compute with it
             self._settle(node, name, result)
         return result
 

@@ -14,6 +14,10 @@ DTYPES = {
     torch.bool: "bool",
 }
 
+# Only in memory: what is computed with them is a float32 or an i32.
+STORED = {torch.bfloat16: "bf16", torch.float16: "f16", torch.uint8: "u8"}
+LOADED = {"bf16": "f32", "f16": "f32", "u8": "i32"}
+
 # torch uses these dtypes for small indices that are only compared, which i32 can hold. For
 # arithmetic, i32 can't replace them: they wrap around at other values.
 _NARROW = frozenset({torch.uint8, torch.int8, torch.int16})
@@ -38,6 +42,11 @@ def shape_of(node: Node) -> tuple[int, ...]:
             "needs sizes of at least 1"
         )
     return shape
+
+
+def stored_dtype_of(node: Node) -> str:
+    """Return the dtype in memory of a tensor that the graph is given."""
+    return STORED.get(node.meta["val"].dtype) or dtype_of(node)
 
 
 def dtype_of(node: Node) -> str:

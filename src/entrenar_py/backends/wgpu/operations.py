@@ -8,21 +8,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from torch.fx import Node
 
+from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu import lookups, pointwise, reductions, row_sums, views
+from entrenar_py.backends.wgpu.codings import NF4, Coding
 from entrenar_py.backends.wgpu.emitter import Emitter
 from entrenar_py.backends.wgpu.index import Indices
-from entrenar_py.backends.wgpu.nodes import dtype_of, name_of, shape_of
-from entrenar_py.backends.wgpu.values import Operands, Schedule, Value
+from entrenar_py.backends.wgpu.nodes import LOADED, dtype_of, name_of, shape_of
+from entrenar_py.backends.wgpu.values import Operands, Schedule, Stored, Value
 
 
 def _cast(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
-    return pointwise.cast(schedule, value, dtype_of(node))
+    dtype = dtype_of(node)
+    if value.dtype in LOADED:  # what a load of it gives
+        value = replace(value, dtype=LOADED[value.dtype], view=None)
+    return pointwise.cast(schedule, value, dtype)
+
+
+def _nf4(
+    schedule: Schedule, node: Node, codes: Value, scales: Value, second: Value, *_: Any
+) -> Value | None:
+    """Lower `backends.nf4.decode`: the matrix is decoded wherever an element of it is loaded."""
+    stored = [schedule.contiguous(one) for one in (codes, scales, second)]
+    if any(one.offset for one in stored):
+        return None  # a part of a matrix
+    coding = Coding(NF4, tuple(one.buffer for one in stored[1:]))
+    shape = shape_of(node)
+    matrix = Stored(stored[0].buffer, at.strides_of(shape), coding=coding)
+    return views.stored_value(shape, dtype_of(node), matrix)
 
 
 def _reshape(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
@@ -270,6 +289,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "argmin": partial(_place_of, "amin"),
     "cumsum": _cumsum,
     "mm": _multiply,
+    "nf4": _nf4,
     "bmm": _multiply,
     "embedding": _embedding,
     "index": _index,

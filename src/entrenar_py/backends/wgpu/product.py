@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from entrenar_py.backends.wgpu import product_text, tiles
-from entrenar_py.backends.wgpu.tiles import FLOAT_BYTES, Limits, Product, Tiling, describe
+from entrenar_py.backends.wgpu.codings import LEVELS_BYTES, NF4
+from entrenar_py.backends.wgpu.tiles import Limits, Product, Tiling, describe
 from entrenar_py.errors import BackendUnavailable, UsageError
 
 
@@ -16,7 +17,8 @@ from entrenar_py.errors import BackendUnavailable, UsageError
 class Kernel:
     """A compute shader with the entry point `main`, and its dispatch.
 
-    Bindings 0, 1 and 2 of group 0 are a, b (read) and c (read_write), then come the epilogue's.
+    Bindings 0, 1 and 2 of group 0 are a, b (read) and c (read_write), then come the tables that a
+    and b are decoded with, then the epilogue's.
     """
 
     source: str
@@ -33,13 +35,16 @@ def product_kernel(
     """Return the kernel of a product, with `tiling` or else the best one for its shape.
 
     `epilogue` is WGSL: `fn finish(acc: f32, b: u32, m: u32, n: u32) -> f32` (b counts batches in
-    C order), and its bindings from number 3 on. Elements of c must overlap neither each other nor
-    a or b.
+    C order), and its bindings, after those of `product.tables`. Elements of c must overlap neither
+    each other nor a or b.
 
     Raises UsageError for sizes of zero and for strides that don't match the batch, and
     BackendUnavailable for sizes beyond the adapter's limits.
     """
     _check(product, limits)
+    if NF4 in (product.a.kind, product.b.kind):
+        room = limits.workgroup_bytes_max - LEVELS_BYTES
+        limits = replace(limits, workgroup_bytes_max=room)
     chosen = tiling or tiles.choose(product, limits)
     if not chosen.fits(limits):
         raise BackendUnavailable(
@@ -70,7 +75,7 @@ def _check(product: Product, limits: Limits) -> None:
                 f"{describe(product)}: {name} has {layout}; give one stride, of at least 0, for "
                 "each dimension"
             )
-        size = product.num_elements(layout, rows, columns) * FLOAT_BYTES
+        size = layout.num_bytes(product.num_elements(layout, rows, columns))
         if size > limits.binding_bytes_max:
             raise BackendUnavailable(
                 f"{describe(product)}: {name} takes {size} bytes, a binding holds "

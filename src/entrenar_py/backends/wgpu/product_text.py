@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from entrenar_py.backends.wgpu import tile_loads
+from entrenar_py.backends.wgpu import codings, intrinsics, tile_loads
+from entrenar_py.backends.wgpu.codings import NF4
 from entrenar_py.backends.wgpu.tile_loads import LANES, Side
 from entrenar_py.backends.wgpu.tiles import PADDING, Product, Tiling
 
 RASTER = 8  # rows of tiles in a band
+NUM_LEVELS = 16
 
 
 def write(
@@ -30,14 +32,17 @@ def write(
     """Return the shader for a dispatch of `workgroups`."""
     a, b = tile_loads.sides(product, tiling, component_writes=component_writes)
     vector_c = tile_loads.is_vector(product.c, product.c.column, product.c.row, product.n)
+    epilogue = epilogue or "fn finish(acc: f32, b: u32, m: u32, n: u32) -> f32 { return acc; }"
     parts = [
         _header(product, tiling, a, b, vector_c),
-        epilogue or "fn finish(acc: f32, b: u32, m: u32, n: u32) -> f32 { return acc; }",
+        *_decoders(product, epilogue),
+        epilogue,
         f"@compute @workgroup_size({tiling.num_threads})",
         "fn main(",
         "    @builtin(workgroup_id) group_id: vec3<u32>,",
         "    @builtin(local_invocation_index) thread: u32,",
         ") {",
+        *_indented(_levels(product)),
         *_indented(_place(product, tiling, workgroups)),
         *_indented(tile_loads.starts(product, a, "row_0", product.a)),
         *_indented(tile_loads.starts(product, b, "column_0", product.b)),
@@ -53,8 +58,8 @@ def write(
 def _header(product: Product, tiling: Tiling, a: Side, b: Side, vector_c: bool) -> str:
     c_type = "vec4<f32>" if vector_c else "f32"
     lines = [
-        f"// c = a @ b, float32: {list(product.batch)} of [{product.m}, {product.k}] x "
-        f"[{product.k}, {product.n}]; {tiling}",
+        f"// c = a @ b, {product.a.kind} and {product.b.kind}: {list(product.batch)} of "
+        f"[{product.m}, {product.k}] x [{product.k}, {product.n}]; {tiling}",
         "//   group 0, binding 0   a   storage, read",
         "//   group 0, binding 1   b   storage, read",
         "//   group 0, binding 2   c   storage, read_write",
@@ -77,6 +82,31 @@ def _header(product: Product, tiling: Tiling, a: Side, b: Side, vector_c: bool) 
         num_sums = tiling.thread_m * tiling.thread_n // 4
         lines.append(f"var<workgroup> partial: array<array<vec4<f32>, {size}>, {num_sums}>;")
     return "\n".join(lines)
+
+
+def _decoders(product: Product, epilogue: str) -> Iterator[str]:
+    """Write the tables and functions that a and b are decoded with."""
+    kinds = {product.a.kind, product.b.kind}
+    number = 3
+    for name, layout in (("a", product.a), ("b", product.b)):
+        if layout.kind == NF4:
+            for table, of in (("scales", "u32"), ("second", "f32")):
+                binding = f"@group(0) @binding({number}) var<storage, read>"
+                yield f"{binding} {name}_{table}: array<{of}>;"
+                number += 1
+            yield codings.scale_function(name)
+    for kind, function in ((NF4, "nf4_level"), ("f16", "from_f16")):
+        if kind in kinds and f"fn {function}(" not in epilogue:
+            yield from intrinsics.functions_of(f"{function}(")
+    if NF4 in kinds:
+        yield f"var<workgroup> levels: array<f32, {NUM_LEVELS}>;"
+
+
+def _levels(product: Product) -> Iterator[str]:
+    """Write the code that copies the levels of NF4 to workgroup memory."""
+    if NF4 in (product.a.kind, product.b.kind):
+        yield f"if (thread < {NUM_LEVELS}u) {{ levels[thread] = nf4_level(thread); }}"
+        yield "workgroupBarrier();"
 
 
 def _copies(tiling: Tiling, depth: int) -> range:

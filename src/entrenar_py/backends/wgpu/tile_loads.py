@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from entrenar_py.backends.nf4 import BLOCK
+from entrenar_py.backends.wgpu import codings
+from entrenar_py.backends.wgpu.codings import NF4
 from entrenar_py.backends.wgpu.tiles import Layout, Product, Tiling
 
 LANES = "xyzw"
+WIDTH, WIDTH_CODED = 4, 8  # elements of a wide load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,10 +20,12 @@ class Side:
 
     The tile's size and the operand's stride are `tile_k` and `step_k` along k, `tile` and `step`
     along the outer dimension. A load moves `width` elements, along k if `along_k`, else along the
-    outer dimension. `component_writes` is as in `Limits`.
+    outer dimension: all of them are within the matrix. `kind` is that of the layout's coding.
+    `component_writes` is as in `Limits`.
     """
 
     name: str
+    kind: str
     depth: int
     tile: int
     tile_k: int
@@ -33,8 +39,8 @@ class Side:
 
     @property
     def whole_vectors(self) -> bool:
-        """True if the four elements of a load are neighbours in the tile, too."""
-        return self.width == 4 and not self.along_k
+        """True if the elements of a load are neighbours in the tile, too."""
+        return self.width > 1 and not self.along_k
 
     @property
     def scalars(self) -> bool:
@@ -53,8 +59,10 @@ class Side:
 
     @property
     def type(self) -> str:
-        """The WGSL type of a load."""
-        return "vec4<f32>" if self.width == 4 else "f32"
+        """The WGSL type of a load, and of the buffer's elements."""
+        if self.kind == "f32":
+            return "vec4<f32>" if self.width == 4 else "f32"
+        return "vec4<u32>" if self.width == WIDTH_CODED and self.kind != NF4 else "u32"
 
     @property
     def partial(self) -> bool:
@@ -76,14 +84,17 @@ def sides(product: Product, tiling: Tiling, *, component_writes: bool) -> tuple[
         step, step_k = layout.row, layout.column
         along_k = step_k < step
         edge = (step_k, step, product.k) if along_k else (step, step_k, size)
+        width = WIDTH if layout.coding is None else WIDTH_CODED
+        whole = (tiling.k if along_k else tile) % width == 0
         return Side(
             name=name,
+            kind=layout.kind,
             depth=product.k,
             tile=tile,
             tile_k=tiling.k,
             step=step,
             step_k=step_k,
-            width=4 if is_vector(layout, *edge) else 1,
+            width=width if whole and is_vector(layout, *edge, width=width) else 1,
             along_k=along_k,
             num_threads=tiling.num_threads,
             split=tiling.split,
@@ -94,10 +105,10 @@ def sides(product: Product, tiling: Tiling, *, component_writes: bool) -> tuple[
     return a, side("b", product.b.transposed(), product.n, tiling.n)
 
 
-def is_vector(layout: Layout, along: int, across: int, size: int) -> bool:
-    """Return whether vec4 loads work: they are aligned to 16 bytes and end within the matrix."""
+def is_vector(layout: Layout, along: int, across: int, size: int, *, width: int = WIDTH) -> bool:
+    """Return whether loads of `width` elements are aligned and end within the matrix."""
     steps = (layout.offset, *layout.batch, across, size)
-    return along == 1 and all(step % 4 == 0 for step in steps)
+    return along == 1 and all(step % width == 0 for step in steps)
 
 
 def starts(product: Product, side: Side, first: str, layout: Layout) -> Iterator[str]:
@@ -119,6 +130,8 @@ def starts(product: Product, side: Side, first: str, layout: Layout) -> Iterator
         start = f"{name}_0 + ({at}) * {side.step}u + {name}_k_{i} * {side.step_k}u"
         yield f"let {name}_at_{i} = ({start}) / {width}u;"
         yield f"var {name}_next_{i}: {side.type};"
+        if side.kind == NF4:
+            yield f"var {name}_scale_{i}: f32;"
 
 
 def batch_start(product: Product, layout: Layout) -> str:
@@ -137,27 +150,65 @@ def load(side: Side, tile: str) -> Iterator[str]:
         name = f"{side.name}_next_{i}"
         at = f"{side.name}_at_{i} + {tile} * {side.tile_k * side.step_k // side.width}u"
         assert side.tile_k * side.step_k % side.width == 0, side  # a tile begins at a load
+        loads = [f"{name} = {_element(side, at)};"]
+        zeros = [f"{name} = {side.type}();"]
+        if side.kind == NF4:  # no code is zero, so that a scale has to be
+            block = f"({at}) / {BLOCK // side.width}u"
+            loads.append(f"{side.name}_scale_{i} = {side.name}_scale({block});")
+            zeros.append(f"{side.name}_scale_{i} = 0.0;")
         inside = []
         if side.depth % side.tile_k:
             inside.append(f"{tile} * {side.tile_k}u + {side.name}_k_{i} < {side.depth}u")
         if side.partial and i == side.loads[-1]:
             inside.append(f"{side.name}_load_{i} < {side.num_loads}u")
         if inside:
-            yield f"{name} = {side.type}();"
-            yield f"if ({' && '.join(inside)}) {{ {name} = {side.name}[{at}]; }}"
+            yield from zeros
+            yield f"if ({' && '.join(inside)}) {{ {' '.join(loads)} }}"
         else:
-            yield f"{name} = {side.name}[{at}];"
+            yield from loads
+
+
+def _element(side: Side, at: str) -> str:
+    """Return the WGSL of load number `at` of a buffer."""
+    if side.kind == "f32" or side.width > 1:
+        return f"{side.name}[{at}]"
+    return codings.single(side.kind, side.name, at)
+
+
+def _decoded(side: Side, load: int) -> list[str]:
+    """Return the WGSL of a load's elements, each a f32."""
+    value = f"{side.name}_next_{load}"
+    if side.kind == "f32":
+        return [f"{value}.{lane}" for lane in LANES] if side.width == WIDTH else [value]
+    if side.kind == NF4:
+        lanes = range(WIDTH_CODED) if side.width > 1 else (1,)
+        scale = f"{side.name}_scale_{load}"
+        return [f"{codings.lane(NF4, value, one)} * {scale}" for one in lanes]
+    if side.width == 1:
+        return [codings.lane(side.kind, value, 0)]
+    return [codings.lane(side.kind, f"{value}.{lane}", half) for lane in LANES for half in (0, 1)]
+
+
+def _vectors(side: Side, load: int) -> list[str]:
+    """Return the WGSL of a load's elements, four of them in each vec4<f32>."""
+    if side.kind == "f32":
+        return [f"{side.name}_next_{load}"]
+    parts = _decoded(side, load)
+    return [f"vec4<f32>({', '.join(parts[at : at + 4])})" for at in range(0, len(parts), 4)]
 
 
 def store(side: Side, copy: int) -> Iterator[str]:
     """Write the code that copies the elements from registers to the tile, with k outermost."""
     tile = f"{side.name}_tile_{copy}"
     for i in side.loads:
-        value, k, t = (f"{side.name}_{part}_{i}" for part in ("next", "k", "t"))
+        k, t = (f"{side.name}_{part}_{i}" for part in ("k", "t"))
         if side.whole_vectors:
-            stores = [f"{tile}{side.place(k)}[{t} / 4u] = {value};"]
+            stores = [
+                f"{tile}{side.place(k)}[{t} / 4u + {number}u] = {vector};"
+                for number, vector in enumerate(_vectors(side, i))
+            ]
         else:
-            parts = [f"{value}.{lane}" for lane in LANES] if side.width == 4 else [value]
+            parts = _decoded(side, i)
             at = f"[{t}]" if side.scalars else f"[{t} / 4u][{t} % 4u]"
             stores = [
                 f"{tile}{side.place(f'{k} + {j}u')}{at} = {part};" for j, part in enumerate(parts)

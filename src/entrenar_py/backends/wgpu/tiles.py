@@ -1,10 +1,12 @@
-"""A float32 matrix product, batched and with any strides, and its tiling."""
+"""A matrix product in float32, batched and with any strides, and its tiling."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
+from entrenar_py.backends.wgpu.codings import BITS, Coding
+from entrenar_py.backends.wgpu.emitter import Buffer
 from entrenar_py.errors import BackendUnavailable
 
 FLOAT_BYTES = 4
@@ -31,17 +33,33 @@ class Layout:
     """The place of a matrix in its buffer, in elements.
 
     Element (i, j) of batch (b0, b1, ...) is at offset + b0 * batch[0] + ... + i * row + j * column.
-    Strides are not negative. A stride of 0 repeats elements.
+    Strides are not negative. A stride of 0 repeats elements. `coding` is None for float32.
     """
 
     offset: int = 0
     batch: tuple[int, ...] = ()
     row: int
     column: int
+    coding: Coding | None = None
 
     def transposed(self) -> Layout:
         """Return the layout with rows and columns swapped."""
-        return Layout(offset=self.offset, batch=self.batch, row=self.column, column=self.row)
+        return replace(self, row=self.column, column=self.row)
+
+    @property
+    def kind(self) -> str:
+        """The kind of the coding, "f32" without one."""
+        return "f32" if self.coding is None else self.coding.kind
+
+    @property
+    def tables(self) -> tuple[Buffer, ...]:
+        """The buffers beside the matrix's own that an element is decoded with."""
+        return () if self.coding is None else self.coding.tables
+
+    def num_bytes(self, num_elements: int) -> int:
+        """Return the memory of so many elements, of whole words."""
+        bits = FLOAT_BYTES * 8 if self.coding is None else BITS[self.coding.kind]
+        return -(-num_elements * bits // 32) * 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +76,11 @@ class Product:
     a: Layout
     b: Layout
     c: Layout
+
+    @property
+    def tables(self) -> tuple[Buffer, ...]:
+        """The buffers that elements of a and b are decoded with, in the order of their bindings."""
+        return self.a.tables + self.b.tables
 
     @property
     def num_batches(self) -> int:

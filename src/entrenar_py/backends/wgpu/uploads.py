@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.emitter import ELEMENT_BYTES
-from entrenar_py.backends.wgpu.nodes import DTYPES
+from entrenar_py.backends.wgpu.nodes import DTYPES, STORED
 from entrenar_py.errors import UsageError
 
 Array = NDArray[Any]
@@ -30,24 +31,31 @@ class Uploaded:
 
 
 def upload(device: Device, tensor: Tensor, what: str = "a tensor") -> Uploaded:
-    """Copy `tensor`, float32, integer or bool, to memory of its own.
+    """Copy `tensor` to memory of its own, 16-bit floats and uint8 with the bits that they have.
 
-    Raises UsageError for other dtypes and for integers beyond 32 bits, and BackendUnavailable with
-    wgpu's message if it does not fit.
+    Raises UsageError for dtypes that a kernel can't load and for integers beyond 32 bits, and
+    BackendUnavailable with wgpu's message if it does not fit.
     """
     import wgpu
 
-    dtype = DTYPES.get(tensor.dtype)
+    dtype = DTYPES.get(tensor.dtype) or STORED.get(tensor.dtype)
     if dtype is None:
         raise UsageError(
             f"{what}: dtype={tensor.dtype}; backend wgpu computes in "
             f"{', '.join(str(one) for one in DTYPES)}: cast it, or use another backend"
         )
-    array = device_array(tensor.detach().contiguous().numpy(), dtype, what)
+    held = tensor.detach().contiguous()
+    array = device_array(held.numpy(), dtype, what) if dtype in HOST else _words(held)
     usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC
     with device.failures():
         memory = device.handle.create_buffer_with_data(data=array, usage=usage)
     return Uploaded(memory, dtype, tuple(tensor.shape))
+
+
+def _words(tensor: Tensor) -> Array:
+    """Return the bytes of `tensor`, filled up to whole words."""
+    held = tensor.reshape(-1).view(torch.uint8).numpy()
+    return np.pad(held, (0, -held.size % ELEMENT_BYTES)).view(np.uint32)
 
 
 def device_array(array: Array, dtype: str, what: str) -> Array:

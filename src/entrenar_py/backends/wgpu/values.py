@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from entrenar_py.backends.wgpu import codegen
+from entrenar_py.backends.wgpu import codegen, codings
 from entrenar_py.backends.wgpu import index as at
+from entrenar_py.backends.wgpu.codings import Coding
 from entrenar_py.backends.wgpu.emitter import Buffer, Emitter, Loop
 from entrenar_py.backends.wgpu.index import Index, Indices
 from entrenar_py.backends.wgpu.product import product_kernel
@@ -29,11 +30,20 @@ FEW_ROWS, LONG_ROW = 64, 4096
 
 @dataclass(frozen=True)
 class Stored:
-    """The memory of a tensor. Strides and offset are in elements."""
+    """The memory of a tensor. Strides and offset are in elements.
+
+    With a `coding`, elements are decoded where they are loaded.
+    """
 
     buffer: Buffer
     strides: tuple[int, ...]
     offset: int = 0
+    coding: Coding | None = None
+
+    @property
+    def tables(self) -> tuple[Buffer, ...]:
+        """The buffers beside its own that an element is decoded with."""
+        return () if self.coding is None else self.coding.tables
 
 
 @dataclass(eq=False)
@@ -48,6 +58,11 @@ class Operands:
     def shape(self) -> tuple[int, int, int]:
         """The shape of the result with all batch dims as one: (num_batches, m, n)."""
         return math.prod(self.batch), self.a.shape[-2], self.b.shape[-1]
+
+    @property
+    def num_tables(self) -> int:
+        """The number of buffers that the operands, which are stored, are decoded with."""
+        return sum(len(one.stored.tables) for one in (self.a, self.b) if one.stored is not None)
 
 
 @dataclass(eq=False)
@@ -89,9 +104,13 @@ class Value:
         """Turn this into a stored value, whose elements are loaded from memory."""
 
         def read(emitter: Emitter, indices: Indices) -> str:
-            return emitter.load(stored.buffer, at.place(indices, stored.strides, stored.offset))
+            position = at.place(indices, stored.strides, stored.offset)
+            if stored.coding is not None:
+                return codings.element(emitter, stored.buffer, stored.coding, position)
+            return emitter.load(stored.buffer, position)
 
-        self.stored, self.read, self.reads = stored, read, frozenset({stored.buffer})
+        self.stored, self.read = stored, read
+        self.reads = frozenset({stored.buffer, *stored.tables})
         self.cost, self.rows, self.product = 1, None, None
 
 
@@ -143,7 +162,7 @@ class Schedule:
     def contiguous(self, value: Value) -> Stored:
         """Store `value` in C order, at any offset, and return its memory."""
         stored = self.strided(value)
-        if is_contiguous(value.shape, stored.strides):
+        if is_contiguous(value.shape, stored.strides) and stored.coding is None:
             return stored
         return self.strided(self.copy(value))
 
@@ -153,8 +172,9 @@ class Schedule:
 
     def make_room(self, values: Sequence[Value], cost: int) -> None:
         """Store values, those that read most buffers first, until one kernel can take the rest."""
-        products = any(one.product is not None for one in values)
-        room = self.bindings_max - (3 if products else 1)
+        products = [one.product for one in values if one.product is not None]
+        taken = [3 + one.num_tables for one in products]
+        room = self.bindings_max - max(taken, default=1)
         while True:
             reads = frozenset[Buffer]().union(*(one.reads for one in values))
             total = cost + sum(one.cost for one in values)
@@ -207,9 +227,10 @@ class Schedule:
         emitter = Emitter(operands.shape, product=operands)
         position = at.place(emitter.variables, at.strides_of(operands.shape))
         element = value.read(emitter, at.unravel(position, value.shape))
-        finish = codegen.epilogue(emitter, element) if element != "acc" else ""
+        tables = product.tables
+        finish = codegen.epilogue(emitter, element, 3 + len(tables)) if element != "acc" else ""
         kernel = product_kernel(product, self.limits, epilogue=finish)
-        bindings = (a.buffer, b.buffer, out, *emitter.buffers)
+        bindings = (a.buffer, b.buffer, out, *tables, *emitter.buffers)
         self.steps.append(Step(kernel.source, kernel.workgroups, bindings, out, self.line))
 
 
@@ -257,4 +278,10 @@ def _rows_within(shape: tuple[int, ...], value: Value) -> int | None:
 def _layout(stored: Stored, shape: Sequence[int], batch: tuple[int, ...]) -> Layout:
     strides = stored.strides
     own = strides[:-2] if len(shape) > 2 else (0,) * len(batch)
-    return Layout(offset=stored.offset, batch=own, row=strides[-2], column=strides[-1])
+    return Layout(
+        offset=stored.offset,
+        batch=own,
+        row=strides[-2],
+        column=strides[-1],
+        coding=stored.coding,
+    )

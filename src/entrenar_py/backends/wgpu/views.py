@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu.emitter import Emitter
@@ -26,7 +27,7 @@ def reshape(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
 
     def restride(stored: Stored) -> Stored | None:
         strides = reshaped_strides(own, stored.strides, to)
-        return None if strides is None else Stored(stored.buffer, strides, stored.offset)
+        return None if strides is None else replace(stored, strides=strides)
 
     return _view(
         *(schedule, value, to, lambda indices: at.reshape(indices, to, own), restride),
@@ -44,7 +45,7 @@ def permute(schedule: Schedule, value: Value, dims: Sequence[int]) -> Value:
         return tuple(indices[order.index(dim)] for dim in range(len(order)))
 
     def restride(stored: Stored) -> Stored:
-        return Stored(stored.buffer, tuple(stored.strides[dim] for dim in order), stored.offset)
+        return replace(stored, strides=tuple(stored.strides[dim] for dim in order))
 
     return _view(schedule, value, [value.shape[dim] for dim in order], change, restride)
 
@@ -66,7 +67,7 @@ def expand(schedule: Schedule, value: Value, shape: Sequence[int]) -> Value:
     def restride(stored: Stored) -> Stored:
         strides = (0,) * new + stored.strides
         kept = zip(strides, own, to, strict=True)
-        return Stored(stored.buffer, tuple(s if a == b else 0 for s, a, b in kept), stored.offset)
+        return replace(stored, strides=tuple(s if a == b else 0 for s, a, b in kept))
 
     return _view(schedule, value, to, lambda one: broadcast(one, value.shape), restride)
 
@@ -84,7 +85,7 @@ def take(schedule: Schedule, value: Value, dim: int, start: int, size: int, step
         strides = list(stored.strides)
         offset = stored.offset + start * strides[dim]
         strides[dim] *= step
-        return Stored(stored.buffer, tuple(strides), offset)
+        return replace(stored, strides=tuple(strides), offset=offset)
 
     return _view(schedule, value, shape, change, restride)
 

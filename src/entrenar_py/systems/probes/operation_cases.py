@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
+from entrenar_py.backends import nf4
 from entrenar_py.backends.wgpu.tables import NUM_ELEMENTS_MAX
 
 ROWS, COLUMNS = 17, 31
@@ -40,7 +41,17 @@ class Case:
 
 
 IDS = torch.tensor([3, 0, 3, 16, 5])
+WEIGHT = [COLUMNS, 19]
+CODES = (torch.arange(-(-COLUMNS * 19 // 2)) * 37 % 256).to(torch.uint8)
+SCALES = (torch.arange(-(-COLUMNS * 19 // nf4.BLOCK)) * 101 % 256).to(torch.uint8)
 PLACES = torch.arange(ROWS * 6).reshape(ROWS, 6) % 7
+
+
+def _nf4(x: Tensor) -> Tensor:
+    """Multiply by a matrix in NF4 whose second scales are elements of `x`."""
+    second = x.reshape(-1)[: nf4.MEAN + 2]
+    weight: Tensor = nf4.decode(CODES, SCALES, second, WEIGHT, torch.float32)
+    return x @ weight
 
 
 def _unary(operation: Operation, largest: float = LARGE) -> Case:
@@ -125,6 +136,7 @@ CASES: dict[str, Case] = {
     "mul": _binary(torch.mul),
     "neg": _unary(torch.neg),
     "permute": _unary(lambda x: x.t() * 3),
+    "nf4": Case(_nf4, rows_only=True),
     "pow": _unary(lambda x: x**3),
     "reciprocal": Case(torch.reciprocal, least=0.1),
     "relu": _unary(torch.relu),

@@ -5,6 +5,7 @@ Functions of one number are in `accuracies`, all other operations here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from entrenar_py.backends import nf4
 from entrenar_py.backends.wgpu.bounds import accuracies, intervals
 from entrenar_py.backends.wgpu.bounds.intervals import Bounded, Interval
 from entrenar_py.errors import UsageError
@@ -235,6 +237,30 @@ def _clamp(target: Any, args: Any, kwargs: Any) -> Interval:
     return x
 
 
+def _nf4(target: Any, args: Any, kwargs: Any) -> Interval:
+    """Return the interval of level * (level of the scale * second scale + mean of the scales).
+
+    A product with the result may be computed in another order, which rounds once more.
+    """
+    codes, scales, second, shape, _ = args
+    table = _number(second)
+
+    def taken(pick: Callable[[Tensor], Tensor]) -> Interval:
+        return Interval(pick(table.low), pick(table.high))
+
+    levels = taken(lambda one: one[scales.value.long()])
+    spread = taken(lambda one: nf4.second_scales(one, len(scales.value)))
+    scale = intervals.add(intervals.multiply(levels, spread), taken(lambda one: one[nf4.MEAN]))
+    size = math.prod(shape)
+    weights = intervals.exactly(nf4.levels(codes.value, size).double())
+    found = intervals.multiply(
+        weights,
+        Interval(*(one.repeat_interleave(nf4.BLOCK)[:size] for one in (scale.low, scale.high))),
+    )
+    low, high = (one.reshape(list(shape)) for one in (found.low, found.high))
+    return intervals.near(low, high, relative=intervals.UNIT, absolute=0.0)
+
+
 _ENDS = (
     _ATEN.amax.default,
     _ATEN.amin.default,
@@ -294,6 +320,7 @@ RULES: dict[Any, Rule] = {
     _ATEN.logical_xor.default: _known_truth,
     _ATEN.mm.default: _of_two(intervals.matmul),
     _ATEN.mul.Tensor: _multiply,
+    torch.ops.entrenar.nf4.default: _nf4,
     _ATEN.reciprocal.default: lambda target, args, kwargs: intervals.divide(
         _number(1.0), _number(args[0])
     ),
