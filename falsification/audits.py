@@ -93,11 +93,11 @@ def gives_up(self: Coordinator, shard: int, found: Verdict, now: float) -> list[
 
 
 def keeps_what_it_delivered(
-    self: Coordinator, lost: Seen, members: Mapping[Peer, Seen]
+    self: Coordinator, lost: Seen, members: Mapping[Peer, Seen], now: float
 ) -> list[Effect]:
     """Computes again only what the caught worker had not delivered yet."""
     lost.delivered.clear()
-    return _replace(self, lost, members)
+    return _replace(self, lost, members, now)
 
 
 def delivered_all_the_same(self: Sums, rank: int) -> None:

@@ -55,13 +55,17 @@ def last_first(self: Coordinator) -> dict[Peer, Seen]:
 
 
 def orphans_to_one(
-    self: Coordinator, shards: Sequence[int], members: Mapping[Peer, Seen]
+    self: Coordinator,
+    shards: Sequence[int],
+    members: Mapping[Peer, Seen],
+    now: float,
+    counts: Mapping[int, int] | None = None,
 ) -> list[Effect]:
     """Assigns all shards of a dead worker to the lowest rank."""
     if self.stage is Stage.COMPUTING and len(shards) < self.run.num_shards:
         lowest = min(members, key=lambda peer: members[peer].in_rank())
         members = {lowest: members[lowest]}
-    return _assign(self, shards, members)
+    return _assign(self, shards, members, now, counts)
 
 
 _LEAVING = star(faults=(Fault(kind="leave", rank=1, step=1),), optimizer="momentum")

@@ -51,12 +51,12 @@ _gone: WeakKeyDictionary[MeshCoordinator, dict[int, int]] = WeakKeyDictionary()
 
 
 def delivered_is_done(
-    self: MeshCoordinator, lost: Seen, members: Mapping[Peer, Seen]
+    self: MeshCoordinator, lost: Seen, members: Mapping[Peer, Seen], now: float
 ) -> list[Effect]:
     """Does not compute again the shards that a worker had delivered before it died."""
     _gone[self] = dict.fromkeys(lost.delivered, lost.in_rank())
     lost.delivered = []
-    effects = _replace(self, lost, members)
+    effects = _replace(self, lost, members, now)
     _gone.pop(self)
     return effects
 

@@ -39,6 +39,7 @@ class Disorder(RuleBasedStateMachine):
         first=st.integers(0, 1),
         saves=st.sets(st.integers(1, 3)),
         num_workers=st.integers(1, 4),
+        by_speed=st.booleans(),
     )
     def begin(
         self,
@@ -49,6 +50,7 @@ class Disorder(RuleBasedStateMachine):
         first: int,
         saves: set[int],
         num_workers: int,
+        by_speed: bool,
     ) -> None:
         """Start a run of any shape, with its first workers."""
         run = run_of(
@@ -58,6 +60,7 @@ class Disorder(RuleBasedStateMachine):
             world_size=world,
             first_step=first,
             saves=saves,
+            by_speed=by_speed,
         )
         self.mesh = Mesh(run, timing=PATIENT)
         for _ in range(num_workers):

@@ -84,7 +84,7 @@ def test_a_whole_step() -> None:
 
 
 def test_the_next_steps_are_of_the_same_round() -> None:
-    """Shards are assigned in runs then, the largest run first."""
+    """Every rank has the shards that it had, until another Group comes."""
     machine = linked()
     for block in (3, 0):
         machine.receive_from("in", average(block), 0.0)
@@ -95,7 +95,7 @@ def test_the_next_steps_are_of_the_same_round() -> None:
             machine.receive_from(peer, node(block, 0, index), 0.0)
         machine.reduced(5, block, 1.0, 4.0)
     machine.receive(Commit(step=5), 0.0)
-    (kept,) = machine.receive_from("in", node(4, 1, 0, step=6), 0.0)
+    (kept,) = machine.receive_from("in", node(4, 0, 0, step=6), 0.0)
     assert isinstance(kept, do.Keep)
     refused = machine.receive_from("out", node(4, 0, 2, step=6), 0.0)
     assert refused[0] == do.Close("out", "TreeNode block=4 level=0 index=2: not due from rank 2")

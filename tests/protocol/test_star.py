@@ -56,6 +56,7 @@ class Disorder(RuleBasedStateMachine):
         together=st.integers(1, 3),
         beside=st.booleans(),
         by_server=st.booleans(),
+        by_speed=st.booleans(),
     )
     def begin(
         self,
@@ -69,6 +70,7 @@ class Disorder(RuleBasedStateMachine):
         together: int,
         beside: bool,
         by_server: bool,
+        by_speed: bool,
     ) -> None:
         """Start a run of any shape, some shards audited, with its first workers together."""
 
@@ -84,6 +86,7 @@ class Disorder(RuleBasedStateMachine):
             awaited={**awaited, first: range(min(together, world))},
             audited=drawn,
             server_updates=by_server,
+            by_speed=by_speed,
         )
         self.star = Star(run, timing=PATIENT, beside=beside)
         for _ in range(together):

@@ -20,5 +20,6 @@ def made(step: int = 0, **changes: Any) -> StepMade:
         "bytes_in": 20_800,
         "bytes_out": 1_234_567,
         "last": Last(rank=2, behind_ms=3.5),
+        "waits_ms": {0: 4.5, 2: 0.0},
     }
     return StepMade(step=step, **{**usual, **changes})

@@ -9,7 +9,7 @@ import pytest
 
 from entrenar_py import trace
 from entrenar_py.errors import CheckpointError
-from entrenar_py.protocol.effects import Finish, Left, Stop
+from entrenar_py.protocol.effects import Dealt, Finish, Left, Stop
 from entrenar_py.protocol.messages import NonFinite
 from entrenar_py.service.host import Host
 from entrenar_py.service.run_events import Happening, Noted, StepMade
@@ -258,3 +258,19 @@ def test_a_run_is_over_once(tmp_path: Path) -> None:
     again.write_to(*_reopened(host, written, tmp_path / "l"))
     again.finish(Finish("completed", "it was complete already"))
     assert (tmp_path / "l").read_bytes() == before
+
+
+def test_a_deal_for_unlike_workers_is_told() -> None:
+    """Shares are told if speeds differ; one warning says that there are too few shards."""
+    heard: list[Happening] = []
+    host = host_of(scenario_of(num_shards=3), heard=heard)
+    host.notify(Dealt(4, {0: 2, 1: 1}, {0: 0.01, 1: 0.011}))
+    assert heard == []
+    for step in (5, 6):
+        host.notify(Dealt(step, {0: 3, 1: 0}, {0: 0.01, 1: 0.5}))
+    assert notes(heard) == ["dealt", "few_shards", "dealt"]
+    told = [one.text for one in heard if isinstance(one, Noted)]
+    assert (
+        told[0] == "shards from step 5 on: 3 to worker 0 (10 ms each), 0 to worker 1 (500 ms each)"
+    )
+    assert told[1].startswith("num_shards=3 for 2 workers of unlike speed")

@@ -43,6 +43,7 @@ def test_a_line_for_each(tmp_path: Path) -> None:
         "bytes_in": 20800,
         "bytes_out": 1234567,
         "last": {"rank": 2, "behind_ms": 3.5},
+        "waits_ms": {"0": 4.5, "2": 0.0},
     }
     assert note == {"what": "left", "step": 3, "text": "worker 1 left"}
 

@@ -26,15 +26,18 @@ def lines(*told: tuple[float, Happening]) -> list[str]:
 
 
 def test_a_step_in_a_line() -> None:
-    """The line has loss, pace, workers, traffic, exchange, and the slowest worker."""
+    """The line has loss, pace, workers, traffic, exchange, waiting, and the slowest worker."""
     assert summary(made()) == (
         "loss 2.25  80 steps/s  workers 0,2  in 20.8 kB out 1.23 MB  exchange 7.25 ms  "
-        "reduce 0.25 ms  last worker 2, 3.5 ms behind"
+        "reduce 0.25 ms  worker 0 waited 4.5 ms  last worker 2, 3.5 ms behind"
     )
-    alone = made(steps_per_s=None, last=None, workers=(0,), bytes_in=999, bytes_out=10**16)
+    alone = made(
+        steps_per_s=None, last=None, workers=(0,), bytes_in=999, bytes_out=10**16, waits_ms={0: 0.0}
+    )
     said = "loss 2.25  workers 0  in 999 B out 1e+04 TB  exchange 7.25 ms  reduce 0.25 ms"
     assert summary(alone) == said
-    assert summary(made(exchange_ms=None, reduce_ms=None, last=None)).endswith("out 1.23 MB")
+    untimed = made(exchange_ms=None, reduce_ms=None, last=None, waits_ms={})
+    assert summary(untimed).endswith("out 1.23 MB")
     assert "in 1 MB out 0 B" in summary(made(bytes_in=999_600, bytes_out=0))
     slow = summary(made(steps_per_s=1234.5, exchange_ms=99_950.0, reduce_ms=0.0))
     assert "  1234 steps/s  " in slow

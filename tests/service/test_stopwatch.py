@@ -32,7 +32,7 @@ def test_a_step_is_timed() -> None:
     watch = Stopwatch(clock)
     watch.begin()
     clock.now += 0.5
-    watch.computed()
+    watch.computed(0)
     clock.now += 0.25
     watch.exchanged()
     clock.now += 0.25
@@ -84,3 +84,18 @@ def test_a_worker_that_takes_over_shards_delivers_later() -> None:
     assert watch.last() == Last(rank=0, behind_ms=1500.0)
     watch.begin()
     assert watch.last() is None
+
+
+def test_how_long_each_rank_waited() -> None:
+    """A rank waits from its last shard, or from the step's start, until all are computed."""
+    clock = Clock()
+    watch = Stopwatch(clock)
+    watch.begin()
+    assert watch.waits_ms([0, 1]) == {}
+    for rank, seconds in ((0, 1.0), (1, 2.0), (0, 0.5)):
+        clock.now += seconds
+        watch.computed(rank)
+    clock.now += 9.0
+    assert watch.waits_ms([0, 1, 2]) == {0: 0.0, 1: 500.0, 2: 3500.0}
+    watch.begin()
+    assert watch.waits_ms([0]) == {}

@@ -277,6 +277,8 @@ class CoordinatorEnd(End):
                 hands.save(step)
             case do.Stop():
                 hands.stop(effect)
+            case do.Dealt():
+                pass  # it is for those who are notified
             case do.Finish():
                 self._beside.forget()
                 return super()._one(effect, received)

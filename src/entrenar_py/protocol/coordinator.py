@@ -125,7 +125,7 @@ class Coordinator(Dealing):
         audit.disputed.update(ranks)
         rank = audit.another(self._witnesses(audit), step + shard)
         if rank is not None:
-            return self._ask(rank, shard)
+            return self._ask(rank, shard, now)
         reason = (
             f"workers {sorted(audit.disputed)} disagree on shard {shard} of step {step}, and "
             "nobody can say who is wrong: training halted before any update"
@@ -290,7 +290,7 @@ class Coordinator(Dealing):
             member.phase, member.welcomed = Phase.LOADING, now
         if waiting:
             return [do.Send(peer, self._welcome(member)) for peer, member in waiting.items()]
-        return self._hand_out(self._members()) if self._is_complete() else None
+        return self._hand_out(self._members(), now) if self._is_complete() else None
 
     def _is_complete(self) -> bool:
         """Return whether all workers that the step waits for are there, and none is loading."""
@@ -307,9 +307,9 @@ class Coordinator(Dealing):
         """Request the state from a worker of a mesh; return None while it is on its way."""
         raise AssertionError("the coordinator of a star has the state")
 
-    def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
+    def _hand_out(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
         self._begun, self.stage = True, Stage.COMPUTING
-        return self._deal(members)
+        return self._deal(members, now)
 
     def _throw_out(self, peer: Peer, reason: str, now: float) -> list[Effect]:
         """Close the connection of a peer that broke the protocol; tell a welcomed worker why.
@@ -333,9 +333,10 @@ class Coordinator(Dealing):
         effects: list[Effect] = [do.Close(peer, reason)]
         if member.phase in MEMBERS and self.stage is not Stage.OVER:
             effects.append(do.Left(member.in_rank(), self.step, reason))
+            self._pace.forget(member.in_rank())
             members = self._members()
             if members:
-                effects += self._replace(member, members)
+                effects += self._replace(member, members, now)
         return [*effects, *self._settle(now)]
 
     def _halt(self, stop: do.Stop) -> list[Effect]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, dataclass_transform
 
@@ -130,6 +130,14 @@ class Left(Effect):
     rank: int
     step: int
     reason: str
+
+
+class Dealt(Effect):
+    """From `step` on each rank gets `counts` shards: it takes `costs` seconds for one."""
+
+    step: int
+    counts: Mapping[int, int]
+    costs: Mapping[int, float]
 
 
 class Gather(Effect):

@@ -32,6 +32,8 @@ class Member:
     host: str = ""
     backend: str = ""
     address: str = ""  # where other workers of a mesh connect to it
+    num_computing: int = 0  # assignments whose Computed has not come
+    working_since: float = 0.0  # when it began the first of these
 
     def to_send(self) -> tuple[int, ...]:
         """Return the shards that others get if the worker leaves: `delivered` and `assigned`."""
@@ -41,6 +43,18 @@ class Member:
         """Return the rank of an admitted worker."""
         assert self.rank is not None
         return self.rank
+
+    def begin_work(self, now: float) -> None:
+        """Note that it gets one more assignment."""
+        if not self.num_computing:
+            self.working_since = now
+        self.num_computing += 1
+
+    def end_work(self, now: float) -> float:
+        """Note that it has computed an assignment; return the seconds that this took."""
+        seconds, self.working_since = now - self.working_since, now
+        self.num_computing -= 1
+        return seconds
 
     # --- a delivery -------------------------------------------------------------------------------
 

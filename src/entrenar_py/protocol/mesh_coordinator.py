@@ -36,6 +36,7 @@ class MeshCoordinator(Coordinator):
         super().__init__(run, secret=secret, timing=timing, now=now)
         self._round = 0
         self._group: list[Peer] = []  # the workers of this round
+        self._holders: dict[int, int] = {}  # shard -> rank, as the workers were told
         self._held = run.first_step  # the state before this step is here
         self._may_hold: set[int] = set()  # ranks lost since the step was handed out
         self._committed = False  # all were told to make the current step, then all were lost
@@ -57,6 +58,7 @@ class MeshCoordinator(Coordinator):
     def _computed(self, peer: Peer, member: Member, said: say.Computed, now: float) -> list[Effect]:
         self._require_step(said.step)
         member.require_assigned(said)
+        self._measure(member, said, now)
         member.delivered += member.assigned.pop(0)
         if not member.assigned:
             member.phase = Phase.READY
@@ -198,16 +200,17 @@ class MeshCoordinator(Coordinator):
         giver.phase = Phase.GIVING
         return [do.Send(peer, say.Fetch(step=self.step))]
 
-    def _hand_out(self, members: Mapping[Peer, Member]) -> list[Effect]:
+    def _hand_out(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
         self._may_hold.clear()
-        assigned = super()._hand_out(members)
-        return assigned if list(members) == self._group else [*self._regroup(members), *assigned]
+        assigned = super()._hand_out(members, now)
+        is_told = list(members) == self._group and _holders(members) == self._holders
+        return assigned if is_told else [*self._regroup(members), *assigned]
 
-    def _replace(self, lost: Member, members: Mapping[Peer, Member]) -> list[Effect]:
+    def _replace(self, lost: Member, members: Mapping[Peer, Member], now: float) -> list[Effect]:
         if self.stage is not Stage.COMPUTING:
             return []
         orphaned = [*lost.delivered, *(shard for shards in lost.assigned for shard in shards)]
-        assigned = self._assign(sorted(orphaned), members)
+        assigned = self._assign(sorted(orphaned), members, now)
         return [*self._regroup(members), *assigned]
 
     def _regroup(self, members: Mapping[Peer, Member]) -> list[Effect]:
@@ -219,12 +222,17 @@ class MeshCoordinator(Coordinator):
                 member.phase = Phase.READY
         addresses = {member.in_rank(): member.address for member in members.values()}
         ranks = sorted(addresses)
-        holders = {shard: m.in_rank() for m in members.values() for shard in m.to_send()}
+        self._holders = _holders(members)
         group = say.Group(
             step=self.step,
             round=self._round,
-            holders=tuple(holders[shard] for shard in range(self.run.num_shards)),
+            holders=tuple(self._holders[shard] for shard in range(self.run.num_shards)),
             ranks=tuple(ranks),
             addresses=tuple(addresses[rank] for rank in ranks),
         )
         return [do.Send(peer, group) for peer in members]
+
+
+def _holders(members: Mapping[Peer, Member]) -> dict[int, int]:
+    """Return the rank that has, or has delivered, each shard of the step."""
+    return {shard: one.in_rank() for one in members.values() for shard in one.to_send()}

@@ -19,7 +19,7 @@ from entrenar_py.protocol.phases import MESH_WORKER_MAY_HEAR
 from entrenar_py.protocol.phases import WorkerPhase as Phase
 from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.protocol.worker import Worker
-from entrenar_py.training import reduction, sharding
+from entrenar_py.training import reduction
 
 Exchanged: TypeAlias = say.TreeNode | say.Partial | say.Average
 IN_A_ROUND = (Phase.READY, Phase.COMPUTING, Phase.STAGED)
@@ -158,8 +158,6 @@ class MeshWorker(Worker):
         self._own.clear()
         if self._group is None:
             return []
-        runs = sharding.runs(range(len(self._holders)), self._group.ranks)
-        self._holders = [rank for rank, run in runs.items() for _ in run]
         return self._start_round()
 
     def _start_round(self) -> list[Effect]:

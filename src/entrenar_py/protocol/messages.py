@@ -249,9 +249,8 @@ class Group(Message):
     """Coordinator of a mesh: from `step` on `ranks` exchange blocks, at `addresses`.
 
     A new `round` begins when a worker joins, leaves or loses a link: messages of earlier rounds are
-    void, and all workers send their nodes again. `holders` has the rank of each shard of this step;
-    in later steps each of `ranks` has a run of adjacent shards. Worker number b mod n of the n
-    `ranks` averages block b.
+    void, and all workers send their nodes again. `holders` has the rank of each shard, in this step
+    and in later ones until the next Group. Worker number b mod n of the n `ranks` averages block b.
     """
 
     tag: ClassVar[int] = 30

@@ -16,6 +16,7 @@ from entrenar_py.protocol.audits import Audit, Verdict
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.member import Member
 from entrenar_py.protocol.messages import Assign, Computed, TreeNode
+from entrenar_py.protocol.pace import Counts, Pace, proportional
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.training import reduction, sharding
@@ -30,60 +31,81 @@ class Dealing(Attendance):
         self._missing: dict[int, set[int]] = {}  # block -> shards not yet delivered
         self._reducing: set[int] = set()  # blocks that are delivered, and not yet averaged
         self._audits: dict[int, Audit] = {}  # shard -> its audit, while that is open
+        self._pace = Pace()
 
     # --- assignment -------------------------------------------------------------------------------
 
-    def _deal(self, members: Mapping[Peer, Member]) -> list[Effect]:
+    def _deal(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
         """Assign all shards of the step, the audited ones to two workers each."""
         shards = range(self.run.num_shards)
         self._missing = {block: set(shards) for block in range(self.run.num_blocks)}
         self._audits = {shard: Audit() for shard in sorted(self.run.audited(self.step))}
-        assigned = self._assign(shards, members)
-        return [*assigned, *(effect for shard in self._audits for effect in self._pursue(shard))]
+        before, ranks = self._pace.counts, [member.in_rank() for member in members.values()]
+        counts = self._pace.deal(len(shards), ranks) if self.run.by_speed else None
+        dealt = [] if self._pace.counts == before else [self._dealt()]
+        assigned = [*dealt, *self._assign(shards, members, now, counts)]
+        pursued = [effect for shard in self._audits for effect in self._pursue(shard, now)]
+        return [*assigned, *pursued]
 
-    def _assign(self, shards: Sequence[int], members: Mapping[Peer, Member]) -> list[Effect]:
-        """Divide `shards` among `members`, adjacent ones to each, after what each has already."""
+    def _dealt(self) -> do.Dealt:
+        costs = self._pace.costs(self._pace.counts)
+        return do.Dealt(self.step, self._pace.counts, costs)
+
+    def _assign(
+        self,
+        shards: Sequence[int],
+        members: Mapping[Peer, Member],
+        now: float,
+        counts: Counts | None = None,
+    ) -> list[Effect]:
+        """Divide `shards` among `members`, adjacent ones to each, after what each has already.
+
+        Each gets as many as `counts` says, by default after its speed.
+        """
         peer_of = {member.in_rank(): peer for peer, member in members.items()}
+        if counts is None and self.run.by_speed:
+            counts = proportional(len(shards), self._pace.costs(peer_of))
         effects: list[Effect] = []
-        for rank, run in sharding.runs(shards, peer_of).items():
+        for rank, run in sharding.runs(shards, peer_of, counts).items():
             plain = tuple(shard for shard in run if shard not in self._audits)
             if plain:
-                effects += self._give(peer_of[rank], plain)
+                effects += self._give(peer_of[rank], plain, now)
             for shard in run:
                 if shard in self._audits:
-                    effects += self._ask(rank, shard)
+                    effects += self._ask(rank, shard, now)
         return effects
 
-    def _give(self, peer: Peer, shards: tuple[int, ...]) -> list[Effect]:
+    def _give(self, peer: Peer, shards: tuple[int, ...], now: float) -> list[Effect]:
         member = self.peers[peer]
+        member.begin_work(now)
         member.assigned.append(shards)
         member.phase = Phase.COMPUTING
         return [do.Send(peer, Assign(step=self.step, shards=shards))]
 
-    def _replace(self, lost: Member, members: Mapping[Peer, Member]) -> list[Effect]:
+    def _replace(self, lost: Member, members: Mapping[Peer, Member], now: float) -> list[Effect]:
         """Assign to `members` the shards that `lost` had not delivered, or that are void now."""
         for block, missing in self._missing.items():
             missing.update(lost.covered.get(block, ()), lost.delivered)
         orphaned = [shard for shard in lost.to_send() if shard not in self._audits]
         audited = [shard for shard, audit in self._audits.items() if audit.forget(lost.in_rank())]
-        assigned = self._assign(orphaned, members) if orphaned else []
-        return [*assigned, *(effect for shard in audited for effect in self._pursue(shard))]
+        assigned = self._assign(orphaned, members, now) if orphaned else []
+        return [*assigned, *(effect for shard in audited for effect in self._pursue(shard, now))]
 
     # --- audits -----------------------------------------------------------------------------------
 
-    def _ask(self, rank: int, shard: int) -> list[Effect]:
+    def _ask(self, rank: int, shard: int, now: float) -> list[Effect]:
         """Assign an audited shard to `rank`; the message does not show that it is audited."""
         self._audits[shard].asked.append(rank)
-        return self._give(self._ranks()[rank], (shard,))
+        return self._give(self._ranks()[rank], (shard,), now)
 
-    def _pursue(self, shard: int) -> list[Effect]:
+    def _pursue(self, shard: int, now: float) -> list[Effect]:
         """Have two workers (or the only one) compute an audited shard, then compare the copies."""
         audit, effects = self._audits[shard], list[Effect]()
         while len(audit.asked) + len(audit.copies) < 2:
             rank = audit.second(self._witnesses(audit), self.step + shard)
             if rank is None:
                 break
-            effects += self._ask(rank, shard)
+            effects += self._ask(rank, shard, now)
         return effects if audit.asked else [*effects, do.Compare(self.step, shard)]
 
     def _witnesses(self, audit: Audit) -> list[int]:
@@ -118,6 +140,7 @@ class Dealing(Attendance):
     def _computed(self, peer: Peer, member: Member, message: Computed, now: float) -> list[Effect]:
         self._require_step(message.step)
         member.begin_delivery(message)
+        self._measure(member, message, now)
         rank = member.in_rank()
         return [do.Keep(rank, message) if self._copied(member) is None else do.Copy(rank, message)]
 
@@ -127,23 +150,27 @@ class Dealing(Attendance):
         member.take(node, under, self.run.num_blocks)
         if (shard := self._copied(member)) is not None:
             copy = do.Copy(member.in_rank(), node)
-            return [copy, *self._end_copy(member, shard)] if member.is_whole(0) else [copy]
+            return [copy, *self._end_copy(member, shard, now)] if member.is_whole(0) else [copy]
         effects = self._count(member, node, under)
         if member.is_whole(0):
             member.delivered += member.end_delivery()
             effects += self._keep_whole(member)
         return [*effects, *self._reduce(node.block)]
 
+    def _measure(self, member: Member, message: Computed, now: float) -> None:
+        seconds = member.end_work(now)
+        self._pace.computed(member.in_rank(), len(message.shards), seconds)
+
     def _copied(self, member: Member) -> int | None:
         """Return the audited shard that `member` is delivering a copy of; None if not audited."""
         shard = member.assigned[0][0]
         return shard if shard in self._audits else None
 
-    def _end_copy(self, member: Member, shard: int) -> list[Effect]:
+    def _end_copy(self, member: Member, shard: int, now: float) -> list[Effect]:
         member.end_delivery()
         rank = member.in_rank()
         self._audits[shard].end_copy(rank)
-        return [do.EndCopy(rank, shard), *self._pursue(shard)]
+        return [do.EndCopy(rank, shard), *self._pursue(shard, now)]
 
     def _count(self, member: Member, node: TreeNode, under: range) -> list[Effect]:
         """Count the shards of a node as delivered, unless its block was complete already."""

@@ -42,6 +42,7 @@ class Run:
     `num_blocks` parts. A checkpoint is written before each step in `saves`. `resumed`: the run
     started from a checkpoint. `audited(step)` returns shards that a second worker computes, too.
     `server_updates`: the coordinator makes the steps and sends new weights in place of averages.
+    `by_speed`: a worker gets shards in proportion to its measured speed, else all get equally many.
     """
 
     terms: Terms
@@ -56,6 +57,7 @@ class Run:
     saves: Collection[int] = ()
     audited: Callable[[int], Collection[int]] = _none
     server_updates: bool = False
+    by_speed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

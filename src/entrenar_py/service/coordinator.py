@@ -165,7 +165,7 @@ def _run_of(settings: Config, host: Host, first: int, *, resume: bool) -> Run:
         saves = {*range(first, scenario.num_steps, settings.checkpoint.every_steps)} - {first}
         saves.add(scenario.num_steps)
     run = host.server.run_between(first, scenario.num_steps)
-    return replace(run, resumed=resume, num_awaited=settings.wait_for, saves=saves)
+    return replace(run, resumed=resume, num_awaited=settings.wait_for, saves=saves, by_speed=True)
 
 
 def _open_ledger(settings: Config, host: Host, *, resume: bool) -> None:

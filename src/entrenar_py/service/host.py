@@ -23,6 +23,8 @@ from entrenar_py.systems.star.server import Server
 from entrenar_py.trace.writer import Standing, Writer
 from entrenar_py.training.tensors import Workload
 
+UNLIKE = 1.25  # workers are, if one takes so many times longer for a shard than another
+SHARDS_A_WORKER = 2  # fewer can't be dealt in proportion to speeds
 Traffic = Callable[[], tuple[int, int]]
 
 
@@ -66,6 +68,7 @@ class Host:
         self._held_step = 0  # the coordinator holds the state before this step
         self._made_step = -1  # the last step that listeners were told of
         self._saved: int | None = None  # the last checkpoint holds the state before this step
+        self._has_warned = False  # that there are too few shards for unlike workers
         self._told = (0, 0)  # the traffic at the last step that listeners were told of
 
     # --- what the protocol wants done -------------------------------------------------------------
@@ -91,6 +94,8 @@ class Host:
                 self._tell_made(step, loss=self.server.average_held().loss)
             case do.Send(_, Commit()):
                 self._watch.exchanged()
+            case do.Dealt():
+                self._dealt(effect)
             case do.Stop(_, _, reason):
                 self._write()
                 self.note("halted", reason)
@@ -98,7 +103,7 @@ class Host:
     def _kept(self, rank: int, message: Message) -> None:
         """Record when a gradient was computed and delivered, and each step that a mesh made."""
         if isinstance(message, Computed):
-            self._watch.computed()
+            self._watch.computed(rank)
             if not self._in_star:  # a mesh's gradients don't pass the coordinator
                 self._watch.delivered(rank)
         elif isinstance(message, TreeNode):
@@ -109,6 +114,26 @@ class Host:
             loss = worker_records.loss_in(self.server.recorder.of(trace.Update))
             assert loss is not None, "a star's step was told before, a mesh's loss was required"
             self._tell_made(message.step, loss=loss)
+
+    def _dealt(self, dealt: do.Dealt) -> None:
+        """Say how many shards each worker gets, if their speeds were measured and differ."""
+        slowest, fastest = max(dealt.costs.values()), min(dealt.costs.values())
+        if slowest < UNLIKE * fastest:
+            return
+        parts = [
+            f"{count} to worker {rank} ({1e3 * dealt.costs[rank]:.3g} ms each)"
+            for rank, count in dealt.counts.items()
+        ]
+        self.note("dealt", f"shards from step {dealt.step} on: {', '.join(parts)}")
+        num_shards, num_workers = self.scenario.num_shards, len(dealt.counts)
+        least = SHARDS_A_WORKER * num_workers
+        if num_shards < least and not self._has_warned:
+            self._has_warned = True
+            self.note(
+                "few_shards",
+                f"num_shards={num_shards} for {num_workers} workers of unlike speed: the slow ones "
+                f"hold up the others; use {least} or more in the next run",
+            )
 
     def save(self, step: int) -> None:
         """Write the ledger, and then the checkpoint, if one is configured.
@@ -210,6 +235,7 @@ class Host:
                 bytes_in=self._told[0] - before[0],
                 bytes_out=self._told[1] - before[1],
                 last=self._watch.last(),
+                waits_ms=self._watch.waits_ms(sorted(self.server.present)),
             )
         )
 

@@ -101,6 +101,10 @@ def summary(step: StepMade) -> str:
         parts.append(f"exchange {_digits(step.exchange_ms)} ms")
     if step.reduce_ms is not None:
         parts.append(f"reduce {_digits(step.reduce_ms)} ms")
+    longest = max(step.waits_ms, key=step.waits_ms.__getitem__, default=None)
+    if longest is not None and len(step.waits_ms) > 1:
+        waited_ms = step.waits_ms[longest]
+        parts.append(f"worker {longest} waited {_digits(waited_ms)} ms")
     if step.last is not None:
         parts.append(f"last worker {step.last.rank}, {_digits(step.last.behind_ms)} ms behind")
     return "  ".join(parts)

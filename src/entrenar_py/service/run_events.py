@@ -23,7 +23,8 @@ class StepMade:
     last shard computed until all workers hold the average, `reduce_ms` the part in which the
     coordinator adds and averages (None in a mesh, whose workers do that). `steps_per_s` is over the
     last few steps, None after the first. `bytes_in` and `bytes_out` are the coordinator's traffic
-    since the step before. `last` is None if fewer than two workers delivered.
+    since the step before. `last` is None if fewer than two workers delivered. `waits_ms` says how
+    long each rank waited for others to compute their shards.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepMade:
     bytes_in: int
     bytes_out: int
     last: Last | None
+    waits_ms: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from entrenar_py.service.run_events import Last
@@ -29,23 +29,24 @@ class Stopwatch:
         self._began = clock()
         self._made: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
         self._delivered: dict[int, float] = {}  # rank -> time of its last delivery
-        self._computed: float | None = None  # time when the last shards were computed
+        self._computed: dict[int, float] = {}  # rank -> time when its last shards were computed
         self._exchange_s: float | None = None
 
     def begin(self) -> None:
         """Note that a step begins, or begins again."""
         self._began = self._clock()
         self._delivered.clear()
-        self._computed = self._exchange_s = None
+        self._computed.clear()
+        self._exchange_s = None
 
-    def computed(self) -> None:
-        """Note that a worker has computed its shards and will deliver them."""
-        self._computed = self._clock()
+    def computed(self, rank: int) -> None:
+        """Note that `rank` has computed shards and will deliver them."""
+        self._computed[rank] = self._clock()
 
     def exchanged(self) -> None:
         """Note that all workers hold the average. Only the first call in a step counts."""
-        if self._computed is not None and self._exchange_s is None:
-            self._exchange_s = self._clock() - self._computed
+        if self._computed and self._exchange_s is None:
+            self._exchange_s = self._clock() - max(self._computed.values())
 
     def delivered(self, rank: int) -> None:
         """Note that `rank` has delivered shards."""
@@ -71,3 +72,13 @@ class Stopwatch:
         rank = max(self._delivered, key=self._delivered.__getitem__)
         behind = self._delivered[rank] - statistics.median(self._delivered.values())
         return Last(rank=rank, behind_ms=1e3 * behind)
+
+    def waits_ms(self, ranks: Iterable[int]) -> dict[int, float]:
+        """Return how long each of `ranks` has waited in this step until all shards were computed.
+
+        A rank without a shard has waited since the step began. Empty if no shard was computed.
+        """
+        last = max(self._computed.values(), default=None)
+        if last is None:
+            return {}
+        return {rank: 1e3 * (last - self._computed.get(rank, self._began)) for rank in ranks}

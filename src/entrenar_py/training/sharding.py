@@ -6,9 +6,9 @@ set, the epoch's order and the position.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 
@@ -54,6 +54,16 @@ def cut(ids: Ids, num_parts: int) -> list[Ids]:
     return [ids[start:end] for start, end in pairwise(ends)]
 
 
-def runs(shards: Sequence[int], ranks: Collection[int]) -> dict[int, Sequence[int]]:
-    """Return the consecutive `shards` that each of `ranks` computes, in rank order."""
-    return dict(zip(sorted(ranks), cut(shards, len(ranks)), strict=True))
+def runs(
+    shards: Sequence[int], ranks: Collection[int], counts: Mapping[int, int] | None = None
+) -> dict[int, Sequence[int]]:
+    """Return the consecutive `shards` that each of `ranks` computes, in rank order.
+
+    With `counts` each gets so many, else all get equally many.
+    """
+    if counts is None:
+        return dict(zip(sorted(ranks), cut(shards, len(ranks)), strict=True))
+    left, shared = iter(shards), dict[int, Sequence[int]]()
+    for rank in sorted(ranks):
+        shared[rank] = tuple(islice(left, counts[rank]))
+    return shared
