@@ -134,6 +134,21 @@ workers: yes
             "<= num_shards",
         ),
         (
+            SMALL + "strategy: ddp\nworkers: 2\n",
+            "6:10: error: strategy: ddp does not read workers; leave it out, and give torchrun "
+            "--nproc_per_node",
+        ),
+        (
+            SMALL + "strategy: fsdp\nmethod: qlora\n",
+            "5:11: error: strategy: fsdp with method: qlora: quantised weights can't be cut; use "
+            "ddp or ddp_canonical",
+        ),
+        (
+            SMALL + "strategy: ddp_canonical\ntraining: {num_shards: 3}\n",
+            "6:24: error: num_shards=3 with strategy: ddp_canonical: ranks share a tree evenly; "
+            "use 1, 2, 4, 8 ...",
+        ),
+        (
             SMALL + "training: {learning_rate: .nan}\n",
             "5:27: error: training: learning_rate=nan: use a number > 0",
         ),

@@ -104,7 +104,7 @@ def test_a_models_gradients_are_those_of_all_its_logits(
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     given: Any = {"drop": dropout.none, "scale": 0.5}
     loss, gradients = workload.gradients(tensors, [0, 1, 2, 3], **given)
-    objective: Any = workload._objective
+    objective: Any = workload.objective
     objective._head = [None]
     full_loss, full_gradients = workload.gradients(tensors, [0, 1, 2, 3], **given)
     within = 1e-5 if precision == "float32" else 2e-2

@@ -9,11 +9,15 @@ from typing import Any, cast
 
 import torch
 
+from entrenar_py.errors import UsageError
 from entrenar_py.finetune import folder, settings_file
 from entrenar_py.training.tensors import Array
+from entrenar_py.tuning import evaluation
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.workload import Finetuning
+from entrenar_py.untrusted import printing
 
+_CPU = torch.device("cpu")
 SETTINGS = "run.json"  # in the output folder: the settings, for later commands
 MARKS = ("config.json", "adapter_config.json")  # without them nobody loads the weights
 _ADVICE = "make room or give access, and export it with --resume"
@@ -39,3 +43,34 @@ def write(prepared: Prepared, workload: Finetuning, tensors: Mapping[str, Array]
         prepared.tokenizer.save_pretrained(partial)
         (partial / SETTINGS).write_text(record + "\n", encoding="utf-8")
     return output
+
+
+def make_folder(output: Path) -> Path:
+    """Make the output folder and return it. Raises UsageError if that can't be done."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"output={output}: can't be made ({error.strerror})") from error
+    return output
+
+
+def finish(
+    prepared: Prepared,
+    workload: Finetuning,
+    tensors: Mapping[str, Array],
+    *,
+    device: torch.device = _CPU,
+) -> None:
+    """Write what was trained to the output folder, and say how it does on the validation rows.
+
+    They are evaluated on `device`.
+    """
+    printing.say(f"written to {write(prepared, workload, tensors)}")
+    if prepared.validation is not None:
+        labels = prepared.settings.classes.labels
+        module = workload.module.to(device)
+        found = evaluation.scores(
+            module, prepared.validation, labels=labels, pad_token=prepared.pad_token
+        )
+        for line in found.lines():
+            printing.say(f"validation: {line}")

@@ -7,7 +7,7 @@ import json
 import secrets
 import signal
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -22,11 +22,7 @@ from entrenar_py.service import coordinator
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Checkpoint, Config
 from entrenar_py.service.coordinator import Task
-from entrenar_py.training.tensors import Array
-from entrenar_py.tuning import evaluation
 from entrenar_py.tuning import prepared as preparing
-from entrenar_py.tuning.prepared import Prepared
-from entrenar_py.tuning.workload import Finetuning
 from entrenar_py.untrusted import printing
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -44,6 +40,11 @@ def train(path: Path, *, resume: bool, names: Sequence[str] = ("cpu",)) -> int:
     BackendUnavailable for a device that is missing or does not start.
     """
     settings = settings_file.load(path)
+    if settings.strategy is not None:
+        raise UsageError(
+            f"{path}: strategy={settings.strategy} is for ranks of torchrun: start torchrun "
+            f"--nproc_per_node=N -m entrenar_py.finetune {path}, or leave strategy out"
+        )
     settings = replace(settings, workers=max(settings.workers, len(names)))
     devices = _opened(names)
     prepared = preparing.prepare(settings)
@@ -52,7 +53,7 @@ def train(path: Path, *, resume: bool, names: Sequence[str] = ("cpu",)) -> int:
             skipped = f", {len(found.skipped)} skipped" if found.skipped else ""
             printing.say(f"{what}: {len(found)} samples{skipped}")
     workload = prepared.workload()
-    output = _output(settings.output)
+    output = export.make_folder(settings.output)
     config = Config(
         scenario=preparing.scenario(settings, workload),
         listen=LOOPBACK,
@@ -73,7 +74,7 @@ def train(path: Path, *, resume: bool, names: Sequence[str] = ("cpu",)) -> int:
         task = Task(
             workload=workload,
             listening=workers.start,
-            completed=partial(_export, prepared, workload),
+            completed=partial(export.finish, prepared, workload),
         )
         return coordinator.serve(config, task, resume=resume)
 
@@ -81,14 +82,6 @@ def train(path: Path, *, resume: bool, names: Sequence[str] = ("cpu",)) -> int:
 def _opened(names: Sequence[str]) -> dict[str, str]:
     """Return the device of each backend, opened once here so that a missing one ends the run."""
     return {name: backends.open_backend(name).device for name in dict.fromkeys(names)}
-
-
-def _output(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"output={folder}: can't be made ({error.strerror})") from error
-    return folder
 
 
 class _Workers:
@@ -137,16 +130,3 @@ class _Workers:
             if self._deaths[rank] < DEATHS_MAX:
                 self._begin(rank)
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
-
-
-def _export(prepared: Prepared, workload: Finetuning, tensors: Mapping[str, Array]) -> None:
-    """Write what was trained to the output folder."""
-    folder = export.write(prepared, workload, tensors)
-    printing.say(f"written to {folder}")
-    if prepared.validation is not None:
-        labels = prepared.settings.classes.labels
-        found = evaluation.scores(
-            workload.module, prepared.validation, labels=labels, pad_token=prepared.pad_token
-        )
-        for line in found.lines():
-            printing.say(f"validation: {line}")

@@ -190,11 +190,36 @@ class _Conflicts:
                 "would have no row; use num_shards <= batch_size",
                 *("training", "num_shards"),
             )
+        self._of_strategy()
         if settings.workers > training.num_shards:
             self._error(
                 f"workers={settings.workers} with num_shards={training.num_shards}: a worker would "
                 "have no shard; use workers <= num_shards",
                 "workers",
+            )
+
+    def _of_strategy(self) -> None:
+        """Report keys that a strategy would not read, or can't do."""
+        strategy, num_shards = self._settings.strategy, self._settings.training.num_shards
+        if strategy is None:
+            return
+        if "workers" in self._root.fields:
+            self._error(
+                f"strategy: {strategy} does not read workers; leave it out, and give torchrun "
+                "--nproc_per_node",
+                "workers",
+            )
+        if self._settings.method == "qlora" and not strategy.startswith("ddp"):
+            self._error(
+                f"strategy: {strategy} with method: qlora: quantised weights can't be cut; use ddp "
+                "or ddp_canonical",
+                "strategy",
+            )
+        if strategy == "ddp_canonical" and num_shards & (num_shards - 1):
+            self._error(
+                f"num_shards={num_shards} with strategy: ddp_canonical: ranks share a tree evenly; "
+                "use 1, 2, 4, 8 ...",
+                *("training", "num_shards"),
             )
 
     def _unread(self) -> None:

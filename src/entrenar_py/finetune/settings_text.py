@@ -69,9 +69,10 @@ def _schema_of(field: Field) -> dict[str, Any]:
     one = schema(field.kind) if field.is_section else dict(_JSON[field.kind])
     if field.is_optional:
         one["type"] = [one["type"], "null"]
+    choices = [*field.key.choices, *([None] if field.is_optional else [])]
     bounds = {
         "description": field.key.meaning,
-        "enum": list(field.key.choices) or None,
+        "enum": choices if field.key.choices else None,
         "minimum": field.key.least,
         "maximum": field.key.most,
         "exclusiveMinimum": field.key.above,

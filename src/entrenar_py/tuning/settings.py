@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple
 TASKS = ("instruct", "classify", "text")
 METHODS = ("lora", "qlora", "full")
 PRECISIONS = ("float32", "bfloat16")
+STRATEGIES = ("ddp", "ddp_canonical", "fsdp")
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 
@@ -123,6 +124,10 @@ class Settings:
             choices=PRECISIONS,
         ),
     ] = "float32"
+    strategy: Annotated[
+        str | None,
+        Key("how alike GPUs share the work: for ranks that torchrun starts", choices=STRATEGIES),
+    ] = None
     workers: Annotated[int, Key("processes that compute on this machine", least=1, most=2**10)] = 1
     seed: Annotated[int, Key("where all random numbers come from", least=0, most=2**63 - 1)] = 0
     checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -75,7 +76,8 @@ class Finetuning(Workload):
     ) -> None:
         """With `class_weights` the classes are learned, without them the next tokens.
 
-        `products` is the format in which the model's products are computed.
+        `products` is the format in which the model's products are computed. The module `objective`
+        returns the summed loss of what `batch` returns.
         """
         self.module = module
         self.specs = tuple(
@@ -95,8 +97,8 @@ class Finetuning(Workload):
         self._device = torch.device("cpu")
         self._products = products
         with precision.applied(products, self._device):
-            self._objective = _Classes(module, class_weights) if class_weights else _Tokens(module)
-        self._objective.train()
+            self.objective = _Classes(module, class_weights) if class_weights else _Tokens(module)
+        self.objective.train()
 
     @property
     def constants(self) -> Tensors:
@@ -133,15 +135,20 @@ class Finetuning(Workload):
     ) -> Tensor:
         device = next(iter(tensors.values())).device
         if device != self._device:
-            self.module.to(device)
+            self.objective.to(device)
             self._device = device
-        given = tuple(one.to(device) for one in batch)
         if isinstance(drop, Dropout):  # all that the model draws follows from seed, step and shard
             torch.manual_seed(drop.seed())
         named = {f"module.{name}": tensor for name, tensor in tensors.items()}
+        return self.loss(partial(functional_call, self.objective, named), batch, device)
+
+    def loss(
+        self, objective: Callable[[tuple[Tensor, ...]], Tensor], batch: Batch, device: torch.device
+    ) -> Tensor:
+        """Return the summed loss of `batch`, 0-d, of the objective that is called with it."""
+        given = tuple(one.to(device) for one in batch)
         with precision.applied(self._products, device):
-            loss: Tensor = functional_call(self._objective, named, given)
-        return loss
+            return objective(given)
 
 
 class _Classes(nn.Module):

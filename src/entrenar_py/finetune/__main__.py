@@ -1,0 +1,56 @@
+"""The module that torchrun runs: `torchrun --nproc_per_node=N -m entrenar_py.finetune run.yaml`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, UsageError
+from entrenar_py.service import exit_codes
+from entrenar_py.untrusted import printing
+
+PROG = "entrenar_py.finetune"
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str], init_method: str = "env://") -> int:
+    """Train as the rank that `environment` names; return the exit code. Only rank 0 prints."""
+    given = _parser().parse_args(argv)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what is meant so
+    is_first = environment.get("RANK", "0") == "0"
+    try:
+        from entrenar_py.finetune.strategies import launch  # brings torch
+
+        here = launch.world(environment)
+        with launch.joined(here, init_method):
+            return launch.train(given.config, here, resume=given.resume)
+    except EntrenarError as error:
+        if is_first:
+            _tell(error)
+        is_invalid = isinstance(error, ContractError | UsageError | CheckpointError)
+        return exit_codes.INVALID if is_invalid else exit_codes.FAILED
+
+
+def _tell(error: EntrenarError) -> None:
+    if isinstance(error, ContractError):  # its lines start with file:line:column
+        printing.warn_lines(str(error))
+    else:
+        printing.warn(f"entrenar: {error}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"torchrun ... -m {PROG}",
+        description="Fine-tune by ranks that torchrun starts; the configuration has a strategy.",
+    )
+    parser.add_argument("config", type=Path, metavar="RUN.yaml", help="the configuration")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint in the output folder"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))

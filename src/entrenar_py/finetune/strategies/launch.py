@@ -1,0 +1,153 @@
+"""One rank of a run that torchrun has started: from the configuration to the output folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from entrenar_py.errors import BackendUnavailable, UsageError
+from entrenar_py.finetune import export, settings_file
+from entrenar_py.finetune.strategies import table
+from entrenar_py.finetune.strategies.agreement import together
+from entrenar_py.finetune.strategies.record import Record, State
+from entrenar_py.finetune.strategies.step import Shards
+from entrenar_py.finetune.strategies.training_loop import Ended, Loop
+from entrenar_py.scenario import Scenario
+from entrenar_py.service import exit_codes
+from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.settings import Settings
+from entrenar_py.tuning.workload import Finetuning
+
+_EXAMPLE = "torchrun --nproc_per_node=2 -m entrenar_py.finetune run.yaml"
+_TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may read a large model for long
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process's place among those that torchrun started."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+
+def world(environment: Mapping[str, str]) -> World:
+    """Return the place that torchrun gave this process in its environment.
+
+    Raises UsageError without torchrun, and BackendUnavailable if there are too few GPUs.
+    """
+    if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= environment.keys():
+        raise UsageError(
+            f"entrenar_py.finetune is started by torchrun, as in {_EXAMPLE}; without torchrun, use "
+            "entrenar finetune run.yaml"
+        )
+    rank, local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
+    device = torch.device("cpu")
+    if count := torch.cuda.device_count():
+        on_host = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
+        if on_host > count:
+            raise BackendUnavailable(
+                f"--nproc_per_node={on_host}: ranks need a GPU each, this machine has {count}; use "
+                f"--nproc_per_node={count}, or CUDA_VISIBLE_DEVICES= for CPUs"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    size = int(environment["WORLD_SIZE"])
+    return World(rank=rank, local_rank=local_rank, size=size, device=device)
+
+
+@contextmanager
+def joined(here: World, init_method: str = "env://") -> Iterator[None]:
+    """Join the process group of all ranks: NCCL with GPUs, else gloo."""
+    dist.init_process_group(
+        "nccl" if here.device.type == "cuda" else "gloo",
+        init_method=init_method,
+        rank=here.rank,
+        world_size=here.size,
+        timeout=_TIMEOUT,
+        device_id=here.device if here.device.type == "cuda" else None,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def train(path: Path, here: World, *, resume: bool) -> int:
+    """Train as one rank, in the process group of all; return the exit code, the same on all.
+
+    Raises, on all ranks the same, ContractError, UsageError or CheckpointError for a problem found
+    before the run begins.
+    """
+    if here.device.type == "cpu":
+        torch.set_num_threads(1)  # how a sum is split over threads is part of its order
+    settings = together(lambda: _settings(path))
+    prepared = _prepare(settings, here)
+    workload = together(prepared.workload)
+    scenario = together(lambda: _scenario(settings, workload, here))
+    ended = _run(settings, workload, scenario, here, resume=resume)
+    if ended.status == "completed" and here.rank == 0:
+        del workload  # its model is cut; the output is written from a whole one
+        export.finish(prepared, prepared.workload(), ended.tensors, device=here.device)
+    dist.barrier()
+    return exit_codes.OF_FINISH[ended.status]
+
+
+def _settings(path: Path) -> Settings:
+    settings = settings_file.load(path)
+    if settings.strategy is None:
+        raise UsageError(
+            f"{path}: strategy is missing, which ranks of torchrun need; add one of "
+            f"{', '.join(table.STRATEGIES)}, or use entrenar finetune without torchrun"
+        )
+    return settings
+
+
+def _prepare(settings: Settings, here: World) -> Prepared:
+    """Read the rows, first on one rank of each host: the others find them in the cache."""
+    first = together(lambda: preparing.prepare(settings) if here.local_rank == 0 else None)
+    return together(lambda: first or preparing.prepare(settings))
+
+
+def _scenario(settings: Settings, workload: Finetuning, here: World) -> Scenario:
+    found = preparing.scenario(settings, workload)
+    assert settings.strategy is not None, "it was required"
+    table.require_possible(settings.strategy, workload, found, here.size)
+    return found.with_(
+        system=settings.strategy,
+        world_size=here.size,
+        backends=("cuda" if here.device.type == "cuda" else "cpu",),
+    )
+
+
+def _run(
+    settings: Settings, workload: Finetuning, scenario: Scenario, here: World, *, resume: bool
+) -> Ended:
+    with ExitStack() as stack:
+        record = Record(settings.output, scenario, workload.specs) if here.rank == 0 else None
+        if record is not None:
+            stack.enter_context(closing(record))
+
+        def opened() -> State | None:
+            return None if record is None else _opened(record, settings.output, resume=resume)
+
+        state = together(opened)
+        resumes = [state is not None]
+        dist.broadcast_object_list(resumes, 0)
+        shards = Shards(workload, scenario, here.device)
+        strategy = together(lambda: table.STRATEGIES[scenario.system](shards))
+        loop = Loop(strategy, shards, record, save_every=settings.checkpoint_every)
+        return loop.run(state, resumes=resumes[0])
+
+
+def _opened(record: Record, folder: Path, *, resume: bool) -> State | None:
+    export.make_folder(folder)
+    return record.open(resume=resume)

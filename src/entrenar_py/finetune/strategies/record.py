@@ -1,0 +1,315 @@
+"""The record of a run over torch.distributed, kept by rank 0: ledger, metrics, checkpoints.
+
+The files are those of the reference trainer. The ledger has the samples and losses of each shard,
+and each step's loss, rate and norms; digests of the weights are in it wherever it was saved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entrenar_py import trace
+from entrenar_py.cli import console
+from entrenar_py.errors import CheckpointError, SystemFailure, UsageError
+from entrenar_py.finetune.strategies.step import Step
+from entrenar_py.finetune.strategies.strategy import Arrays
+from entrenar_py.scenario import Scenario
+from entrenar_py.service import file_locks, ledger_continuity, progress
+from entrenar_py.service.metrics import Metrics
+from entrenar_py.service.run_events import Happening, Listener, Noted, StepMade
+from entrenar_py.service.stopwatch import Stopwatch
+from entrenar_py.systems import environment
+from entrenar_py.trace import writer
+from entrenar_py.trace.writer import Standing
+from entrenar_py.training import checkpoint, layout, optimizer, sharding
+from entrenar_py.training.tensors import TensorSpec
+from entrenar_py.untrusted import printing
+
+CHECKPOINT, LEDGER, METRICS = "state.checkpoint", "ledger.jsonl", "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """A training between two steps: whole tensors by name, and AdamW's moments like them."""
+
+    step: int
+    position: sharding.Position
+    tensors: Arrays
+    moments: Mapping[str, Arrays]
+
+    @property
+    def progress(self) -> dict[str, int]:
+        """The position in the data and the schedule, as a checkpoint has it."""
+        epoch, offset = self.position.epoch, self.position.offset
+        return {"step": self.step, "schedule_step": self.step, "epoch": epoch, "offset": offset}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A step that was made: each shard's summed loss and the numbers of its update."""
+
+    losses: Sequence[float]
+    weights: Sequence[float]
+    rate: float
+    norm: float
+    applied_norm: float
+
+
+class Record:
+    """The files of one run in `folder`. Use it as a context: they are locked until its end."""
+
+    def __init__(self, folder: Path, scenario: Scenario, specs: tuple[TensorSpec, ...]) -> None:
+        self._folder, self._scenario = folder, scenario
+        self._layout = layout.Layout(specs)
+        self._stack = ExitStack()
+        self._listeners: list[Listener] = []
+        self._ledger: writer.Writer | None = None
+        self._since: trace.Gap | None = None
+        self._standing = Standing(is_new=True)
+        self._watch = Stopwatch(time.monotonic)
+
+    # --- its beginning ----------------------------------------------------------------------------
+
+    def open(self, *, resume: bool) -> State | None:
+        """Lock and open all files; return the state to go on from, None at the beginning.
+
+        Raises UsageError for a file that can't be used, or that an earlier run left there, and
+        CheckpointError for a checkpoint that does not fit.
+        """
+        self._claim()
+        path, state = self._folder / CHECKPOINT, None
+        if path.exists() and not resume:
+            raise UsageError(
+                f"checkpoint {path}: it is there already; go on with --resume, or give another "
+                "output"
+            )
+        if path.exists():
+            state = self._load(path)
+        self._open_ledger(resume=resume)
+        metrics = Metrics(self._folder / METRICS)
+        self._stack.callback(metrics.close)
+        shown = console.standard_output(color=True)
+        num_steps = self._scenario.num_steps
+        live = self._stack.enter_context(progress.opened(shown, num_steps=num_steps))
+        self._listeners = [live, metrics]
+        return state
+
+    def close(self) -> None:
+        """Close and unlock all files."""
+        self._stack.close()
+
+    def _claim(self) -> None:
+        for name, what in ((CHECKPOINT, "checkpoint"), (LEDGER, "ledger")):
+            path = self._folder / name
+            self._stack.enter_context(
+                file_locks.claimed(path, what, warn=lambda text: printing.warn(f"entrenar: {text}"))
+            )
+        file_locks.require_writable(self._folder / CHECKPOINT)
+
+    def _load(self, path: Path) -> State:
+        arrays, stored = checkpoint.load(path, bytes_max=checkpoint.bytes_max(self._expected()))
+        self._require_own(path, stored)
+        most = self._scenario.num_steps
+        limits = {"step": most, "epoch": most, "offset": self._scenario.num_samples}
+        expected = self._expected()
+        checkpoint.require_fitting(path, arrays, stored, expected=expected, limits=limits)
+        self._since = ledger_continuity.since(stored, path)
+        moments = checkpoint.group_of(arrays, "optimizer")
+        return State(
+            step=stored["step"],
+            position=sharding.Position(stored["epoch"], stored["offset"]),
+            tensors=checkpoint.group_of(arrays, "tensors"),
+            moments={name: self._unflat(moments[name]) for name in ("exp_avg", "exp_avg_sq")},
+        )
+
+    def _expected(self) -> Arrays:
+        tensors = {spec.name: np.empty(spec.shape, np.float32) for spec in self._layout.specs}
+        moments = optimizer.initial_state("adamw", self._layout.num_trainable)
+        return checkpoint.as_arrays(tensors=tensors, optimizer=moments)
+
+    def _require_own(self, path: Path, stored: Mapping[str, Any]) -> None:
+        theirs, ours = stored.get("scenario"), self._scenario.to_dict()
+        theirs = theirs if isinstance(theirs, dict) else {}
+        for name in (*ours, *theirs):
+            if theirs.get(name) != ours.get(name):
+                raise CheckpointError(
+                    f"checkpoint {path}: it was saved by a run with {name}={theirs.get(name)!r}, "
+                    f"this one has {name}={ours.get(name)!r}; go on with the configuration and the "
+                    "number of ranks that it was made by, or give another output"
+                )
+
+    def _open_ledger(self, *, resume: bool) -> None:
+        path = self._folder / LEDGER
+        head = trace.Trace(
+            scenario=self._scenario, environment=environment.describe(), promises=(), events=()
+        )
+        if resume:
+            self._ledger, self._standing = writer.reopen(path, head, since=self._since)
+        else:
+            self._ledger = writer.create(path, head)
+        self._stack.callback(self._ledger.close)
+
+    # --- its steps --------------------------------------------------------------------------------
+
+    def begin(self, state: State) -> None:
+        """Record the state that all ranks start from."""
+        if self._since is not None and self._standing.is_new:
+            self._write(self._since)
+        self._watch.begin()
+        names = tuple(spec.name for spec in self._layout.specs)
+        decayed = tuple(spec.name for spec in self._layout.specs if spec.decayed)
+        self._write(
+            trace.Start(
+                step=state.step,
+                rank=0,
+                trainable=names,
+                decayed=decayed,
+                progress=state.progress,
+                resumed=state.step > 0,
+                weights=_records(state.tensors),
+                optimizer=_records(self._flat_moments(state)),
+            )
+        )
+        size = self._scenario.world_size
+        text = f"{self._scenario.system}: {size} ranks, from step {state.step} on"
+        self.note("began", state.step, text)
+
+    def made(self, step: Step, made: Made) -> None:
+        """Record a step."""
+        ranks = sharding.runs(range(len(step.shards)), range(self._scenario.world_size))
+        rank_of = {shard: rank for rank, shards in ranks.items() for shard in shards}
+        loss = sum(made.losses) / step.weight
+        self._write(
+            *(
+                trace.Shard(
+                    step=step.number,
+                    epoch=step.epoch,
+                    rank=rank_of[shard] if self._scenario.system in _BY_SHARDS else 0,
+                    shard=shard,
+                    ids=tuple(ids),
+                    loss_sum=made.losses[shard],
+                    weight=made.weights[shard],
+                    finite=True,
+                )
+                for shard, ids in enumerate(step.shards)
+            ),
+            trace.Update(
+                step=step.number,
+                rank=0,
+                loss=loss,
+                weight=step.weight,
+                learning_rate=made.rate,
+                finite=True,
+                weights={},
+                grad_norm=made.norm,
+                applied_norm=made.applied_norm,
+            ),
+        )
+        times = self._watch.made(reduce_s=0.0)
+        self._watch.begin()
+        self._tell(
+            StepMade(
+                step=step.number,
+                num_steps=self._scenario.num_steps,
+                loss=loss,
+                workers=tuple(range(self._scenario.world_size)),
+                step_ms=times.step_ms,
+                exchange_ms=None,
+                reduce_ms=None,
+                steps_per_s=times.steps_per_s,
+                bytes_in=0,
+                bytes_out=0,
+                last=None,
+                waits_ms={},
+            )
+        )
+
+    def save(self, state: State) -> None:
+        """Write the checkpoint before step `state.step`.
+
+        If it can't be written, a note says so, the run goes on and the last checkpoint stays.
+        """
+        assert self._ledger is not None, "it was opened"
+        self._ledger.sync()
+        path, moments = self._folder / CHECKPOINT, self._flat_moments(state)
+        arrays = checkpoint.as_arrays(tensors=state.tensors, optimizer=moments)
+        scenario = self._scenario.to_dict()
+        notes = {ledger_continuity.KEY: ledger_continuity.to_record(self._ledger.last)}
+        try:
+            checkpoint.save(path, arrays, {**state.progress, "scenario": scenario, **notes})
+        except OSError as error:
+            problem = f"checkpoint {path}: can't be written ({error.strerror or error})"
+            self.note("not_saved", state.step, f"{problem}; the run goes on")
+            return
+        self._write(
+            trace.Saved(
+                step=state.step,
+                rank=0,
+                progress=state.progress,
+                weights=_records(state.tensors),
+                optimizer=_records(moments),
+            )
+        )
+        self.note("saved", state.step, f"checkpoint before step {state.step}: {path}")
+
+    def finish(self, step: int, status: str, reason: str, *, halt: trace.Halt | None) -> None:
+        """Record how the run ended, before step `step`."""
+        if halt is not None:
+            self._write(halt)
+        if self._standing.end is None or self._standing.end.status != "completed":
+            ended = "failed" if status == "stopped" else status
+            self._write(trace.End(status=ended, reason=reason))
+        self.note(status, step, f"{status}{f' ({reason})' if reason else ''}: step {step}")
+
+    def note(self, what: str, step: int, text: str) -> None:
+        """Show a note, and write it to the metrics."""
+        self._tell(Noted(what=what, step=step, text=text))
+
+    def _tell(self, happening: Happening) -> None:
+        for listener in self._listeners:
+            listener(happening)
+
+    def _write(self, *events: trace.Event) -> None:
+        assert self._ledger is not None, "it was opened"
+        try:
+            self._ledger.append(events)
+        except OSError as error:
+            path, problem = self._folder / LEDGER, error.strerror or error
+            raise SystemFailure(
+                f"ledger {path}: can't be written ({problem}); make room or give access, and go on "
+                "with --resume"
+            ) from error
+
+    # --- tensors ----------------------------------------------------------------------------------
+
+    def _flat_moments(self, state: State) -> Arrays:
+        """Return the moments as the reference trainer has them: one vector each."""
+        moments = optimizer.initial_state("adamw", self._layout.num_trainable)
+        moments["count"][:] = state.step
+        for kind, arrays in state.moments.items():
+            for name, array in arrays.items():
+                moments[kind][self._layout.trainable[name]] = array.reshape(-1)
+        return moments
+
+    def _unflat(self, vector: Any) -> Arrays:
+        parts = self._layout.trainable
+        return {
+            spec.name: vector[parts[spec.name]].reshape(spec.shape) for spec in self._layout.specs
+        }
+
+
+_BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # of these a rank computes some shards, alone
+
+
+def _records(arrays: Arrays) -> trace.Tensors:
+    return {
+        name: trace.record_tensor(np.ascontiguousarray(array), values=False)
+        for name, array in arrays.items()
+    }

@@ -1,0 +1,40 @@
+"""The strategies, by the names that a configuration has, and what each needs of model and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from entrenar_py.errors import UsageError
+from entrenar_py.finetune.strategies.fsdp import FullySharded
+from entrenar_py.finetune.strategies.replicated import Canonical, Replicated
+from entrenar_py.finetune.strategies.step import Shards
+from entrenar_py.finetune.strategies.strategy import Strategy
+from entrenar_py.scenario import Scenario
+from entrenar_py.tuning import blocks
+from entrenar_py.tuning.workload import Finetuning
+
+STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
+    "ddp": Replicated,
+    "ddp_canonical": Canonical,
+    "fsdp": FullySharded,
+}
+_BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # a rank computes some shards of a batch
+
+
+def require_possible(
+    strategy: str, workload: Finetuning, scenario: Scenario, world_size: int
+) -> None:
+    """Raise UsageError unless `world_size` ranks can train `workload` by `strategy`."""
+    if strategy in _BY_SHARDS and world_size > scenario.num_shards:
+        raise UsageError(
+            f"strategy={strategy} with {world_size} ranks: training.num_shards="
+            f"{scenario.num_shards} leaves ranks without a shard; use num_shards >= {world_size}, "
+            "or fewer ranks"
+        )
+    if strategy == "ddp_canonical" and world_size & (world_size - 1):
+        raise UsageError(
+            f"strategy=ddp_canonical with {world_size} ranks: ranks share a tree evenly; start 1, "
+            "2, 4, 8 ... ranks"
+        )
+    if strategy == "fsdp":
+        blocks.of(workload.module)

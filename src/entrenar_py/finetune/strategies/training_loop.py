@@ -1,0 +1,248 @@
+"""The loop over steps, the same for every strategy and the same in meaning as the reference's.
+
+The loss is a sum divided by the batch's whole weight, the gradient is clipped by one norm over all
+ranks, and a value that is not finite stops all ranks before the step is made.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from entrenar_py import trace
+from entrenar_py.finetune.strategies.record import Made, Record, State
+from entrenar_py.finetune.strategies.step import Shards, Step
+from entrenar_py.finetune.strategies.strategy import Arrays, Strategy, gradient_of, local
+from entrenar_py.scenario import Scenario
+from entrenar_py.training import schedule, sharding
+from entrenar_py.training.optimizer import BETA1, BETA2, EPSILON
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run ended, and on rank 0 the whole tensors that were trained."""
+
+    status: str
+    tensors: Arrays
+
+
+class NotFinite(Exception):
+    """A loss or a gradient is not finite. The step must not be made."""
+
+    def __init__(self, what: str, step: Step, shard: int | None, tensor: str | None) -> None:
+        where = "" if shard is None else f", shard {shard}"
+        reason = (
+            f"non-finite {what} in step {step.number}{where}: training halted before any update"
+        )
+        super().__init__(reason)
+        self.halt = trace.Halt(
+            step=step.number,
+            reason=reason,
+            shard=shard,
+            tensor=tensor,
+            ids=() if shard is None else tuple(step.shards[shard]),
+        )
+
+
+class Loop:
+    """One run of `scenario` by `strategy`. `record` is rank 0's, None on other ranks."""
+
+    def __init__(
+        self, strategy: Strategy, shards: Shards, record: Record | None, *, save_every: int
+    ) -> None:
+        self._strategy, self._shards, self._record = strategy, shards, record
+        self._scenario, self._save_every = shards.scenario, save_every
+        self._optimizer = _optimizer(self._scenario, strategy.trainable)
+        self._position, self._step, self._saved = sharding.Position(), 0, -1
+        self._stopping = _Stopping()
+
+    def run(self, state: State | None, *, resumes: bool) -> Ended:
+        """Train from the beginning, or from rank 0's `state`, to the end."""
+        if resumes:
+            self._restore(state)
+        whole = self._state()
+        self._on_record(lambda record: record.begin(whole))
+        self._saved = self._step if resumes else -1
+        status, reason, halt = "completed", "", None
+        with self._stopping:
+            while self._step < self._scenario.num_steps:
+                try:
+                    is_stopped = self._train()
+                except NotFinite as error:
+                    status, reason, halt = "halted", str(error), error.halt
+                    break
+                if is_stopped:
+                    status, reason = "stopped", "a rank was stopped by a signal"
+                    break
+                if self._step % self._save_every == 0:
+                    self._save()
+        self._save()
+        step = self._step
+        self._on_record(lambda record: record.finish(step, status, reason, halt=halt))
+        return Ended(status=status, tensors=self._strategy.whole(lambda p: p))
+
+    def _train(self) -> bool:
+        """Make one step; return whether a rank was told to stop. Raises NotFinite on all ranks."""
+        step = self._shards.step(self._step, self._position)
+        self._optimizer.zero_grad()
+        told = torch.cat([self._strategy.compute(step), self._stopping.flag(self._strategy.device)])
+        dist.all_reduce(told)
+        *losses, stops = told.tolist()
+        norm = self._strategy.squares().sqrt().item()
+        self._require_finite(step, losses, norm)
+        applied = self._clip(norm)
+        rate = self._rate()
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._position = sharding.advance(
+            self._position, step.num_samples, self._scenario.num_samples
+        )
+        self._step += 1
+        weight = self._shards.workload.weight
+        made = Made(
+            losses=losses,
+            weights=[float(weight(ids)) if ids else 0.0 for ids in step.shards],
+            rate=rate,
+            norm=norm,
+            applied_norm=applied,
+        )
+        self._on_record(lambda record: record.made(step, made))
+        return bool(stops)
+
+    def _require_finite(self, step: Step, losses: list[float], norm: float) -> None:
+        for shard, loss in enumerate(losses):
+            if not math.isfinite(loss):
+                raise NotFinite(f"loss {loss}", step, shard, None)
+        if not math.isfinite(norm):
+            tensor = self._strategy.first_bad()
+            raise NotFinite(f"gradient of {tensor}", step, None, tensor)
+
+    def _clip(self, norm: float) -> float:
+        """Clip the gradient as the reference trainer does; return its norm from then on."""
+        clip_norm = self._scenario.clip_norm
+        if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
+            return norm
+        factor = clip_norm / (norm + 1e-6)
+        for parameter in self._strategy.trainable.values():
+            local(gradient_of(parameter)).mul_(factor)
+        return norm * factor
+
+    def _rate(self) -> float:
+        scenario = self._scenario
+        return schedule.learning_rate(
+            self._step,
+            peak=scenario.learning_rate,
+            kind=scenario.schedule,
+            warmup_steps=scenario.warmup_steps,
+            num_steps=scenario.num_steps,
+        )
+
+    def _on_record(self, action: Callable[[Record], None]) -> None:
+        """Let rank 0 write. If it can't write the ledger it ends, and torchrun ends all others."""
+        if self._record is not None:
+            action(self._record)
+
+    # --- the state --------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        if self._saved != self._step:
+            self._saved = self._step
+            state = self._state()
+            self._on_record(lambda record: record.save(state))
+
+    def _state(self) -> State:
+        """Return the state of all ranks on rank 0; on others without tensors. All must call it."""
+        whole = self._strategy.whole
+        moments = {kind: whole(partial(self._moment, kind)) for kind in MOMENTS}
+        return State(
+            step=self._step,
+            position=self._position,
+            tensors=whole(lambda parameter: parameter),
+            moments=moments,
+        )
+
+    def _moment(self, kind: str, parameter: nn.Parameter) -> Tensor:
+        """Return a moment of `parameter`, zeros before its first step."""
+        if parameter not in self._optimizer.state:
+            return torch.zeros_like(parameter)
+        moment: Tensor = self._optimizer.state[parameter][kind]
+        return moment
+
+    def _restore(self, state: State | None) -> None:
+        """Take over rank 0's `state`; all ranks must call it."""
+        stands = [None if state is None else (state.step, state.position)]
+        dist.broadcast_object_list(stands, 0)
+        assert stands[0] is not None, "rank 0 has a state"
+        self._step, self._position = stands[0]
+        shapes = {spec.name: spec.shape for spec in self._shards.workload.specs}
+        strategy = self._strategy
+        tensors = strategy.spread({} if state is None else state.tensors, shapes)
+        moments = {
+            kind: strategy.spread({} if state is None else state.moments[kind], shapes)
+            for kind in MOMENTS
+        }
+        with torch.no_grad():
+            for name, parameter in strategy.trainable.items():
+                local(parameter).copy_(local(tensors[name]))
+                self._optimizer.state[parameter] = {
+                    "step": torch.tensor(float(self._step)),
+                    **{kind: moments[kind][name] for kind in MOMENTS},
+                }
+
+
+def _optimizer(scenario: Scenario, trainable: Mapping[str, nn.Parameter]) -> AdamW:
+    """Return AdamW. Matrices decay.
+
+    DTensors form groups of their own, as multi-tensor kernels take no mixture.
+    """
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in trainable.values():
+        is_matrix, is_distributed = parameter.dim() > 1, isinstance(parameter, DTensor)
+        groups.setdefault((is_matrix, is_distributed), []).append(parameter)
+    return AdamW(
+        [
+            {"params": group, "weight_decay": scenario.weight_decay if is_matrix else 0.0}
+            for (is_matrix, _), group in groups.items()
+        ],
+        lr=scenario.learning_rate,
+        betas=(BETA1, BETA2),
+        eps=EPSILON,
+    )
+
+
+class _Stopping:
+    """Notes SIGTERM and SIGINT within its context: the step in work is finished, and saved."""
+
+    def __init__(self) -> None:
+        self._is_told = False
+        self._before: dict[signal.Signals, object] = {}
+
+    def flag(self, device: torch.device) -> Tensor:
+        """Return 1 if this rank was told to stop, else 0: float64 [1]."""
+        return torch.tensor([float(self._is_told)], dtype=torch.float64, device=device)
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        """Note the signal; the same one again has its usual effect."""
+        self._is_told = True
+        signal.signal(number, signal.SIG_DFL)

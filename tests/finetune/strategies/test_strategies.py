@@ -1,0 +1,182 @@
+"""Every strategy trains as one process does, and writes what stock peft and transformers load."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from entrenar_py.finetune import __main__ as module
+from entrenar_py.finetune import export, settings_file
+from entrenar_py.finetune.strategies import table
+from entrenar_py.service import cli, exit_codes
+from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.settings import STRATEGIES
+from tests.finetune.strategies import ranks, runs
+from tests.finetune.strategies.runs import Case
+
+# peft asks for what a later transformers will lack.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+DROPOUT = {"dropout": 0.2}
+# of AdamW, where a gradient is near 0: its direction there is rounding's
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def llama(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.llama(small, tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture
+def case(
+    request: pytest.FixtureRequest, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Case:
+    """Return a case with the small Qwen3, or what the test's parameters say instead."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    changes: dict[str, Any] = dict(getattr(request, "param", {}))
+    name = changes.pop("model", "qwen3")
+    model = request.getfixturevalue("llama") if name == "llama" else small / "model"
+    return replace(Case(folder=tmp_path, model=model, small=small), **changes)
+
+
+CASES = [
+    pytest.param({"lora": DROPOUT}, id="qwen3-lora"),
+    pytest.param({"method": "full"}, id="qwen3-full"),
+    pytest.param({"model": "llama"}, id="llama-lora"),
+    pytest.param({"model": "llama", "method": "full"}, id="llama-full"),
+    pytest.param({"task": "classify"}, id="qwen3-classes"),
+]
+
+
+@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize("case", CASES, indirect=True)
+def test_two_ranks_train_as_one_process_does(case: Case, strategy: str) -> None:
+    codes, told = ranks.torchrun(case.write("out", strategy), 2)
+    assert codes == [exit_codes.DONE] * 2, told
+    output = case.folder / "out"
+    losses, tensors = case.alone()
+    assert runs.losses(output) == pytest.approx(losses, rel=TOLERANCE)
+    assert losses[-1] < losses[0]
+    settings = settings_file.load(case.folder / "alone.yaml")
+    prepared = preparing.prepare(settings)
+    alone = export.write(prepared, prepared.workload(), tensors)
+    torch.testing.assert_close(
+        runs.logits(case, output), runs.logits(case, alone), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    "case", [{"lora": DROPOUT}, {"method": "full"}, {"method": "qlora"}], indirect=True
+)
+def test_canonical_ranks_write_the_same_bits(case: Case) -> None:
+    digests = set()
+    for world_size in (1, 2, 4):
+        config = case.write(f"out{world_size}", "ddp_canonical")
+        codes, told = ranks.torchrun(config, world_size)
+        assert codes == [exit_codes.DONE] * world_size, told
+        digests.add(runs.digest(case.folder / f"out{world_size}"))
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize(
+    "case", [{"lora": DROPOUT, "more": {"checkpoint_every": 2}}], indirect=True
+)
+def test_a_run_that_died_goes_on_with_the_same_bits(
+    case: Case, strategy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, broken = case.write("whole", strategy), case.write("broken", strategy)
+    assert ranks.torchrun(whole, 2)[0] == [exit_codes.DONE] * 2
+    codes, _ = ranks.torchrun(broken, 2, dies_before=3)
+    assert codes == [None, None]
+    codes, told = ranks.torchrun(broken, 2)
+    assert codes == [exit_codes.INVALID] * 2
+    assert told.count("it is there already; go on with --resume") == 1
+    codes, told = ranks.torchrun(broken, 2, "--resume")
+    assert codes == [exit_codes.DONE] * 2, told
+    assert "from step 2 on" in told
+    assert runs.digest(case.folder / "whole") == runs.digest(case.folder / "broken")
+    ledger = case.folder / "broken" / "ledger.jsonl"
+    assert cli.main(["ledger", "verify", str(ledger)]) == exit_codes.DONE
+    assert "step 2 is in it twice" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize(
+    "case",
+    [{"method": "full", "training": {"learning_rate": 1e30, "schedule": "constant"}}],
+    indirect=True,
+)
+def test_a_value_that_is_not_finite_halts_all_ranks(case: Case, strategy: str) -> None:
+    codes, told = ranks.torchrun(case.write("out", strategy), 2)
+    assert codes == [exit_codes.WRONG] * 2, told
+    assert "training halted before any update" in told
+    assert not (case.folder / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "problem"),
+    [
+        ("ddp", 5, "training.num_shards=4 leaves ranks without a shard; use num_shards >= 5"),
+        ("ddp_canonical", 3, "ranks share a tree evenly; start 1, 2, 4, 8 ... ranks"),
+        (None, 2, "strategy is missing, which ranks of torchrun need; add one of ddp, ddp_can"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_one_error(
+    case: Case, strategy: str | None, world_size: int, problem: str
+) -> None:
+    codes, told = ranks.torchrun(case.write("out", strategy), world_size)
+    assert codes == [exit_codes.INVALID] * world_size
+    assert told.count("entrenar:") == 1
+    assert problem in told
+    assert not (case.folder / "out" / "state.checkpoint").exists()
+
+
+def test_a_problem_of_a_file_is_told_once_with_its_line(case: Case) -> None:
+    config = case.write("out", "ddp")
+    config.write_text(config.read_text("utf-8") + "modle: x\n", "utf-8")
+    codes, told = ranks.torchrun(config, 2)
+    assert codes == [exit_codes.INVALID] * 2
+    assert told.count("key 'modle' is not read; did you mean 'model'?") == 1
+
+
+def test_a_strategy_is_not_for_the_command(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["finetune", str(case.write("out", "ddp"))]) == exit_codes.INVALID
+    assert "strategy=ddp is for ranks of torchrun" in capsys.readouterr().err
+
+
+def test_the_module_is_not_for_a_lone_process(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert module.main([str(case.write("out", "ddp"))], {}) == exit_codes.INVALID
+    assert "is started by torchrun" in capsys.readouterr().err
+
+
+def test_torchrun_starts_the_module(case: Case) -> None:
+    """As a user does, in processes of their own."""
+    config = case.write("out", "ddp_canonical")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [sys.executable, *command, "-m", module.PROG, str(config)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "written to" in done.stdout
+    alike = case.write("alike", "ddp_canonical")
+    assert ranks.torchrun(alike, 1)[0] == [exit_codes.DONE]
+    assert runs.digest(case.folder / "out") == runs.digest(case.folder / "alike")
+
+
+def test_the_table_has_every_strategy_of_a_configuration() -> None:
+    assert tuple(table.STRATEGIES) == STRATEGIES
