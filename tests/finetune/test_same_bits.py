@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.service import cli, exit_codes
+from entrenar_py.service import cli, exit_codes, gradient_norms
 from tests.finetune import runs
 from tests.service.cluster import Process
 
@@ -56,7 +56,7 @@ def test_a_worker_that_is_killed(alone: bytes, small: Path, tmp_path: Path) -> N
         over.set()
         killer.join()
     (left,) = runs.told(tmp_path / "out", "left")
-    assert 0 < left["step"] < 5 * EPOCHS - 1
+    assert 0 <= left["step"] < 5 * EPOCHS - 1
     assert runs.adapters(tmp_path / "out") == alone
 
 
@@ -82,4 +82,25 @@ def test_a_coordinator_that_is_killed(
     assert cli.main(["finetune", str(config), "--resume"]) == exit_codes.DONE
     first = int(capsys.readouterr().out.partition("from step ")[2].partition(" ")[0])
     assert 0 < first < 5 * EPOCHS
+    assert runs.adapters(tmp_path / "out") == alone
+
+
+def test_a_halt_at_a_spike(
+    alone: bytes,
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The run ends before the step, and `--resume` without the option makes it."""
+    config = runs.configured(tmp_path, small, workers=2, **LONG)
+    with monkeypatch.context() as patched:
+        patched.setattr(gradient_norms, "FACTOR", 1.0)  # some norm is above the median
+        code = cli.main(["finetune", str(config), "--halt-on-spike"])
+    assert code == exit_codes.WRONG
+    assert "training halted before any update (--halt-on-spike)" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "run.json").exists()
+    assert cli.main(["finetune", str(config), "--resume"]) == exit_codes.DONE
+    first = int(capsys.readouterr().out.partition("from step ")[2].partition(" ")[0])
+    assert gradient_norms.STEPS_LEAST <= first < 5 * EPOCHS
     assert runs.adapters(tmp_path / "out") == alone

@@ -21,5 +21,9 @@ def made(step: int = 0, **changes: Any) -> StepMade:
         "bytes_out": 1_234_567,
         "last": Last(rank=2, behind_ms=3.5),
         "waits_ms": {0: 4.5, 2: 0.0},
+        "learning_rate": 1e-3,
+        "grad_norm": 0.5,
+        "tokens_per_s": 2560.0,
+        "backends": {0: "cpu", 2: "wgpu"},
     }
     return StepMade(step=step, **{**usual, **changes})

@@ -33,10 +33,17 @@ def host_of(
     heard: list[Happening] | None = None,
     checkpoint: Path | None = None,
     clock: Callable[[], float] = lambda: 0.0,
+    halt_on_spike: bool = False,
 ) -> Host:
     """Return a host that appends its events to `heard`."""
     listeners = [] if heard is None else [heard.append]
-    return Host(scenario, checkpoint_path=checkpoint, listeners=listeners, clock=clock)
+    return Host(
+        scenario,
+        checkpoint_path=checkpoint,
+        listeners=listeners,
+        clock=clock,
+        halt_on_spike=halt_on_spike,
+    )
 
 
 def head_of(scenario: Scenario) -> trace.Trace:

@@ -44,6 +44,10 @@ def test_a_line_for_each(tmp_path: Path) -> None:
         "bytes_out": 1234567,
         "last": {"rank": 2, "behind_ms": 3.5},
         "waits_ms": {"0": 4.5, "2": 0.0},
+        "learning_rate": 1e-3,
+        "grad_norm": 0.5,
+        "tokens_per_s": 2560.0,
+        "backends": {"0": "cpu", "2": "wgpu"},
     }
     assert note == {"what": "left", "step": 3, "text": "worker 1 left"}
 

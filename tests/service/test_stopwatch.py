@@ -37,10 +37,11 @@ def test_a_step_is_timed() -> None:
     watch.exchanged()
     clock.now += 0.25
     watch.exchanged()
-    expected = Times(step_ms=1000.0, exchange_ms=250.0, reduce_ms=250.0, steps_per_s=None)
+    unknown: dict[str, None] = {"steps_per_s": None, "tokens_per_s": None}
+    expected = Times(step_ms=1000.0, exchange_ms=250.0, reduce_ms=250.0, **unknown)
     assert watch.made(reduce_s=0.25) == expected
     watch.begin()
-    expected = Times(step_ms=0.0, exchange_ms=None, reduce_ms=None, steps_per_s=None)
+    expected = Times(step_ms=0.0, exchange_ms=None, reduce_ms=None, **unknown)
     assert watch.made(reduce_s=0.0) == expected
 
 
@@ -52,6 +53,16 @@ def test_the_pace_is_over_the_last_steps() -> None:
         clock.now += seconds
         rate = watch.made(reduce_s=0.0).steps_per_s
     assert rate == pytest.approx(2.0)
+
+
+def test_tokens_are_counted_over_the_same_steps() -> None:
+    """The tokens of the first step are not among them: nobody timed it."""
+    clock = Clock()
+    watch = Stopwatch(clock)
+    for tokens in (1000, 30, 50):
+        times = watch.made(reduce_s=0.0, num_tokens=tokens)
+        clock.now += 2.0
+    assert times.tokens_per_s == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize(

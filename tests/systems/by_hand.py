@@ -97,7 +97,7 @@ def make(hands: Hands, step: int) -> None:
 def average(hands: Hands, step: int, block: int) -> None:
     """Have the server average `block`, and all members hold the average."""
     reduced = hands.server.reduce(block)
-    assert not isinstance(reduced, str)
+    assert not isinstance(reduced, str), reduced
     said = average_of(step, block, *reduced)
     for member in hands.members.values():
         payload = bytearray(hands.server.payload(said))

@@ -76,6 +76,7 @@ EVENTS: tuple[trace.Event, ...] = (
     ),
     trace.Planted(name="ddp-bypass"),
     trace.Halt(step=1, reason="nan", shard=1, tensor="w", ids=(1, 2)),
+    trace.Spike(step=1, grad_norm=40.0, median=0.5, num_steps=20),
     trace.Saved(step=1, rank=0, weights=TENSORS, progress={"epoch": 1}),
     trace.Manifest(backend="cpu", entries=(("w", (2, 3), "float32"), ("b", (), "float32"))),
     trace.Attempt(backend="cuda", served=False, reason="absent"),

@@ -19,7 +19,12 @@ def run(given: argparse.Namespace) -> int:
             return exit_codes.DONE
         from entrenar_py.finetune import local
 
-        return local.train(given.config, resume=given.resume, names=given.backends)
+        return local.train(
+            given.config,
+            resume=given.resume,
+            names=given.backends,
+            halt_on_spike=given.halt_on_spike,
+        )
     from entrenar_py.finetune import outputs
 
     output = outputs.load(given.output)

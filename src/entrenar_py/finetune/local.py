@@ -32,12 +32,18 @@ DEATHS_MAX = 4  # of one worker, which then stays away
 PRELOADED = ("entrenar_py.finetune.worker_process", "transformers", "peft")
 
 
-def train(path: Path, *, resume: bool, names: Sequence[str] = ("cpu",)) -> int:
+def train(
+    path: Path,
+    *,
+    resume: bool,
+    names: Sequence[str] = ("cpu",),
+    halt_on_spike: bool = False,
+) -> int:
     """Train as the configuration at `path` says; return the exit code.
 
     Workers compute on the backends called `names` in turns, and there is one for each of them at
-    least. Raises ContractError and UsageError for a problem found before the run begins, and
-    BackendUnavailable for a device that is missing or does not start.
+    least. `halt_on_spike` is as in `Task`. Raises ContractError and UsageError for a problem found
+    before the run begins, and BackendUnavailable for a device that is missing or does not start.
     """
     settings = settings_file.load(path)
     if settings.strategy is not None:
@@ -75,6 +81,7 @@ def train(path: Path, *, resume: bool, names: Sequence[str] = ("cpu",)) -> int:
             workload=workload,
             listening=workers.start,
             completed=partial(export.finish, prepared, workload),
+            halt_on_spike=halt_on_spike,
         )
         return coordinator.serve(config, task, resume=resume)
 

@@ -31,7 +31,7 @@ from entrenar_py.training.tensors import Array, Workload
 from entrenar_py.untrusted import printing
 
 
-def run(path: Path, *, resume: bool) -> int:
+def run(path: Path, *, resume: bool, halt_on_spike: bool = False) -> int:
     """Serve the run that the file at `path` describes; return the exit code.
 
     Raises ContractError, UsageError or CheckpointError for a problem found before the run begins,
@@ -39,7 +39,12 @@ def run(path: Path, *, resume: bool) -> int:
     """
     settings = config.load(path)
     systems.require_possible(settings.scenario)
-    return serve(settings, Task(), resume=resume)
+    if halt_on_spike and topology.of(settings.scenario) is not topology.STAR:
+        raise UsageError(
+            "--halt-on-spike with topology=mesh: its workers make a step before the coordinator "
+            "knows the gradient's norm; use topology: star"
+        )
+    return serve(settings, Task(halt_on_spike=halt_on_spike), resume=resume)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +52,14 @@ class Task:
     """A training to serve, and the callbacks that are told of it.
 
     Without a `workload` it is the scenario's. `listening` is given the address once workers may
-    connect. `completed` is given all tensors by name when the run is complete.
+    connect. `completed` is given all tensors by name when the run is complete. `halt_on_spike`
+    halts a star's run before a step whose gradient is far larger than those before it.
     """
 
     workload: Workload | None = None
     listening: Callable[[Address], None] = lambda _: None
     completed: Callable[[Mapping[str, Array]], None] = lambda _: None
+    halt_on_spike: bool = False
 
 
 def serve(settings: Config, task: Task, *, resume: bool) -> int:
@@ -103,7 +110,11 @@ def _require_intended(settings: Config, *, resume: bool) -> None:
 def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume: bool) -> int:
     path = None if settings.checkpoint is None else settings.checkpoint.path
     host = Host(
-        settings.scenario, checkpoint_path=path, listeners=listeners, workload=task.workload
+        settings.scenario,
+        checkpoint_path=path,
+        listeners=listeners,
+        workload=task.workload,
+        halt_on_spike=task.halt_on_spike,
     )
     with closing(host):
         first = host.resume() if resume else 0
@@ -143,6 +154,10 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
         raise UsageError(f"listen={settings.listen}: {problem}") from error
     loop = asyncio.get_running_loop()
     host.traffic = lambda: (server.bytes_in, server.bytes_out)
+    peers = server.end.machine.peers
+    host.backends = lambda: {
+        peer.rank: peer.backend for peer in peers.values() if peer.rank is not None
+    }
     host.give_up = lambda reason: _end_soon(loop, server, reason)
     signals.deliver(_Stopper(server, host).stop)
     host.note("listening", f"listens at {Address(*at)}, from step {first} on")

@@ -6,7 +6,7 @@ Nothing that grows with the number of steps is kept in memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from entrenar_py import trace
@@ -14,7 +14,8 @@ from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Effect, Finish, Left
 from entrenar_py.protocol.messages import Applied, Commit, Computed, Message, State, TreeNode
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import ledger_continuity
+from entrenar_py.service import gradient_norms, ledger_continuity
+from entrenar_py.service.gradient_norms import GradientNorms
 from entrenar_py.service.ledger_account import weights_digest
 from entrenar_py.service.run_events import Happening, Listener, Noted, StepMade
 from entrenar_py.service.stopwatch import Stopwatch
@@ -33,8 +34,8 @@ class Host:
 
     `unsaved` says why the last checkpoint could not be written, `broken` why the ledger could not;
     each is None otherwise. When the ledger can't be written, `give_up` is called. `traffic` returns
-    the bytes received and sent so far. `since` is None, or after a resume the Gap event with which
-    a new ledger starts.
+    the bytes received and sent so far, `backends` the backend of each rank. `since` is None, or
+    after a resume the Gap event with which a new ledger starts.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Host:
         listeners: Iterable[Listener],
         clock: Callable[[], float] = time.monotonic,
         workload: Workload | None = None,
+        halt_on_spike: bool = False,
     ) -> None:
         self.scenario = scenario
         self.server = Server(
@@ -53,12 +55,14 @@ class Host:
             save=self.save,
             clock=clock,
             workload=workload,
+            objection=self._objection if halt_on_spike else None,
         )
         self.unsaved: str | None = None
         self.broken: str | None = None
         self.since: trace.Gap | None = None
         self.give_up: Callable[[str], None] = lambda reason: None
         self.traffic: Traffic = lambda: (0, 0)
+        self.backends: Callable[[], Mapping[int, str]] = dict
         self._in_star = topology.of(scenario) is topology.STAR  # else its workers hold the state
         self._ledger: Writer | None = None
         self._is_over = False  # the ledger says already that the run is completed
@@ -69,6 +73,8 @@ class Host:
         self._made_step = -1  # the last step that listeners were told of
         self._saved: int | None = None  # the last checkpoint holds the state before this step
         self._has_warned = False  # that there are too few shards for unlike workers
+        self._norms = GradientNorms()
+        self._spike: trace.Spike | None = None  # that `_objection` halts for
         self._told = (0, 0)  # the traffic at the last step that listeners were told of
 
     # --- what the protocol wants done -------------------------------------------------------------
@@ -91,12 +97,15 @@ class Host:
                 self._kept(rank, message)
             case do.Apply(step):
                 self._held_step = step + 1
-                self._tell_made(step, loss=self.server.average_held().loss)
+                average = self.server.average_held()
+                self._tell_made(step, average.loss, average.rate, average.norm)
             case do.Send(_, Commit()):
                 self._watch.exchanged()
             case do.Dealt():
                 self._dealt(effect)
             case do.Stop(_, _, reason):
+                if self._spike is not None:
+                    self.server.recorder.emit(self._spike)
                 self._write()
                 self.note("halted", reason)
 
@@ -111,9 +120,10 @@ class Host:
         elif isinstance(message, State):
             self._held_step = message.step
         elif isinstance(message, Applied) and message.step > self._made_step:
-            loss = worker_records.loss_in(self.server.recorder.of(trace.Update))
-            assert loss is not None, "a star's step was told before, a mesh's loss was required"
-            self._tell_made(message.step, loss=loss)
+            update = worker_records.update_in(self.server.recorder.of(trace.Update))
+            assert update is not None, "a star's step was told before, a mesh's loss was required"
+            assert update.loss is not None
+            self._tell_made(message.step, update.loss, update.learning_rate, update.grad_norm)
 
     def _dealt(self, dealt: do.Dealt) -> None:
         """Say how many shards each worker gets, if their speeds were measured and differ."""
@@ -146,7 +156,10 @@ class Host:
         if path is None or self.broken is not None or step == self._saved:
             return  # a checkpoint newer than the ledger would leave a gap in the ledger
         last = None if self._ledger is None else self._ledger.last
-        notes = {ledger_continuity.KEY: ledger_continuity.to_record(last)}
+        notes = {
+            ledger_continuity.KEY: ledger_continuity.to_record(last),
+            gradient_norms.KEY: self._norms.to_record(),
+        }
         try:
             self.server.write_checkpoint(step, notes)
         except OSError as error:
@@ -169,6 +182,7 @@ class Host:
             return 0
         first = self.server.restore()
         self.since = ledger_continuity.since(self.server.notes, path)
+        self._norms = gradient_norms.of_checkpoint(self.server.notes, path)
         self._step = self._held_step = self._saved = first
         return first
 
@@ -217,10 +231,40 @@ class Host:
         """Send a note to the listeners."""
         self._tell(Noted(what=what, step=self._step, text=text))
 
-    def _tell_made(self, step: int, *, loss: float) -> None:
+    def _objection(self, norm: float) -> str | None:
+        """Return why training halts before a step whose gradient has this norm, or None."""
+        self._spike = self._spiked(self._step, norm)
+        if self._spike is None:
+            return None
+        return f"{self._said(self._spike)}: training halted before any update (--halt-on-spike)"
+
+    def _spiked(self, step: int, norm: float) -> trace.Spike | None:
+        median = self._norms.exceeded(norm)
+        if median is None:
+            return None
+        return trace.Spike(step=step, grad_norm=norm, median=median, num_steps=len(self._norms))
+
+    def _said(self, spike: trace.Spike) -> str:
+        told = gradient_norms.say(spike.grad_norm, spike.median, spike.num_steps)
+        return f"step {spike.step}: {told}"
+
+    def _look_for_spike(self, step: int, norm: float) -> None:
+        """Record and tell that the gradient of a step that was made is far larger than before."""
+        spike = self._spiked(step, norm)
+        self._norms.add(norm)
+        if spike is not None:
+            self.server.recorder.emit(spike)
+            limit = self.scenario.clip_norm
+            clipped = "not clipped" if limit is None else f"clipped to {limit:g}"
+            self.note("spike", f"{self._said(spike)}; {clipped}")
+
+    def _tell_made(self, step: int, loss: float, rate: float, norm: float | None) -> None:
         """Notify the listeners that `step` is made, with its workers, times and traffic."""
         self._made_step = step
-        times = self._watch.made(reduce_s=self.server.reduce_s)
+        if norm is not None:
+            self._look_for_spike(step, norm)
+        num_tokens = self.server.workload.num_tokens(self.server.drawn)
+        times = self._watch.made(reduce_s=self.server.reduce_s, num_tokens=num_tokens)
         before, self._told = self._told, self.traffic()
         self._tell(
             StepMade(
@@ -236,6 +280,10 @@ class Host:
                 bytes_out=self._told[1] - before[1],
                 last=self._watch.last(),
                 waits_ms=self._watch.waits_ms(sorted(self.server.present)),
+                learning_rate=rate,
+                grad_norm=norm,
+                tokens_per_s=times.tokens_per_s,
+                backends=dict(sorted(self.backends().items())),
             )
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 
@@ -24,7 +24,9 @@ class StepMade:
     coordinator adds and averages (None in a mesh, whose workers do that). `steps_per_s` is over the
     last few steps, None after the first. `bytes_in` and `bytes_out` are the coordinator's traffic
     since the step before. `last` is None if fewer than two workers delivered. `waits_ms` says how
-    long each rank waited for others to compute their shards.
+    long each rank waited for others to compute their shards. `grad_norm` is the L2 norm of the
+    gradient before clipping. `tokens_per_s` is over the last few steps, too. `backends` has the
+    backend of each worker. What is not known is None, or empty.
     """
 
     step: int
@@ -39,6 +41,10 @@ class StepMade:
     bytes_out: int
     last: Last | None
     waits_ms: Mapping[int, float]
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens_per_s: float | None = None
+    backends: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ class Times(NamedTuple):
     exchange_ms: float | None
     reduce_ms: float | None
     steps_per_s: float | None
+    tokens_per_s: float | None
 
 
 class Stopwatch:
@@ -27,7 +29,8 @@ class Stopwatch:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._began = clock()
-        self._made: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
+        # When steps were made, and of how many tokens.
+        self._made: deque[tuple[float, int | None]] = deque(maxlen=STEPS_AVERAGED + 1)
         self._delivered: dict[int, float] = {}  # rank -> time of its last delivery
         self._computed: dict[int, float] = {}  # rank -> time when its last shards were computed
         self._exchange_s: float | None = None
@@ -52,17 +55,22 @@ class Stopwatch:
         """Note that `rank` has delivered shards."""
         self._delivered[rank] = self._clock()
 
-    def made(self, *, reduce_s: float) -> Times:
-        """Return the times of the step just made; `reduce_s` is that of adding and averaging."""
+    def made(self, *, reduce_s: float, num_tokens: int | None = None) -> Times:
+        """Return the times of the step just made, of `num_tokens`.
+
+        `reduce_s` is that of adding and averaging.
+        """
         now = self._clock()
-        self._made.append(now)
-        passed = now - self._made[0]
-        rate = (len(self._made) - 1) / passed if passed > 0 else None
+        self._made.append((now, num_tokens))
+        passed = now - self._made[0][0]
+        tokens = [number for _, number in itertools.islice(self._made, 1, None)]
+        known = [number for number in tokens if number is not None]
         return Times(
             step_ms=1e3 * (now - self._began),
             exchange_ms=None if self._exchange_s is None else 1e3 * self._exchange_s,
             reduce_ms=1e3 * reduce_s if reduce_s else None,
-            steps_per_s=rate,
+            steps_per_s=len(tokens) / passed if passed > 0 else None,
+            tokens_per_s=sum(known) / passed if passed > 0 and known == tokens else None,
         )
 
     def last(self) -> Last | None:

@@ -12,7 +12,6 @@ from entrenar_py.trace.events import (
     E,
     End,
     Event,
-    Gap,
     Halt,
     Held,
     Injected,
@@ -35,6 +34,7 @@ from entrenar_py.trace.ledger import VERSION, dump_events, dump_lines, load, loa
 from entrenar_py.trace.records import EVENTS
 from entrenar_py.trace.run import Trace
 from entrenar_py.trace.script_events import Declared, Drawn, Noticed
+from entrenar_py.trace.service_events import Gap, Spike
 from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors, record_sketch, record_tensor
 from entrenar_py.trace.traits import Traits
 
@@ -70,6 +70,7 @@ __all__ = [
     "Selection",
     "Shard",
     "Sketch",
+    "Spike",
     "Start",
     "Stepped",
     "Synchronised",

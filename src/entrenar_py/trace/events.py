@@ -223,20 +223,6 @@ class Saved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap(Event):
-    """This ledger starts from a checkpoint before `step`, and lacks the events before that.
-
-    `lines` and `digest` are the earlier ledger's length and the digest of its last line as the
-    checkpoint names them, or None. `reason` says why the earlier ledger is not continued.
-    """
-
-    step: int
-    lines: int | None = None
-    digest: str | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(Event):
     """The gradients that `backend` produced: (name, shape, dtype) in order.
 

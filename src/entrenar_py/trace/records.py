@@ -14,14 +14,20 @@ from weakref import WeakValueDictionary
 
 from entrenar_py.codec import WORDS, Form, Schema
 from entrenar_py.errors import UsageError
-from entrenar_py.trace import averaging_events, device_events, events, script_events
+from entrenar_py.trace import (
+    averaging_events,
+    device_events,
+    events,
+    script_events,
+    service_events,
+)
 from entrenar_py.trace.events import Event
 from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors
 
 # Every kind of event, by its name in a file.
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
-    for module in (events, device_events, script_events, averaging_events)
+    for module in (events, device_events, script_events, averaging_events, service_events)
     for event in vars(module).values()
     if isinstance(event, type) and issubclass(event, Event) and event is not Event
 }

@@ -19,8 +19,9 @@ from typing import Any
 from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import ledger, records
-from entrenar_py.trace.events import End, Event, Gap, Membership, Start, Update
+from entrenar_py.trace.events import End, Event, Membership, Start, Update
 from entrenar_py.trace.run import Trace
+from entrenar_py.trace.service_events import Gap
 from entrenar_py.untrusted import files
 
 # The advice about a ledger that a run can't continue.

@@ -62,6 +62,10 @@ class Workload(ABC):
         """Return the weight of `ids` in the mean: samples, or target tokens of a language model."""
         return len(ids)
 
+    def num_tokens(self, ids: Sequence[int]) -> int | None:
+        """Return the number of tokens in the samples `ids`; None if they are not made of tokens."""
+        return None
+
     @abstractmethod
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the CPU tensors of the samples `ids`; shapes depend only on the number of ids."""

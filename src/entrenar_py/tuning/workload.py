@@ -87,6 +87,7 @@ class Finetuning(Workload):
         )
         self.num_samples = len(samples)
         self.data_digest = samples.digest
+        self._samples = samples
         self._rows, self._labels = Rows(samples, pad_token), samples.labels
         self._class_weights = np.array(class_weights, np.float32)
         if class_weights:
@@ -113,6 +114,9 @@ class Finetuning(Workload):
 
     def weight(self, ids: Sequence[int]) -> float:
         return float(sum(self._weights[i] for i in ids))
+
+    def num_tokens(self, ids: Sequence[int]) -> int:
+        return sum(map(self._samples.length, ids))
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
         """Return what the loss is a function of, int64.

@@ -53,7 +53,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.command == "coordinator":
         from entrenar_py.service import coordinator
 
-        return coordinator.run(given.config, resume=given.resume)
+        return coordinator.run(given.config, resume=given.resume, halt_on_spike=given.halt_on_spike)
     if given.command == "worker":
         from entrenar_py.service import worker
 

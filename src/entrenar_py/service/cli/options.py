@@ -77,6 +77,11 @@ def _require_of_wire(parsed: argparse.Namespace) -> None:
             f"--resume with --wire {WIRE_2}: the workers hold the weights, and the coordinator "
             "writes no checkpoint to go on from; leave --resume out"
         )
+    if parsed.wire == WIRE_2 and parsed.halt_on_spike:
+        raise UsageError(
+            f"--halt-on-spike with --wire {WIRE_2}: its workers have no message that halts them; "
+            "leave --halt-on-spike out"
+        )
     if parsed.wire != WIRE_2 and parsed.insecure:
         raise UsageError(
             f"--insecure: it is for --wire {WIRE_2} alone; workers of this package prove a secret"
@@ -116,6 +121,7 @@ def _add_coordinator(commands: _Commands) -> None:
         action="store_true",
         help="go on from the checkpoint, or from the start if there is none yet",
     )
+    _add_halt_on_spike(command)
     command.add_argument(
         "--wire",
         choices=WIRES,
@@ -127,6 +133,15 @@ def _add_coordinator(commands: _Commands) -> None:
         "--insecure",
         action="store_true",
         help="with --wire v2: let anyone take part who can connect from other machines",
+    )
+
+
+def _add_halt_on_spike(command: _Parser) -> None:
+    command.add_argument(
+        "--halt-on-spike",
+        action="store_true",
+        help="halt before a step whose gradient norm is more than ten times its running median; "
+        "without it such a step is only reported, on the screen and in the ledger",
     )
 
 
@@ -255,6 +270,7 @@ def _add_finetune(commands: _Commands) -> None:
         help="what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
         "each at least (default cpu)",
     )
+    _add_halt_on_spike(finetune)
     infer = _add(commands, "infer", "answer a prompt with what `finetune` has trained")
     infer.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
     infer.add_argument("--prompt", metavar="TEXT", required=True, help="the text to answer")

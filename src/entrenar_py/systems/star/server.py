@@ -46,7 +46,8 @@ class Server(Replicas):
     """The run as the coordinator holds it: its own replica, and the events of all workers.
 
     `present` has the ranks that take part. `notes` is the metadata of the checkpoint that was read
-    last. `reduce_s` is the time in seconds spent on reducing the current step, by `clock`.
+    last. `reduce_s` is the time in seconds spent on reducing the current step, by `clock`. `drawn`
+    are the sample ids of the step made last.
     """
 
     def __init__(
@@ -57,8 +58,13 @@ class Server(Replicas):
         save: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         workload: Workload | None = None,
+        objection: Callable[[float], str | None] | None = None,
     ) -> None:
-        """`save` saves the state before a given step; by default it is `write_checkpoint`."""
+        """`save` saves the state before a given step; by default it is `write_checkpoint`.
+
+        `objection` is called in any thread with the norm of each step's gradient, once that is
+        reduced. It returns why training has to halt before the step, or None.
+        """
         cpu = backends.open_backend("cpu")
         super().__init__(scenario, lambda rank: cpu, workload)  # computes no shard
         self.present: set[int] = set()
@@ -67,6 +73,8 @@ class Server(Replicas):
         self.notes: Mapping[str, Any] = {}
         self.replica = self.new_worker(_NOBODY, self.initial())
         self.reduce_s = 0.0
+        self.drawn: sharding.Ids = []
+        self._objection = objection
         self._clock = clock
         self._topology = topology.of(scenario)
         self._updates = updates.by_server(scenario)
@@ -80,6 +88,7 @@ class Server(Replicas):
         self._vector = np.empty(self.layout.num_elements, np.float32)
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
         self._average: replicas.Average | None = None
+        self._reduced: set[int] = set()  # blocks of the current step
 
     def _num_blocks(self) -> int:
         """Return the number of blocks of the vector; option `block_bytes` limits their size."""
@@ -151,7 +160,7 @@ class Server(Replicas):
             events = worker_records.read(rank, message, payload)
             self._checked = message, events
             makes_step = isinstance(message, Applied) and self._topology is not topology.STAR
-            if makes_step and worker_records.loss_in(events) is None:
+            if makes_step and worker_records.update_in(events) is None:
                 raise ProtocolError("Applied without the loss of its step")
 
     def keep(self, rank: int, message: Message, payload: Buffer) -> None:
@@ -233,6 +242,7 @@ class Server(Replicas):
         self._copies.clear()
         self._events.clear()
         self._average = None
+        self._reduced.clear()
         self.reduce_s = 0.0
 
     def complete(self, block: int) -> None:
@@ -247,6 +257,9 @@ class Server(Replicas):
             return "the average gradient or loss is not finite, though each worker's is finite"
         self._total = averaged
         self.reduce_s += self._clock() - since
+        self._reduced.add(block)
+        if self._objection is not None and len(self._reduced) == self.blocks.count:
+            return self._objection(self.average_held().norm) or averaged
         return averaged
 
     def average_held(self) -> replicas.Average:
@@ -272,7 +285,8 @@ class Server(Replicas):
             self.replica, self._beside = self._beside, self.replica
         else:
             self.move(self.replica, self.average_held())
-        self.advance(len(self.batch()))
+        self.drawn = self.batch()
+        self.advance(len(self.drawn))
 
     def stop(self, effect: Stop) -> None:
         """Record that training halts."""

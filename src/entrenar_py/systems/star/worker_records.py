@@ -39,7 +39,7 @@ def read(rank: int, message: Message, payload: Buffer) -> list[trace.Event]:
     return events
 
 
-def loss_in(events: Iterable[trace.Event]) -> float | None:
-    """Return the mean loss of the step in `events`, or None if there is no finite one."""
-    losses = (one.loss for one in events if isinstance(one, trace.Update))
-    return next((loss for loss in losses if loss is not None and math.isfinite(loss)), None)
+def update_in(events: Iterable[trace.Event]) -> trace.Update | None:
+    """Return the first Update in `events` with a finite loss, or None if there is none."""
+    updates = (one for one in events if isinstance(one, trace.Update))
+    return next((u for u in updates if u.loss is not None and math.isfinite(u.loss)), None)

@@ -1,0 +1,71 @@
+"""The gradient norms of a run's last steps: one far above their median is a spike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.errors import CheckpointError
+
+KEY = "grad_norms"  # in the progress of a checkpoint; earlier builds did not write it
+FACTOR = 10.0
+STEPS_KEPT = 200
+STEPS_LEAST = 20  # with fewer norms the median says nothing: the first gradients vary much
+
+
+class GradientNorms:
+    """The L2 norms of the last STEPS_KEPT steps, before clipping."""
+
+    def __init__(self, norms: Iterable[float] = ()) -> None:
+        self._norms = deque(norms, maxlen=STEPS_KEPT)
+
+    def add(self, norm: float) -> None:
+        """Take the norm of a step that was made."""
+        self._norms.append(norm)
+
+    def exceeded(self, norm: float) -> float | None:
+        """Return the median if `norm` is more than FACTOR times as large, else None.
+
+        None, too, while fewer than STEPS_LEAST steps are known, and if the median is 0.
+        """
+        if len(self._norms) < STEPS_LEAST:
+            return None
+        median = statistics.median(self._norms)
+        return median if 0 < FACTOR * median < norm else None
+
+    def __len__(self) -> int:
+        return len(self._norms)
+
+    def to_record(self) -> list[float]:
+        """Return what a checkpoint notes, as JSON can hold it."""
+        return list(self._norms)
+
+
+def of_checkpoint(progress: Mapping[str, Any], path: Path) -> GradientNorms:
+    """Return the norms that the checkpoint at `path` notes in `progress`; none if it notes none.
+
+    Raises CheckpointError if its entry is malformed.
+    """
+    noted = progress.get(KEY, [])
+    if not (isinstance(noted, list) and len(noted) <= STEPS_KEPT and all(map(_is_norm, noted))):
+        raise CheckpointError(
+            f"checkpoint {path}: {KEY} is not a list of up to {STEPS_KEPT} norms; use an earlier "
+            "checkpoint"
+        )
+    return GradientNorms(noted)
+
+
+def _is_norm(value: object) -> bool:
+    return type(value) is float and math.isfinite(value) and value >= 0
+
+
+def say(norm: float, median: float, num_known: int) -> str:
+    """Return in words how far a spike is above the median of the steps before it."""
+    return (
+        f"gradient norm {norm:.4g} is {norm / median:.0f} times {median:.4g}, the median of the "
+        f"last {num_known} steps"
+    )
