@@ -41,6 +41,7 @@ from tests.fuzz import bad_contents
 from tests.fuzz.door import CHALLENGE, SCENARIO, SECRET, hello_of
 from tests.fuzz.targets import script
 from tests.protocol.samples import GOLDEN
+from tests.protocol.upstream import original
 
 TOP = Path(__file__).parents[2]
 # Shards 2 and 3 belong to worker 1, and form one tree node.
@@ -63,6 +64,10 @@ def seeds() -> Mapping[str, list[bytes]]:
         "greet": [headers.dump(one) for one in _hellos()],
         "take_part": [script(*part_of_a_worker()), *(script(one) for one in _odd_words())],
         "listen": [script(*part_of_a_coordinator()), *(script(one) for one in _odd_orders())],
+        "read_wire": [*_wire_frames(), b"".join(_wire_frames())],
+        "average": [
+            start + b"".join(said) for start in (b"\xff", b"\x00") for said in _wire_parts()
+        ],
         "read_events": [trace.dump_events(_trace().events)],
         "read_trace": ["".join(f"{line}\n" for line in trace.dump_lines(_trace())).encode()],
         "read_contract": [
@@ -76,6 +81,36 @@ def seeds() -> Mapping[str, list[bytes]]:
         "read_counterexample": list(bad_contents.REPLAYS.values()),
         "read_coordinator": [_configuration()],
     }
+
+
+def _wire_frames() -> list[bytes]:
+    """Return a frame of each message of the original system's wire, and two more with sizes."""
+    parts = [frame for part in _wire_parts() for frame in part]
+    sized = [
+        original.block(0, 1, 0, 1, [1, 1], [1.0, 2.0], count="<I"),
+        original.averaged_block(0, 0, [2], [1.0, 2.0]),
+    ]
+    answers = [original.accepted(1, 2), original.assignment(0, 0, 5), original.SHUTDOWN]
+    averages = [original.averaged(0, [1.0], 0.5), original.averaged_non_block(0, 1, [1.0])]
+    return [*parts, *sized, *answers, *averages]
+
+
+def _wire_parts() -> list[list[bytes]]:
+    """Return what workers of the original system may send: right, twice, with blocks, wrong."""
+    whole = original.gradient(0, 1, [3.0, 4.0], total=5)
+    blocks = [
+        original.non_block(0, 1, 0, [1.0]),
+        original.block(0, 1, 0, 2, [1, 1], [1.0, 2.0]),
+        original.block(0, 1, 1, 2, [2], [1.0, 2.0]),
+        original.gradient(0, 1, []),
+    ]
+    return [
+        [whole, original.heartbeat()],
+        [original.join("n"), whole, whole],
+        blocks,
+        [original.gradient(0, 1, [float("nan"), 1.0])],
+        [original.gradient(1, 1, [1.0, 2.0]), whole],
+    ]
 
 
 CONFIGURATION = b"""\

@@ -29,15 +29,24 @@ from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import frames, headers
 from entrenar_py.protocol.frames import FIELDS, HEADER_BYTES_MAX, NO_KEY, Decoder, Encoder
 from entrenar_py.protocol.messages import VERSION, Hello, Message
+from entrenar_py.protocol.upstream.wire_frames import Decoder as WireDecoder
+from entrenar_py.protocol.upstream.wire_frames import encode
+from entrenar_py.protocol.upstream.wire_messages import (
+    WIRE_MESSAGES,
+    ShardAssignment,
+    WireMessage,
+)
 from entrenar_py.service import config
 from entrenar_py.systems.star.server import Server
 from entrenar_py.training import checkpoint
+from tests.drivers.averaging import Office
 from tests.fuzz.bad_contents import TRAINING
 from tests.fuzz.door import (
     CHALLENGE,
     FUZZER,
     HONEST,
     NONCE,
+    PASSER_BY,
     TERMS,
     Door,
     Mailbox,
@@ -46,12 +55,14 @@ from tests.fuzz.door import (
     session_key,
     worker_end,
 )
+from tests.protocol.upstream import original
 
 KEY = bytes(range(32))
 PAYLOAD_BYTES_MAX = 2**12
 ITEM = struct.Struct("<BHH")  # of a script: tag, bytes of the header, bytes of the payload
 NUM_SCENARIOS = 20  # that are looked at of one entry
 COMPLETED = do.Finish("completed")
+SHARD = ShardAssignment.tag
 # Checks that apply to any training.
 JUDGES = tuple(name for name, check in CHECKS.items() if check.explores)
 
@@ -183,6 +194,57 @@ def _require_undisturbed(door: Door) -> None:
     assert door.weights() == _undisturbed()
 
 
+# --- the original system's wire -----------------------------------------------------------------
+
+
+def read_wire(data: bytes) -> None:
+    """Read frames of the original system: each is read the same after it was written again."""
+
+    def room(message: WireMessage, num_bytes: int) -> memoryview:
+        assert num_bytes <= len(data), "memory was taken for what was only claimed"
+        return memoryview(bytearray(num_bytes))
+
+    def decoder() -> WireDecoder:
+        kinds = tuple(WIRE_MESSAGES.values())
+        return WireDecoder(bytes_max=max(len(data), 1), kinds=kinds, room=room)
+
+    reader, read = decoder(), 0
+    with suppress(ProtocolError):
+        for one in reader.feed(data):
+            frame = b"".join(encode(one.message, one.gradients or b"", counts=reader.counts))
+            read += len(frame)
+            (again,) = decoder().feed(frame)
+            assert repr(again.message) == repr(one.message)
+            assert bytes(again.gradients or b"") == bytes(one.gradients or b"")
+    assert read <= len(data)
+
+
+def average(data: bytes) -> None:
+    """A worker of the original system sends anything, before or after it has joined.
+
+    It may halt the run by a value that is not finite. Else the run is completed by another worker,
+    whose connection never ends before.
+    """
+    office = Office()
+    office.join(HONEST)
+    if data[:1] > b"\x7f":
+        office.join(FUZZER)
+    else:
+        office.join(PASSER_BY)
+        office.connect(FUZZER)
+    while office.end.finished is None:
+        for tag, *fields in office.heard(HONEST):
+            if tag == SHARD:
+                office.say(HONEST, original.gradient(fields[0], 0, [1.0, 2.0]))
+        if data:
+            office.say(FUZZER, data[1:])
+            data = b""
+            for peer in (FUZZER, PASSER_BY):
+                office.end.lost(peer, "died")
+        assert HONEST not in office.closed or office.end.finished is not None
+    assert office.end.finished.status in ("completed", "halted")
+
+
 # --- other files --------------------------------------------------------------------------------
 
 
@@ -300,7 +362,7 @@ def _written(data: bytes) -> Path:
 TARGETS: Mapping[str, Callable[[bytes], None]] = {
     one.__name__: one
     for one in (
-        *(read_frames, read_header, knock, greet, take_part, listen),
+        *(read_frames, read_header, knock, greet, take_part, listen, read_wire, average),
         *(read_events, read_trace, read_contract, read_configuration, read_checkpoint),
         *(read_rank_file, read_counterexample, read_coordinator),
     )

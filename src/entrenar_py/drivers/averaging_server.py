@@ -27,8 +27,6 @@ from entrenar_py.protocol.upstream.wire_terms import AveragingRun, Patience
 
 TICKS = 20  # in the shortest timeout
 TICK_S_MAX = 0.5
-# What a worker may leave unread: the averages of two steps, and small messages.
-STEPS_UNREAD_MAX, SMALL_BYTES = 2, 2**20
 
 
 class AveragingServer:
@@ -51,8 +49,6 @@ class AveragingServer:
         )
         shortest_s = min(getattr(patience, name) for name in patience.__dataclass_fields__)
         self._tick_s = min(shortest_s / TICKS, TICK_S_MAX)
-        self._unread_max = STEPS_UNREAD_MAX * run.gradient_bytes_max + SMALL_BYTES
-        self._unread: dict[Link, int] = {}  # bytes that were not yet handed to the kernel
         self._visits: dict[Link, Visit] = {}
         self.bytes_in = self.bytes_out = 0
         self._finished: asyncio.Future[do.Finish] = asyncio.get_running_loop().create_future()
@@ -107,10 +103,11 @@ class AveragingServer:
     # --- what the end writes ----------------------------------------------------------------------
 
     def write(self, peer: Peer, message: WireMessage, buffers: Sequence[Buffer]) -> None:
-        """Send a message."""
+        """Send a message. A worker that doesn't read gets no more than the averages of two steps:
+        it has a shard to deliver in every step but an epoch's last, which may have too few.
+        """
         assert isinstance(peer, Link)
-        self._unread[peer] += sum(memoryview(buffer).nbytes for buffer in buffers)
-        peer.write(self._counted(peer, buffers))
+        peer.write(self._counted(buffers))
 
     def admit(self, peer: Peer) -> None:
         """Free the place of a connection that takes part."""
@@ -142,7 +139,7 @@ class AveragingServer:
 
     def _opened(self, sock: socket.socket, visit: Visit) -> None:
         link = Link(sock, buffer=self.end.buffer, filled=self._filled, lost=self._lost)
-        self._visits[link], self._unread[link] = visit, 0
+        self._visits[link] = visit
         visit.end = link.abort
         self.end.connected(link, visit.host)
         self._look()
@@ -152,25 +149,19 @@ class AveragingServer:
         self.end.filled(link, num_bytes)
         self._look()
 
-    def _counted(self, link: Link, buffers: Sequence[Buffer]) -> Iterator[Buffer]:
+    def _counted(self, buffers: Sequence[Buffer]) -> Iterator[Buffer]:
         for buffer in buffers:
-            num_bytes = memoryview(buffer).nbytes
-            self.bytes_out += num_bytes
+            self.bytes_out += memoryview(buffer).nbytes
             yield buffer
-            self._unread[link] -= num_bytes
 
     def _lost(self, link: Link, reason: str) -> None:
         visit = self._visits.pop(link)
         self.end.lost(link, reason)
-        self._unread.pop(link)
         self._door.left(visit)
         self._look()
 
     def _tick(self) -> None:
         self._ticking = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
-        for link, unread in list(self._unread.items()):
-            if unread > self._unread_max:
-                self.end.lost(link, f"does not read: {unread} bytes wait for it")
         self.end.tick()
         self._look()
 
