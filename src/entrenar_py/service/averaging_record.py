@@ -70,6 +70,7 @@ class AveragingRecord:
                 self._step = step
                 self._watch.begin()
             case wire.KeepPart(worker):
+                self._watch.computed(worker)
                 self._watch.delivered(worker)
             case wire.MadeStep():
                 self._made(effect)
@@ -106,10 +107,14 @@ class AveragingRecord:
             num_steps=self._run.num_steps,
             loss=math.nan if made.loss is None else made.loss,
             workers=made.workers,
-            **times._asdict(),
+            step_ms=times.step_ms,
+            exchange_ms=times.exchange_ms,
+            reduce_ms=times.reduce_ms,
+            steps_per_s=times.steps_per_s,
             bytes_in=traffic[0] - self._told[0],
             bytes_out=traffic[1] - self._told[1],
             last=self._watch.last(),
+            waits_ms=self._watch.waits_ms(made.workers),
             num_samples=made.num_samples,
             correct=made.correct,
             total=made.total,
