@@ -27,6 +27,7 @@ WORKER = "worker --coordinator trainer.example:7411 --secret-file s"
         ("watch --help", "entrenar-watch-help.txt"),
         ("doctor --help", "entrenar-doctor-help.txt"),
         ("finetune --help", "entrenar-finetune-help.txt"),
+        ("plan --help", "entrenar-plan-help.txt"),
         ("infer --help", "entrenar-infer-help.txt"),
         ("merge --help", "entrenar-merge-help.txt"),
         ("eval --help", "entrenar-eval-help.txt"),

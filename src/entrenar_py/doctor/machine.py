@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,14 @@ LIMITS = (
     "max-compute-invocations-per-workgroup",
     "max-compute-workgroups-per-dimension",
 )
+# The limit of a control group's memory and what is used of it: version 2, and version 1.
+_CGROUPS = (
+    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+    (
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ),
+)
 
 
 def versions() -> dict[str, str]:
@@ -42,7 +51,27 @@ def versions() -> dict[str, str]:
 
 def found() -> list[Found]:
     """Return the CPU, every GPU of torch and every wgpu adapter, or why there is none of a kind."""
-    return [*_examined("cpu", {}), *_cuda(), *_wgpu()]
+    return [*_examined("cpu", _host_memory()), *_cuda(), *_wgpu()]
+
+
+def _host_memory() -> dict[str, Any]:
+    """Return the bytes of memory that processes here may use, and how many are free.
+
+    A limit of the control group counts. Empty where the kernel tells neither.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    kilobytes = {name: int(rest.split()[0]) for name, rest in (one.split(":") for one in lines)}
+    total, free = 1024 * kilobytes["MemTotal"], 1024 * kilobytes["MemAvailable"]
+    for limit, used in _CGROUPS:
+        try:
+            limit_bytes, used_bytes = (int(one.read_text("ascii")) for one in (limit, used))
+        except (OSError, ValueError):  # no such version, or "max"
+            continue
+        total, free = min(total, limit_bytes), min(free, max(limit_bytes - used_bytes, 0))
+    return {"memory bytes": total, "free bytes": free}
 
 
 def _cuda() -> Iterator[Found]:

@@ -1,4 +1,4 @@
-"""The commands `finetune`, `infer`, `merge` and `eval` of `entrenar`."""
+"""The commands `finetune`, `plan`, `infer`, `merge` and `eval` of `entrenar`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def run(given: argparse.Namespace) -> int:
             names=given.backends,
             halt_on_spike=given.halt_on_spike,
         )
+    if given.command == "plan":
+        return _plan(given)
     from entrenar_py.finetune import outputs
 
     output = outputs.load(given.output)
@@ -40,3 +42,19 @@ def run(given: argparse.Namespace) -> int:
             printing.say("NF4 weights became float32, of the same values: the model is larger")
         printing.say(f"written to {given.merged}")
     return exit_codes.DONE
+
+
+def _plan(given: argparse.Namespace) -> int:
+    """Print a plan; the configuration is invalid for devices on which nothing fits."""
+    from entrenar_py.finetune import settings_file
+    from entrenar_py.planning import command
+
+    settings = settings_file.load(given.config)
+    fits = command.show(
+        settings,
+        longest=None,
+        described=given.devices,
+        bandwidth=given.bandwidth,
+        json=given.json,
+    )
+    return exit_codes.DONE if fits else exit_codes.INVALID

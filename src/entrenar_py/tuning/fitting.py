@@ -19,8 +19,8 @@ _INDEX_BYTES_MAX = 2**26
 _SHOWN = 3  # missing files or weights in a message
 
 
-def require_checkpoint(folder: Path) -> None:
-    """Raise UsageError unless `folder` has a configuration and all files of the weights."""
+def require_config(folder: Path) -> None:
+    """Raise UsageError unless `folder` has a model's configuration."""
     if not folder.is_dir():
         raise UsageError(
             f"model={folder}: no such folder; give one with a checkpoint in Hugging Face's format "
@@ -31,6 +31,11 @@ def require_checkpoint(folder: Path) -> None:
             f"model={folder}: no config.json there; give the folder of a checkpoint in Hugging "
             "Face's format"
         )
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Raise UsageError unless `folder` has a configuration and all files of the weights."""
+    require_config(folder)
     if (folder / WHOLE).is_file():
         return
     if not (folder / INDEX).is_file():

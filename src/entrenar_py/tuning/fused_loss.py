@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from entrenar_py.tuning import precision
+
 _LOGITS_MAX = 2**26  # made at a time: 256 MiB in float32
 _PROBED = (1, 2, 3, 4)  # tokens that every vocabulary has
 
@@ -62,13 +64,12 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the summed cross entropy of `hidden @ weight.T`, 0-d float32.
 
     `hidden` is [m, d], `weight` [vocabulary, d], and `targets` int64 [m], negative where there is
-    none. The products have the
-    format of torch.autocast, where that is on.
+    none. The products have the format of torch.autocast, where that is on.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    dtype = precision.current(hidden.device)
+    if dtype != torch.float32:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with precision.as_given(hidden.device):
         result: Tensor = _CrossEntropy.apply(hidden, weight, targets)  # type: ignore[no-untyped-call]
     return result
 

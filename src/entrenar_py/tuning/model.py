@@ -114,16 +114,46 @@ def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int
     return cast("nn.Module", module)
 
 
-def _base(settings: Settings) -> tuple[nn.Module, list[str]]:
-    """Return the checkpoint's model, and the names of its parts that the checkpoint lacks."""
+def shape(settings: Settings) -> nn.Module:
+    """Return the model with its adapters on torch's meta device, in training mode.
+
+    It has all shapes and no values, by config.json alone; with `method: qlora` weights that would
+    be in NF4 have their plain shape. Raises UsageError as `load` does, except for what only weights
+    can show.
+    """
+    kind, options = _kind(settings)
+    config = _config(settings)
+    for name, value in options.items():
+        setattr(config, name, value)
+    with torch.device("meta"), _reading(settings.model, "model"):
+        module: nn.Module = kind.from_config(
+            config,
+            dtype=precision.of_checkpoint(settings),
+            trust_remote_code=settings.trust_remote_code,
+        )
+    if settings.adapts:
+        with torch.device("meta"):
+            module = _adapted(settings, module, ())
+    precision.prepare(module, settings)
+    return module.train()
+
+
+def _kind(settings: Settings) -> tuple[Any, dict[str, Any]]:
+    """Return the class of transformers that makes the model, and what it adds to config.json."""
     transformers = _transformers()
-    options: dict[str, Any] = {}
-    kind = transformers.AutoModelForCausalLM
+    kind, options = transformers.AutoModelForCausalLM, dict[str, Any]()
     if settings.task == "classify":
         kind, labels = transformers.AutoModelForSequenceClassification, settings.classes.labels
         options["num_labels"] = len(labels)
         options["id2label"] = dict(enumerate(labels))
         options["label2id"] = {label: number for number, label in enumerate(labels)}
+    return kind, options
+
+
+def _base(settings: Settings) -> tuple[nn.Module, list[str]]:
+    """Return the checkpoint's model, and the names of its parts that the checkpoint lacks."""
+    fitting.require_checkpoint(settings.model)
+    kind, options = _kind(settings)
     config = _config(settings)
     if settings.method == "qlora":
         with _reading(settings.model, "model"), torch.device("meta"):
@@ -152,7 +182,7 @@ def _base(settings: Settings) -> tuple[nn.Module, list[str]]:
 
 def _config(settings: Settings) -> Any:
     """Return the checkpoint's configuration. Raises UsageError for a model of another kind."""
-    fitting.require_checkpoint(settings.model)
+    fitting.require_config(settings.model)
     with _reading(settings.model, "model"):
         config = _transformers().AutoConfig.from_pretrained(
             settings.model,

@@ -33,9 +33,7 @@ def loading(empty: nn.Module, products: torch.dtype) -> dict[str, Any]:
     _require()
     import transformers
 
-    linear = {name: _row(layer) for name, layer in empty.named_modules() if _row(layer)}
-    blocks = set(_within_blocks(empty))
-    chosen = {name for name, row in linear.items() if name in blocks and row % BLOCK == 0}
+    linear, chosen = _linear(empty), packed(empty)
     if not chosen:
         raise UsageError(
             f"method: qlora: the model has no linear layer within a stack of blocks with rows of a "
@@ -50,6 +48,17 @@ def loading(empty: nn.Module, products: torch.dtype) -> dict[str, Any]:
         llm_int8_skip_modules=[f"{re.escape(name)}$" for name in sorted(linear.keys() - chosen)],
     )
     return {"quantization_config": config, "device_map": {"": "cpu"}}
+
+
+def packed(empty: nn.Module) -> set[str]:
+    """Return the names of the layers whose weights are quantised in a model that is as `empty`."""
+    blocks = set(_within_blocks(empty))
+    return {name for name, row in _linear(empty).items() if name in blocks and row % BLOCK == 0}
+
+
+def _linear(empty: nn.Module) -> dict[str, int]:
+    """Return the length of the rows of each linear layer."""
+    return {name: _row(layer) for name, layer in empty.named_modules() if _row(layer)}
 
 
 def settle(module: nn.Module) -> None:

@@ -129,6 +129,10 @@ class Settings:
         Key("how alike GPUs share the work: for ranks that torchrun starts", choices=STRATEGIES),
     ] = None
     workers: Annotated[int, Key("processes that compute on this machine", least=1, most=2**10)] = 1
+    devices: Annotated[
+        tuple[str, ...],
+        Key("what a run may use, as name:memory[:bandwidth]; by default what this machine has"),
+    ] = ()
     seed: Annotated[int, Key("where all random numbers come from", least=0, most=2**63 - 1)] = 0
     checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50
     trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False

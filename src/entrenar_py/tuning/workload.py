@@ -97,7 +97,7 @@ class Finetuning(Workload):
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
         self._device = torch.device("cpu")
         self._products = products
-        with precision.applied(products, self._device):
+        with precision.applied(products, next(module.parameters()).device):
             self.objective = _Classes(module, class_weights) if class_weights else _Tokens(module)
         self.objective.train()
 

@@ -62,7 +62,7 @@ def _run(given: argparse.Namespace) -> int:
         from entrenar_py.service import watching
 
         return watching.run(given)
-    if given.command in ("finetune", "infer", "merge", "eval"):
+    if given.command in ("finetune", "plan", "infer", "merge", "eval"):
         from entrenar_py.finetune import cli
 
         return cli.run(given)

@@ -22,6 +22,7 @@ EVERY = 10
 PATIENCE_S = 300.0
 NEW_TOKENS = 128
 OWN_WIRE, WIRE_2 = WIRES = ("own", "v2")
+BANDWIDTH = "10Gbit"
 _HELP_COLUMNS = 98
 
 
@@ -271,6 +272,7 @@ def _add_finetune(commands: _Commands) -> None:
         "each at least (default cpu)",
     )
     _add_halt_on_spike(finetune)
+    _add_plan(commands)
     infer = _add(commands, "infer", "answer a prompt with what `finetune` has trained")
     infer.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
     infer.add_argument("--prompt", metavar="TEXT", required=True, help="the text to answer")
@@ -289,6 +291,27 @@ def _add_finetune(commands: _Commands) -> None:
     evaluate.add_argument(
         "--data", metavar="FILE", type=Path, required=True, help="rows: .jsonl or .parquet"
     )
+
+
+def _add_plan(commands: _Commands) -> None:
+    plan = _add(commands, "plan", "say what a run of `finetune` needs, and which strategy fits")
+    plan.add_argument("config", metavar="CONFIG.yaml", type=Path, help="as `finetune` takes it")
+    plan.add_argument(
+        "--device",
+        metavar="D",
+        dest="devices",
+        action="append",
+        default=[],
+        help="plan for this device in place of this machine's, as name:memory[:bandwidth], "
+        "e.g. rtx4090:24GB or '2 x h100:80GB:25GB/s'; give it once for each kind",
+    )
+    plan.add_argument(
+        "--bandwidth",
+        metavar="B",
+        default=BANDWIDTH,
+        help=f"of links for which no device states one, e.g. 1Gbit or 25GB/s (default {BANDWIDTH})",
+    )
+    plan.add_argument("--json", metavar="FILE", type=Path, help="also write it as JSON")
 
 
 def _address(text: str) -> address.Address:

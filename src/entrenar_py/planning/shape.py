@@ -1,0 +1,258 @@
+"""The model of a run without its weights: what it counts, and how a micro-batch is rehearsed."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from entrenar_py.errors import UsageError
+from entrenar_py.planning import rehearsal
+from entrenar_py.planning.rehearsal import META, Rehearsal
+from entrenar_py.training import dropout
+from entrenar_py.tuning import model, precision, quantised
+from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.settings import Settings
+from entrenar_py.tuning.workload import Finetuning
+
+FLOAT_BYTES = 4
+_SCALES = 256  # of NF4, that share a scale
+_NF4 = "_is_planned_in_nf4"  # the mark of a layer whose weights are kept so
+_CHECKPOINT = partial(checkpoint, use_reentrant=False)
+_BY_COLUMNS, _BY_ROWS = "colwise", "rowwise"  # how transformers names the two cuts of a layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The part of a model that one rank holds.
+
+    With `tensor` > 1 each layer that can be cut is shared by so many ranks. With `blocks` given,
+    only so many of the model's blocks are held.
+    """
+
+    tensor: int = 1
+    blocks: int | None = None
+
+
+WHOLE = Cut()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Numbers of a rank's part of the model.
+
+    `frozen_bytes` are held in the run's format. `trained` counts elements, which are float32.
+    `largest_block_bytes` are the weights of the largest block, `outside_bytes` those of no block.
+    """
+
+    frozen_bytes: int
+    trained: int
+    largest_block_bytes: int
+    outside_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights, trained ones included."""
+        return self.frozen_bytes + FLOAT_BYTES * self.trained
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model that `settings` name, on torch's meta device."""
+
+    settings: Settings
+    _parts: dict[Cut, nn.Module] = field(default_factory=dict)
+    _rehearsed: dict[tuple[Any, ...], Rehearsal] = field(default_factory=dict)
+
+    @cached_property
+    def whole(self) -> nn.Module:
+        """The whole model with its adapters."""
+        whole = model.shape(self.settings)
+        if self.settings.method == "qlora":
+            for name in quantised.packed(whole):
+                setattr(whole.get_submodule(name), _NF4, "lora_" not in name)
+        return whole
+
+    @property
+    def config(self) -> Any:
+        """The configuration of the part that reads text."""
+        return cast("Any", self.whole).config.get_text_config()
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of the model's blocks."""
+        return len(_stack(self.whole))
+
+    def counts(self, cut: Cut = WHOLE) -> Counts:
+        """Return the numbers of a part of the model."""
+        part = self._part(cut)
+        blocks = [self._bytes(block) for block in _stack(part)]
+        trained = sum(one.numel() for one in part.parameters() if one.requires_grad)
+        everything = self._bytes(part)
+        return Counts(
+            frozen_bytes=everything - FLOAT_BYTES * trained,
+            trained=trained,
+            largest_block_bytes=max(blocks, default=0),
+            outside_bytes=everything - sum(blocks),
+        )
+
+    def cuts_into(self, size: int) -> str:
+        """Return why the model's layers can't be shared by `size` ranks, "" if they can."""
+        plan = _plan(self.whole)
+        named = sorted({how for how in plan.values() if how.startswith((_BY_COLUMNS, _BY_ROWS))})
+        if not named:
+            return f"transformers has no plan for cutting {self.config.model_type}"
+        if set(named) - {_BY_COLUMNS, _BY_ROWS}:
+            return f"its layers are cut by {', '.join(named)}, which is not done here"
+        heads = self.config.num_attention_heads
+        heads = math.gcd(heads, getattr(self.config, "num_key_value_heads", None) or heads)
+        if heads % size:
+            return f"{size} ranks can't share {heads} key-value heads evenly"
+        return ""
+
+    def rehearsed(
+        self, *, rows: int, length: int, kind: str, recompute: bool, cut: Cut = WHOLE
+    ) -> Rehearsal:
+        """Return what a micro-batch of `rows` x `length` tokens takes on a device of a `kind`."""
+        key = rows, length, kind, recompute, cut
+        if key not in self._rehearsed:
+            self._rehearsed[key] = self._rehearse(rows, length, kind, recompute, self._part(cut))
+        return self._rehearsed[key]
+
+    def _rehearse(
+        self, rows: int, length: int, kind: str, recompute: bool, part: nn.Module
+    ) -> Rehearsal:
+        labels = self.settings.classes.labels if self.settings.task == "classify" else ()
+        samples = _samples(rows, length)
+        cast("Any", part).config.pad_token_id = 0
+        tensors = {name: one for name, one in part.named_parameters() if one.requires_grad}
+        _set_recompute(part, to=recompute)
+        try:
+            with rehearsal.answered(kind):
+                work = Finetuning(
+                    part,
+                    samples,
+                    pad_token=0,
+                    class_weights=(1.0,) * len(labels),
+                    products=precision.of_products(self.settings),
+                )
+            batch = [one.to(META) for one in work.batch(range(rows))]
+            step = rehearsal.rehearse(
+                lambda: work.loss_of(tensors, batch, linear=F.linear, drop=dropout.none),
+                [*tensors.values()],
+                module=part,
+                kind=kind,
+                products=precision.of_products(self.settings),
+            )
+        except (RuntimeError, NotImplementedError) as error:
+            told = " ".join(str(error).split())
+            raise UsageError(
+                f"model={self.settings.model}: its memory can't be foreseen without weights "
+                f"({told}); its forward pass decides by the values of tensors"
+            ) from error
+        return replace(step, peak=step.peak + self._decoded_bytes(part))
+
+    def _part(self, cut: Cut) -> nn.Module:
+        if cut == WHOLE:
+            return self.whole
+        if cut not in self._parts:
+            self._parts[cut] = _cut(self.whole, cut)
+        return self._parts[cut]
+
+    def _bytes(self, module: nn.Module) -> int:
+        """Return the bytes of a module's weights, of which some may be in NF4."""
+        whole = sum(one.numel() * one.element_size() for one in module.parameters())
+        spared = sum(one.numel() * one.element_size() for one in self._packed(module))
+        return whole - spared + sum(_nf4_bytes(one.numel()) for one in self._packed(module))
+
+    def _decoded_bytes(self, part: nn.Module) -> int:
+        """Return the bytes of the largest weight in NF4, decoded for its product."""
+        width = precision.of_products(self.settings).itemsize
+        return width * max((one.numel() for one in self._packed(part)), default=0)
+
+    def _packed(self, module: nn.Module) -> Iterator[Tensor]:
+        """Yield the weights that are kept in NF4."""
+        for layer in module.modules():
+            if getattr(layer, _NF4, False):
+                yield cast("Tensor", layer.weight)
+
+
+def _samples(rows: int, length: int) -> Samples:
+    """Return rows of one length, in which every token is to be predicted."""
+    return Samples(
+        tokens=np.ones(rows * length, np.int32),
+        is_target=np.ones(rows * length, np.bool_),
+        starts=np.arange(rows + 1, dtype=np.int64) * length,
+        labels=np.zeros(rows, np.int32),
+    )
+
+
+def _set_recompute(part: Any, *, to: bool) -> None:
+    """Let blocks be computed again for the backward pass. A model that can't stays as it is."""
+    for layer in part.modules():
+        if hasattr(layer, "gradient_checkpointing"):
+            layer.gradient_checkpointing = to
+            setattr(layer, "_gradient_checkpointing_func", _CHECKPOINT)  # noqa: B010  (transformers')
+
+
+def _stack(module: nn.Module) -> nn.ModuleList:
+    """Return the model's blocks: of all lists of alike modules, the one that weighs most."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part)]
+    alike = [one for one in lists if len({type(block) for block in one}) == 1]
+    return max(alike, key=_num_elements, default=nn.ModuleList())
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())
+
+
+def _nf4_bytes(number: int) -> int:
+    """Return the bytes of weights in NF4: 4 bits each, and scales that are quantised in turn."""
+    scales = -(-number // quantised.BLOCK)
+    return -(-number // 2) + scales + FLOAT_BYTES * -(-scales // _SCALES)
+
+
+def _plan(module: Any) -> dict[str, str]:
+    """Return how transformers cuts the layers whose names match a pattern."""
+    return getattr(module.config, "base_model_tp_plan", None) or {}
+
+
+def _cut(whole: nn.Module, cut: Cut) -> nn.Module:
+    """Return a copy of the model in which only a rank's part is left."""
+    part = copy.deepcopy(whole)
+    if cut.blocks is not None:
+        blocks = _stack(part)
+        del blocks[cut.blocks :]
+    for layer, how in _cuttable(part):
+        _narrow(layer, how, cut.tensor)
+    return part
+
+
+def _cuttable(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the layers that ranks share, and how they are cut."""
+    for name, layer in module.named_modules():
+        for pattern, how in _plan(module).items():
+            if how in (_BY_COLUMNS, _BY_ROWS) and fnmatch.fnmatch(name, f"*{pattern}"):
+                yield layer, how
+
+
+def _narrow(layer: nn.Module, how: str, size: int) -> None:
+    """Cut a linear layer and its adapter: of the two factors one is cut, the other is whole."""
+    axis = 0 if how == _BY_COLUMNS else 1
+    for name, tensor in layer.named_parameters():
+        whole = "lora_A" if how == _BY_COLUMNS else "lora_B"
+        if whole in name or (tensor.dim() == 1 and how == _BY_ROWS):
+            continue
+        parts = list(tensor.shape)
+        parts[axis] = -(-parts[axis] // size)
+        tensor.data = torch.empty(parts, dtype=tensor.dtype, device=META)

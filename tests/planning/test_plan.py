@@ -1,0 +1,160 @@
+"""Plans: what a worker needs, what a step moves, which strategy fits, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py.planning import advice, devices, plan, text
+from entrenar_py.planning.plan import Option, Run
+from entrenar_py.tuning.settings import Data, Settings, Training
+from tests.planning.qwen3 import QWEN3_4B, TINY, settings
+
+# peft asks for what a later transformers will lack.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+
+def planned(
+    found: Settings, *described: str, longest: int | None = None
+) -> tuple[Run, dict[str, Option]]:
+    run = plan.of(found, devices.described(described), longest=longest, bandwidth=1.25e9)
+    return run, {one.strategy: one for one in plan.options(run)}
+
+
+def chosen(run: Run, found: dict[str, Option]) -> tuple[str, str]:
+    """Return the strategy to take, "" for none, and why."""
+    options = [*found.values()]
+    one = advice.choose(run, options)
+    return "" if one is None else one.strategy, advice.why(run, options, one)
+
+
+def test_a_gradient_of_qwen3_4b_on_the_wire(tmp_path: Path) -> None:
+    vector = 4 * 5_898_240
+    run = plan.of(
+        settings(tmp_path, QWEN3_4B, training=Training(batch_size=4, num_shards=4)),
+        devices.described(["2 x h100:80GB:25GB/s"]),
+        longest=8,
+        bandwidth=1.25e9,
+    )
+    star, ddp = plan.option(run, "star"), plan.option(run, "ddp")
+    # Two shards of a worker are one node of the tree; the coordinator takes two and sends two.
+    assert (star.traffic.sent, star.traffic.received) == (vector, vector)
+    assert star.traffic.busiest == 4 * vector
+    assert ddp.traffic.sent == vector
+    assert ddp.seconds == vector / 25e9
+    fsdp = plan.option(run, "fsdp")
+    assert fsdp.traffic.sent == (2 * 2 * run.shape.counts().weight_bytes + vector) // 2
+
+
+def test_shards_that_are_no_node_are_sent_one_by_one(tmp_path: Path) -> None:
+    found = settings(tmp_path, TINY, training=Training(batch_size=6, num_shards=6))
+    run, options = planned(found, "3 x cpu:4GB")
+    vector = 4 * run.shape.counts().trained
+    assert options["star"].traffic.sent == vector  # 2 of 6 shards are a node each
+    found = settings(tmp_path, TINY, training=Training(batch_size=8, num_shards=8))
+    run, options = planned(found, "3 x cpu:4GB")
+    assert options["star"].traffic.sent == 2 * vector  # 2 or 3 of 8: shards 3, 4, 5 are two nodes
+
+
+def test_alike_gpus_take_the_fastest_that_fits(tmp_path: Path) -> None:
+    run, options = planned(settings(tmp_path, TINY), "2 x gpu:4GB")
+    strategy, why = chosen(run, options)
+    assert strategy == "ddp"
+    assert why.count(". ") == 1
+    assert "needs" in why
+
+
+def test_unlike_devices_take_the_reference_trainer(tmp_path: Path) -> None:
+    run, options = planned(settings(tmp_path, TINY), "gpu:4GB", "wgpu-amd:4GB", "cpu:4GB")
+    assert chosen(run, options)[0] == "mesh"  # the coordinator's link carries three times as much
+    assert options["ddp"].problem == "its devices must be alike"
+
+
+def test_weights_that_fit_no_device_alone_are_shared(tmp_path: Path) -> None:
+    """GPUs have room for half of the weights, which are much more than all else."""
+    config = {**TINY, "intermediate_size": 2**13}
+    found = settings(
+        tmp_path, config, data=Data(train=tmp_path), training=Training(batch_size=4, num_shards=4)
+    )
+    run = plan.of(found, devices.described(["2 x gpu:4GB"]), longest=8, bandwidth=1e9)
+    least = plan.option(run, "ddp").workers[0].memory.needed
+    run, options = planned(found, f"2 x gpu:{least - 10**6}B", longest=8)
+    strategy, why = chosen(run, options)
+    assert strategy in {"fsdp", "tensor_parallel", "sequence_parallel", "pipeline_parallel"}
+    assert "There is no room for" in why
+    assert "ddp" in why
+
+
+def test_what_would_fit_is_told(tmp_path: Path) -> None:
+    found = settings(tmp_path, TINY, data=Data(train=tmp_path, max_tokens=512))
+    run, options = planned(found, "cpu:480MB")
+    strategy, why = chosen(run, options)
+    assert not strategy
+    assert "which has 480 MB" in why
+    assert "training.num_shards: 16" in why
+    for told in advice.remedies(run, "star"):
+        assert "MB)" in told
+
+
+def test_a_device_with_two_workers_has_room_for_both(tmp_path: Path) -> None:
+    one = settings(tmp_path, TINY, workers=1)
+    needed = planned(one, "cpu:4GB")[1]["star"].workers[0].memory.needed
+    room = f"cpu:{int(1.5 * needed)}B"
+    assert planned(one, room)[1]["star"].fits(recompute=False)
+    two = settings(tmp_path, TINY, workers=2)
+    assert not planned(two, room)[1]["star"].fits(recompute=False)
+
+
+def test_a_device_that_reports_no_memory_may_fit(tmp_path: Path) -> None:
+    device = devices.Device(name="wgpu:0", kind="wgpu", memory=None)
+    run = plan.of(settings(tmp_path, TINY), [device], longest=None, bandwidth=1e9)
+    star = plan.option(run, "star")
+    assert star.workers[0].fits(recompute=False) is None
+    assert star.fits(recompute=False)
+
+
+@pytest.mark.parametrize(
+    ("described", "strategy", "problem"),
+    [
+        (["3 x gpu:4GB"], "ddp_canonical", "3 ranks can't share a tree evenly: 2, 4, 8 ... can"),
+        (["gpu:4GB"], "fsdp", "it needs two devices or more"),
+        (["5 x gpu:4GB"], "star", "5 workers and 4 shards: use training.num_shards >= 5"),
+        (["5 x gpu:4GB"], "pipeline_parallel", "4 blocks can't be cut into 5 stages"),
+        (["2 x wgpu:4GB"], "ddp", "torch's collectives know no wgpu"),
+    ],
+)
+def test_a_strategy_that_cannot_run(
+    tmp_path: Path, described: Sequence[str], strategy: str, problem: str
+) -> None:
+    assert planned(settings(tmp_path, TINY), *described)[1][strategy].problem == problem
+
+
+def test_sharing_layers_leaves_less_to_each(tmp_path: Path) -> None:
+    options = planned(settings(tmp_path, TINY), "2 x gpu:4GB")[1]
+    peaks = {name: one.peak(recompute=False) for name, one in options.items()}
+    assert peaks["sequence_parallel"] < peaks["tensor_parallel"] < peaks["ddp"]
+    assert peaks["pipeline_parallel"] < peaks["ddp"]
+
+
+@pytest.mark.parametrize("described", [["2 x gpu:4GB"], ["gpu:4GB", "wgpu:1GB", "cpu:2GB:1Gbit"]])
+def test_the_text_fits_a_terminal(tmp_path: Path, described: Sequence[str]) -> None:
+    run, options = planned(settings(tmp_path, TINY), *described)
+    found = [*options.values()]
+    one = advice.choose(run, found)
+    lines = [*text.lines(run, found, one, "It fits. It does.", length_from="data.max_tokens")]
+    assert max(map(len, lines)) <= 100
+    assert lines[0] == "model    qwen3: 195,264 parameters, 4 blocks"
+
+
+def test_the_record_has_every_strategy(tmp_path: Path) -> None:
+    run, options = planned(settings(tmp_path, TINY), "2 x gpu:4GB")
+    found = [*options.values()]
+    record: dict[str, Any] = plan.to_record(run, found, advice.choose(run, found), "why")
+    assert {one["strategy"] for one in record["options"]} == {*options}
+    [first, _] = record["options"][0]["workers"]
+    assert first["needs"]["peak"] > first["needs_recomputed"]["peak"]
