@@ -54,7 +54,7 @@ def test_three_commands(tmp_path: Path) -> None:
     trained = run(train, tmp_path)
     answer = run(ask, tmp_path).splitlines()
     stated = re.search(r"recall and precision are at least (\d\.\d+)", " ".join(SECTION.split()))
-    scored = re.search(r"unsafe: recall (\S+) \(\d+ of 26\), precision (\S+)", trained)
+    scored = re.search(r"unsafe: recall (\S+) \(\d+ of 26\), precision (\S+),", trained)
     assert stated is not None
     assert scored is not None, trained
     assert min(map(float, scored.groups())) >= float(stated[1])

@@ -25,5 +25,6 @@ def made(step: int = 0, **changes: Any) -> StepMade:
         "grad_norm": 0.5,
         "tokens_per_s": 2560.0,
         "backends": {0: "cpu", 2: "wgpu"},
+        "memory_bytes": 10**9,
     }
     return StepMade(step=step, **{**usual, **changes})

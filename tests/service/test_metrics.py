@@ -48,6 +48,8 @@ def test_a_line_for_each(tmp_path: Path) -> None:
         "grad_norm": 0.5,
         "tokens_per_s": 2560.0,
         "backends": {"0": "cpu", "2": "wgpu"},
+        "memory_bytes": 10**9,
+        "device_bytes": None,
     }
     assert note == {"what": "left", "step": 3, "text": "worker 1 left"}
 

@@ -7,8 +7,10 @@ import io
 from rich.console import Console
 
 from entrenar_py.service import progress
-from entrenar_py.service.progress import LINE_EVERY_S, Lines, summary
-from entrenar_py.service.run_events import Happening, Noted
+from entrenar_py.service.figures import summary
+from entrenar_py.service.progress import LINE_EVERY_S, Lines
+from entrenar_py.service.run_events import ClassScored, Happening, Noted, Scored
+from entrenar_py.service.screen import Screen
 from tests.service.happened import made
 
 SAVED = Noted(what="saved", step=3, text="checkpoint before step 3: run.ckpt")
@@ -63,17 +65,56 @@ def test_a_log_is_not_flooded() -> None:
     ]
 
 
-def test_a_terminal_shows_a_bar() -> None:
-    """The bar shows the number of steps, and notes stand above it."""
+SCORES = Scored(
+    step=5,
+    loss=0.25,
+    weight=10,
+    perplexity=None,
+    accuracy=0.9,
+    classes=(
+        ClassScored(label="[red]bad\x1b[2J", recall=0.5, precision=1.0, f1=2 / 3),
+        ClassScored(label="good", recall=None, precision=None, f1=None),
+    ),
+    confusion=((1, 1), (0, 8)),
+)
+
+
+def test_scores_in_a_log() -> None:
+    """Every evaluation is a line; a class's name can't command the terminal."""
+    (line,) = lines((0.0, SCORES))
+    assert line == (
+        "validation after step 5: loss 0.2500, accuracy 0.900, [red]bad\\x1b[2J recall 0.500 "
+        "precision 1.000 F1 0.667, good recall - precision - F1 -"
+    )
+
+
+def test_a_screen_has_everything() -> None:
+    screen, file = Screen(num_steps=10), io.StringIO()
+    screen(made(6, steps_per_s=0.01))
+    screen(SCORES)
+    Console(file=file, width=200).print(screen)
+    assert [" ".join(line.split()) for line in file.getvalue().splitlines()] == [
+        "step ━━━━━━━━━━━━━━━━━━━━━ 7/10 0:05:00 left",
+        "loss 2.25, gradient norm 0.5, rate 0.001",
+        "validation loss 0.2500, accuracy 0.900, [red]bad\\x1b[2J recall 0.500 precision 1.000 F1 "
+        "0.667, good recall - precision - F1 - (after step 5)",
+        "pace 0.01 steps/s, 2560 tokens/s, exchange 7.25 ms, reduce 0.25 ms",
+        "memory 1 GB",
+        "workers 0 cpu (waited 4.5 ms), 2 wgpu (waited 0 ms)",
+        "traffic in 20.8 kB out 1.23 MB a step",
+    ]
+
+
+def test_a_terminal_shows_the_screen() -> None:
+    """It is kept current, and notes stand above it."""
     file = io.StringIO()
     console = Console(file=file, width=200, force_terminal=True)
     with progress.opened(console, num_steps=10) as listener:
         listener(LEFT)
         listener(made(6))
-    shown = file.getvalue()
-    assert LEFT.text in shown
-    assert "7/10" in shown
-    assert summary(made(6)) in shown
+    before, _, after = file.getvalue().partition(LEFT.text)
+    assert "waits for workers" in before
+    assert "7/10" in after
 
 
 def test_a_log_gets_lines() -> None:

@@ -10,18 +10,20 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+
+import torch
 
 from entrenar_py import backends
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import export, settings_file, worker_process
+from entrenar_py.finetune import task as tasks
 from entrenar_py.protocol.terms import Timing
-from entrenar_py.service import coordinator
+from entrenar_py.service import coordinator, memory_peak
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Checkpoint, Config
-from entrenar_py.service.coordinator import Task
+from entrenar_py.service.memory_peak import Memory
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.untrusted import printing
 
@@ -76,14 +78,24 @@ def train(
     for rank in range(settings.workers):
         name = names[rank % len(names)]
         printing.say(f"worker {rank}: {name} ({devices[name]})")
-    with closing(_Workers(path, config, names)) as workers:
-        task = Task(
-            workload=workload,
+    with (
+        closing(_Workers(path, config, names)) as workers,
+        tasks.opened(
+            prepared,
+            workload,
+            num_steps=config.scenario.num_steps,
+            device=_device(names),
             listening=workers.start,
-            completed=partial(export.finish, prepared, workload),
+            memory=workers.memory,
             halt_on_spike=halt_on_spike,
-        )
+        ) as task,
+    ):
         return coordinator.serve(config, task, resume=resume)
+
+
+def _device(names: Sequence[str]) -> torch.device:
+    """Return what validation rows are scored on: a GPU of torch if a worker has one, or the CPU."""
+    return torch.device(next((name for name in names if name.startswith("cuda")), "cpu"))
 
 
 def _opened(names: Sequence[str]) -> dict[str, str]:
@@ -99,6 +111,7 @@ class _Workers:
         self._crew = Crew(worker_process.main, preload=PRELOADED, one_job=True)
         self._hands: dict[int, Hand] = {}
         self._deaths = Counter[int]()
+        self._peaks: dict[int, Memory] = {}
         self._address = LOOPBACK
 
     def start(self, address: Address) -> None:
@@ -107,6 +120,10 @@ class _Workers:
         for rank in range(self._config.scenario.world_size):
             self._begin(rank)
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+    def memory(self) -> Memory:
+        """Return the peak of this process and its workers, as these have told it."""
+        return memory_peak.total([memory_peak.here(), *self._peaks.values()])
 
     def close(self) -> None:
         """End all workers."""
@@ -125,8 +142,13 @@ class _Workers:
         self._hands[rank] = self._crew.give(json.dumps(job).encode())
 
     def _look(self) -> None:
-        """Start workers again that died. The coordinator has given their shards to others."""
+        """Hear the workers' notes, and start those again that died.
+
+        The coordinator has given their shards to others.
+        """
         for rank, hand in self._hands.items():
+            while hand.pipe.poll() and (note := hand.heard()) is not None:
+                self._peaks[rank] = Memory(*json.loads(note))
             code = hand.process.exitcode
             if not code or self._deaths[rank] == DEATHS_MAX:
                 continue

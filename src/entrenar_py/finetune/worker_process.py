@@ -22,9 +22,12 @@ from entrenar_py.finetune import settings_file
 from entrenar_py.protocol.effects import Effect, Finish, Load
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import Scenario
+from entrenar_py.service import memory_peak
 from entrenar_py.systems.star import topology
 from entrenar_py.systems.star.member import Member
 from entrenar_py.tuning import prepared
+
+REPORT_EVERY_S = 2.0
 
 
 def main(pipe: Connection) -> None:
@@ -53,9 +56,18 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
         timing=Timing(),
     )
     client = WorkerClient(machine, member, notify=partial(_let_in, member, backend))
+    reports = asyncio.create_task(_report_memory(desk))
     finish = await client.run(job["host"], job["port"], patience_s=Timing().gather_s)
+    reports.cancel()
     loop.remove_reader(desk.fileno())
     return finish
+
+
+async def _report_memory(desk: Job) -> None:
+    """Note the peak of this process again and again."""
+    while True:
+        desk.note(json.dumps(memory_peak.here()).encode())
+        await asyncio.sleep(REPORT_EVERY_S)
 
 
 def _let_in(member: Member, backend: Backend, effect: Effect) -> None:

@@ -18,15 +18,17 @@ from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.terms import Run
-from entrenar_py.service import config, exit_codes, file_locks, progress, signals
+from entrenar_py.service import config, exit_codes, file_locks, memory_peak, progress, signals
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Config
-from entrenar_py.service.host import Host
+from entrenar_py.service.host import Host, Stepped
+from entrenar_py.service.memory_peak import Memory
 from entrenar_py.service.metrics import Metrics
 from entrenar_py.service.run_events import Listener
 from entrenar_py.systems import environment
 from entrenar_py.systems.star import topology
 from entrenar_py.trace import writer
+from entrenar_py.trace.writer import Mark
 from entrenar_py.training.tensors import Array, Workload
 from entrenar_py.untrusted import printing
 
@@ -48,17 +50,37 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool = False) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A run that is over, with its tensors by name after `made` steps.
+
+    `ledger` is the last line of its ledger, if there is one, and `tell` tells the listeners.
+    """
+
+    finish: Finish
+    made: int
+    tensors: Mapping[str, Array]
+    ledger: Mark | None
+    tell: Listener
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A training to serve, and the callbacks that are told of it.
 
-    Without a `workload` it is the scenario's. `listening` is given the address once workers may
-    connect. `completed` is given all tensors by name when the run is complete. `halt_on_spike`
-    halts a star's run before a step whose gradient is far larger than those before it.
+    Without a `workload` it is the scenario's. `listeners` are told what those of every run are.
+    `listening` is given the address once workers may connect. `memory` returns the peak of the
+    run's processes on this machine. `stepped` is called after each step of a star with the number
+    of steps made, the tensors by name, which it must copy, and a function that tells the listeners.
+    `ended` is called when the run is over, before the listeners are closed. `halt_on_spike` halts a
+    star's run before a step whose gradient is far larger than those before it.
     """
 
     workload: Workload | None = None
+    listeners: Sequence[Listener] = ()
     listening: Callable[[Address], None] = lambda _: None
-    completed: Callable[[Mapping[str, Array]], None] = lambda _: None
+    memory: Callable[[], Memory] = memory_peak.here
+    stepped: Stepped = lambda made, tensors, tell: None
+    ended: Callable[[Ended], None] = lambda _: None
     halt_on_spike: bool = False
 
 
@@ -77,6 +99,7 @@ def serve(settings: Config, task: Task, *, resume: bool) -> int:
             metrics = Metrics(settings.metrics)
             stack.callback(metrics.close)
             listeners.append(metrics)
+        listeners += task.listeners
         return _run(settings, task, listeners, resume=resume)
 
 
@@ -115,6 +138,7 @@ def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume:
         listeners=listeners,
         workload=task.workload,
         halt_on_spike=task.halt_on_spike,
+        stepped=task.stepped,
     )
     with closing(host):
         first = host.resume() if resume else 0
@@ -125,8 +149,14 @@ def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume:
         else:
             finish = asyncio.run(_serve(settings, task, host, first, resume=resume))
         host.finish(finish)
-        if finish.status == "completed":
-            task.completed(host.server.replica.replica.arrays)
+        ended = Ended(
+            finish=finish,
+            made=host.made,
+            tensors=host.server.replica.replica.arrays,
+            ledger=host.ledger_end,
+            tell=host.tell,
+        )
+        task.ended(ended)
     problem = host.broken or host.unsaved
     if problem is not None:
         raise SystemFailure(f"{problem}; make room or give access, and start it again")
@@ -154,6 +184,7 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
         raise UsageError(f"listen={settings.listen}: {problem}") from error
     loop = asyncio.get_running_loop()
     host.traffic = lambda: (server.bytes_in, server.bytes_out)
+    host.memory = task.memory
     peers = server.end.machine.peers
     host.backends = lambda: {
         peer.rank: peer.backend for peer in peers.values() if peer.rank is not None

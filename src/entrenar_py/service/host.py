@@ -14,19 +14,21 @@ from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Effect, Finish, Left
 from entrenar_py.protocol.messages import Applied, Commit, Computed, Message, State, TreeNode
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import gradient_norms, ledger_continuity
+from entrenar_py.service import gradient_norms, ledger_continuity, memory_peak
 from entrenar_py.service.gradient_norms import GradientNorms
 from entrenar_py.service.ledger_account import weights_digest
+from entrenar_py.service.memory_peak import Memory
 from entrenar_py.service.run_events import Happening, Listener, Noted, StepMade
 from entrenar_py.service.stopwatch import Stopwatch
 from entrenar_py.systems.star import topology, worker_records
 from entrenar_py.systems.star.server import Server
-from entrenar_py.trace.writer import Standing, Writer
-from entrenar_py.training.tensors import Workload
+from entrenar_py.trace.writer import Mark, Standing, Writer
+from entrenar_py.training.tensors import Array, Workload
 
 UNLIKE = 1.25  # workers are, if one takes so many times longer for a shard than another
 SHARDS_A_WORKER = 2  # fewer can't be dealt in proportion to speeds
 Traffic = Callable[[], tuple[int, int]]
+Stepped = Callable[[int, Mapping[str, Array], Listener], None]
 
 
 class Host:
@@ -34,8 +36,9 @@ class Host:
 
     `unsaved` says why the last checkpoint could not be written, `broken` why the ledger could not;
     each is None otherwise. When the ledger can't be written, `give_up` is called. `traffic` returns
-    the bytes received and sent so far, `backends` the backend of each rank. `since` is None, or
-    after a resume the Gap event with which a new ledger starts.
+    the bytes received and sent so far, `backends` the backend of each rank, and `memory` what the
+    run's processes here have used. `since` is None, or after a resume the Gap event with which a
+    new ledger starts. `ledger_end` is the last line of the ledger once that is closed.
     """
 
     def __init__(
@@ -47,7 +50,9 @@ class Host:
         clock: Callable[[], float] = time.monotonic,
         workload: Workload | None = None,
         halt_on_spike: bool = False,
+        stepped: Stepped = lambda made, tensors, tell: None,
     ) -> None:
+        """`stepped` is called after each step of a star (`coordinator.Task`)."""
         self.scenario = scenario
         self.server = Server(
             scenario,
@@ -61,12 +66,15 @@ class Host:
         self.broken: str | None = None
         self.since: trace.Gap | None = None
         self.give_up: Callable[[str], None] = lambda reason: None
+        self.ledger_end: Mark | None = None
         self.traffic: Traffic = lambda: (0, 0)
         self.backends: Callable[[], Mapping[int, str]] = dict
+        self.memory: Callable[[], Memory] = memory_peak.here
         self._in_star = topology.of(scenario) is topology.STAR  # else its workers hold the state
         self._ledger: Writer | None = None
         self._is_over = False  # the ledger says already that the run is completed
         self._listeners = tuple(listeners)
+        self._stepped = stepped
         self._watch = Stopwatch(clock)
         self._step = 0  # the current step
         self._held_step = 0  # the coordinator holds the state before this step
@@ -99,6 +107,7 @@ class Host:
                 self._held_step = step + 1
                 average = self.server.average_held()
                 self._tell_made(step, average.loss, average.rate, average.norm)
+                self._stepped(step + 1, self.server.replica.replica.arrays, self.tell)
             case do.Send(_, Commit()):
                 self._watch.exchanged()
             case do.Dealt():
@@ -224,12 +233,18 @@ class Host:
     def close(self) -> None:
         """Close the ledger."""
         if self._ledger is not None:
+            self.ledger_end = self._ledger.last
             self._ledger.close()
             self._ledger = None
 
+    @property
+    def made(self) -> int:
+        """The number of steps that the state here has made."""
+        return self._held_step
+
     def note(self, what: str, text: str) -> None:
         """Send a note to the listeners."""
-        self._tell(Noted(what=what, step=self._step, text=text))
+        self.tell(Noted(what=what, step=self._step, text=text))
 
     def _objection(self, norm: float) -> str | None:
         """Return why training halts before a step whose gradient has this norm, or None."""
@@ -266,7 +281,8 @@ class Host:
         num_tokens = self.server.workload.num_tokens(self.server.drawn)
         times = self._watch.made(reduce_s=self.server.reduce_s, num_tokens=num_tokens)
         before, self._told = self._told, self.traffic()
-        self._tell(
+        memory = self.memory()
+        self.tell(
             StepMade(
                 step=step,
                 num_steps=self.scenario.num_steps,
@@ -284,10 +300,13 @@ class Host:
                 grad_norm=norm,
                 tokens_per_s=times.tokens_per_s,
                 backends=dict(sorted(self.backends().items())),
+                memory_bytes=memory.host_bytes,
+                device_bytes=memory.device_bytes,
             )
         )
 
-    def _tell(self, happening: Happening) -> None:
+    def tell(self, happening: Happening) -> None:
+        """Send an event to the listeners."""
         for listener in self._listeners:
             listener(happening)
 

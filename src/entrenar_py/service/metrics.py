@@ -9,16 +9,19 @@ from io import FileIO
 from pathlib import Path
 
 from entrenar_py.errors import UsageError
-from entrenar_py.service.run_events import Happening, StepMade
+from entrenar_py.service.run_events import Happening, Noted, Scored, StepAveraged, StepMade
 from entrenar_py.untrusted import escaping, printing
+
+_NAMES = {StepMade: "step", StepAveraged: "step", Scored: "evaluation"}
 
 
 class Metrics:
     """Appends to the file at `path`; UsageError if it can't be opened.
 
-    Each line is an object with `time` (seconds since 1970), `what` (`step`, or a note's name), and
-    the event's fields. If the file can't be written any more, one warning is printed and the run
-    goes on without it. A file created here that stays empty is removed at the end.
+    Each line is an object with `time` (seconds since 1970), `what` (`step`, `evaluation`, or a
+    note's name), and the event's fields. If the file can't be written any more, one warning is
+    printed and the run goes on without it. A file created here that stays empty is removed at the
+    end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,9 +39,9 @@ class Metrics:
 
     def __call__(self, happening: Happening) -> None:
         """Write the line of one event."""
-        what = {"what": "step"} if isinstance(happening, StepMade) else {}
+        what = {} if isinstance(happening, Noted) else {"what": _NAMES[type(happening)]}
         record = {"time": round(time.time(), 3), **what, **asdict(happening)}
-        if isinstance(happening, StepMade) and math.isnan(happening.loss):
+        if not isinstance(happening, Noted) and not math.isfinite(happening.loss):
             record["loss"] = None  # JSON has no NaN
         self._write(escaping.dump_json(record) + "\n")
 

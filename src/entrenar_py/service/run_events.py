@@ -26,7 +26,9 @@ class StepMade:
     since the step before. `last` is None if fewer than two workers delivered. `waits_ms` says how
     long each rank waited for others to compute their shards. `grad_norm` is the L2 norm of the
     gradient before clipping. `tokens_per_s` is over the last few steps, too. `backends` has the
-    backend of each worker. What is not known is None, or empty.
+    backend of each worker. `memory_bytes` is the peak of the run's processes on the coordinator's
+    machine, `device_bytes` that of what torch holds on its GPUs. What is not known is None, or
+    empty.
     """
 
     step: int
@@ -45,6 +47,8 @@ class StepMade:
     grad_norm: float | None = None
     tokens_per_s: float | None = None
     backends: Mapping[int, str] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    device_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +66,41 @@ class StepAveraged(StepMade):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClassScored:
+    """Scores of one class, from 0 to 1; None where nothing is of it, or was taken for it."""
+
+    label: str
+    recall: float | None
+    precision: float | None
+    f1: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The model after `step` steps, on rows that it is not trained on.
+
+    `loss` is the mean over `weight` tokens, or over as many rows if these have classes.
+    `perplexity` is None for classes, `accuracy` without them. `confusion[i][j]` is the number of
+    rows of class i that were taken for class j.
+    """
+
+    step: int
+    loss: float
+    weight: int
+    perplexity: float | None
+    accuracy: float | None
+    classes: tuple[ClassScored, ...]
+    confusion: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Noted:
-    """Any event but a step made: its name (`what`), the current step, and its words (`text`)."""
+    """Any other event: its name (`what`), the current step, and its words (`text`)."""
 
     what: str
     step: int
     text: str
 
 
-Happening: TypeAlias = StepMade | Noted
+Happening: TypeAlias = StepMade | Scored | Noted
 Listener = Callable[[Happening], None]

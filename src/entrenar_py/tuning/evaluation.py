@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.workload import IGNORED, Rows
 
 _BATCH = 32
+_LOGITS_MAX = 2**26  # held at a time: 256 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,26 @@ class Scores:
         """Return the share of samples taken for the class that are of it; NaN if there are none."""
         return _share(self.confusion[label, label], self.confusion[:, label].sum())
 
+    def f1(self, label: int) -> float:
+        """Return the harmonic mean of recall and precision; NaN if the class is in neither."""
+        found = self.confusion[label, label]
+        return _share(2 * found, self.confusion[label].sum() + self.confusion[:, label].sum())
+
+    @property
+    def accuracy(self) -> float:
+        """The share of samples that were taken for their class."""
+        return _share(int(np.trace(self.confusion)), int(self.confusion.sum()))
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the loss; infinite beyond float64."""
+        with np.errstate(over="ignore"):
+            return float(np.exp(self.loss))
+
     def lines(self) -> Iterator[str]:
         """Yield the scores in words, a line each."""
         if not self.labels:
-            yield f"loss {self.loss:.4f} a token, perplexity {math.exp(self.loss):.2f}"
+            yield f"loss {self.loss:.4f} a token, perplexity {self.perplexity:.2f}"
             yield f"{self.weight} tokens"
             return
         right = int(np.trace(self.confusion))
@@ -49,7 +67,7 @@ class Scores:
             found, all_of_it = self.confusion[number, number], self.confusion[number].sum()
             yield (
                 f"{label}: recall {self.recall(number):.3f} ({found} of {all_of_it}), "
-                f"precision {self.precision(number):.3f}"
+                f"precision {self.precision(number):.3f}, F1 {self.f1(number):.3f}"
             )
 
 
@@ -57,16 +75,35 @@ def _share(part: int, whole: int) -> float:
     return float(part / whole) if whole else math.nan
 
 
-def scores(module: nn.Module, found: Samples, *, labels: Sequence[str], pad_token: int) -> Scores:
-    """Return the scores of `module` in evaluation mode. All classes have the same weight."""
+def _num_rows(module: nn.Module, found: Samples) -> int:
+    """Return the number of rows whose logits, one for each token of the vocabulary, may be held."""
+    vocabulary: int = cast("Any", module).config.get_text_config().vocab_size
+    longest = int(np.diff(found.starts).max(initial=1))
+    return max(1, min(_BATCH, _LOGITS_MAX // (longest * vocabulary)))
+
+
+def scores(
+    module: nn.Module,
+    found: Samples,
+    *,
+    labels: Sequence[str],
+    pad_token: int,
+    go_on: Callable[[], None] = lambda: None,
+) -> Scores:
+    """Return the scores of `module` in evaluation mode. All classes have the same weight.
+
+    `go_on` is called before each batch; what it raises ends the evaluation.
+    """
     rows = Rows(found, pad_token)
+    num_rows = _BATCH if labels else _num_rows(module, found)
     device = next(module.parameters()).device
     confusion = np.zeros((len(labels), len(labels)), np.int64)
     total, weight, was_training = 0.0, 0, module.training
     module.eval()
     with torch.no_grad():
-        for begin in range(0, len(found), _BATCH):
-            ids = range(begin, min(begin + _BATCH, len(found)))
+        for begin in range(0, len(found), num_rows):
+            go_on()
+            ids = range(begin, min(begin + num_rows, len(found)))
             tokens, mask, targets = (one.to(device) for one in rows.batch(ids))
             logits = module(input_ids=tokens, attention_mask=mask, use_cache=False).logits.float()
             if labels:

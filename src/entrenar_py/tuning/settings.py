@@ -51,6 +51,11 @@ class Data:
         ),
     ] = "stop"
 
+    @property
+    def validates(self) -> bool:
+        """True if there are rows to evaluate on."""
+        return self.validation is not None or self.validation_share > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
@@ -134,6 +139,9 @@ class Settings:
         Key("what a run may use, as name:memory[:bandwidth]; by default what this machine has"),
     ] = ()
     seed: Annotated[int, Key("where all random numbers come from", least=0, most=2**63 - 1)] = 0
+    evaluate_every: Annotated[
+        int, Key("steps from one evaluation on the validation rows to the next", least=1)
+    ] = 50
     checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50
     trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False
     data: Annotated[Data, Key("the rows")]
