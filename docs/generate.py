@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from docs import cli_reference, kill_matrix_page
+from docs import cli_reference, kill_matrix_page, original_wire
 from entrenar_py import kill_matrix, mutants, scenario
 from entrenar_py.checks import CHECKS, Check
 from entrenar_py.checks.presuppositions import COMPARISONS
@@ -34,6 +34,7 @@ from falsification import user_integrations, user_knobs, user_trainers
 DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"
 CONTRACT_RULES = DOCS / "contract-rules.md"
+ORIGINAL = DOCS / "original-workers.md"
 PROTOCOL = DOCS / "protocol.md"
 SERVICE = DOCS / "entrenar.md"
 CONFIGURATION = DOCS / "configuration.md"
@@ -116,6 +117,7 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
         "entrenar.md": service(SERVICE.read_text(encoding="utf-8")),
         "kill-matrix.md": kill_matrix_page.page(rows, scripts(), checks()),
+        "original-workers.md": original_workers(ORIGINAL.read_text(encoding="utf-8")),
         "protocol.md": protocol(PROTOCOL.read_text(encoding="utf-8")),
         "your-trainer.md": your_trainer(YOUR_TRAINER.read_text(encoding="utf-8")),
     }
@@ -172,6 +174,19 @@ def protocol(page: str) -> str:
         "peer-moves": diagram(phases.PEER_MOVES, phases.PeerPhase.CHALLENGED),
         "worker-moves": diagram(phases.WORKER_MOVES, phases.WorkerPhase.CONNECTED),
         "bounds": bounds(),
+    }
+    return _filled(page, tables)
+
+
+def original_workers(page: str) -> str:
+    """Return `page` with the current messages, keys and bounds of the original system's wire."""
+    wire = original_wire
+    tables = {
+        "messages": _table(wire.MESSAGE_HEAD, wire.messages()),
+        "legal": _table(wire.LEGAL_HEAD, wire.legal()),
+        "keys": _table(wire.KEY_HEAD, wire.keys()),
+        "timing": _table(wire.KEY_HEAD, wire.timing()),
+        "bounds": _table(wire.BOUND_HEAD, wire.bounds()),
     }
     return _filled(page, tables)
 

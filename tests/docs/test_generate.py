@@ -32,6 +32,7 @@ def test_make_docs_changes_nothing(
         "contract-rules.md",
         "entrenar.md",
         "kill-matrix.md",
+        "original-workers.md",
         "protocol.md",
         "your-trainer.md",
     ]
