@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from entrenar_py.backends import nf4
 from entrenar_py.errors import UsageError
 from entrenar_py.planning import rehearsal
 from entrenar_py.planning.rehearsal import META, Rehearsal
@@ -218,7 +219,7 @@ def _num_elements(module: nn.Module) -> int:
 
 def _nf4_bytes(number: int) -> int:
     """Return the bytes of weights in NF4: 4 bits each, and scales that are quantised in turn."""
-    scales = -(-number // quantised.BLOCK)
+    scales = -(-number // nf4.BLOCK)
     return -(-number // 2) + scales + FLOAT_BYTES * -(-scales // _SCALES)
 
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from entrenar_py.backends import nf4
+from entrenar_py.backends.nf4 import BLOCK
 from entrenar_py.errors import UsageError
 
-BLOCK = 64  # weights that share a scale
+TABLES = ("nf4_scales", "nf4_second")  # a layer's buffers, beside the codes in its weight
 # Importing bitsandbytes, as peft does, warns that there are faster kernels to download.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
@@ -62,13 +65,27 @@ def _linear(empty: nn.Module) -> dict[str, int]:
 
 
 def settle(module: nn.Module) -> None:
-    """Let quantised layers compute in evaluation as they do in training.
+    """Let quantised layers compute in evaluation as they do in training, and in a captured graph.
 
     On CPUs with AVX512-BF16, bitsandbytes would pack the weights anew when a model is evaluated,
-    and from then on compute in bfloat16 without gradients.
+    and from then on compute in bfloat16 without gradients. In a graph, a layer's product is that of
+    `backends.nf4` with the tensors `weight` and TABLES.
     """
     for _, layer in layers(module):
         layer.support_avx512bf16_for_cpu = False
+        state = layer.weight.quant_state
+        second = [state.state2.code, state.offset.reshape(1), state.state2.absmax]
+        layer.register_buffer(TABLES[0], state.absmax, persistent=False)
+        layer.register_buffer(TABLES[1], torch.cat(second), persistent=False)
+        layer.forward = partial(_forward, layer)
+
+
+def _forward(layer: Any, x: Tensor) -> Tensor:
+    if type(x) is not Tensor:  # a tensor of a graph's capture
+        stored = (layer.weight, layer.nf4_scales, layer.nf4_second)
+        return nf4.linear(x, layer.bias, stored, layer.out_features)
+    result: Tensor = type(layer).forward(layer, x)
+    return result
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:

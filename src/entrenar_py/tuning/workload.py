@@ -22,7 +22,7 @@ from entrenar_py.training.tensors import (
     TensorSpec,
     Workload,
 )
-from entrenar_py.tuning import fused_loss, precision
+from entrenar_py.tuning import fused_loss, precision, quantised
 from entrenar_py.tuning.samples import Samples
 
 IGNORED = -100  # the target that cross entropy leaves out
@@ -103,9 +103,15 @@ class Finetuning(Workload):
 
     @property
     def constants(self) -> Tensors:
-        """The weights of the module that are not trained."""
-        held = self.module.named_parameters()
-        return {name: tensor.detach() for name, tensor in held if not tensor.requires_grad}
+        """The weights of the module that are not trained, and what codes of them are decoded with.
+
+        They have the format in which they are stored.
+        """
+        frozen = [pair for pair in self.module.named_parameters() if not pair[1].requires_grad]
+        buffers = self.module.named_buffers()
+        tables = [pair for pair in buffers if pair[0].endswith(quantised.TABLES)]
+        # Codes have a class of their own, which no graph can hold.
+        return {name: held.detach().as_subclass(Tensor) for name, held in (*frozen, *tables)}
 
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return the module's own values, which `model.load` drew from the run's seed."""
@@ -144,6 +150,8 @@ class Finetuning(Workload):
         if isinstance(drop, Dropout):  # all that the model draws follows from seed, step and shard
             torch.manual_seed(drop.seed())
         named = {f"module.{name}": tensor for name, tensor in tensors.items()}
+        if is_captured(batch):  # for a device that computes in float32 alone
+            named = {name: _decoded(tensor) for name, tensor in named.items()}
         return self.loss(partial(functional_call, self.objective, named), batch, device)
 
     def loss(
@@ -151,8 +159,20 @@ class Finetuning(Workload):
     ) -> Tensor:
         """Return the summed loss of `batch`, 0-d, of the objective that is called with it."""
         given = tuple(one.to(device) for one in batch)
-        with precision.applied(self._products, device):
+        products = torch.float32 if is_captured(batch) else self._products
+        with precision.applied(products, device):
             return objective(given)
+
+
+def is_captured(batch: Batch) -> bool:
+    """Return whether a graph is being captured: its tensors have a class of their own."""
+    return type(batch[0]) is not Tensor
+
+
+def _decoded(tensor: Tensor) -> Tensor:
+    """Return a tensor in 16 bits as float32, and any other as it is."""
+    is_short = tensor.is_floating_point() and tensor.dtype != torch.float32
+    return tensor.float() if is_short else tensor
 
 
 class _Classes(nn.Module):
