@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import folder, settings_file
 from entrenar_py.training.tensors import Array
-from entrenar_py.tuning import evaluation
+from entrenar_py.tuning import evaluation, saving
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.workload import Finetuning
 from entrenar_py.untrusted import printing
@@ -29,18 +28,10 @@ def write(prepared: Prepared, workload: Finetuning, tensors: Mapping[str, Array]
     Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors. Raises
     SystemFailure if it can't be written; an earlier output is then whole.
     """
-    parameters = dict(workload.module.named_parameters())
-    with torch.no_grad():
-        for name, array in tensors.items():
-            parameters[name].copy_(torch.from_numpy(array))
-    module = cast("Any", workload.module)  # of peft or transformers
-    for config in getattr(module, "peft_config", {}).values():
-        config.target_modules = sorted(config.target_modules)  # a set has no order
     record = json.dumps(settings_file.to_record(prepared.settings), indent=2)
     output = prepared.settings.output
     with folder.replacing(output, marks=(*MARKS, SETTINGS), advice=_ADVICE) as partial:
-        module.save_pretrained(partial)
-        prepared.tokenizer.save_pretrained(partial)
+        saving.save(workload.module, tensors, prepared.tokenizer, partial)
         (partial / SETTINGS).write_text(record + "\n", encoding="utf-8")
     return output
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import export, folder, settings_file
-from entrenar_py.tuning import evaluation, fitting, model, prepared, samples
+from entrenar_py.tuning import evaluation, fitting, model, prepared, samples, saving
 from entrenar_py.tuning.evaluation import Scores
 from entrenar_py.tuning.settings import Settings
 
@@ -111,8 +111,6 @@ def merge(output: Output, merged: Path) -> None:
     if output.settings.method == "qlora":
         pad_token = model.padding(output.tokenizer)
         module = model.decoded(output.settings, output.folder, pad_token)
-    module = cast("Any", module).merge_and_unload()
     advice = "make room or give access, and merge again"
     with folder.replacing(merged, marks=export.MARKS, advice=advice) as partial:
-        cast("Any", module).save_pretrained(partial)
-        output.tokenizer.save_pretrained(partial)
+        saving.merge(module, output.tokenizer, partial)

@@ -32,8 +32,8 @@ class Prepared:
         """The token that fills up rows."""
         return model.padding(self.tokenizer)
 
-    def workload(self) -> Finetuning:
-        """Return the model with its samples; loads the checkpoint.
+    def workload(self, kind: type[Finetuning] = Finetuning) -> Finetuning:
+        """Return the model with its samples, as a workload of `kind`; loads the checkpoint.
 
         Raises UsageError if it is not whole, or if tokenizer, rows or settings don't fit it.
         """
@@ -41,7 +41,7 @@ class Prepared:
         both = (self.train, self.validation)
         fitting.require_samples(self.settings, module, both, self.pad_token)
         weights = self.class_weights
-        return Finetuning(
+        return kind(
             module,
             self.train,
             pad_token=self.pad_token,
@@ -50,14 +50,17 @@ class Prepared:
         )
 
 
-def prepare(settings: Settings) -> Prepared:
-    """Read and tokenise all rows. Raises UsageError for a file or a row that can't be used."""
+def prepare(settings: Settings, cache_folder: Path | None = None) -> Prepared:
+    """Read and tokenise all rows, which are kept in `cache_folder`, by default that of the user.
+
+    Raises UsageError for a file or a row that can't be used.
+    """
     fitting.require_checkpoint(settings.model)
-    tokenizer, data = model.tokenizer(settings), settings.data
-    train = samples.load(settings, data.train, tokenizer, cache=cache())
+    tokenizer, data, kept = model.tokenizer(settings), settings.data, cache_folder or cache()
+    train = samples.load(settings, data.train, tokenizer, cache=kept)
     validation = None
     if data.validation is not None:
-        validation = samples.load(settings, data.validation, tokenizer, cache=cache())
+        validation = samples.load(settings, data.validation, tokenizer, cache=kept)
     elif data.validation_share:
         rng = _seeds(settings).rng("validation")
         total = len(train)

@@ -26,6 +26,7 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.systems import AUTO, membership
 from entrenar_py.systems.star import reduction_measures, strangers, topology
 from entrenar_py.systems.star.server import Server
+from entrenar_py.training.tensors import Workload
 from entrenar_py.training.vectors import GivenVectors
 
 
@@ -53,10 +54,16 @@ class Transport(Protocol):
 class ScenarioRun:
     """One run: its server, and the stops and faults of its scenario."""
 
-    def __init__(self, scenario: Scenario, transport: Callable[[ScenarioRun], Transport]) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        transport: Callable[[ScenarioRun], Transport],
+        workload: Workload | None = None,
+    ) -> None:
+        """By default the `workload` is the one that the scenario names."""
         self.scenario = scenario
         self.topology = topology.of(scenario)
-        self.server = Server(scenario)
+        self.server = Server(scenario, workload=workload)
         self.transport = transport(self)
         self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
         self._ranks = set(membership.initial_ranks(scenario))  # present, or about to come back

@@ -49,7 +49,7 @@ class SimulatedTransport:
         self.simulation = Simulation(
             run,
             self._of.server,
-            lambda: Member(self._scenario),
+            lambda: Member(self._scenario, workload=self._of.server.workload),
             seed=int(self._seeds.integers(2**63)),
             meddle=self._of.meddle,
             timing=Timing(),

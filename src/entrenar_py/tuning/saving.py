@@ -1,0 +1,38 @@
+"""Writes what was trained to folders that stock `peft` and `transformers` load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from entrenar_py.training.tensors import Array
+
+
+def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder: Path) -> None:
+    """Set the parameters `tensors` of `module`; write adapters, or the whole model, and tokenizer.
+
+    Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors.
+    """
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, array in tensors.items():
+            parameters[name].copy_(torch.from_numpy(array))
+    saved = cast("Any", module)  # of peft or transformers
+    for config in getattr(saved, "peft_config", {}).values():
+        config.target_modules = sorted(config.target_modules)  # a set has no order
+    saved.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def merge(module: nn.Module, tokenizer: Any, folder: Path) -> None:
+    """Add the adapters of `module` to their layers' weights; write that model and the tokenizer.
+
+    `module` is changed.
+    """
+    merged = cast("Any", module).merge_and_unload()
+    merged.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
