@@ -7,16 +7,17 @@ READY := .venv/.ready
 # Many processes load the same modules: what they compile is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: verify verify-reference verify-processes verify-wgpu test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
+.PHONY: verify verify-reference verify-processes verify-wgpu verify-finetune test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
 # (without the clauses that probe no trainer: the first run has those); and the wgpu backend against
-# its own contract, on whatever adapter there is. The three run side by side, each report is printed
-# when it is whole, and all are, whatever they say. An older make runs one after the other.
+# its own contract, on whatever adapter there is. And fine-tuning, as written, without random
+# scenarios. The four run side by side, each report is printed when it is whole, and all are, whatever
+# they say. An older make runs one after the other.
 SIDE_BY_SIDE := $(if $(filter output-sync,$(.FEATURES)),--jobs --output-sync)
 verify: setup
-	@echo "three runs of entrenar-check: about a minute on two cores"
-	@$(MAKE) --no-print-directory --keep-going $(SIDE_BY_SIDE) verify-reference verify-processes verify-wgpu
+	@echo "four runs of entrenar-check: about a minute and a quarter on two cores"
+	@$(MAKE) --no-print-directory --keep-going $(SIDE_BY_SIDE) verify-reference verify-processes verify-wgpu verify-finetune
 
 verify-reference:
 	$(BIN)/entrenar-check --contract distributed-training-v1.yaml --contract training-integrity-v1.yaml
@@ -27,6 +28,9 @@ verify-processes:
 
 verify-wgpu:
 	$(BIN)/entrenar-check --contract wgpu-backend-v1.yaml
+
+verify-finetune:
+	$(BIN)/entrenar-check --contract finetune-v1.yaml --examples 0
 
 # All tests but those of `make integrations`; how long each took is in durations.txt afterwards.
 TESTS := -m pytest -m 'not integrations' -p tests.spread -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable

@@ -44,7 +44,8 @@ YOUR_TRAINER = DOCS / "your-trainer.md"
 MEANINGS = {
     "system": "the system that runs it; `--system` replaces a trainer's",
     "workload": "the model and its data; the gradients of `vectors` are known beforehand; "
-    "`finetune` and `own` are only for the traces of `entrenar finetune` and of your own trainer",
+    "`finetune` is for the systems `finetuned` and `finetuned_by_peer` and for traces of "
+    "`entrenar finetune`, `own` for traces of your own trainer",
     "world_size": "workers",
     "seed": "the only source of randomness; `--seed` is added to it",
     "num_shards": "logical shards of a batch, at least one per worker",

@@ -13,6 +13,7 @@ from . import (
     audits,
     benign,
     benign_audits,
+    benign_finetuning,
     benign_local_sgd,
     benign_mesh,
     benign_parallelism,
@@ -27,6 +28,7 @@ from . import (
     data,
     devices,
     fallback,
+    finetuning,
     initialisation,
     local_sgd,
     loss,
@@ -55,11 +57,12 @@ _MUTANTS = (
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, protocol, blocks, mesh, audits, rings, updates),
     *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd),
-    *(wgpu_steps, wgpu_kernels),
+    *(wgpu_steps, wgpu_kernels, finetuning),
 )
 _BENIGN = (
     *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),
     *(torch_benign, benign_parallelism, benign_local_sgd, benign_wgpu),
+    benign_finetuning,
 )
 
 

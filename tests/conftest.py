@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import signal
 from functools import cache, partial
 from pathlib import Path
@@ -42,6 +43,12 @@ def has_adapter() -> bool:
 
 
 @cache
+def has_peft() -> bool:
+    """Return whether everything is installed that fine-tuning and its oracles need."""
+    return all(importlib.util.find_spec(name) for name in ("peft", "transformers", "accelerate"))
+
+
+@cache
 def shipped_invariants() -> dict[str, Invariant]:
     """Return the clauses of the shipped contracts by id, read once in a process: 0.3 s."""
     return kill_matrix.invariants()
@@ -52,12 +59,13 @@ def _tried() -> list[Variant]:
 
     These are all variants of trainers without processes of torch's own. Of the other trainers there
     is one for each clause that is not yet shown to fail, or to be silent. Without an adapter,
-    variants in the wgpu backend are left out.
+    variants in the wgpu backend are left out, and without peft those of fine-tuning.
     """
     variants = [
         one
         for one in mutants.catalogue().values()
         if has_adapter() or not any("backends.wgpu." in path for path in one.plants)
+        if has_peft() or one.scenario.system != "finetuned"
     ]
     quick = [one for one in variants if not systems.SYSTEMS[one.scenario.system].only]
     shown = {(one.benign, clause) for one in quick for clause in _about(one)}

@@ -12,6 +12,7 @@ from entrenar_py.errors import UsageError
 
 NAMES = [
     "distributed-training-v1.yaml",
+    "finetune-v1.yaml",
     "local-sgd-v1.yaml",
     "parallelism-v1.yaml",
     "reduction-v1.yaml",

@@ -164,6 +164,20 @@ EVENTS: tuple[trace.Event, ...] = (
         right=True,
         submissions=0,
     ),
+    trace.Encoded(
+        sample=3,
+        row=1,
+        tokens=(1, 2),
+        predicted=(1,),
+        stock_tokens=(1, 2),
+        completion=(1,),
+        label=-1,
+    ),
+    trace.Taught(sample=3, positions=(0,)),
+    trace.Weighed(asked="inverse", weights=(0.5, INF)),
+    trace.Frozen(when="before step 0", weights=TENSORS),
+    trace.ReadBack(by="peft", tensors=TENSORS),
+    trace.Adapted(when="merged", layer="q_proj", rank=2, alpha=4.5, shape=(3, 2), tensors=TENSORS),
     trace.End(status="completed"),
 )
 WHOLE = trace.Trace(

@@ -26,6 +26,9 @@ from entrenar_py.checks import (
     resume,
     same_bits,
     step_rule,
+    tuned_samples,
+    tuned_steps,
+    tuned_weights,
     weighting,
     wire,
 )
@@ -58,6 +61,9 @@ _FAMILIES = (
     audits,
     reductions,
     local_sgd,
+    tuned_weights,
+    tuned_samples,
+    tuned_steps,
 )
 _TABLE: tuple[Check, ...] = tuple(row for family in _FAMILIES for row in family.ROWS)
 CHECKS: dict[str, Check] = {check.name: check for check in _TABLE}

@@ -13,6 +13,7 @@ from entrenar_py.checks.needs import (
     KILLED,
     ON_CPU,
     ORACLE,
+    PEER,
     REPEATED,
     RESUMED,
     TWIN,
@@ -126,6 +127,12 @@ def _twin(scenario: Scenario) -> list[Scenario]:
     return [plain(scenario, system="reference", world_size=1, options=options)]
 
 
+def _peer(scenario: Scenario) -> Scenario:
+    """Return the same fine-tuning by the peer, without facts that only ours records."""
+    options = {name: value for name, value in scenario.options.items() if name != "facts"}
+    return plain(scenario, system="finetuned_by_peer", world_size=1, options=options)
+
+
 def _kept(scenario: Scenario, names: Iterable[str]) -> dict[str, Any]:
     return {name: scenario.options[name] for name in names if name in scenario.options}
 
@@ -137,5 +144,6 @@ _CHANGES: Mapping[Need, Callable[[Scenario], list[Scenario]]] = {
     ORACLE: _oracle,
     CALM: _calm,
     TWIN: _twin,
+    PEER: lambda one: [_peer(one)],
     ON_CPU: lambda one: [plain(one, backends=("cpu",))],
 }

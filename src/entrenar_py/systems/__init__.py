@@ -49,9 +49,14 @@ class System:
     traits: Traits = USUAL
 
     @property
+    def is_probe(self) -> bool:
+        """True if the system tests one thing without training."""
+        return self.room.startswith("probes")
+
+    @property
     def trains(self) -> bool:
-        """True if the system makes training steps; a probe tests one thing without training."""
-        return not self.room.startswith("probes")
+        """True if the system trains the workload that a scenario names, and not one of its own."""
+        return not self.is_probe and not self.room.startswith("finetuned")
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -75,12 +80,11 @@ _REAL_OPTIONS = (
     *("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes"),
     _TERMS,
 )
+_TUNED = ("task", "method", "family", "rank", "alpha", "class_weights", "oversample", "facts")
 _VALUE_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 _TRAINING_FAULTS = (*_VALUE_FAULTS, "leave", "join")
 _FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart")
-_STAR = Traits(topology="star", masks="shard")
-_MESH = Traits(topology="mesh", masks="shard")
-_RING = Traits(topology="ring", masks="shard")
+_STAR, _MESH, _RING = (Traits(topology=one, masks="shard") for one in ("star", "mesh", "ring"))
 # A trainer over torch.distributed, by gloo or NCCL.
 _OVER_TORCH = System(
     room="torch",
@@ -188,6 +192,18 @@ SYSTEMS: dict[str, System] = {
         options=("deadline_s", "inner_steps", "outer_learning_rate", "outer_momentum"),
         in_step=False,
     ),
+    "finetuned": System(
+        room="finetuned.trained",
+        what="a small checkpoint fine-tuned as `entrenar finetune` does, over the simulated star",
+        faults=(*_FAULTS, *faults.SILENT),
+        options=_TUNED,
+        traits=_STAR,
+    ),
+    "finetuned_by_peer": System(
+        room="finetuned.peer",
+        what="the same fine-tuning by `transformers.Trainer` with `peft`",
+        options=_TUNED,
+    ),
     "matmul": System(
         room="probes.products",
         what="matrix products on one backend against the CPU and float64",
@@ -230,8 +246,6 @@ SYSTEMS: dict[str, System] = {
         options=("budget_bytes",),
     ),
 }
-
-
 TRAINERS = tuple(name for name, system in SYSTEMS.items() if system.trains)
 
 
@@ -259,7 +273,7 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
             result = replace(result, traits=traits_of(scenario))
         except Exception as error:  # noqa: BLE001  (a system's crash is a result: inconclusive)
             return _failed(scenario, f"{type(error).__name__}: {error}")
-    absent = missed(result) if every_fault and SYSTEMS[scenario.system].trains else None
+    absent = missed(result) if every_fault and not SYSTEMS[scenario.system].is_probe else None
     if absent is not None:
         return _failed(scenario, f"fault {absent.to_dict()} never struck: no worker reaches it")
     if scenario.mutant is not None and planting.struck:
@@ -302,10 +316,11 @@ def require_possible(scenario: Scenario) -> None:
             _require(f"fault {fault.kind} at", fault.at, places, where)
         if fault.backend is not None:
             _require(f"fault {fault.kind} backend", fault.backend, tuple(BACKENDS))
-    if system.trains:
+    if not system.is_probe:
         from entrenar_py.systems import membership, models  # bring torch
 
         membership.require_possible(scenario)
+    if system.trains:
         workload = models.model_of(scenario)
         for fault in scenario.faults:
             models.place_of(fault, workload)

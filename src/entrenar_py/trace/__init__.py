@@ -37,10 +37,19 @@ from entrenar_py.trace.script_events import Declared, Drawn, Noticed
 from entrenar_py.trace.service_events import Gap, Spike
 from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors, record_sketch, record_tensor
 from entrenar_py.trace.traits import Traits
+from entrenar_py.trace.tuning_events import (
+    Adapted,
+    Encoded,
+    Frozen,
+    ReadBack,
+    Taught,
+    Weighed,
+)
 
 __all__ = [
     "EVENTS",
     "VERSION",
+    "Adapted",
     "Admission",
     "Attempt",
     "Audit",
@@ -50,9 +59,11 @@ __all__ = [
     "Declined",
     "Drawn",
     "E",
+    "Encoded",
     "End",
     "Event",
     "Explained",
+    "Frozen",
     "Gap",
     "Halt",
     "Held",
@@ -64,6 +75,7 @@ __all__ = [
     "Planted",
     "Poisoned",
     "Product",
+    "ReadBack",
     "Reduced",
     "Refused",
     "Saved",
@@ -74,12 +86,14 @@ __all__ = [
     "Start",
     "Stepped",
     "Synchronised",
+    "Taught",
     "TensorRecord",
     "Tensors",
     "Trace",
     "Traffic",
     "Traits",
     "Update",
+    "Weighed",
     "dump_events",
     "dump_lines",
     "load",

@@ -20,6 +20,7 @@ from entrenar_py.trace import (
     events,
     script_events,
     service_events,
+    tuning_events,
 )
 from entrenar_py.trace.events import Event
 from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors
@@ -27,7 +28,10 @@ from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors
 # Every kind of event, by its name in a file.
 EVENTS: dict[str, type[Event]] = {
     event.kind: event
-    for module in (events, device_events, script_events, averaging_events, service_events)
+    for module in (
+        *(events, device_events, script_events),
+        *(averaging_events, service_events, tuning_events),
+    )
     for event in vars(module).values()
     if isinstance(event, type) and issubclass(event, Event) and event is not Event
 }

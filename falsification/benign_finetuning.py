@@ -1,0 +1,146 @@
+"""Correct ways to fine-tune that are not ours: no check may report any of these."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+
+from entrenar_py.mutants import Variant
+from entrenar_py.training import sharding
+from entrenar_py.tuning import model
+from entrenar_py.tuning import workload as tuned
+from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.settings import Settings
+
+from .finetuning import ROWS, TUNING, finetuned
+from .subjects import TRAINING
+
+_batch, _load, _cut = tuned.Rows.batch, model.load, sharding.cut
+_LONGER = 5  # columns of padding
+
+_WRITTEN = ("F-FT-001", "F-FT-002", "F-FT-003", "F-FT-004", "F-FT-005")
+_STEPS = ("F-FT-009", "F-FT-010", "F-FT-014")
+
+
+def longer(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Fills rows up further than need be."""
+    tokens, mask, targets = _batch(self, ids)
+    return (
+        F.pad(tokens, (0, _LONGER), value=int(tokens[0, -1])),
+        F.pad(mask, (0, _LONGER)),
+        F.pad(targets, (0, _LONGER), value=tuned.IGNORED),
+    )
+
+
+def on_the_left(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Fills rows up before their first token."""
+    tokens, mask, targets = _batch(self, ids)
+    shifts = (mask == 0).sum(1).tolist()
+    rolled = [
+        torch.stack([row.roll(shift) for row, shift in zip(part, shifts, strict=True)])
+        for part in (tokens, mask, targets)
+    ]
+    return rolled[0], rolled[1], rolled[2]
+
+
+def eager(settings: Settings, pad_token: int) -> nn.Module:
+    """Computes attention by products and a softmax, not by one fused kernel."""
+    module: Any = _load(settings, pad_token)
+    module.get_base_model().set_attn_implementation("eager")
+    return module  # type: ignore[no-any-return]
+
+
+def backwards(ids: sharding.Ids, num_shards: int) -> list[sharding.Ids]:
+    """Takes the samples of each shard in the opposite order."""
+    return [tuple(reversed(part)) for part in _cut(ids, num_shards)]
+
+
+def random_copies(found: Samples) -> Samples:
+    """Draws which rows are repeated, rather than taking them in turn."""
+    counts, rng = Counter(found.labels.tolist()), np.random.default_rng(0)
+    most, copies = max(counts.values()), list[int]()
+    for label, count in sorted(counts.items()):
+        (own,) = np.nonzero(found.labels == label)
+        copies += rng.choice(own, most - count).tolist()
+    return found.chosen([*range(len(found)), *copies])
+
+
+VARIANTS = (
+    Variant(
+        name="ft-longer-padding",
+        summary="rows are filled up further than the longest",
+        plants={ROWS: longer},
+        scenario=finetuned("samples", "gradients", num_steps=1),
+        tried=("F-FT-006", *_STEPS),
+    ),
+    Variant(
+        name="ft-left-padding",
+        summary="a classifier's rows are filled up before their first token",
+        plants={ROWS: on_the_left},
+        scenario=finetuned("samples", "gradients", num_steps=1, options={"task": "classify"}),
+        tried=("F-FT-006", *_STEPS),
+    ),
+    Variant(
+        name="ft-eager-attention",
+        summary="attention is computed by products and a softmax",
+        plants={f"{TUNING}.model.load": eager},
+        scenario=finetuned("samples", "merged", "gradients", num_steps=1),
+        tried=("F-FT-006", *_WRITTEN, *_STEPS),
+    ),
+    Variant(
+        name="ft-backwards",
+        summary="the samples of a shard are added up in the opposite order",
+        plants={f"{TRAINING}.sharding.cut": backwards},
+        scenario=finetuned("samples", "gradients", num_steps=1),
+        tried=("F-FT-006", *_STEPS),
+    ),
+    Variant(
+        name="ft-other-rank",
+        summary="another seed, adapters of rank 5 at an odd scale, and another learning rate",
+        plants={},
+        scenario=finetuned(
+            "samples",
+            "merged",
+            seed=11,
+            learning_rate=0.003,
+            weight_decay=0.1,
+            clip_norm=0.2,
+            options={"task": "classify", "rank": 5, "alpha": 7.5, "class_weights": "inverse"},
+        ),
+        tried=("F-FT-006", "F-FT-007", *_WRITTEN, "F-FT-010", "F-FT-014"),
+    ),
+    Variant(
+        name="ft-nothing-learned",
+        summary="a learning rate of zero: the adapters stay where they began",
+        plants={},
+        scenario=finetuned("merged", learning_rate=0.0),
+        tried=(*_WRITTEN, "F-FT-010", "F-FT-014"),
+    ),
+    Variant(
+        name="ft-random-copies",
+        summary="which rows of the rarer class are repeated is drawn",
+        plants={f"{TUNING}.samples.oversampled": random_copies},
+        scenario=finetuned(
+            "samples", num_steps=5, options={"task": "classify", "oversample": True}
+        ),
+        tried=("F-FT-006", "F-FT-007", "F-FT-008", "F-FT-011"),
+    ),
+    Variant(
+        name="ft-stopped-between",
+        summary="all weights are trained, and the run is stopped after each step",
+        plants={},
+        scenario=finetuned(
+            num_steps=3,
+            stops=(1, 2),
+            weight_decay=0.1,
+            options={"task": "text", "method": "full", "family": "llama"},
+        ),
+        tried=("F-FT-011", "F-FT-012", "F-FT-014"),
+    ),
+)

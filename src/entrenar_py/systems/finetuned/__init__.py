@@ -1,0 +1,1 @@
+"""Fine-tuning of a small checkpoint that each run makes, and its independent oracles."""

@@ -1,0 +1,64 @@
+"""What a scenario asks of a fine-tuning, in its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.tuning.settings import CLASS_WEIGHTS, METHODS, TASKS
+
+FAMILIES = ("qwen3", "llama", "gpt2")
+# What a run records beside its training: samples and what the loss depended on; what it wrote, as
+# stock libraries load it; the merged model; each step beside float64.
+FACTS = ("samples", "outputs", "merged", "gradients")
+_CHOICES = {
+    "task": TASKS,
+    "method": METHODS,
+    "class_weights": CLASS_WEIGHTS,
+    "family": FAMILIES,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of a scenario: the model's family, what is learned, and which facts are recorded.
+
+    Raises UsageError for a value that is not possible.
+    """
+
+    task: str = "instruct"
+    method: str = "lora"
+    rank: int = 2
+    alpha: float = 6.0
+    class_weights: str = "none"
+    oversample: bool = False
+    family: str = "qwen3"
+    facts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise _refused(name, getattr(self, name), f"allowed are {', '.join(choices)}")
+        if type(self.rank) is not int or self.rank < 1:
+            raise _refused("rank", self.rank, "use a whole number >= 1")
+        if type(self.alpha) not in (int, float) or self.alpha <= 0:
+            raise _refused("alpha", self.alpha, "use a number > 0")
+        if type(self.oversample) is not bool:
+            raise _refused("oversample", self.oversample, "use true or false")
+        if unknown := set(self.facts) - set(FACTS):
+            raise _refused("facts", min(unknown), f"allowed are {', '.join(FACTS)}")
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> Asked:
+        """Return what `scenario` asks for."""
+        given: dict[str, Any] = dict(scenario.options)
+        facts = given.pop("facts", ())
+        if not isinstance(facts, list | tuple):
+            raise _refused("facts", facts, f"use a list of {', '.join(FACTS)}")
+        return cls(**given, facts=tuple(map(str, facts)))
+
+
+def _refused(name: str, value: object, advice: str) -> UsageError:
+    return UsageError(f"options {name}={value!r}: {advice}", field=name)

@@ -1,0 +1,280 @@
+"""The same fine-tuning by `transformers.Trainer` with `peft`: an independent oracle.
+
+It takes the checkpoint, the rows and the order of the samples from the scenario, as everybody does,
+and the closed form of the learning rate. All else is the peer's: tokens, masks, loss, gradients,
+clipping, which weights decay, and the optimizer. Not its schedule: with w steps of warm-up its rate
+begins at 0, ours at 1 / (w + 1) of the highest.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from entrenar_py import trace
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.finetuned import samples_seen, small
+from entrenar_py.systems.finetuned.asked import Asked
+from entrenar_py.systems.finetuned.small import LABELS, Made
+from entrenar_py.systems.recorder import Recorder
+from entrenar_py.trace import Tensors, Trace
+from entrenar_py.training import optimizer, schedule, sharding
+
+IGNORED = -100
+
+
+def run(scenario: Scenario) -> Trace:
+    """Train as `scenario` says. Raises UsageError without the extras `finetune`, `integrations`."""
+    asked = Asked.of(scenario)
+    _require(scenario, asked)
+    recorder = Recorder(scenario)
+    with small.quiet(), tempfile.TemporaryDirectory() as folder:
+        made = small.make(Path(folder), scenario, asked)
+        try:
+            import_module("accelerate")
+        except ImportError as error:
+            raise UsageError(
+                f"transformers.Trainer needs {error.name}: install the extra `integrations` "
+                "(pip install 'entrenar-py[integrations]')"
+            ) from error
+        module = _model(made, asked)
+        _train(scenario, made, module, recorder, Path(folder, "peer"))
+    return recorder.finish(status="completed")
+
+
+def _require(scenario: Scenario, asked: Asked) -> None:
+    if scenario.optimizer != "adamw":
+        raise UsageError.of("optimizer", scenario.optimizer, "use adamw, the Trainer's own")
+    if asked.oversample or scenario.dropout:
+        raise UsageError("oversample and dropout: not by this system, which has other masks")
+
+
+def _model(made: Made, asked: Asked) -> Any:
+    """Return the checkpoint's model, with adapters whose values are drawn from the run's seed."""
+    import peft
+    import transformers
+
+    is_classes = made.settings.task == "classify"
+    kind: Any = transformers.AutoModelForCausalLM
+    options: dict[str, Any] = {}
+    if is_classes:
+        kind, options = transformers.AutoModelForSequenceClassification, {"num_labels": len(LABELS)}
+    torch.manual_seed(made.settings.seed)
+    module = kind.from_pretrained(
+        made.settings.model, dtype=torch.float32, local_files_only=True, **options
+    )
+    module.config.pad_token_id = 0
+    if asked.method == "full":
+        return module
+    config = peft.LoraConfig(
+        r=asked.rank,
+        lora_alpha=asked.alpha,
+        target_modules=list(made.settings.lora.targets),
+        task_type="SEQ_CLS" if is_classes else "CAUSAL_LM",
+    )
+    return peft.get_peft_model(module, config)
+
+
+def _train(scenario: Scenario, made: Made, module: Any, recorder: Recorder, folder: Path) -> None:
+    """Train `module` with the Trainer, and record each step."""
+    import transformers
+
+    settings, notes = made.settings, _Notes(scenario, module, recorder)
+    batches = list(_batches(scenario))
+    rows = [_example(made, *found) for found in samples_seen.stock_rows(made)]
+    for row, example in zip(made.rows, rows, strict=True):
+        if settings.task == "classify":
+            example["labels"] = LABELS.index(row["label"])
+
+    class Peer(transformers.Trainer):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            given = ([rows[i] for i in batch] for batch in batches)
+            whole: Any = [_collated(examples) for examples in given]
+            return torch.utils.data.DataLoader(whole, batch_size=None, shuffle=False)
+
+        def create_scheduler(self, *given: Any, **named: Any) -> Any:
+            steps = torch.optim.lr_scheduler.LambdaLR(self.optimizer, notes.share_of_rate)
+            self.lr_scheduler = steps
+            return steps
+
+        def training_step(self, *given: Any, **named: Any) -> Tensor:
+            loss: Tensor = super().training_step(*given, **named)
+            notes.computed(loss)
+            return loss
+
+    weights = _class_weights(made) if settings.task == "classify" else None
+    trainer = Peer(
+        model=module,
+        args=transformers.TrainingArguments(
+            output_dir=str(folder),
+            max_steps=scenario.num_steps,
+            per_device_train_batch_size=scenario.batch_size,
+            learning_rate=scenario.learning_rate,
+            weight_decay=scenario.weight_decay,
+            max_grad_norm=scenario.clip_norm or 0.0,
+            optim="adamw_torch",
+            adam_epsilon=1e-8,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+            seed=settings.seed,
+            data_seed=settings.seed,
+        ),
+        callbacks=[notes.callback(transformers.TrainerCallback, batches)],
+        compute_loss_func=None if weights is None else _weighted(weights),
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+
+
+def _batches(scenario: Scenario) -> Sequence[sharding.Ids]:
+    """Return the samples of each step: an epoch is one permutation, its last batch is short."""
+    position, batches = sharding.Position(), []
+    for _ in range(scenario.num_steps):
+        visit = sharding.order(scenario.num_samples, scenario.rng("order", position.epoch))
+        batches.append(sharding.batch(visit, position, scenario.batch_size))
+        position = sharding.advance(position, len(batches[-1]), scenario.num_samples)
+    return batches
+
+
+def _example(made: Made, tokens: Sequence[int], completion: Sequence[int]) -> dict[str, Any]:
+    labels = [token if place in completion else IGNORED for place, token in enumerate(tokens)]
+    return {"input_ids": list(tokens), "labels": labels}
+
+
+def _collated(examples: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return rows padded on the right to the longest, as the peer's own collators do."""
+    longest = max(len(one["input_ids"]) for one in examples)
+
+    def padded(values: Sequence[int], filler: int) -> list[int]:
+        return [*values, *[filler] * (longest - len(values))]
+
+    batch = {
+        "input_ids": torch.tensor([padded(one["input_ids"], 0) for one in examples]),
+        "attention_mask": torch.tensor(
+            [padded([1] * len(one["input_ids"]), 0) for one in examples]
+        ),
+    }
+    if isinstance(examples[0]["labels"], int):
+        return {**batch, "labels": torch.tensor([one["labels"] for one in examples])}
+    return {**batch, "labels": torch.tensor([padded(one["labels"], IGNORED) for one in examples])}
+
+
+def _class_weights(made: Made) -> Tensor:
+    """Return 1, one over each class's share of the rows, or the root of that.
+
+    A mean that is divided by the sum of the weights is the same for any multiple of them.
+    """
+    labels = [row["label"] for row in made.rows]
+    shares = np.array([labels.count(label) / len(labels) for label in LABELS])
+    power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[made.settings.classes.weights]
+    return torch.tensor(shares**power, dtype=torch.float32)
+
+
+def _weighted(weights: Tensor) -> Any:
+    def loss(outputs: Any, labels: Tensor, **named: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs.logits, labels, weight=weights)
+
+    return loss
+
+
+class _Notes:
+    """Records the Trainer's steps as a trace's events."""
+
+    def __init__(self, scenario: Scenario, module: nn.Module, recorder: Recorder) -> None:
+        self._scenario, self._module, self._recorder = scenario, module, recorder
+        self._loss, self._norm = 0.0, 0.0
+        self._gradient: Tensors = {}
+
+    def share_of_rate(self, step: int) -> float:
+        """Return the learning rate of `step` as a share of the highest."""
+        return schedule.learning_rate(
+            step,
+            peak=1.0,
+            kind=self._scenario.schedule,
+            warmup_steps=self._scenario.warmup_steps,
+            num_steps=self._scenario.num_steps,
+        )
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        named = self._module.named_parameters()
+        return {name: parameter for name, parameter in named if parameter.requires_grad}
+
+    def _weights(self) -> Tensors:
+        trained = self._trained().items()
+        return self._recorder.tensors({name: one.detach().numpy() for name, one in trained})
+
+    def began(self) -> None:
+        """Record the weights before the first step."""
+        trained = self._trained()
+        self._recorder.emit(
+            trace.Start(
+                step=0,
+                rank=0,
+                weights=self._weights(),
+                trainable=tuple(trained),
+                decayed=tuple(name for name, one in trained.items() if one.dim() > 1),
+            )
+        )
+
+    def computed(self, loss: Tensor) -> None:
+        """Keep the step's loss and gradient, before it is clipped."""
+        gradients = {
+            name: (torch.zeros_like(one) if one.grad is None else one.grad).detach().numpy()
+            for name, one in self._trained().items()
+        }
+        self._loss, self._gradient = float(loss), self._recorder.tensors(gradients)
+        flat = np.concatenate([one.ravel() for one in gradients.values()])
+        self._norm = optimizer.norm_l2(flat)
+
+    def stepped(self, step: int, ids: sharding.Ids) -> None:
+        """Record `step`, which used the samples `ids`."""
+        self._recorder.emit(
+            trace.Shard(
+                step=step,
+                rank=0,
+                epoch=0,
+                shard=0,
+                ids=tuple(ids),
+                loss_sum=None,
+                weight=float(len(ids)),
+                finite=True,
+            )
+        )
+        self._recorder.emit(
+            trace.Update(
+                step=step,
+                rank=0,
+                loss=self._loss,
+                weight=float(len(ids)),
+                learning_rate=self._scenario.learning_rate * self.share_of_rate(step),
+                finite=True,
+                weights=self._weights(),
+                gradient=self._gradient,
+                grad_norm=self._norm,
+            )
+        )
+
+    def callback(self, base: type[Any], batches: Sequence[sharding.Ids]) -> Any:
+        """Return a callback of the Trainer that records its start and its steps."""
+        notes = self
+
+        class Listening(base):  # type: ignore[misc]
+            def on_train_begin(self, *given: Any, **named: Any) -> None:
+                notes.began()
+
+            def on_step_end(self, args: Any, state: Any, *given: Any, **named: Any) -> None:
+                step = state.global_step - 1
+                notes.stepped(step, batches[step])
+
+        return Listening()

@@ -1,0 +1,114 @@
+"""Records samples beside stock `transformers`, and the tokens whose prediction the loss counts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from entrenar_py import trace
+from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.training.tensors import Array, DropFunction, Tensors
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.workload import Finetuning
+
+
+class Watched(Finetuning):
+    """Notes for each sample at which positions the loss depends on the last hidden state.
+
+    `taught` holds them by sample, from all steps together.
+    """
+
+    def __init__(self, module: nn.Module, samples: Samples, **named: Any) -> None:
+        super().__init__(module, samples, **named)
+        self.taught: dict[int, set[int]] = defaultdict(set)
+        self._rows_now: list[tuple[int, int]] = []  # (sample, padding before it) of this batch
+        model: Any = module
+        if hasattr(model, "peft_config"):
+            model = model.get_base_model()
+        model.base_model.register_forward_hook(self._watch)
+
+    def gradients(
+        self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
+    ) -> tuple[float, list[Array]]:
+        """See `Workload.gradients`."""
+        mask = self._rows.batch(ids)[1]
+        self._rows_now = list(zip(ids, mask.argmax(1).tolist(), strict=True))
+        return super().gradients(tensors, ids, drop=drop, scale=scale)
+
+    def _watch(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        hidden = output[0]
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(self._note, self._rows_now))  # type: ignore[no-untyped-call]
+
+    def _note(self, rows: Sequence[tuple[int, int]], gradient: Tensor) -> None:
+        """Note the positions of a gradient, [n, t, width], that is not zero."""
+        for (sample, padding), counts in zip(rows, (gradient != 0).any(-1), strict=True):
+            positions = counts.nonzero().flatten() - padding
+            self.taught[sample].update(positions.tolist())
+
+
+def events(made: Made, prepared: Prepared, workload: Watched) -> Iterator[trace.Event]:
+    """Yield Encoded and Taught events of all samples, and for classes a Weighed event."""
+    stock = list(stock_rows(made))
+    row_of = rows_of(prepared.train, len(made.rows))
+    for sample in range(len(prepared.train)):
+        part = prepared.train.part(sample)
+        stock_tokens, completion = stock[row_of[sample]]
+        yield trace.Encoded(
+            sample=sample,
+            row=row_of[sample],
+            tokens=tuple(prepared.train.tokens[part].tolist()),
+            predicted=tuple(prepared.train.is_target[part].nonzero()[0].tolist()),
+            stock_tokens=stock_tokens,
+            completion=completion,
+            label=int(prepared.train.labels[sample]),
+        )
+    for sample, positions in sorted(workload.taught.items()):
+        yield trace.Taught(sample=sample, positions=tuple(sorted(positions)))
+    if made.settings.task == "classify":
+        asked = made.settings.classes.weights
+        yield trace.Weighed(asked=asked, weights=prepared.class_weights)
+
+
+def rows_of(samples: Samples, num_rows: int) -> list[int]:
+    """Return the row of each sample: its own number, or for a copy the row with its tokens."""
+    numbers = {samples.tokens[samples.part(row)].tobytes(): row for row in range(num_rows)}
+    copies = range(num_rows, len(samples))
+    return [
+        *range(min(num_rows, len(samples))),
+        *(numbers.get(samples.tokens[samples.part(copy)].tobytes(), 0) for copy in copies),
+    ]
+
+
+def stock_rows(made: Made) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the tokens of each row as `transformers` makes them, and the positions to predict.
+
+    The assistant's tokens are those that the chat template marks as generated.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made.settings.model, local_files_only=True)
+    for row in made.rows:
+        yield _stock(tokenizer, made.settings.task, row)
+
+
+def _stock(
+    tokenizer: Any, task: str, row: Mapping[str, Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if task == "instruct":
+        found = tokenizer.apply_chat_template(
+            row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        marks = found["assistant_masks"]
+        completion = tuple(place for place, mark in enumerate(marks) if mark)
+        return tuple(found["input_ids"]), completion
+    tokens = list(tokenizer(row["text"])["input_ids"])
+    if task == "classify":
+        return tuple(tokens), ()
+    tokens.append(tokenizer.eos_token_id)
+    return tuple(tokens), tuple(range(1, len(tokens)))

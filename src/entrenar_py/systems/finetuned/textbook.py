@@ -1,0 +1,204 @@
+"""An independent oracle of a fine-tuning: stock `transformers`, adapters and losses written anew.
+
+It uses nothing of `tuning`, nor `peft`. An adapter's layer is y = W x + (alpha / rank) B (A x). A
+language model's loss is -log p of each token to predict, given those before it; a classifier's is
+that of the row's class, seen from the row's last token. A step's loss is the sum of these terms,
+each times its weight, divided by the sum of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from entrenar_py import trace
+from entrenar_py.backends.wgpu import capture
+from entrenar_py.backends.wgpu.bounds import sensitivity
+from entrenar_py.errors import UsageError
+from entrenar_py.systems.finetuned import samples_seen
+from entrenar_py.systems.finetuned.asked import Asked
+from entrenar_py.systems.finetuned.small import LABELS, Made
+from entrenar_py.trace import TensorRecord, Trace
+
+_BEFORE, _DEFAULT = "base_model.model.", ".default.weight"
+_HEAD = "score.modules_to_save.default.weight"
+
+
+class Textbook:
+    """A checkpoint's model with the trainer's tensors in it, float32, on the CPU.
+
+    `names` and `shapes` are those of the trainer's tensors, in order.
+    """
+
+    def __init__(self, made: Made, asked: Asked, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        import transformers
+
+        self._made, self._asked, self.shapes = made, asked, shapes
+        self._samples = list(samples_seen.stock_rows(made))
+        is_chat = asked.task != "classify"
+        kind = transformers.AutoModelForCausalLM if is_chat else transformers.AutoModel
+        self._model: Any = kind.from_pretrained(
+            made.settings.model, dtype=torch.float32, local_files_only=True
+        ).eval()
+        self._tensors: Mapping[str, Tensor] = {}
+        for name, layer in self._model.named_modules():
+            if (own := self._adapter_of(name)) is not None:
+                layer.register_forward_hook(self._adapt(*own))
+
+    def _adapter_of(self, layer: str) -> tuple[str, str] | None:
+        """Return the trainer's names of a layer's A and B, or None if it has no adapter."""
+        for name in self.shapes:
+            path = name.removeprefix(_BEFORE)
+            if self._asked.task == "classify":  # this model has no head, and no prefix of its own
+                path = path.partition(".")[2]
+            if layer and path == f"{layer}.lora_A{_DEFAULT}":
+                return name, name.replace(".lora_A.", ".lora_B.")
+        return None
+
+    def _adapt(self, a: str, b: str) -> Any:
+        scale = self._asked.alpha / self._asked.rank
+
+        def add(layer: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            low = F.linear(given[0], self._tensors[a])
+            return output + scale * F.linear(low, self._tensors[b])
+
+        return add
+
+    def outputs(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor) -> Tensor:
+        """Return logits, [n, t, tokens] or [n, classes], for `tokens` [n, t], right-padded."""
+        self._tensors = tensors
+        given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+        if self._asked.task != "classify":
+            if self._asked.method == "full":
+                logits: Tensor = functional_call(self._model, dict(tensors), (), given).logits
+                return logits
+            return self._model(**given).logits  # type: ignore[no-any-return]
+        hidden = self._model(**given).last_hidden_state
+        last = (mask.cumsum(1) == mask.sum(1, keepdim=True)) & (mask == 1)
+        pooled = (hidden * last.unsqueeze(-1)).sum(1)
+        return F.linear(pooled, tensors[_BEFORE + _HEAD])
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens and mask of rows `ids`, int64 [n, t], and the weights of what is predicted.
+
+        These are float32, of the token at each place, [n, t], or of each class, [n, classes].
+        """
+        longest = max(len(self._samples[i][0]) for i in ids)
+        tokens = torch.zeros(len(ids), longest, dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        is_classes = self._asked.task == "classify"
+        due = torch.zeros(len(ids), len(LABELS) if is_classes else longest)
+        for place, index in enumerate(ids):
+            given, completion = self._samples[index]
+            tokens[place, : len(given)] = torch.tensor(given)
+            mask[place, : len(given)] = 1
+            if is_classes:
+                label = LABELS.index(self._made.rows[index]["label"])
+                due[place, label] = self.class_weights()[label]
+            else:
+                due[place, list(completion)] = 1.0
+        return tokens, mask, due
+
+    def class_weights(self) -> list[float]:
+        """Return each class's weight: 1, 1 / share or its root; their mean over the rows is 1."""
+        labels = [row["label"] for row in self._made.rows]
+        shares = [labels.count(label) / len(labels) for label in LABELS]
+        power = {"none": 0.0, "inverse": -1.0, "sqrt_inverse": -0.5}[self._asked.class_weights]
+        raw = [share**power for share in shares]
+        mean = sum(share * weight for share, weight in zip(shares, raw, strict=True))
+        return [weight / mean for weight in raw]
+
+    def loss(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, due: Tensor) -> Any:
+        """Return the weighted mean of -log p over all that is predicted, 0-d."""
+        logs = F.log_softmax(self.outputs(tensors, tokens, mask), -1)
+        if self._asked.task == "classify":
+            return -(logs * due).sum() / due.sum()
+        logs = logs[:, :-1].gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
+        return -(logs * due[:, 1:]).sum() / due[:, 1:].sum()
+
+    def steps(self, done: Trace) -> Iterator[trace.Explained]:
+        """Yield loss and gradients of each recorded step beside float64, at the same weights."""
+        start = done.of(trace.Start)[0]
+        held = start.weights
+        for update in done.of(trace.Update):
+            if update.rank != start.rank:
+                continue
+            drawn = [one for one in done.of(trace.Shard) if one.step == update.step]
+            ids = [i for one in sorted(drawn, key=lambda one: one.shard) for i in one.ids]
+            got = [torch.tensor(update.loss, dtype=torch.float64)]
+            got += [self._tensor(name, update.gradient) for name in self.shapes]
+            weights = [self._tensor(name, held) for name in self.shapes]
+            yield from self._explained(update.step, got, weights, self.batch(ids))
+            held = update.weights
+
+    def _explained(
+        self, step: int, got: Sequence[Tensor], weights: Sequence[Tensor], batch: Sequence[Tensor]
+    ) -> Iterator[trace.Explained]:
+        def gradients(*given: Tensor) -> tuple[Tensor, ...]:
+            tensors = dict(zip(self.shapes, given, strict=False))
+            loss = self.loss(tensors, *given[len(tensors) :])
+            return loss, *torch.autograd.grad(loss, list(tensors.values()))
+
+        inputs = [*(weight.requires_grad_() for weight in weights), *batch]
+        yield from compare("step", step, ["loss", *self.shapes], got, gradients, inputs)
+
+    def logits(
+        self, name: str, got: Tensor, tensors: Mapping[str, Tensor], ids: Sequence[int]
+    ) -> Iterator[trace.Explained]:
+        """Yield the logits `got` of rows `ids` beside this model's in float64.
+
+        Those at padding are left out.
+        """
+        tokens, mask, _ = self.batch(ids)
+        kept = mask.float().unsqueeze(-1) if got.dim() == 3 else torch.ones(1)
+
+        def outputs(*given: Tensor) -> tuple[Tensor, ...]:
+            held = dict(zip(self.shapes, given, strict=False))
+            return (self.outputs(held, tokens, mask) * kept,)
+
+        inputs = list(tensors.values())
+        yield from compare(name, None, ["logits"], [got * kept], outputs, inputs)
+
+    def _tensor(self, name: str, records: Mapping[str, TensorRecord]) -> Tensor:
+        values = records[name].values()
+        if values is None:
+            raise UsageError("options facts=gradients needs detail: values")
+        return torch.tensor(np.array(values)).view(self.shapes[name])
+
+
+def compare(
+    of: str,
+    step: int | None,
+    names: Sequence[str],
+    got: Sequence[Tensor],
+    function: capture.Function,
+    inputs: Sequence[Tensor],
+) -> Iterator[trace.Explained]:
+    """Yield the distance of each of `got` from `function` in float64, and what rounding explains.
+
+    The bound is to first order, for any float32 device, from the rounding of every operation.
+    """
+    graph = capture.capture(function, inputs)
+    found = sensitivity.deviations(got, graph, inputs)
+    for name, result, one in zip(names, got, found, strict=True):
+        yield trace.Explained(
+            of=of,
+            tensor=name,
+            step=step,
+            device="cpu",
+            software=False,
+            finite=bool(result.isfinite().all()),
+            num_elements=one.num_elements,
+            num_bounded=one.num_elements,
+            element=one.element,
+            error=one.element_error,
+            bound=one.element_bound,
+            total_error=one.error,
+            total_bound=one.bound,
+        )
