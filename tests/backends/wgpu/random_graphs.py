@@ -130,6 +130,7 @@ ALONG: dict[str, Callable[[int, bool], Operation]] = {
     "repeat_interleave": lambda d, k: lambda x: x.repeat_interleave(2, d),
     "narrow": lambda d, k: lambda x: x.narrow(d, x.shape[d] // 2, x.shape[d] - x.shape[d] // 2),
     "every_other": lambda d, k: lambda x: x.transpose(d, 0)[::2].transpose(d, 0),
+    "unfold": lambda d, k: lambda x: x.unfold(d, min(2, x.shape[d]), 1 + k),
     "select": lambda d, k: lambda x: x.select(d, x.shape[d] - 1),
     "zero_first": lambda d, k: lambda x: _zero_first(x, d),
 }
@@ -177,6 +178,18 @@ WITH_INPUT: dict[str, Callable[[Tensor], tuple[Sequence[int], Operation]]] = {
     "from_left": lambda x: ((3, x.reshape(-1, x.shape[-1]).shape[0]), _from_left),
     "bias": lambda x: ((x.shape[-1],), torch.add),
     "gain": lambda x: ((x.shape[-1],), torch.mul),
+    "conv1d": lambda x: (
+        (3, _as_matrix(x).shape[0], min(2, x.shape[-1])),
+        lambda x, w: F.conv1d(_as_matrix(x)[None], w, stride=2, padding=1),
+    ),
+    "depthwise": lambda x: (
+        (_as_matrix(x).shape[0], 1, min(3, x.shape[-1])),
+        lambda x, w: F.conv1d(_as_matrix(x)[None], w, padding=2, groups=w.shape[0]),
+    ),
+    "conv2d": lambda x: (
+        (4, 1, 1, min(3, x.shape[-1])),
+        lambda x, w: F.conv2d(_as_matrix(x).expand(2, 2, -1, -1), w, stride=(1, 2), groups=2),
+    ),
     "group": lambda x: ((2, x.shape[-1], 3), lambda x, w: x.reshape(1, -1, x.shape[-1]) @ w),
 }
 WITH_INDEX: dict[str, Operation] = {
@@ -191,6 +204,10 @@ WITH_INDEX: dict[str, Operation] = {
         torch.zeros_like(x).index_add(0, i, x[: len(i)][: i.numel()]) if len(i) <= x.shape[0] else x
     ),
 }
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _from_left(x: Tensor, w: Tensor) -> Tensor:

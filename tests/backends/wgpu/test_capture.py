@@ -121,6 +121,38 @@ def test_writes_within_a_step_become_values() -> None:
     assert not any(name.split(".")[1].endswith("_") for name in operations(graph))
 
 
+def branches(x: Tensor) -> tuple[Tensor, ...]:
+    """Branch on masks that follow from the shape of `x` alone, one of them written to."""
+    mask = torch.ones(x.shape[-1], x.shape[-1], dtype=torch.bool).tril()
+    if mask.all():
+        return (x,)
+    mask[:, 0] = False
+    rows = mask.any(1).nonzero().flatten()
+    if not torch.equal(rows, torch.arange(1, x.shape[-1])):
+        return (x,)
+    return (x.masked_fill(mask[int(rows[0].item())], 0.0)[..., rows],)
+
+
+def test_a_branch_on_what_follows_from_no_input_is_decided() -> None:
+    """Masks made while capturing have values: branches, sizes and numbers may depend on them."""
+    graph = capture.capture(branches, [X])
+    assert torch.equal(graph(X.detach())[0], branches(X.detach())[0])
+    assert graph(X.detach())[0].shape == (4, 4)
+
+
+def test_a_mask_that_an_input_was_written_to_has_no_values() -> None:
+    """What was known of a tensor and its views is forgotten once an input is written to it."""
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        mask = torch.zeros(2, 5)
+        view = mask[0]
+        mask[0] = x.detach()[0]
+        return (x if view.any() else -x,)
+
+    with pytest.raises(UsageError, match="reads the values of tensors"):
+        capture.capture(run, [X])
+
+
 def test_what_follows_from_no_input_is_computed_once() -> None:
     """Positions and masks become constants, but not tensors of one repeated number."""
 

@@ -127,4 +127,5 @@ def test_memory_is_shared_but_never_read_and_written_at_once() -> None:
         holds[written] = step.writes
         assert planned.slot_bytes[written] >= step.writes.num_bytes
     for result in steps.results:
+        assert result.buffer is not None
         assert holds[planned.slots[result.buffer]] is result.buffer

@@ -1,7 +1,7 @@
 """Captures a function of tensors, forward and backward, as one graph of core ATen operations.
 
-Functions that read data on the host, draw random numbers, or write to their inputs are refused
-with the line that does it.
+Functions that read values of their inputs on the host, draw random numbers, or write to their
+inputs are refused with the line that does it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from entrenar_py.backends.wgpu import decompositions, tables
+from entrenar_py.backends.wgpu import decompositions, empties, tables
+from entrenar_py.backends.wgpu.known_values import KnownValues
 from entrenar_py.errors import UsageError
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -56,6 +57,7 @@ def capture(fn: Function, inputs: Sequence[Tensor]) -> GraphModule:
     _drop_identities(graph.graph)
     graph.graph.eliminate_dead_code()
     _check(graph.graph)
+    empties.drop(graph)
     tables.fold(graph)
     graph.recompile()
     return graph
@@ -121,6 +123,7 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._given = {one.untyped_storage()._cdata: one for one in inputs}
         # Sequence numbers and lines of forward operations. Autograd gives a backward operation the
         # number of the operation that it is the derivative of.
+        self._known = KnownValues()
         self._numbers: list[int] = []
         self._lines: list[str] = []
 
@@ -130,12 +133,17 @@ class _Lines(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":
             return func(*args, **(kwargs or {}))
         line = self._line()
-        _refuse_reading(func, args, line)
+        known = self._known.operands(args, kwargs or {})
+        if _reads_values(func, args):
+            if known is None:
+                raise _reads(str(func), line)
+            return self._known.compute(func, known)
         self._refuse_writing(func, args, line)
         last = _last(self._graph)
         result = func(*args, **(kwargs or {}))
         _mark(self._graph, last, line)
         self._follow_views(func, args, result)
+        self._known.follow(func, args, known, result)
         return result
 
     def _follow_views(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
@@ -226,17 +234,14 @@ def _line_of(frame: FrameType | None) -> str:
     return "a line that is not known"
 
 
-def _refuse_reading(func: Any, args: tuple[Any, ...], line: str) -> None:
-    """Raise UsageError if tracing `func` needs the values of tensors."""
-    tensors = [one for one in pytree.tree_leaves(args) if isinstance(one, Tensor)]
+def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether tracing `func` needs the values of tensors."""
     if torch.Tag.data_dependent_output in func.tags:
-        known = (getattr(one, "constant", one) is not None for one in tensors)
-        if not all(known):  # known: numbers in the model's code, and constants
-            raise _reads(str(func), line)
-    elif torch.Tag.dynamic_output_shape in func.tags and (
-        func is not _ATEN.index.Tensor or any(one.dtype == torch.bool for one in tensors[1:])
-    ):
-        raise _reads(str(func), line)
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    tensors = [one for one in pytree.tree_leaves(args) if isinstance(one, Tensor)]
+    return func is not _ATEN.index.Tensor or any(one.dtype == torch.bool for one in tensors[1:])
 
 
 def _reads(operation: str, line: str) -> UsageError:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._decomp import core_aten_decompositions, get_decompositions
 
+from entrenar_py.backends.wgpu import convolutions, orders
+
 _ATEN = torch.ops.aten
 _FROM_TORCH = (
     _ATEN._log_softmax,
@@ -21,6 +23,7 @@ _FROM_TORCH = (
     _ATEN.elu,
     _ATEN.leaky_relu,
     _ATEN.hardtanh,
+    _ATEN.native_batch_norm_backward,
 )
 
 
@@ -58,6 +61,37 @@ def _native_layer_norm(
     if bias is not None:
         result = result + bias
     return result, mean, scale
+
+
+def _native_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Normalise each channel, by running statistics if not `training`.
+
+    NotImplemented for running statistics in training: the operation would write to them.
+    """
+    if training and mean is not None:
+        return NotImplemented
+    shape = [1, -1, *(1 for _ in range(x.dim() - 2))]
+    saved = torch.zeros(0), torch.zeros(0)
+    if mean is None or variance is None:
+        others = [dim for dim in range(x.dim()) if dim != 1]
+        variance, mean = _var_mean(x, others, correction=0)
+        saved = mean, torch.rsqrt(variance + eps)
+    scale = torch.rsqrt(variance + eps)
+    result = (x - mean.reshape(shape)) * scale.reshape(shape)
+    if weight is not None:
+        result = result * weight.reshape(shape)
+    if bias is not None:
+        result = result + bias.reshape(shape)
+    return result, *saved
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
@@ -111,6 +145,11 @@ def _flip(x: Tensor, dims: Sequence[int]) -> Tensor:
     return x
 
 
+def _empty(shape: Sequence[int], *_: Any, dtype: Any = None, **__: Any) -> Tensor:
+    """Return zeros: memory that is not written to would have other values in each run."""
+    return torch.zeros(shape, dtype=dtype or torch.float32)
+
+
 def _full_like(x: Tensor, value: float, *, dtype: Any = None, **_: Any) -> Tensor:
     return torch.full(x.shape, value, dtype=dtype or x.dtype)
 
@@ -118,23 +157,35 @@ def _full_like(x: Tensor, value: float, *, dtype: Any = None, **_: Any) -> Tenso
 _OURS: dict[Any, Callable[..., Any]] = {
     _ATEN._unsafe_index_put.default: _ATEN.index_put.default,
     _ATEN.addmm.default: _addmm,
+    _ATEN._grouped_mm.default: orders.grouped_mm,
+    _ATEN.convolution.default: convolutions.convolution,
+    _ATEN.convolution_backward.default: convolutions.convolution_backward,
     _ATEN.copy.default: _copy,
     _ATEN.div.Scalar: _ATEN.div.Tensor,
     _ATEN.embedding_dense_backward.default: _embedding_dense_backward,
+    **dict.fromkeys((_ATEN.empty.memory_format, _ATEN.empty_permuted.default), _empty),
+    _ATEN.empty_like.default: lambda x, *, dtype=None, **_: _empty(x.shape, dtype=dtype or x.dtype),
     # WGSL has neither function, so both lose accuracy near zero.
     _ATEN.expm1.default: lambda x: torch.exp(x) - 1,
     _ATEN.log1p.default: lambda x: torch.log(x + 1),
     _ATEN.flip.default: _flip,
     _ATEN.full_like.default: _full_like,
     _ATEN.gelu.default: _gelu,
+    _ATEN.histc.default: orders.histc,
+    _ATEN.max_pool2d_with_indices.default: convolutions.max_pool,
+    _ATEN.max_pool2d_with_indices_backward.default: convolutions.max_pool_backward,
     _ATEN.mean.default: _mean,
     _ATEN.mean.dim: _mean,
     _ATEN.mul.Scalar: _ATEN.mul.Tensor,
+    _ATEN.native_batch_norm.default: _native_batch_norm,
     _ATEN.native_layer_norm.default: _native_layer_norm,
     _ATEN.scalar_tensor.default: lambda value, *, dtype=None, **_: torch.full(
         (), value, dtype=dtype or torch.float32
     ),
+    _ATEN.sort.default: orders.sort,
+    _ATEN.sort.stable: orders.sort_stable,
     _ATEN.split_with_sizes.default: _split_with_sizes,
+    _ATEN.topk.default: orders.topk,
     _ATEN.var.correction: lambda *args, **kwargs: _var_mean(*args, **kwargs)[0],
     _ATEN.var_mean.correction: _var_mean,
 }

@@ -26,7 +26,7 @@ _DECODED = {  # {0} is the u32, shifted so that the element is in its lowest bit
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Memory for a tensor in C order. `size` is in elements, at least 1."""
+    """Memory for a tensor in C order. `size` is in elements; kernels use none of size 0."""
 
     name: str
     dtype: str

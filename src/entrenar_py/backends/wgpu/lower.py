@@ -17,6 +17,7 @@ from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu import pointwise, views
 from entrenar_py.backends.wgpu.codings import BITS, Coding
 from entrenar_py.backends.wgpu.emitter import Buffer
+from entrenar_py.backends.wgpu.empties import is_empty
 from entrenar_py.backends.wgpu.nodes import (
     DTYPES,
     LOADED,
@@ -36,9 +37,12 @@ REGION_MAX = 12  # operations to look ahead for one that all uses of a value lea
 
 @dataclass(frozen=True)
 class Result:
-    """An output of the graph: elements of `buffer` from `offset` on, in C order."""
+    """An output of the graph: elements of `buffer` from `offset` on, in C order.
 
-    buffer: Buffer
+    The buffer of one without elements is None.
+    """
+
+    buffer: Buffer | None
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -88,12 +92,12 @@ class _Lowering:
                 constants.append((buffer, getattr(self._graph, str(node.target))))
             elif node.op == "output":
                 results = self._results(node)
-            elif self._uses[node]:
+            elif self._uses[node] and not is_empty(node):
                 self._values[node] = self._call(node)
         return Lowered(tuple(self.schedule.steps), tuple(inputs), tuple(constants), results)
 
     def _given(self, node: Node, name: str) -> Buffer:
-        shape, dtype = shape_of(node), stored_dtype_of(node)
+        shape, dtype = tuple(node.meta["val"].shape), stored_dtype_of(node)
         buffer = Buffer(name, dtype, math.prod(shape))
         coding = Coding(dtype) if dtype in BITS else None
         stored = Stored(buffer, at.strides_of(shape), coding=coding)
@@ -103,6 +107,10 @@ class _Lowering:
     def _results(self, node: Node) -> tuple[Result, ...]:
         results = []
         for output in node.args[0]:  # type: ignore[union-attr]
+            if is_empty(output):  # type: ignore[arg-type]
+                empty = output.meta["val"]  # type: ignore[union-attr]
+                results.append(Result(None, 0, tuple(empty.shape), empty.dtype))
+                continue
             value = self._values[output]  # type: ignore[index]
             assert isinstance(value, Value)
             self.schedule.line = line_of(output)  # type: ignore[arg-type]
@@ -119,6 +127,8 @@ class _Lowering:
             assert isinstance(result, tuple)
             assert isinstance(position, int)
             return result[position]
+        if any(map(is_empty, node.all_input_nodes)):
+            raise UsageError(_refusal(node))
         value_of: Any = self._values.__getitem__
         args, kwargs = map_arg((node.args, node.kwargs), value_of)
         try:

@@ -72,6 +72,10 @@ def _select(schedule: Schedule, node: Node, value: Value, dim: int, index: int) 
     return views.reshape(schedule, one, shape_of(node))
 
 
+def _unfold(schedule: Schedule, node: Node, value: Value, dim: int, size: int, step: int) -> Value:
+    return views.unfold(schedule, value, dim % len(value.shape), size, step)
+
+
 def _add(
     schedule: Schedule, node: Node, a: Any, b: Any, *, alpha: float = 1, name: str = "add"
 ) -> Value | None:
@@ -210,16 +214,32 @@ def _index_put(
     *_: Any,
 ) -> Value | None:
     tensors = [one for one in indices if one is not None]
-    known = len(tensors) == len(indices) and all(one.dtype == "i32" for one in tensors)
-    if not (accumulate and known and x.dtype == "f32"):
+    if len(tensors) < len(indices) or (accumulate and x.dtype != "f32"):
         return None
+    if any(one.dtype == "bool" for one in tensors):
+        return _masked_put(schedule, x, tensors, rows) if not accumulate else None
     ids = lookups.flatten_index(schedule, x.shape[: len(tensors)], tensors)
     width = math.prod(x.shape[len(tensors) :])
     whole = views.reshape(schedule, x, [x.size // width, width])
     looked = np.broadcast_shapes(*(one.shape for one in tensors))
     added = views.expand(schedule, rows, (*looked, *x.shape[len(tensors) :]))
     added = views.reshape(schedule, added, [ids.size, width])
-    return views.reshape(schedule, row_sums.add_rows(schedule, whole, ids, added), x.shape)
+    if accumulate:
+        return views.reshape(schedule, row_sums.add_rows(schedule, whole, ids, added), x.shape)
+    wide = views.expand(schedule, views.reshape(schedule, ids, [ids.size, 1]), [ids.size, width])
+    put = lookups.scatter(schedule, whole, 0, wide, added, add=False)
+    return views.reshape(schedule, put, x.shape)
+
+
+def _masked_put(schedule: Schedule, x: Value, masks: list[Value], number: Value) -> Value | None:
+    """Return `x` with one number where a mask of its first dims is true."""
+    mask = masks[0]
+    if len(masks) > 1 or number.size != 1 or mask.shape != x.shape[: len(mask.shape)]:
+        return None
+    shape = (*mask.shape, *(1 for _ in x.shape[len(mask.shape) :]))
+    spread = views.expand(schedule, views.reshape(schedule, mask, shape), x.shape)
+    number = views.expand(schedule, views.reshape(schedule, number, ()), x.shape)
+    return pointwise.where(schedule, spread, number, x)
 
 
 def _scatter(
@@ -271,6 +291,7 @@ VIEWS: dict[str, Callable[..., Value]] = {
     "repeat": lambda schedule, node, value, times: views.repeat(schedule, value, times),
     "slice": _slice,
     "select": _select,
+    "unfold": _unfold,
 }
 OPERATIONS: dict[str, Callable[..., Any]] = {
     **VIEWS,

@@ -36,7 +36,8 @@ def plan(lowered: Lowered, given: Collection[Buffer]) -> Plan:
     changing = _changing(lowered.steps, given)
     once = tuple(step for step in lowered.steps if step.writes not in changing)
     steps = tuple(step for step in lowered.steps if step.writes in changing)
-    slots, slot_bytes = _assign(steps, changing, [one.buffer for one in lowered.results])
+    results = [one.buffer for one in lowered.results if one.buffer is not None]
+    slots, slot_bytes = _assign(steps, changing, results)
     kept = tuple(dict.fromkeys(step.writes for step in once))
     return Plan(once, steps, kept, slots, slot_bytes)
 

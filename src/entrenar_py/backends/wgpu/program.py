@@ -115,7 +115,7 @@ class Program:
             self._compute_once(once)
         # Drop the memory that only the dispatches of `once` read.
         needed = {buffer for step in self.steps for buffer in step.bindings}
-        needed.update(one.buffer for one in lowered.results)
+        needed.update(one.buffer for one in lowered.results if one.buffer is not None)
         self.places = {one: place for one, place in self.places.items() if one in needed}
 
     @property
@@ -256,6 +256,8 @@ class Program:
     def _collect(self, encoder: Any) -> None:
         """Record the copies of all results to the buffer for the read-back."""
         for start, result in zip(self._result_starts, self._lowered.results, strict=True):
+            if result.buffer is None:
+                continue
             memory, offset = self.places[result.buffer]
             encoder.copy_buffer_to_buffer(
                 *(memory, offset + result.offset * ELEMENT_BYTES, self._staging, start),

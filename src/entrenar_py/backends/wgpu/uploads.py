@@ -46,6 +46,8 @@ def upload(device: Device, tensor: Tensor, what: str = "a tensor") -> Uploaded:
         )
     held = tensor.detach().contiguous()
     array = device_array(held.numpy(), dtype, what) if dtype in HOST else _words(held)
+    # A device has no memory of size 0.
+    array = array if array.size else np.zeros(1, np.uint32)
     usage = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC
     with device.failures():
         memory = device.handle.create_buffer_with_data(data=array, usage=usage)

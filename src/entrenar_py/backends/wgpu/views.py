@@ -90,6 +90,24 @@ def take(schedule: Schedule, value: Value, dim: int, start: int, size: int, step
     return _view(schedule, value, shape, change, restride)
 
 
+def unfold(schedule: Schedule, value: Value, dim: int, size: int, step: int) -> Value:
+    """Take `size` neighbours at every `step`-th index along `dim`, as a new last dim."""
+    places = (value.shape[dim] - size) // step + 1
+    shape = (*value.shape[:dim], places, *value.shape[dim + 1 :], size)
+
+    def change(indices: Indices) -> Indices:
+        *outer, inner = indices
+        outer[dim] = outer[dim] * step + inner
+        return tuple(outer)
+
+    def restride(stored: Stored) -> Stored:
+        strides = [*stored.strides, stored.strides[dim]]
+        strides[dim] *= step
+        return Stored(stored.buffer, tuple(strides), stored.offset)
+
+    return _view(schedule, value, shape, change, restride)
+
+
 def repeat(schedule: Schedule, value: Value, times: Sequence[int]) -> Value:
     """Tile the tensor `times[i]` times along dim i, with new dims in front."""
     own = (1,) * (len(times) - len(value.shape)) + value.shape

@@ -87,6 +87,12 @@ CASES: dict[str, Case] = {
         )
     ),
     "constant_pad_nd": _unary(lambda x: F.pad(x, (1, 2, 0, 3), value=0.5)),
+    "convolution": Case(
+        lambda x: F.conv1d(
+            x[None], x[:3].expand(4, 3, COLUMNS).mT[:, :ROWS], stride=2, padding=1, dilation=2
+        ),
+        rows_only=True,
+    ),
     "cos": _unary(torch.cos, largest=3.0),
     "cumsum": _unary(lambda x: x.cumsum(-1)),
     "div": Case(torch.div, num_operands=2, least=0.1),
@@ -161,8 +167,10 @@ CASES: dict[str, Case] = {
     "sum_all": _unary(lambda x: x.sum()),
     "sum_rows": _unary(lambda x: x.sum(0)),
     "tanh": _unary(torch.tanh),
+    "topk": _unary(lambda x: x.topk(3, -1).values),
     "to_whole": _unary(lambda x: (x * 8).to(torch.int64) * 3),
     "trunc": _unary(torch.trunc),
+    "unfold": _unary(lambda x: x.unfold(1, 3, 2) * 3),
     "var": _unary(lambda x: x.var(-1, correction=0)),
     "view": _unary(lambda x: x.t().reshape(-1) + 1),
     "where_scalar": _unary(lambda x: torch.where(x > 0, 1.0, x)),

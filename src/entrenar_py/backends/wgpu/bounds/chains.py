@@ -29,6 +29,7 @@ _MOVES = (  # they change no size, and kernels read through them
     _ATEN.squeeze.dim,
     _ATEN.t.default,
     _ATEN.transpose.int,
+    _ATEN.unfold.default,
     _ATEN.unsqueeze.default,
     _ATEN.view.default,
 )

@@ -287,6 +287,7 @@ _ENDS = (
     _ATEN.slice_scatter.default,
     _ATEN.squeeze.dims,
     _ATEN.trunc.default,
+    _ATEN.unfold.default,
     _ATEN.unsqueeze.default,
     _ATEN.view.default,
 )
