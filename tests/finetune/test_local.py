@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,14 @@ def test_what_a_run_writes_is_used(
 ) -> None:
     """`infer` and `merge` give the shares that stock peft computes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = runs.configured(tmp_path, small)
-    assert cli.main(["finetune", str(config)]) == exit_codes.DONE
+    config, figures = runs.configured(tmp_path, small), tmp_path / "figures"
+    assert cli.main(["finetune", str(config), "--tensorboard", str(figures)]) == exit_codes.DONE
     output = tmp_path / "out"
+    assert len(list(figures.glob("events.out.tfevents.*"))) == 1
+    drawn = (output / "report.html").read_text(encoding="utf-8")
+    last = (output / "ledger.jsonl").read_text(encoding="utf-8").splitlines()[-1]
+    assert json.loads(last)["chain"] in drawn
+    assert drawn.count("<svg") == 3
     assert len(runs.told(output, "step")) == 5  # 36 rows in batches of 8
     assert "validation: loss" in capsys.readouterr().out
 

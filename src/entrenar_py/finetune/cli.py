@@ -24,6 +24,7 @@ def run(given: argparse.Namespace) -> int:
             resume=given.resume,
             names=given.backends,
             halt_on_spike=given.halt_on_spike,
+            tensorboard=given.tensorboard,
         )
     if given.command == "plan":
         return _plan(given)

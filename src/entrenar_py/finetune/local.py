@@ -40,12 +40,14 @@ def train(
     resume: bool,
     names: Sequence[str] = ("cpu",),
     halt_on_spike: bool = False,
+    tensorboard: Path | None = None,
 ) -> int:
     """Train as the configuration at `path` says; return the exit code.
 
     Workers compute on the backends called `names` in turns, and there is one for each of them at
-    least. `halt_on_spike` is as in `Task`. Raises ContractError and UsageError for a problem found
-    before the run begins, and BackendUnavailable for a device that is missing or does not start.
+    least. `halt_on_spike` and `tensorboard` are as in `task.opened`. Raises ContractError and
+    UsageError for a problem found before the run begins, and BackendUnavailable for a device that
+    is missing or does not start.
     """
     settings = settings_file.load(path)
     if settings.strategy is not None:
@@ -72,7 +74,7 @@ def train(
         checkpoint=Checkpoint(
             path=output / "state.checkpoint", every_steps=settings.checkpoint_every
         ),
-        metrics=output / "metrics.jsonl",
+        metrics=output / tasks.METRICS,
         ledger=output / "ledger.jsonl",
     )
     for rank in range(settings.workers):
@@ -88,6 +90,7 @@ def train(
             listening=workers.start,
             memory=workers.memory,
             halt_on_spike=halt_on_spike,
+            tensorboard=tensorboard,
         ) as task,
     ):
         return coordinator.serve(config, task, resume=resume)

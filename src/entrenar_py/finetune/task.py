@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from entrenar_py.finetune import export
+from entrenar_py.finetune import export, history, page
 from entrenar_py.finetune.evaluator import Evaluator
+from entrenar_py.finetune.event_files import EventFiles
+from entrenar_py.finetune.page import Outcome
 from entrenar_py.service import memory_peak
 from entrenar_py.service.address import Address
 from entrenar_py.service.coordinator import Ended, Task
 from entrenar_py.service.memory_peak import Memory
+from entrenar_py.service.run_events import Listener
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.workload import Finetuning
 from entrenar_py.untrusted import printing
+
+METRICS = "metrics.jsonl"  # in the output folder
 
 
 @contextmanager
@@ -29,31 +35,63 @@ def opened(
     listening: Callable[[Address], None] = lambda _: None,
     memory: Callable[[], Memory] = memory_peak.here,
     halt_on_spike: bool = False,
+    tensorboard: Path | None = None,
 ) -> Iterator[Task]:
     """Yield the task of a run of `num_steps`; validation rows are scored on `device`.
 
-    The other arguments are those of `Task`.
+    Figures go to the folder `tensorboard`, if there is one. The other arguments are those of
+    `Task`. Raises UsageError if figures can't be written there.
     """
     with ExitStack() as stack:
+        listeners: list[Listener] = []
+        if tensorboard is not None:
+            figures = EventFiles(tensorboard)
+            stack.callback(figures.close)
+            listeners.append(figures)
         evaluator = Evaluator(prepared, workload, device=device, num_steps=num_steps)
         stack.callback(evaluator.close)
         yield Task(
             workload=workload,
+            listeners=listeners,
             listening=listening,
             memory=memory,
             stepped=evaluator.stepped,
-            ended=partial(_end, prepared, workload, evaluator),
+            ended=partial(_end, prepared, workload, evaluator, num_steps),
             halt_on_spike=halt_on_spike,
         )
 
 
-def _end(prepared: Prepared, workload: Finetuning, evaluator: Evaluator, ended: Ended) -> None:
-    """Export a run that is complete, and tell how it does on the validation rows."""
-    if ended.finish.status != "completed":
-        evaluator.close()
+def _end(
+    prepared: Prepared, workload: Finetuning, evaluator: Evaluator, num_steps: int, ended: Ended
+) -> None:
+    """Export a run that is complete, tell how it does on the validation rows, and draw it."""
+    if ended.finish.status == "completed":
+        evaluator.settle(ended.tell)
+        printing.say(f"written to {export.write(prepared, workload, ended.tensors)}")
+        scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
+        for line in () if scores is None else scores.lines():
+            printing.say(f"validation: {line}")
+    evaluator.close()
+    _draw(prepared, num_steps, ended)
+
+
+def _draw(prepared: Prepared, num_steps: int, ended: Ended) -> None:
+    """Write the page of a run; warn if that can't be done, since the run itself is over."""
+    output, rows = prepared.settings.output, prepared.validation
+    outcome = Outcome(
+        status=ended.finish.status,
+        reason=ended.finish.reason,
+        made=ended.made,
+        num_steps=num_steps,
+        num_rows=(len(prepared.train), 0 if rows is None else len(rows)),
+        ledger=ended.ledger,
+        digest=ended.digest,
+    )
+    path = output / page.FILE
+    try:
+        told = history.read(output / METRICS, num_steps=num_steps)
+        path.write_text(page.render(prepared.settings, outcome, told), encoding="utf-8")
+    except OSError as error:
+        printing.warn(f"entrenar: {path}: can't be written ({error.strerror or error})")
         return
-    evaluator.settle(ended.tell)
-    printing.say(f"written to {export.write(prepared, workload, ended.tensors)}")
-    scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
-    for line in () if scores is None else scores.lines():
-        printing.say(f"validation: {line}")
+    printing.say(f"drawn in {path}")

@@ -6,18 +6,15 @@ Text from a contract is escaped, and the page's own policy forbids scripts and r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import entrenar_py
 from entrenar_py import mutants
 from entrenar_py.errors import UsageError
-from entrenar_py.reports import drawn_runs, evidence
+from entrenar_py.reports import document, drawn_runs, evidence
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 
-STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _WORDS = {
     Verdict.FALSIFIED: "FALSIFIED",
     Verdict.INCONCLUSIVE: "INCONCLUSIVE",
@@ -33,12 +30,7 @@ def render(report: Report) -> str:
 def _document(report: Report) -> Iterator[str]:
     contract = report.contract
     name = f"{contract.name} {contract.version}"
-    yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield '<meta name="color-scheme" content="light dark">'
-    yield f"<title>{_text(f'{name}: {report.verdict}')}</title>"
-    yield f"<style>\n{STYLE}</style>\n</head>\n<body>"
+    yield from document.begin(evidence.one_line(f"{name}: {report.verdict}"))
     yield f"<header><h1>{_text(name)} {_badge(report.verdict)}</h1>"
     yield f"<p>{_text(_summary(report))}</p>"
     if report.incomplete:
@@ -58,7 +50,7 @@ def _document(report: Report) -> Iterator[str]:
     yield from drawn_runs.section(report)
     yield from _planted(report.ranked)
     yield from _environment(report)
-    yield f"<footer>entrenar-check {entrenar_py.__version__}</footer>\n</body>\n</html>"
+    yield f"<footer>entrenar-check {entrenar_py.__version__}</footer>\n{document.END}"
 
 
 def _summary(report: Report) -> str:

@@ -53,12 +53,14 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool = False) -> int:
 class Ended:
     """A run that is over, with its tensors by name after `made` steps.
 
-    `ledger` is the last line of its ledger, if there is one, and `tell` tells the listeners.
+    `digest` is that of weights and buffers, `ledger` the last line of the ledger, if there is one,
+    and `tell` tells the listeners.
     """
 
     finish: Finish
     made: int
     tensors: Mapping[str, Array]
+    digest: str
     ledger: Mark | None
     tell: Listener
 
@@ -153,6 +155,7 @@ def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume:
             finish=finish,
             made=host.made,
             tensors=host.server.replica.replica.arrays,
+            digest=host.digest(),
             ledger=host.ledger_end,
             tell=host.tell,
         )

@@ -220,15 +220,20 @@ class Host:
         self._step = self._held_step
         if finish.status in ("failed", "halted"):  # else the protocol has saved it already
             self.save(self._step)
-        recorder, worker = self.server.recorder, self.server.replica.replica
+        recorder = self.server.recorder
         if not self._is_over:
             status = "failed" if finish.status == "stopped" else finish.status
             recorder.emit(trace.End(status=status, reason=finish.reason))
         self._write()
         self.close()
-        digest = weights_digest(recorder.tensors(worker.weights), recorder.tensors(worker.buffers))
         reason = f" ({finish.reason})" if finish.reason else ""
-        self.note(finish.status, f"{finish.status}{reason}: step {self._step}, weights {digest}")
+        told = f"{finish.status}{reason}: step {self._step}, weights {self.digest()}"
+        self.note(finish.status, told)
+
+    def digest(self) -> str:
+        """Return 16 hex digits over weights and buffers."""
+        recorder, worker = self.server.recorder, self.server.replica.replica
+        return weights_digest(recorder.tensors(worker.weights), recorder.tensors(worker.buffers))
 
     def close(self) -> None:
         """Close the ledger."""

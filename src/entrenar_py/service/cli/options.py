@@ -272,6 +272,12 @@ def _add_finetune(commands: _Commands) -> None:
         "each at least (default cpu)",
     )
     _add_halt_on_spike(finetune)
+    finetune.add_argument(
+        "--tensorboard",
+        metavar="DIR",
+        type=Path,
+        help="also write the figures of the run to a folder that TensorBoard draws",
+    )
     _add_plan(commands)
     infer = _add(commands, "infer", "answer a prompt with what `finetune` has trained")
     infer.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
