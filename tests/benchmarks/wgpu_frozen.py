@@ -1,0 +1,116 @@
+"""A LoRA step on wgpu with frozen weights in float32, 16 bits and NF4, beside torch on CUDA.
+
+    python -m tests.benchmarks.wgpu_frozen --shape tiny --tokens 32          # software Vulkan
+    python -m tests.benchmarks.wgpu_frozen --shape 0.6b --batch 4 --tokens 512
+
+Loss and gradients of one shard of a Qwen3 with random weights, adapters of rank 16 on q_proj and
+v_proj. `frozen_mb` is the device memory of the weights that aren't trained, `intermediate_mb` that
+of all results in between. `cuda` is torch's step in float32 without TF32, where there is a device.
+Prints one JSON object; CI does not run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from entrenar_py import backends
+from entrenar_py.backends.wgpu import open_wgpu
+from entrenar_py.errors import UsageError
+from entrenar_py.training import dropout
+from entrenar_py.training.engine import Engine
+from entrenar_py.tuning import prepared
+from entrenar_py.tuning.settings import Data, Settings
+from entrenar_py.tuning.workload import Finetuning
+from tests.benchmarks import gpu_finetune
+
+KINDS = {
+    "float32": ("lora", "float32"),
+    "bfloat16": ("lora", "bfloat16"),
+    "nf4": ("qlora", "bfloat16"),
+}
+RUNS = 5
+
+
+def workload_of(folder: Path, kind: str, tokens: int) -> Finetuning:
+    """Return the model and its rows."""
+    method, precision = KINDS[kind]
+    settings = Settings(
+        model=folder,
+        task="text",
+        output=folder / "out",
+        method=method,
+        precision=precision,
+        data=Data(train=folder / "rows.jsonl", max_tokens=tokens),
+    )
+    return prepared.prepare(settings).workload()
+
+
+def timed(workload: Finetuning, backend: Any, batch: int) -> tuple[dict[str, Any], Any]:
+    """Return the times of a shard of `batch` rows, and its gradient."""
+    engine = Engine(workload, backend, workload.initial(np.random.default_rng(0)), scale=1.0)
+    times = []
+    for _ in range(RUNS + 1):
+        start = time.perf_counter()
+        gradient, _, _ = engine.shard(range(batch), accumulation=1, drop=dropout.none)
+        times.append(time.perf_counter() - start)
+    steps = [round(1000 * one, 2) for one in times[1:]]
+    return {"first_s": round(times[0], 2), "step_ms": median(steps), "all_ms": steps}, gradient
+
+
+def on_wgpu(folder: Path, kind: str, given: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """Return the times on wgpu with the memory that the device holds, and the gradient."""
+    try:
+        workload = workload_of(folder, kind, given.tokens)
+    except UsageError as error:
+        return {"skipped": str(error)}, None
+    backend = open_wgpu()
+    record, gradient = timed(workload, backend, given.batch)
+    compiled = backend.programs.of(workload)
+    frozen = sum(one.memory.size for one in compiled.constants or ())
+    programs = compiled.programs.values()
+    record["frozen_mb"] = round(frozen / 1e6, 3)
+    record["intermediate_mb"] = round(sum(one.memory_bytes for one in programs) / 1e6, 1)
+    return record, gradient
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Return all figures."""
+    record: dict[str, Any] = {"adapter": open_wgpu().device, "tokens": given.batch * given.tokens}
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        os.environ["XDG_CACHE_HOME"] = made
+        gpu_finetune.checkpoint(folder, given.shape)
+        gpu_finetune.rows(folder / "rows.jsonl", given.batch, given.tokens)
+        for kind in KINDS:
+            record[kind], gradient = on_wgpu(folder, kind, given)
+            if kind == "float32":
+                ours = gradient
+        if torch.cuda.is_available():
+            torch.backends.cuda.matmul.allow_tf32 = False
+            workload = workload_of(folder, "float32", given.tokens)
+            found, theirs = timed(workload, backends.open_backend("cuda"), given.batch)
+            record["cuda"] = found
+            record["difference"] = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+    return record
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=gpu_finetune.SHAPES, default="tiny")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=32)
+    print(json.dumps(measure(parser.parse_args()), indent=1))
+
+
+if __name__ == "__main__":
+    main()
