@@ -13,7 +13,14 @@ from typing import Annotated, NamedTuple
 TASKS = ("instruct", "classify", "text")
 METHODS = ("lora", "qlora", "full")
 PRECISIONS = ("float32", "bfloat16")
-STRATEGIES = ("ddp", "ddp_canonical", "fsdp")
+STRATEGIES = (
+    "ddp",
+    "ddp_canonical",
+    "fsdp",
+    "tensor_parallel",
+    "sequence_parallel",
+    "pipeline_parallel",
+)
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 

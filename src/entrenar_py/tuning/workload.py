@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,7 +32,9 @@ _PLACES = 64  # and so are the places with a target: few shapes are to be compil
 
 
 class Rows:
-    """Samples as rows of tokens, filled up to the longest row."""
+    """Samples as rows of tokens, filled up to the longest row, and to a multiple of `multiple`."""
+
+    multiple = 1
 
     def __init__(self, samples: Samples, pad_token: int) -> None:
         self._samples, self._pad_token = samples, pad_token
@@ -45,7 +48,8 @@ class Rows:
         samples = self._samples
         longest = max(samples.length(i) for i in ids)
         # Not beyond the longest sample of all: a model may have no position for what fills up.
-        shape = (len(ids), min(-(-longest // _LENGTHS) * _LENGTHS, self._longest))
+        length = min(-(-longest // _LENGTHS) * _LENGTHS, self._longest)
+        shape = (len(ids), -(-length // self.multiple) * self.multiple)
         tokens = np.full(shape, self._pad_token, np.int64)
         mask, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         for row, index in enumerate(ids):
@@ -88,6 +92,7 @@ class Finetuning(Workload):
         self.num_samples = len(samples)
         self.data_digest = samples.digest
         self._samples = samples
+        self.pad_token = pad_token
         self._rows, self._labels = Rows(samples, pad_token), samples.labels
         self._class_weights = np.array(class_weights, np.float32)
         if class_weights:
@@ -96,7 +101,7 @@ class Finetuning(Workload):
             self._weights = samples.num_targets.astype(np.float64)
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
         self._device = torch.device("cpu")
-        self._products = products
+        self.products = products
         with precision.applied(products, next(module.parameters()).device):
             self.objective = _Classes(module, class_weights) if class_weights else _Tokens(module)
         self.objective.train()
@@ -124,15 +129,32 @@ class Finetuning(Workload):
     def num_tokens(self, ids: Sequence[int]) -> int:
         return sum(map(self._samples.length, ids))
 
+    @property
+    def has_classes(self) -> bool:
+        """True if classes are learned, not next tokens."""
+        return bool(len(self._class_weights))
+
+    def rows(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, attention mask and tokens to predict (else IGNORED), int64 [n, t] each."""
+        return self._rows.batch(ids)
+
+    def classes(self, ids: Sequence[int]) -> Tensor:
+        """Return the class of each sample, int64 [n]."""
+        return torch.from_numpy(self._labels[list(ids)].astype(np.int64))
+
+    def fill_up(self, multiple: int) -> None:
+        """Fill all rows up to a multiple of `multiple` tokens."""
+        self._rows.multiple = multiple
+
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
         """Return what the loss is a function of, int64.
 
         For classes: tokens and attention mask [n, t], and classes [n]. Else tokens [n, t], places
         with a target [m], of n * t, and these targets [m], filled up with IGNORED.
         """
-        tokens, mask, targets = self._rows.batch(ids)
-        if len(self._class_weights):
-            return tokens, mask, torch.from_numpy(self._labels[list(ids)].astype(np.int64))
+        tokens, mask, targets = self.rows(ids)
+        if self.has_classes:
+            return tokens, mask, self.classes(ids)
         # The logits at a place are of the token after it.
         after = F.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
         places = (after != IGNORED).nonzero().flatten()
@@ -159,9 +181,12 @@ class Finetuning(Workload):
     ) -> Tensor:
         """Return the summed loss of `batch`, 0-d, of the objective that is called with it."""
         given = tuple(one.to(device) for one in batch)
-        products = torch.float32 if is_captured(batch) else self._products
-        with precision.applied(products, device):
+        with nullcontext() if is_captured(batch) else self.formats(device):
             return objective(given)
+
+    def formats(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return a context in which products on `device` have the run's format."""
+        return precision.applied(self.products, device)
 
 
 def is_captured(batch: Batch) -> bool:

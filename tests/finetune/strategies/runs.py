@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import yaml
 
 from entrenar_py import trace
 from entrenar_py.finetune import settings_file
 from entrenar_py.systems.replicas import Replicas
+from entrenar_py.trace import ledger
 from entrenar_py.training import reduction, sharding
+from entrenar_py.training.tensors import Array
 from entrenar_py.tuning import prepared as preparing
 
 NUM_ROWS = 20
@@ -94,10 +94,14 @@ class Case:
         path.write_text(yaml.safe_dump(record), "utf-8")
         return path
 
-    def alone(self) -> tuple[list[float], dict[str, np.ndarray[Any, Any]]]:
-        """Return losses and tensors of the reference trainer, one worker in this process."""
+    def alone(self, *, fill_up: int = 1) -> tuple[list[trace.Update], dict[str, Array]]:
+        """Return steps and tensors of the reference trainer, one worker in this process.
+
+        Rows are filled up to a multiple of `fill_up` tokens.
+        """
         settings = settings_file.load(self.write("alone", None))
         workload = preparing.prepare(settings).workload()
+        workload.fill_up(fill_up)
         scenario = preparing.scenario(settings, workload)
         trainer = Replicas(scenario, workload=workload)
         worker = trainer.workers[0] = trainer.new_worker(0, trainer.initial())
@@ -107,15 +111,13 @@ class Case:
             leaves = [trainer.compute(worker, step, shard, part) for shard, part in shards]
             trainer.apply(step, reduction.root(leaves, scenario.num_shards))
             trainer.advance(len(ids))
-        losses = [one.loss or 0.0 for one in trainer.recorder.of(trace.Update)]
-        return losses, {name: array.copy() for name, array in worker.replica.arrays.items()}
+        steps = trainer.recorder.of(trace.Update)
+        return steps, {name: array.copy() for name, array in worker.replica.arrays.items()}
 
 
-def losses(output: Path) -> list[float]:
-    """Return the loss of each step of a run."""
-    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = map(json.loads, lines)
-    return [record["loss"] for record in records if record["what"] == "step"]
+def steps(output: Path) -> list[trace.Update]:
+    """Return the steps in a run's ledger."""
+    return ledger.load(output / "ledger.jsonl").of(trace.Update)
 
 
 def digest(output: Path) -> str:

@@ -25,7 +25,8 @@ from tests.finetune.strategies.runs import Case
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 DROPOUT = {"dropout": 0.2}
-# of AdamW, where a gradient is near 0: its direction there is rounding's
+# AdamW's first steps have the size of the rate wherever a gradient is not 0: where one is near 0,
+# rounding decides their direction. So later losses differ by more than their own rounding.
 TOLERANCE = 2e-5
 
 
@@ -58,12 +59,18 @@ CASES = [
 @pytest.mark.parametrize("strategy", table.STRATEGIES)
 @pytest.mark.parametrize("case", CASES, indirect=True)
 def test_two_ranks_train_as_one_process_does(case: Case, strategy: str) -> None:
+    if strategy == "pipeline_parallel":  # whose stages drop by streams of their own
+        case = replace(case, lora={})
     codes, told = ranks.torchrun(case.write("out", strategy), 2)
     assert codes == [exit_codes.DONE] * 2, told
     output = case.folder / "out"
-    losses, tensors = case.alone()
-    assert runs.losses(output) == pytest.approx(losses, rel=TOLERANCE)
-    assert losses[-1] < losses[0]
+    steps, tensors = case.alone(fill_up=2 if strategy == "sequence_parallel" else 1)
+    found = runs.steps(output)
+    assert [one.loss for one in found] == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
+    norms = [one.grad_norm for one in steps]
+    assert [one.grad_norm for one in found] == pytest.approx(norms, rel=5 * TOLERANCE)
+    assert [one.learning_rate for one in found] == [one.learning_rate for one in steps]
+    assert (steps[-1].loss or 0.0) < (steps[0].loss or 0.0)
     settings = settings_file.load(case.folder / "alone.yaml")
     prepared = preparing.prepare(settings)
     alone = export.write(prepared, prepared.workload(), tensors)
@@ -126,6 +133,9 @@ def test_a_value_that_is_not_finite_halts_all_ranks(case: Case, strategy: str) -
     [
         ("ddp", 5, "training.num_shards=4 leaves ranks without a shard; use num_shards >= 5"),
         ("ddp_canonical", 3, "ranks share a tree evenly; start 1, 2, 4, 8 ... ranks"),
+        ("pipeline_parallel", 3, "the model has 2 blocks, and each rank needs one; use 2 ranks or"),
+        ("tensor_parallel", 4, "the model has num_key_value_heads=2; use a number of ranks that"),
+        ("sequence_parallel", 4, "the model has num_key_value_heads=2; use a number of ranks that"),
         (None, 2, "strategy is missing, which ranks of torchrun need; add one of ddp, ddp_can"),
     ],
 )

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from entrenar_py.finetune.strategies.step import Step
 
 Arrays = dict[str, NDArray[np.float32]]
+ValueOf = Callable[[nn.Parameter], Tensor]  # a parameter itself, or its moment or gradient
 
 
 class Strategy(ABC):
@@ -60,7 +61,7 @@ class Strategy(ABC):
         dist.all_gather_object(everyone, own)
         return next((name for names in everyone for name in names), None)
 
-    def whole(self, value_of: Callable[[nn.Parameter], Tensor]) -> Arrays:
+    def whole(self, value_of: ValueOf) -> Arrays:
         """Return on rank 0 the whole tensors of what each parameter has; on others nothing.
 
         All ranks must call it.

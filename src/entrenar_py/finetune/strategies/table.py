@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from entrenar_py.errors import UsageError
+from entrenar_py.finetune.strategies import cut_layers
 from entrenar_py.finetune.strategies.fsdp import FullySharded
+from entrenar_py.finetune.strategies.pipeline_parallel import PipelineParallel
 from entrenar_py.finetune.strategies.replicated import Canonical, Replicated
 from entrenar_py.finetune.strategies.step import Shards
 from entrenar_py.finetune.strategies.strategy import Strategy
+from entrenar_py.finetune.strategies.tensor_parallel import SequenceParallel, TensorParallel
 from entrenar_py.scenario import Scenario
 from entrenar_py.tuning import blocks
 from entrenar_py.tuning.workload import Finetuning
@@ -17,6 +20,9 @@ STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
     "ddp": Replicated,
     "ddp_canonical": Canonical,
     "fsdp": FullySharded,
+    "tensor_parallel": TensorParallel,
+    "sequence_parallel": SequenceParallel,
+    "pipeline_parallel": PipelineParallel,
 }
 _BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # a rank computes some shards of a batch
 
@@ -38,3 +44,21 @@ def require_possible(
         )
     if strategy == "fsdp":
         blocks.of(workload.module)
+    if strategy in ("tensor_parallel", "sequence_parallel"):
+        plan = cut_layers.plan_of(workload.module, strategy)
+        cut_layers.require_even(plan, strategy, world_size)
+        cut_layers.require_no_dropout(workload.module, strategy)
+    if strategy == "sequence_parallel":
+        blocks.of(workload.module)
+    if strategy == "pipeline_parallel":
+        num_blocks = len(blocks.of(workload.module))
+        if num_blocks < world_size:
+            raise UsageError(
+                f"strategy=pipeline_parallel with {world_size} ranks: the model has {num_blocks} "
+                f"blocks, and each rank needs one; use {num_blocks} ranks or fewer"
+            )
+        if scenario.num_shards < world_size:
+            raise UsageError(
+                f"strategy=pipeline_parallel with {world_size} ranks: training.num_shards="
+                f"{scenario.num_shards} leaves stages idle; use num_shards >= {world_size}"
+            )

@@ -1,0 +1,268 @@
+"""Strategy `pipeline_parallel`: each rank has some blocks; shards pass through them one by one.
+
+The schedule is torch's 1F1B, with the shards of a step as its micro-batches. All have the same
+shape: rows are filled up to the longest of the step, shards to the same number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from entrenar_py.errors import UsageError
+from entrenar_py.finetune.strategies import cut_layers, probe
+from entrenar_py.finetune.strategies.stages import Ends, Stage, in_evaluation
+from entrenar_py.finetune.strategies.step import Shards, Step
+from entrenar_py.finetune.strategies.strategy import Arrays, Strategy, ValueOf, gradient_of
+from entrenar_py.training import sharding
+from entrenar_py.tuning import blocks, fused_loss
+from entrenar_py.tuning.workload import IGNORED
+
+_Shape = tuple[int, int]  # rows of a shard, and tokens of a row
+
+
+class PipelineParallel(Strategy):
+    """A stage of the model on each rank."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards, self.device = shards, shards.device
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        workload, module = shards.workload, shards.workload.module
+        layers = blocks.of(module)
+        cuts = [range(c[0], c[-1] + 1) for c in sharding.cut(range(len(layers)), self._size)]
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        tokens = probe.tokens()
+        with probe.filled(module):
+            place = next(module.parameters()).device
+            with in_evaluation(module), workload.formats(place):
+                before = module(input_ids=tokens.to(place), use_cache=False).logits.float().cpu()
+                ends = Ends(module, layers, tokens.to(place))
+            self._dtypes = [ends.dtypes[cut.stop - 1] for cut in cuts]
+            self._width = ends.width
+            self._head = _Head(workload.objective, module)
+            stage = Stage(cut_layers.decoder_of(module), layers, cuts[self._rank])
+            self._keep(module, ends)
+            workload.objective.to(self.device)
+            self._stage = _Drawing(stage, shards, self._rank)
+            self._require_same(before, tokens)
+        self.trainable = {
+            names[parameter]: parameter
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        }
+        if not self.trainable:
+            raise UsageError(
+                f"strategy=pipeline_parallel: rank {self._rank} has nothing to train in blocks "
+                f"{cuts[self._rank].start} to {cuts[self._rank].stop - 1}; use lora.targets within "
+                "blocks, or fewer ranks"
+            )
+        self._copied = self._find_copies()
+        self._schedule: tuple[_Shape, Any] | None = None
+
+    def _keep(self, module: nn.Module, ends: Ends) -> None:
+        """Freeze what is computed on other ranks, and let go of the ends' tables there."""
+        is_first, is_last = self._rank == 0, self._rank == self._size - 1
+        here = (ends.before if is_first else set()) | (ends.after if is_last else set())
+        for parameter in [p for p in module.parameters() if p in ends.before | ends.after]:
+            if parameter not in here:
+                parameter.requires_grad_(False)
+        tables = [cast("Any", module).get_input_embeddings()]
+        if not self._shards.workload.has_classes:
+            tables.append(self._head.layer)
+        for table in tables:
+            if table.weight not in here:
+                table.weight.data = table.weight.data.new_empty(0)
+
+    def _find_copies(self) -> dict[str, dist.ProcessGroup]:
+        """Return the groups of ranks that train copies of the same tensor, by its name."""
+        everyone: list[list[str]] = [[] for _ in range(self._size)]
+        dist.all_gather_object(everyone, list(self.trainable))
+        holders: dict[str, list[int]] = {}
+        for rank, names in enumerate(everyone):
+            for name in names:
+                holders.setdefault(name, []).append(rank)
+        copied = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
+        self._first_of = {name: ranks[0] for name, ranks in copied.items()}
+        return {name: dist.new_group(ranks) for name, ranks in copied.items()}
+
+    def _require_same(self, before: Tensor, tokens: Tensor) -> None:
+        """Raise UsageError on the last rank unless all stages together do what the model did."""
+        workload = self._shards.workload
+        shape = (*tokens.shape, self._width)
+        x = tokens.to(self.device)
+        with in_evaluation(workload.module), workload.formats(self.device):
+            if self._rank:
+                x = torch.empty(shape, dtype=self._dtypes[self._rank - 1], device=self.device)
+                dist.recv(x, self._rank - 1)
+            hidden = self._stage.stage(x)
+            if self._rank < self._size - 1:
+                dist.send(hidden.contiguous(), self._rank + 1)
+                return
+            after = self._head.logits(hidden)
+        after = after[:, -1] if before.dim() == 2 else after
+        probe.require_same(before, after.float().cpu(), workload, "pipeline_parallel")
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def compute(self, step: Step) -> Tensor:
+        """Implement `Strategy.compute`."""
+        for parameter in self.trainable.values():
+            parameter.grad = None
+        tokens, mask, targets = self._batch(step)
+        named: Any = {} if mask is None else {"attention_mask": mask.to(self.device)}
+        shape = (tokens.shape[0] // len(step.shards), tokens.shape[1])
+        schedule = self._scheduled(shape, len(step.shards))
+        self._stage.begin(step)
+        is_first, is_last = self._rank == 0, self._rank == self._size - 1
+        found: list[Tensor] = []
+        with self._shards.workload.formats(self.device):
+            schedule.step(
+                *([tokens.to(self.device)] if is_first else []),
+                target=targets.to(self.device) if is_last else None,
+                losses=found if is_last else None,
+                **named,
+            )
+        for parameter in self.trainable.values():
+            gradient_of(parameter).div_(step.weight)
+        for name, group in self._copied.items():
+            if name in self.trainable:
+                dist.all_reduce(gradient_of(self.trainable[name]), group=group)
+        losses = self._shards.zeros()
+        if is_last:
+            losses += torch.stack([loss.detach() for loss in found]).to(losses)
+        return losses
+
+    def _batch(self, step: Step) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return tokens [S * n, t], a mask like them or None, and targets, shard after shard.
+
+        Targets are tokens, [S * n, t], or classes and the places of rows' ends, [S * n, 2].
+        """
+        workload = self._shards.workload
+        num_rows = max(map(len, step.shards))
+        ids = [index for part in step.shards for index in part]
+        tokens, mask, targets = workload.rows(ids)
+        if workload.has_classes:
+            ends = (torch.arange(tokens.shape[1]) * (tokens != workload.pad_token)).argmax(-1)
+            targets = torch.stack([workload.classes(ids), ends], dim=1)
+        starts, rows = 0, list[int]()
+        for part in step.shards:  # a row past the last one of all is empty
+            rows += [starts + i if i < len(part) else len(ids) for i in range(num_rows)]
+            starts += len(part)
+        empty = torch.full_like(tokens[:1], workload.pad_token)
+        tokens = torch.cat([tokens, empty])[rows]
+        targets = torch.cat([targets, torch.full_like(targets[:1], IGNORED)])[rows]
+        mask = torch.cat([mask, torch.ones_like(mask[:1])])[rows]
+        return tokens, mask if workload.has_classes else None, targets
+
+    def _scheduled(self, shape: _Shape, num_shards: int) -> Schedule1F1B | ScheduleGPipe:
+        """Return the schedule for shards of `shape`. torch's has buffers of a fixed shape."""
+        if self._schedule is None or self._schedule[0] != shape:
+            is_first = self._rank == 0
+            received = torch.empty(shape, dtype=torch.int64, device="meta")
+            received = received if is_first else self._hidden(shape, self._rank - 1)
+            stage = PipelineStage(
+                self._stage,
+                self._rank,
+                self._size,
+                self.device,
+                input_args=(received,),
+                output_args=(self._hidden(shape, self._rank),),
+            )
+            kind = Schedule1F1B if self._size > 1 else ScheduleGPipe
+            schedule = kind(stage, num_shards, loss_fn=self._head.loss, scale_grads=False)
+            self._schedule = shape, schedule
+        return cast("Schedule1F1B", self._schedule[1])
+
+    def _hidden(self, shape: _Shape, rank: int) -> Tensor:
+        """Return an example, without memory, of the hidden states that `rank` makes."""
+        dtype, of_meta = self._dtypes[rank], torch.device("meta")
+        return torch.empty((*shape, self._width), dtype=dtype, device=of_meta, requires_grad=True)
+
+    # --- the state --------------------------------------------------------------------------------
+
+    def squares(self) -> Tensor:
+        """Implement `Strategy.squares`: of copies only the first counts."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for name, parameter in self.trainable.items():
+            if self._first_of.get(name, self._rank) == self._rank:
+                total += gradient_of(parameter).double().square().sum()
+        dist.all_reduce(total)
+        return total
+
+    def whole(self, value_of: ValueOf) -> Arrays:
+        """Implement `Strategy.whole`."""
+        own = {
+            name: value_of(parameter).detach().float().cpu().numpy().copy()
+            for name, parameter in self.trainable.items()
+        }
+        everyone: list[Any] | None = [None] * self._size if self._rank == 0 else None
+        dist.gather_object(own, everyone)
+        return {name: array for part in everyone or () for name, array in part.items()}
+
+
+class _Drawing(nn.Module):
+    """A stage that draws each shard's random numbers from a stream of the shard and the stage."""
+
+    def __init__(self, stage: Stage, shards: Shards, rank: int) -> None:
+        super().__init__()
+        self.stage, self._shards, self._rank = stage, shards, rank
+        self._step: Step | None = None
+        self._shard = 0
+
+    def begin(self, step: Step) -> None:
+        """Begin `step`, whose shards will come in their order."""
+        self._step, self._shard = step, 0
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the stage's hidden states for the next shard."""
+        assert self._step is not None, "begin was called"
+        self._shards.seed(self._step, self._shard, self._rank)
+        self._shard += 1
+        hidden: Tensor = self.stage(x, attention_mask)
+        return hidden
+
+
+class _Head:
+    """The model's last layer and the loss, of the last hidden states [n, t, d]."""
+
+    def __init__(self, objective: nn.Module, module: nn.Module) -> None:
+        base = cast("Any", module)
+        self._weights = getattr(objective, "weights", None)
+        self._is_product = False
+        if self._weights is None:
+            self.layer = base.get_output_embeddings()
+            self._is_product = fused_loss.head_of(module) is not None
+            return
+        base = base.get_base_model() if hasattr(base, "peft_config") else base
+        if not hasattr(base, "score"):
+            raise UsageError(
+                f"strategy=pipeline_parallel: {type(base).__name__} has no layer `score` after its "
+                "last block; use ddp, ddp_canonical or fsdp"
+            )
+        self.layer = base.score
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits at each place."""
+        found: Tensor = self.layer(hidden)
+        return found
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the summed loss of a shard, 0-d float32."""
+        if self._weights is not None:
+            classes, ends = targets.unbind(1)
+            rows = torch.arange(len(hidden), device=hidden.device)
+            logits = self.layer(hidden[rows, ends.clamp(min=0)]).float()
+            return F.cross_entropy(
+                logits, classes, weight=self._weights, ignore_index=IGNORED, reduction="sum"
+            )
+        wanted = F.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
+        places = (wanted != IGNORED).nonzero().flatten()
+        hidden, wanted = hidden.flatten(0, 1).index_select(0, places), wanted[places]
+        if self._is_product:
+            return fused_loss.cross_entropy(hidden, self.layer.weight, wanted)
+        return F.cross_entropy(self.layer(hidden).float(), wanted, reduction="sum")
