@@ -54,7 +54,17 @@ def found() -> list[Found]:
     return [*_examined("cpu", _host_memory()), *_cuda(), *_wgpu()]
 
 
-def _host_memory() -> dict[str, Any]:
+def free_bytes(name: str) -> int | None:
+    """Return the free bytes of the device that a backend's name opens; None if it reports none."""
+    kind, _, index = name.partition(":")
+    if kind == "cpu":
+        return _host_memory().get("free bytes")
+    if kind == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(int(index) if index else None)[0]
+    return None
+
+
+def _host_memory() -> dict[str, int]:
     """Return the bytes of memory that processes here may use, and how many are free.
 
     A limit of the control group counts. Empty where the kernel tells neither.

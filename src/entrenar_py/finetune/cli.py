@@ -47,13 +47,18 @@ def run(given: argparse.Namespace) -> int:
 
 def _plan(given: argparse.Namespace) -> int:
     """Print a plan; the configuration is invalid for devices on which nothing fits."""
-    from entrenar_py.finetune import settings_file
+    from entrenar_py.finetune import foresight, remarks, settings_file
     from entrenar_py.planning import command
+    from entrenar_py.planning.shape import Shape
+    from entrenar_py.tuning.hyper_parameters import Facts
 
     settings = settings_file.load(given.config)
+    rows, longest = foresight.rows_and_longest(settings)
+    number = Shape(settings).num_parameters
+    remarks.show(given.config, Facts(settings=settings, num_parameters=number, rows=rows))
     fits = command.show(
         settings,
-        longest=None,
+        longest=longest,
         described=given.devices,
         bandwidth=given.bandwidth,
         json=given.json,

@@ -6,7 +6,7 @@ All problems are told at once, each as `file:line:column: error: ...`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, get_args, get_type_hints
@@ -66,7 +66,7 @@ def load(path: Path) -> Settings:
     Raises ContractError with all problems.
     """
     problems = Problems()
-    root = composer.load(path, problems, form=_FORM)
+    root = read(path, problems)
     if root is not None:
         settings = _Reader(path.parent, problems).section(Settings, root, "configuration")
         if isinstance(settings, Settings):
@@ -74,6 +74,20 @@ def load(path: Path) -> Settings:
     problems.settle(strict=True)
     assert isinstance(settings, Settings), "what can't be read is a problem"
     return settings
+
+
+def read(path: Path, problems: Problems) -> MapNode | None:
+    """Return the tree of the configuration at `path`; None after reporting why there is none."""
+    return composer.load(path, problems, form=_FORM)
+
+
+def innermost(root: MapNode, keys: Iterable[str]) -> Node:
+    """Return the value of the last of nested `keys` that is given."""
+    node: Node = root
+    for key in keys:
+        if isinstance(node, MapNode) and key in node.fields:
+            node = node.fields[key]
+    return node
 
 
 def to_record(section: Any) -> dict[str, Any]:
@@ -254,8 +268,4 @@ class _Conflicts:
 
     def _error(self, message: str, *keys: str) -> None:
         """Report a problem at the value of the innermost of `keys` that is given."""
-        node: Node = self._root
-        for key in keys:
-            if isinstance(node, MapNode) and key in node.fields:
-                node = node.fields[key]
-        self._problems.error(node.at, message)
+        self._problems.error(innermost(self._root, keys).at, message)

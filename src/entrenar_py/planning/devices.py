@@ -73,6 +73,16 @@ def found() -> list[Device]:
     return devices
 
 
+def of_backend(name: str) -> Device:
+    """Return the device of this machine that a backend's name opens, with its free memory.
+
+    It is not tested: opening it is left to whoever computes.
+    """
+    from entrenar_py.doctor import machine
+
+    return Device(name=name, kind=backends.kind_of(name), memory=machine.free_bytes(name))
+
+
 def size(text: str) -> int:
     """Return the bytes of `24GB` (10^9) or `24GiB` (2^30)."""
     found = _SIZE.fullmatch(text.strip())

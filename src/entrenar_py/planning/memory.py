@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from entrenar_py.planning.rehearsal import Rehearsal
-from entrenar_py.planning.shape import FLOAT_BYTES, WHOLE, Cut, Shape
+from entrenar_py.planning.shape import FLOAT_BYTES, WHOLE, Counts, Cut, Shape
 
 # What is there before any tensor: an interpreter with torch and transformers; on a GPU the context
 # and the workspaces of its libraries. Measured.
@@ -60,6 +60,12 @@ class Load:
 def of(strategy: str, shape: Shape, load: Load) -> Memory:
     """Return the memory of the worker that needs most."""
     return _STRATEGIES[strategy](shape, load)
+
+
+def coordinator_bytes(counts: Counts) -> int:
+    """Return what the coordinator of a run takes: the model, and the state of its own replica."""
+    vectors = 1 + MOMENTS + _UPDATE_VECTORS
+    return counts.weight_bytes + vectors * FLOAT_BYTES * counts.trained + RUNTIME_BYTES["cpu"]
 
 
 def _rehearsed(shape: Shape, load: Load, cut: Cut = WHOLE) -> Rehearsal:

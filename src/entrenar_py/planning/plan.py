@@ -115,6 +115,12 @@ def of(
     )
 
 
+def rehearse(run: Run) -> None:
+    """Raise UsageError if the memory of the run's model can't be foreseen."""
+    if any(one.memory is not None for one in run.devices):
+        option(run, BY_PROTOCOL[0])
+
+
 def options(run: Run) -> list[Option]:
     """Return every strategy on the run's devices."""
     return [option(run, strategy) for strategy in memory.STRATEGIES]
@@ -203,7 +209,7 @@ def to_record(run: Run, found: Sequence[Option], chosen: Option | None, why: str
         "schema": SCHEMA,
         "model": {
             "type": run.shape.config.model_type,
-            "parameters": sum(one.numel() for one in run.shape.whole.parameters()),
+            "parameters": run.shape.num_parameters,
             "trained": counts.trained,
             "gradient_bytes": FLOAT_BYTES * counts.trained,
             "blocks": run.shape.num_blocks,

@@ -85,6 +85,11 @@ class Shape:
         return whole
 
     @property
+    def num_parameters(self) -> int:
+        """The number of the model's parameters, adapters included."""
+        return _num_elements(self.whole)
+
+    @property
     def config(self) -> Any:
         """The configuration of the part that reads text."""
         return cast("Any", self.whole).config.get_text_config()

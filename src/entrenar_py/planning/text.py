@@ -32,7 +32,7 @@ def lines(
 
 def _head(run: Run, length_from: str) -> Iterator[str]:
     counts, config = run.shape.counts(), run.shape.config
-    number = sum(one.numel() for one in run.shape.whole.parameters())
+    number = run.shape.num_parameters
     gradient = size(FLOAT_BYTES * counts.trained)
     training = run.settings.training
     yield f"model    {config.model_type}: {number:,} parameters, {run.shape.num_blocks} blocks"

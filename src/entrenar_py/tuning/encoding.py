@@ -15,6 +15,7 @@ from entrenar_py.tuning.rows import BadRow, Row
 from entrenar_py.tuning.settings import Settings
 
 NO_LABEL = -1
+_LONG = "has "  # how the problem of a row begins that has too many tokens
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -28,6 +29,12 @@ class Sample:
     tokens: Sequence[int]
     is_target: Sequence[bool]
     label: int = NO_LABEL
+
+
+def length_of(bad: BadRow) -> int | None:
+    """Return the number of tokens of a row that is too long; None for another problem."""
+    number = bad.problem.removeprefix(_LONG).partition(" tokens; ")[0]
+    return int(number) if bad.problem.startswith(_LONG) and number.isdigit() else None
 
 
 class _BadValueError(ValueError):
@@ -60,7 +67,7 @@ class Encoder:
         most = self._settings.data.max_tokens
         if len(sample.tokens) > most:
             return BadRow(
-                row.place, f"has {len(sample.tokens)} tokens; data.max_tokens allows {most}"
+                row.place, f"{_LONG}{len(sample.tokens)} tokens; data.max_tokens allows {most}"
             )
         return sample
 

@@ -19,13 +19,17 @@ SYSTEM = "parameter_server"  # the trainer of a run
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The tokenizer, the samples to train and to evaluate on, and each class's weight."""
+    """The tokenizer, the samples to train and to evaluate on, and each class's weight.
+
+    `class_counts` are the rows of each class to train on, before rarer ones are repeated.
+    """
 
     settings: Settings
     tokenizer: Any
     train: Samples
     validation: Samples | None
     class_weights: tuple[float, ...]
+    class_counts: tuple[int, ...] = ()
 
     @property
     def pad_token(self) -> int:
@@ -50,12 +54,16 @@ class Prepared:
         )
 
 
-def prepare(settings: Settings, cache_folder: Path | None = None) -> Prepared:
+def prepare(
+    settings: Settings, cache_folder: Path | None = None, *, needs_weights: bool = True
+) -> Prepared:
     """Read and tokenise all rows, which are kept in `cache_folder`, by default that of the user.
 
-    Raises UsageError for a file or a row that can't be used.
+    With `needs_weights` all files of the checkpoint must be there, though none is read. Raises
+    UsageError for a file or a row that can't be used.
     """
-    fitting.require_checkpoint(settings.model)
+    if needs_weights:
+        fitting.require_checkpoint(settings.model)
     tokenizer, data, kept = model.tokenizer(settings), settings.data, cache_folder or cache()
     train = samples.load(settings, data.train, tokenizer, cache=kept)
     validation = None
@@ -71,7 +79,9 @@ def prepare(settings: Settings, cache_folder: Path | None = None) -> Prepared:
                 f"{len(train)} to train on and {len(validation)} to evaluate on; use another share"
             )
     weights: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
     if settings.task == "classify":
+        counts = samples.class_counts(train, settings.classes.labels)
         if settings.classes.oversample:
             train = samples.oversampled(train)
         weights = samples.class_weights(train, settings.classes.weights, settings.classes.labels)
@@ -81,6 +91,7 @@ def prepare(settings: Settings, cache_folder: Path | None = None) -> Prepared:
         train=train,
         validation=validation,
         class_weights=weights,
+        class_counts=counts,
     )
 
 

@@ -215,6 +215,11 @@ def oversampled(found: Samples) -> Samples:
     return found.chosen([*range(len(found)), *copies])
 
 
+def class_counts(found: Samples, labels: Sequence[str]) -> tuple[int, ...]:
+    """Return the number of samples of each class."""
+    return tuple(np.bincount(found.labels, minlength=len(labels)).tolist())
+
+
 def class_weights(found: Samples, kind: str, labels: Sequence[str]) -> tuple[float, ...]:
     """Return each class's weight in the loss, whose mean over the samples is 1.
 

@@ -1,0 +1,80 @@
+"""Refuses a run of this machine's processes that its memory can't hold, before it begins.
+
+Source: distributed-training-v1, F-HET-002: each worker fits the device that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from entrenar_py import backends
+from entrenar_py.errors import UsageError
+from entrenar_py.planning import advice, devices, memory, plan
+from entrenar_py.planning.devices import Device
+from entrenar_py.planning.plan import Run
+from entrenar_py.planning.shape import Shape
+from entrenar_py.planning.units import size
+
+RULE = "F-HET-002"
+_STRATEGY = "star"  # of `entrenar finetune` on one machine
+
+
+def require(run: Run) -> None:
+    """Raise UsageError if a device has too little memory for the workers that it is given.
+
+    The coordinator, which holds the model as well, shares the CPU's memory.
+    """
+    if not any(one.memory is not None for one in run.devices):
+        return
+    option = plan.option(run, _STRATEGY)
+    for worker in () if option.problem else option.workers:
+        extra = _coordinator(run.shape) if worker.device.kind == "cpu" else 0
+        limit, parts = worker.device.memory, (worker.memory, worker.recomputed)
+        needed = worker.sharing * parts[run.recompute].needed + extra
+        if limit is None or needed <= limit:
+            continue
+        whom = "a worker needs" if worker.sharing == 1 else f"{worker.sharing} workers need"
+        beside = f", {size(extra)} of it for the coordinator" if extra else ""
+        room = [replace(one, memory=_less(one, run.shape)) for one in run.devices]
+        fitting = advice.remedies(replace(run, devices=tuple(room)), _STRATEGY)
+        told = "; ".join(fitting) if fitting else "nothing that the configuration can change"
+        raise UsageError(
+            f"{RULE}: {whom} {size(needed)} of {worker.device.name}{beside}, which has "
+            f"{size(limit)}. What would fit, with a worker's peak: {told}. `entrenar plan` shows "
+            "all of it"
+        )
+
+
+def of_backends(names: Sequence[str], described: Sequence[str]) -> list[Device]:
+    """Return the devices that backends of these names open, each once.
+
+    If the configuration describes devices, the next one of a backend's kind is taken. Raises
+    UsageError if there is none.
+    """
+    if not described:
+        return [devices.of_backend(name) for name in dict.fromkeys(names)]
+    left, taken = devices.described(described), list[Device]()
+    for name in dict.fromkeys(names):
+        kind = backends.kind_of(name)
+        alike = [one for one in left if one.kind == kind]
+        if not alike:
+            raise UsageError(
+                f"devices: none is described for backend {name}; describe one of kind {kind}, or "
+                "leave devices out"
+            )
+        taken.append(alike[0])
+        left.remove(alike[0])
+    return taken
+
+
+def _less(device: Device, shape: Shape) -> int | None:
+    """Return what a device has left for workers."""
+    if device.memory is None or device.kind != "cpu":
+        return device.memory
+    return max(device.memory - _coordinator(shape), 0)
+
+
+def _coordinator(shape: Shape) -> int:
+    """Return the bytes of a coordinator: the model, and the state of the run."""
+    return memory.coordinator_bytes(shape.counts())
