@@ -10,13 +10,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.backends.wgpu import codegen, index, intrinsics, product, tile_loads, tiles, values
+from entrenar_py.backends.wgpu import (
+    codegen,
+    codings,
+    index,
+    intrinsics,
+    product,
+    tile_loads,
+    tiles,
+    values,
+)
 from entrenar_py.backends.wgpu.program import Program
 
 from .wgpu_subjects import MLP, mutant, operations
 
 _product_kernel, _layout = product.product_kernel, values._layout
 _load, _loop, _tree = tile_loads.load, codegen._loop, codegen._tree
+_lane = codings.lane
 _functions_of, _pipeline = intrinsics.functions_of, Program._pipeline
 
 
@@ -40,6 +50,11 @@ def edge_unguarded(*arguments: Any, **keywords: Any) -> list[str]:
 def strides_ignored(stored: values.Stored, shape: Sequence[int], batch: Any) -> tiles.Layout:
     """Reads operands as if they were in C order."""
     return _layout(replace(stored, strides=index.strides_of(shape)), shape, batch)
+
+
+def halves_swapped(kind: str, word: str, number: int) -> str:
+    """Reads the two codes of a byte in the wrong order."""
+    return _lane(kind, word, number ^ 1)
 
 
 def tail_dropped(loop: Any, indices: Any, rows: Any, out: Any, lanes: int) -> list[str]:
@@ -129,6 +144,15 @@ VARIANTS = (
         "classic (edge of a tile)",
         {"tile_loads.load": edge_unguarded},
         operations("mm"),
+        "F-WGPU-004",
+        tensor="result 0",
+    ),
+    mutant(
+        "halves-swapped",
+        "a product reads the two codes of a byte in the wrong order",
+        "bitsandbytes packs the first code into the high half, GGUF into the low one",
+        {"codings.lane": halves_swapped},
+        operations("nf4"),
         "F-WGPU-004",
         tensor="result 0",
     ),

@@ -50,7 +50,7 @@ PLACES = torch.arange(ROWS * 6).reshape(ROWS, 6) % 7
 def _nf4(x: Tensor) -> Tensor:
     """Multiply by a matrix in NF4 whose second scales are elements of `x`."""
     second = x.reshape(-1)[: nf4.MEAN + 2]
-    weight: Tensor = nf4.decode(CODES, SCALES, second, WEIGHT, torch.float32)
+    weight: Tensor = nf4.decode(CODES, SCALES, second, WEIGHT, x.dtype)
     return x @ weight
 
 
