@@ -143,4 +143,11 @@ VARIANTS = (
         ),
         tried=("F-FT-011", "F-FT-012", "F-FT-014"),
     ),
+    Variant(
+        name="ft-beside-nf4",
+        summary="adapters beside frozen weights in NF4, of another seed",
+        plants={},
+        scenario=finetuned("samples", "merged", seed=5, options={"method": "qlora"}),
+        tried=("F-FT-006", *_WRITTEN, "F-FT-010", "F-FT-014", "F-FT-015"),
+    ),
 )

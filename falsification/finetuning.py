@@ -19,7 +19,7 @@ from entrenar_py.systems import replicas
 from entrenar_py.systems.star.server import Server
 from entrenar_py.training import optimizer, reduction, sharding
 from entrenar_py.training.tensors import Array, Batch
-from entrenar_py.tuning import encoding, model, samples, saving
+from entrenar_py.tuning import encoding, model, quantised, samples, saving
 from entrenar_py.tuning import workload as tuned
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
@@ -37,7 +37,7 @@ FIRST_B = f"base_model.model.{FIRST}.lora_B.default.weight"
 _loss, _batch, _adapted = tuned.Finetuning.loss, tuned.Rows.batch, model._adapted
 _load, _merge, _restore = model.load, saving.merge, Server.restore
 _compute, _clip, _step = replicas.Replicas.compute, optimizer.clip, optimizer.step
-_class_weights = samples.class_weights
+_class_weights, _loading = samples.class_weights, quantised.loading
 
 
 def finetuned(*facts: str, **changes: Any) -> Scenario:
@@ -123,6 +123,18 @@ def write_the_first(
     """Writes the module's own weights, which the training has not changed."""
     module.save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)
+
+
+def all_layers(empty: nn.Module) -> Iterator[str]:
+    """Takes the head for a layer within a block."""
+    yield from (name for name, _ in empty.named_modules())
+
+
+def in_fp4(empty: nn.Module, products: torch.dtype) -> dict[str, Any]:
+    """Quantises to 4-bit floats, whose levels are not those of normally distributed weights."""
+    found = _loading(empty, products)
+    found["quantization_config"].bnb_4bit_quant_type = "fp4"
+    return found
 
 
 # --- what is learned ------------------------------------------------------------------------------
@@ -448,5 +460,23 @@ VARIANTS = (
         scenario=finetuned(clip_norm=0.05),
         invariants=("F-FT-014",),
         place={"step": 0, "rank": 0},
+    ),
+    Variant(
+        name="ft-head-quantised",
+        summary="the head of a language model is quantised, too",
+        source="classic",
+        plants={f"{TUNING}.quantised._within_blocks": all_layers},
+        scenario=finetuned(options={"method": "qlora", "family": "llama"}),
+        invariants=("F-FT-015",),
+        place={"tensor": "lm_head"},
+    ),
+    Variant(
+        name="ft-fp4",
+        summary="weights are quantised to FP4, bitsandbytes' default, in place of NF4",
+        source="classic (bnb_4bit_quant_type is left out)",
+        plants={f"{TUNING}.quantised.loading": in_fp4},
+        scenario=finetuned(options={"method": "qlora"}),
+        invariants=("F-FT-015",),
+        place={"tensor": "model.layers.0.mlp.down_proj"},
     ),
 )

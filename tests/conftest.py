@@ -45,7 +45,8 @@ def has_adapter() -> bool:
 @cache
 def has_peft() -> bool:
     """Return whether everything is installed that fine-tuning and its oracles need."""
-    return all(importlib.util.find_spec(name) for name in ("peft", "transformers", "accelerate"))
+    needed = ("peft", "transformers", "accelerate", "bitsandbytes")
+    return all(importlib.util.find_spec(name) for name in needed)
 
 
 @cache

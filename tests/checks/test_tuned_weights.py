@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from entrenar_py import trace
-from entrenar_py.trace import Adapted, Explained, Frozen, ReadBack, Trace, Update
+from entrenar_py.trace import Adapted, Explained, Frozen, Quantised, ReadBack, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 
@@ -155,3 +155,20 @@ def test_what_is_read_is_the_last_step() -> None:
     assert "peft finds no such tensor" in judged(*updates(1.0, 2.0), read(a=2.0)).reason
     assert judged(read(a=1.0)).verdict is Verdict.INCONCLUSIVE
     assert judged(*updates(1.0)).verdict is Verdict.INCONCLUSIVE
+
+
+def test_weights_in_nf4_are_the_stock_ones() -> None:
+    codes = {"codes": traces.values(1), "scales": traces.values(2)}
+
+    def judged(*, due: bool, held: trace.Tensors) -> Any:
+        event = Quantised(layer="q", due=due, held=held, stock=codes)
+        return traces.judge("nf4_weights", [traces.hand_written(event)])
+
+    assert judged(due=True, held=codes).verdict is Verdict.HELD
+    assert judged(due=False, held={}).verdict is Verdict.HELD
+    assert "should be, and no others" in judged(due=False, held=codes).reason
+    assert "q is not in NF4" in judged(due=True, held={}).reason
+    other = judged(due=True, held={**codes, "scales": traces.values(3)})
+    assert "q has other scales than" in traces.broken(other).message
+    assert judged(due=True, held={"codes": codes["codes"]}).verdict is Verdict.FALSIFIED
+    assert traces.judge("nf4_weights", [traces.hand_written()]).verdict is Verdict.INCONCLUSIVE

@@ -176,6 +176,7 @@ EVENTS: tuple[trace.Event, ...] = (
     trace.Taught(sample=3, positions=(0,)),
     trace.Weighed(asked="inverse", weights=(0.5, INF)),
     trace.Frozen(when="before step 0", weights=TENSORS),
+    trace.Quantised(layer="q_proj", due=True, held=TENSORS, stock=TENSORS),
     trace.ReadBack(by="peft", tensors=TENSORS),
     trace.Adapted(when="merged", layer="q_proj", rank=2, alpha=4.5, shape=(3, 2), tensors=TENSORS),
     trace.End(status="completed"),

@@ -1,4 +1,4 @@
-"""F-FT-001 to F-FT-005: weights of a fine-tuning: frozen, adapted, written and merged.
+"""F-FT-001 to F-FT-005, F-FT-015: weights of a fine-tuning: frozen, adapted, written, merged.
 
 Source: finetune-v1, equations adapted, merged.
 """
@@ -12,7 +12,7 @@ from entrenar_py.checks import evidence, probes, rounding_bound
 from entrenar_py.checks.check import Check
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Adapted, Explained, Frozen, ReadBack, Trace
+from entrenar_py.trace import Adapted, Explained, Frozen, Quantised, ReadBack, Trace
 from entrenar_py.verdict import Tally
 
 Matrix = NDArray[np.float64]
@@ -42,6 +42,11 @@ def plan(invariant: Invariant) -> list[Scenario]:
     return [planned(options={"task": task, "facts": facts}) for task in ("instruct", "classify")]
 
 
+def plan_quantised(invariant: Invariant) -> list[Scenario]:
+    """Plan models with a head of its own, and with one that is the embedding."""
+    return [planned(options={"method": "qlora", "family": one}) for one in ("llama", "qwen3")]
+
+
 # --- frozen weights -------------------------------------------------------------------------------
 
 
@@ -58,6 +63,20 @@ def compare_frozen(tally: Tally, trace: Trace) -> None:
                     tensor=name,
                     scenario=trace.scenario,
                 )
+
+
+def compare_quantised(tally: Tally, trace: Trace) -> None:
+    """Check that layers within blocks, and no others, are in NF4, with the stock library's bits."""
+    for event in trace.of(Quantised):
+        place = {"tensor": event.layer, "scenario": trace.scenario}
+        found = "in NF4" if event.held else "not in NF4"
+        message = f"{event.layer} is {found}: layers within blocks should be, and no others"
+        if not tally.check(bool(event.held) == event.due, message, **place) or not event.held:
+            continue
+        for part, record in event.stock.items():
+            got = event.held.get(part)
+            message = f"{event.layer} has other {part} than bitsandbytes makes of the checkpoint"
+            tally.check(got is not None and got.digest == record.digest, message, **place)
 
 
 # --- adapters -------------------------------------------------------------------------------------
@@ -195,6 +214,7 @@ ROWS = (
         spoken_of="low-rank lora-rank",
         judge=probes.judge(compare_rank, f"no Adapted of a layer was recorded: {_ADVICE}"),
         plan=plan,
+        tolerance_kinds=("ulp",),
     ),
     Check(
         name="adapter_start",
@@ -220,5 +240,13 @@ ROWS = (
         judge=probes.judge(compare_merged, f"no merged model was recorded: {_ADVICE}"),
         plan=plan,
         tolerance_kinds=("ulp",),
+    ),
+    Check(
+        name="nf4_weights",
+        id="F-FT-015",
+        decides="frozen weights in NF4 are those of bitsandbytes, bit by bit, and heads are not",
+        spoken_of="nf4 qlora quantisation",
+        judge=probes.judge(compare_quantised, "no weight in NF4 was recorded"),
+        plan=plan_quantised,
     ),
 )

@@ -82,3 +82,18 @@ class Adapted(Event):
     alpha: float
     shape: tuple[int, ...]
     tensors: Tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantised(Event):
+    """The weight of a linear layer as a fine-tuning holds it in NF4, and as stock libraries do.
+
+    `due` is true within blocks; heads stay as they are. `held` and `stock` have the codes, scales
+    and levels that the trainer and `bitsandbytes` make of the checkpoint's weight. `held` is empty
+    if the trainer has it in another format.
+    """
+
+    layer: str
+    due: bool
+    held: Tensors
+    stock: Tensors

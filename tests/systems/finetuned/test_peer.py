@@ -32,14 +32,17 @@ def thirty_steps(**options: Any) -> Scenario:
     [
         {"task": "instruct"},
         {"task": "classify", "class_weights": "inverse"},
+        {"task": "instruct", "method": "qlora"},
         {"task": "text", "method": "full", "family": "llama"},
     ],
-    ids=["adapters", "classes", "full"],
+    ids=["adapters", "classes", "nf4", "full"],
 )
 def test_losses_follow_the_trainer(options: dict[str, Any]) -> None:
     """Within the bound that the contract derives, and the losses within two roundings of a sum."""
     pytest.importorskip("accelerate")
     pytest.importorskip("peft")
+    if options.get("method") == "qlora":
+        pytest.importorskip("bitsandbytes")
     scenario = thirty_steps(**options)
     found = finding("F-FT-010", scenario)
     assert found.verdict is Verdict.HELD, found

@@ -47,6 +47,8 @@ class Asked:
             raise _refused("alpha", self.alpha, "use a number > 0")
         if type(self.oversample) is not bool:
             raise _refused("oversample", self.oversample, "use true or false")
+        if self.method == "qlora" and self.family == "gpt2":
+            raise _refused("family", self.family, "use qwen3 or llama with method qlora")
         if unknown := set(self.facts) - set(FACTS):
             raise _refused("facts", min(unknown), f"allowed are {', '.join(FACTS)}")
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file
 from torch import nn
 
 from entrenar_py import trace
+from entrenar_py.systems.finetuned import nf4
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.frozen import name_in_checkpoint
 from entrenar_py.systems.finetuned.small import LABELS, Made
 from entrenar_py.systems.finetuned.textbook import Textbook
+from entrenar_py.systems.finetuned.weights import weights_of
 from entrenar_py.training.tensors import Array
 from entrenar_py.tuning import model, saving
 from entrenar_py.tuning.prepared import Prepared
@@ -35,14 +36,14 @@ def written(
         for name in final
         if name in read
     }
-    by = "peft" if made.settings.method == "lora" else "transformers"
+    by = "peft" if made.settings.adapts else "transformers"
     return trace.ReadBack(by=by, tensors=records)
 
 
 def stock(made: Made, folder: Path) -> Any:
     """Return the model in `folder`, or the checkpoint with the adapters there, by stock libraries.
 
-    In float32 and evaluation mode.
+    In float32 and evaluation mode. Weights in NF4 are the numbers that they stand for.
     """
     import peft
     import transformers
@@ -58,6 +59,9 @@ def stock(made: Made, folder: Path) -> Any:
         local_files_only=True,
         **options,
     )
+    if is_adapters and made.settings.method == "qlora":
+        numbers = {name: torch.from_numpy(array) for name, array in nf4.decoded(made).items()}
+        base.load_state_dict(numbers, strict=False)
     found: Any = peft.PeftModel.from_pretrained(base, str(folder)) if is_adapters else base
     found.config.pad_token_id = 0
     return found.eval()
@@ -68,7 +72,8 @@ def merged(
 ) -> Iterator[trace.Event]:
     """Merge the written adapters as `entrenar merge` does; yield its weights and its logits."""
     settings, folder = made.settings, made.settings.output.parent / "merged"
-    adapted = model.trained(settings, settings.output, prepared.pad_token)
+    load = model.decoded if settings.method == "qlora" else model.trained
+    adapted = load(settings, settings.output, prepared.pad_token)
     saving.merge(adapted, prepared.tokenizer, folder)
     yield from adapters("merged", made, asked, final, weights_of(folder))
     shapes = {name: array.shape for name, array in final.items()}
@@ -91,7 +96,7 @@ def adapters(
     merged_weights: Mapping[str, Array] | None = None,
 ) -> Iterator[trace.Adapted]:
     """Yield the matrices of each layer with an adapter."""
-    base = weights_of(made.settings.model)
+    base = nf4.decoded(made) if asked.method == "qlora" else weights_of(made.settings.model)
     for name, a in tensors.items():
         if ".lora_A." not in name:
             continue
@@ -108,12 +113,6 @@ def adapters(
             shape=(b.shape[0], a.shape[1]),
             tensors={key: trace.record_tensor(one, values=True) for key, one in arrays.items()},
         )
-
-
-def weights_of(folder: Path) -> dict[str, Array]:
-    """Return all weights in the safetensors files of a folder."""
-    files = sorted(folder.glob("*.safetensors"))
-    return {name: array for file in files for name, array in load_file(file).items()}
 
 
 def _as_product(weights: Mapping[str, Array], layer: str, a: Array) -> Array:

@@ -67,6 +67,14 @@ def _model(made: Made, asked: Asked) -> Any:
     options: dict[str, Any] = {}
     if is_classes:
         kind, options = transformers.AutoModelForSequenceClassification, {"num_labels": len(LABELS)}
+    if asked.method == "qlora":
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+        options["device_map"] = {"": "cpu"}
     torch.manual_seed(made.settings.seed)
     module = kind.from_pretrained(
         made.settings.model, dtype=torch.float32, local_files_only=True, **options

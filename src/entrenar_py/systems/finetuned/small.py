@@ -187,10 +187,11 @@ def _model(asked: Asked, num_tokens: int, scenario: Scenario) -> Any:
         kind = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}[asked.family]
         config = kind(
             vocab_size=num_tokens,
-            hidden_size=32,
-            intermediate_size=48,
+            # Rows in NF4 are whole blocks of 64.
+            hidden_size=64 if asked.method == "qlora" else 32,
+            intermediate_size=64 if asked.method == "qlora" else 48,
             num_hidden_layers=2,
-            num_attention_heads=2,
+            num_attention_heads=4 if asked.method == "qlora" else 2,
             num_key_value_heads=1,
             head_dim=16,
             max_position_embeddings=_TOKENS_MAX,

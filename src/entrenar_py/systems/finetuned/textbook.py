@@ -21,7 +21,7 @@ from entrenar_py import trace
 from entrenar_py.backends.wgpu import capture
 from entrenar_py.backends.wgpu.bounds import sensitivity
 from entrenar_py.errors import UsageError
-from entrenar_py.systems.finetuned import samples_seen
+from entrenar_py.systems.finetuned import nf4, samples_seen
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.small import LABELS, Made
 from entrenar_py.trace import TensorRecord, Trace
@@ -46,6 +46,9 @@ class Textbook:
         self._model: Any = kind.from_pretrained(
             made.settings.model, dtype=torch.float32, local_files_only=True
         ).eval()
+        if asked.method == "qlora":
+            numbers = {name: torch.from_numpy(array) for name, array in nf4.decoded(made).items()}
+            self._model.load_state_dict(numbers, strict=False)
         self._tensors: Mapping[str, Tensor] = {}
         for name, layer in self._model.named_modules():
             if (own := self._adapter_of(name)) is not None:

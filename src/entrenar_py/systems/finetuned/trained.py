@@ -10,7 +10,7 @@ from pathlib import Path
 from entrenar_py import trace
 from entrenar_py.protocol.terms import Run
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems.finetuned import frozen, outputs, samples_seen, small
+from entrenar_py.systems.finetuned import frozen, nf4, outputs, samples_seen, small
 from entrenar_py.systems.finetuned.asked import Asked
 from entrenar_py.systems.finetuned.samples_seen import Watched
 from entrenar_py.systems.finetuned.small import Made
@@ -70,6 +70,8 @@ def _facts(
     final = {name: array.copy() for name, array in training.server.replica.replica.arrays.items()}
     if "samples" in asked.facts:
         yield from samples_seen.events(made, prepared, training.workload)
+    if asked.method == "qlora":
+        yield from nf4.events(made, training.workload.module)
     if {"outputs", "merged"} & set(asked.facts):
         yield outputs.written(made, prepared, training.workload.module, final)
     if "merged" in asked.facts:
