@@ -20,7 +20,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
 from entrenar_py.kill_matrix import Row
 from entrenar_py.project import keys as project_keys
-from entrenar_py.protocol import frames, messages, phases
+from entrenar_py.protocol import attendance, frames, messages, package, phases
 from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.protocol.messages import MESSAGES, Accept, Message
 from entrenar_py.protocol.ring_worker import RingWorker
@@ -97,6 +97,8 @@ WIRE_TYPES = {
     "tuple[str, ...]": "list of texts",
     "Nonce": "32 hex digits",
     "Proof": "64 hex digits",
+    "Digest": "64 hex digits",
+    "Digest | None": "64 hex digits or null",
 }
 # Messages that a worker sends to other workers.
 AMONG_WORKERS = (Accept, *MeshWorker.parts, *RingWorker.parts)
@@ -106,6 +108,7 @@ PAYLOADS = {
     "events": "trace events, JSON lines",
     "scenario": "one JSON object",
     "block": "float32, one per parameter of the block",
+    "file": "the bytes of the piece",
 }
 
 
@@ -171,8 +174,10 @@ def protocol(page: str) -> str:
         "mesh-peer": _legal(phases.MESH_PEER_MAY_SAY),
         "mesh-worker": _legal(phases.MESH_WORKER_MAY_HEAR),
         "applicant": _legal(phases.APPLICANT_MAY_HEAR),
+        "applicant-moves": diagram(phases.APPLICANT_MOVES, phases.ApplicantPhase.CONNECTED),
         "run-moves": diagram(phases.RUN_MOVES, phases.Stage.GATHERING),
         "peer-moves": diagram(phases.PEER_MOVES, phases.PeerPhase.CHALLENGED),
+        "fetching-moves": diagram(phases.FETCHING_PEER_MOVES, phases.PeerPhase.CHALLENGED),
         "worker-moves": diagram(phases.WORKER_MOVES, phases.WorkerPhase.CONNECTED),
         "bounds": bounds(),
     }
@@ -422,6 +427,12 @@ def bounds() -> str:
         ("list in a header", f"{messages.LIST_MAX} numbers"),
         ("payload in one frame", f"{frames.CHUNK_BYTES} bytes"),
         ("payload of a message", "what its receiver allows: the manifest says how much is right"),
+        ("piece of a file", f"{package.PIECE_BYTES} bytes"),
+        ("pieces that a worker wants before the first has come", f"{package.WANTED_MAX}"),
+        (
+            "connections that fetch files, beside one for each rank",
+            f"{attendance.FETCHING_MAX}",
+        ),
         ("from a connection to its hello", f"{timing.hello_s:g} s"),
         ("connections on their way in or out", f"{door.STRANGERS_MAX}"),
         ("between heartbeats", f"{timing.heartbeat_s:g} s"),

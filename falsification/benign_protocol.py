@@ -28,7 +28,9 @@ def always_alive(self: Worker, now: float) -> list[Effect]:
     return _tick(self, now)
 
 
-def from_the_last(shards: Sequence[int], ranks: Collection[int]) -> dict[int, Sequence[int]]:
+def from_the_last(
+    shards: Sequence[int], ranks: Collection[int], counts: Mapping[int, int] | None = None
+) -> dict[int, Sequence[int]]:
     """Assigns the first shards to the last rank."""
     parts = sharding.cut(shards, len(ranks))
     return dict(zip(sorted(ranks, reverse=True), parts, strict=True))

@@ -16,10 +16,12 @@ from entrenar_py.protocol.messages import (
     Average,
     Message,
     NonFinite,
+    Piece,
     TreeNode,
     Weights,
     Welcome,
 )
+from entrenar_py.protocol.package import PIECE_BYTES
 from entrenar_py.protocol.terms import Run, Terms, Timing
 from entrenar_py.protocol.worker import Worker
 
@@ -58,6 +60,7 @@ class FakeServer:
         self.prepared: list[int] = []
         self.told: list[str] = []  # who joined and left
         self.stopped: do.Stop | None = None
+        self.files: dict[str, bytes] = {}
         self.copies: dict[int, list[int]] = {}  # audited shard -> whose copies are whole
         self.concluded: list[do.Conclude] = []
 
@@ -86,6 +89,13 @@ class FakeServer:
     def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]:
         ranks = list(self.copies[shard])  # of one content all of them, as `keep` has seen
         return lambda: (ranks, [0] * len(ranks))
+
+    def piece(self, piece: Piece) -> bytes | str:
+        """Read from `files`; the names are any digests."""
+        content = self.files.get(piece.file)
+        if content is None:
+            return f"{piece.file}: it has gone"
+        return content[piece.offset : piece.offset + PIECE_BYTES]
 
     def conclude(self, effect: do.Conclude) -> None:
         del self.copies[effect.shard]

@@ -46,7 +46,7 @@ class Pair:
         self.down, self.up = Wire(), Wire()
         machine = Coordinator(run, secret=SECRET, timing=TIMING, now=0.0)
         self.coordinator = CoordinatorEnd(
-            machine, server, self.down, self._clock, beside or AtOnce()
+            machine, server, self.down, self._clock, beside or AtOnce(), AtOnce()
         )
         self.worker = WorkerEnd(worker_of(0), member, self.up, self._clock, self._compute)
         self.worker.connected("up", NONCE)

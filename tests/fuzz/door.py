@@ -72,7 +72,7 @@ class Door:
             self.hands.run_between(0, SCENARIO.num_steps), terms=TERMS, awaited=self._awaited
         )
         machine = Coordinator(run, secret=SECRET, timing=Timing(), now=0.0)
-        self.end = CoordinatorEnd(machine, self.hands, self._down, _clock, AtOnce())
+        self.end = CoordinatorEnd(machine, self.hands, self._down, _clock, AtOnce(), AtOnce())
         self._asked: list[do.Compute] = []
         self._honest = worker_end(0, self._up, self._asked.append)
         self._honest.connected(HONEST, NONCE)

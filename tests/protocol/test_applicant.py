@@ -24,6 +24,7 @@ from entrenar_py.protocol.messages import (
 from entrenar_py.protocol.phases import APPLICANT_MAY_HEAR, ApplicantPhase
 from tests.protocol.samples import SAMPLES
 from tests.protocol.star import SECRET, TIMING, run_of
+from tests.protocol.test_fetcher import fetching
 
 PEER = "up"
 CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
@@ -50,7 +51,9 @@ def coordinator() -> Coordinator:
 
 
 def reach(phase: ApplicantPhase) -> Applicant:
-    """Return an applicant in this phase."""
+    """Return an applicant in this phase; only one that fetches files is ever FETCHING."""
+    if phase is ApplicantPhase.FETCHING:
+        return fetching().fetcher
     machine = new()
     if phase is not ApplicantPhase.CONNECTED:
         machine.receive(CHALLENGE)
@@ -91,7 +94,8 @@ def test_an_offer_without_the_secret_is_not_believed(proof: str) -> None:
     """A made-up proof and a reflected one are refused."""
     machine = new()
     said = hello(machine)
-    offer = Offer(heartbeat_s=1.0, dead_after_s=2.0, proof=said.proof if "own" in proof else proof)
+    proof = said.proof if "own" in proof else proof
+    offer = Offer(heartbeat_s=1.0, dead_after_s=2.0, package=None, proof=proof)
     with pytest.raises(ProtocolError, match="this coordinator does not know the secret"):
         machine.receive(offer)
     assert machine.offer is None

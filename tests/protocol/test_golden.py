@@ -39,7 +39,7 @@ def test_every_byte_is_where_the_docs_say(row: dict[str, Any]) -> None:
     header, payload = row["header"].encode(), bytes.fromhex(row["payload"])
     tag = next(tag for tag, kind in MESSAGES.items() if kind.__name__ == row["message"])
     assert frame[0:4] == b"ENTP"
-    assert list(frame[4:8]) == [2, tag, 1, 0]
+    assert list(frame[4:8]) == [3, tag, 1, 0]
     assert struct.unpack("<QIIQ", frame[8:32]) == (
         *(row["number"], len(header)),
         *(len(payload), len(payload)),

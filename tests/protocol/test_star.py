@@ -316,7 +316,7 @@ def _everything() -> list[Star]:
         stars.append(stopped)
     for phase in (PeerPhase.READY, PeerPhase.COMPUTING, PeerPhase.STAGED):
         breaking, link = reach(phase)
-        breaking.say_above(link, Offer(heartbeat_s=1.0, dead_after_s=2.0, proof=""))
+        breaking.say_above(link, Offer(heartbeat_s=1.0, dead_after_s=2.0, package=None, proof=""))
         breaking.finish()
         stars.append(breaking)
     for _ in range(3):

@@ -7,19 +7,29 @@ machine, and writes to the driver's `Wire`. Hands do the arithmetic and record t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from entrenar_py.drivers.hands import MemberHands, ServerHands
 from entrenar_py.drivers.message_faults import Speak, truthfully
+from entrenar_py.drivers.served_pieces import ServedPieces
 from entrenar_py.drivers.stream import Meter, Stream
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.frames import FROM_COORDINATOR, TO_COORDINATOR, Buffer, Received
-from entrenar_py.protocol.messages import Average, Message, NonFinite, TreeNode, Weights, Welcome
+from entrenar_py.protocol.messages import (
+    Average,
+    Message,
+    NonFinite,
+    Piece,
+    TreeNode,
+    Weights,
+    Welcome,
+)
 from entrenar_py.protocol.worker import Worker
 
 Outcome = TypeVar("Outcome")
@@ -66,43 +76,6 @@ class Beside(Protocol):
         ...
 
 
-class ServerHands(Protocol):
-    """The coordinator's arithmetic and recording (`systems.star.server`)."""
-
-    def sizes(self) -> Mapping[type[Message], int]: ...
-    def room(self, message: Message, num_bytes: int) -> memoryview: ...
-    def require(self, rank: int, message: Message, payload: Buffer) -> None: ...
-    def keep(self, rank: int, message: Message, payload: Buffer) -> None: ...
-    def deliver(self, rank: int) -> None: ...
-    def copy(self, rank: int, message: Message, payload: Buffer) -> None: ...
-    def end_copy(self, rank: int, shard: int) -> None: ...
-    def compare(self, shard: int) -> Callable[[], tuple[list[int], list[int]]]: ...
-    def conclude(self, effect: do.Conclude) -> None: ...
-    def payload(self, message: Message) -> Buffer: ...
-    def joined(self, effect: do.Joined) -> None: ...
-    def left(self, effect: do.Left) -> None: ...
-    def gather(self, step: int) -> None: ...
-    def complete(self, block: int) -> None: ...
-    def reduce(self, block: int) -> tuple[float, float] | str: ...
-    def prepare(self, step: int) -> tuple[float, float]: ...
-    def apply_average(self, step: int) -> None: ...
-    def save(self, step: int) -> None: ...
-    def stop(self, effect: do.Stop) -> None: ...
-
-
-class MemberHands(Protocol):
-    """A worker's arithmetic and recording (`systems.star.member`)."""
-
-    def sizes(self) -> Mapping[type[Message], int]: ...
-    def room(self, message: Message, num_bytes: int) -> memoryview: ...
-    def require(self, message: Message, payload: Buffer) -> None: ...
-    def load(self, welcome: Welcome, payload: Buffer) -> None: ...
-    def work(self, step: int, shards: tuple[int, ...]) -> list[TreeNode] | NonFinite: ...
-    def hold(self, message: Average | Weights, payload: Buffer) -> None: ...
-    def make_held(self, step: int) -> None: ...
-    def payload(self, message: Message) -> Buffer: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Connection:
     """The codecs of one connection, and the methods of the state machine that take its events."""
@@ -112,6 +85,7 @@ class Connection:
     receive: Callable[[Message, float], list[Effect]]
     broken: Callable[[str], list[Effect]]
     lost: Callable[[str], list[Effect]]
+    pieces: ServedPieces = field(default_factory=ServedPieces)
 
 
 class End:
@@ -220,12 +194,17 @@ class CoordinatorEnd(End):
         wire: Wire,
         clock: Callable[[], float],
         beside: Beside,
+        reading: Beside,
         *,
         proved: Callable[[Peer], None] = lambda peer: None,
         notify: Notify = unnoticed,
     ) -> None:
-        """Blocks are reduced, copies compared and steps prepared in `beside`."""
-        self.machine, self.hands, self._beside = machine, hands, beside
+        """Blocks are reduced, copies compared and steps prepared in `beside`.
+
+        Files are read in `reading`, so that no step waits for a disk.
+        """
+        self.machine, self.hands = machine, hands
+        self._beside, self._reading = beside, reading
         super().__init__(wire, clock, proved=proved, notify=notify)
 
     def connected(self, peer: Peer, nonce: str, host: str = "") -> None:
@@ -260,6 +239,8 @@ class CoordinatorEnd(End):
                 hands.joined(effect)
             case do.Left():
                 hands.left(effect)
+            case do.Serve(peer, piece):
+                return [(one, None) for one in self._serve(peer, piece)]
             case do.Gather(step):
                 self._beside.forget()  # its work is for a step that is over, or did not happen
                 hands.gather(step)
@@ -284,6 +265,26 @@ class CoordinatorEnd(End):
                 return super()._one(effect, received)
             case _:
                 return super()._one(effect, received)
+        return []
+
+    def _serve(self, peer: Peer, piece: Piece) -> list[Effect]:
+        """Read a piece aside, and send it."""
+        connection = self._connections[peer]
+        try:
+            connection.pieces.add(piece)
+        except ProtocolError as error:
+            return connection.broken(str(error))
+
+        def done(content: bytes | str) -> None:
+            if self._connections.get(peer) is not connection:
+                return  # it has ended
+            if isinstance(content, str):
+                self._do(self.machine.unreadable(peer, content, self._clock()))
+                return
+            frames = connection.pieces.encode(connection.stream, piece, content)
+            self._wire.write(peer, piece, frames)
+
+        self._reading.run(partial(self.hands.piece, piece), done)
         return []
 
     def _work(self, effect: do.Compare | do.Reduce | do.Prepare) -> None:

@@ -10,13 +10,13 @@ from entrenar_py.drivers.endpoints import (
     Beside,
     Connection,
     Follow,
-    MemberHands,
     Notify,
     Wire,
     WorkerEnd,
     payload_of,
     unnoticed,
 )
+from entrenar_py.drivers.hands import MemberHands
 from entrenar_py.drivers.message_faults import Speak, truthfully
 from entrenar_py.drivers.stream import Meter
 from entrenar_py.protocol import effects as do

@@ -33,11 +33,15 @@ SCENARIO_BYTES_MAX = 2**16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """The answer of a coordinator that knows the secret. `scenario` is a JSON object."""
+    """The answer of a coordinator that knows the secret. `scenario` is a JSON object.
+
+    `package` is the digest of the run's files; None if there are none to fetch.
+    """
 
     scenario: bytes
     heartbeat_s: float
     dead_after_s: float
+    package: str | None
 
 
 async def ask(
@@ -121,4 +125,5 @@ def _told(offer: Offer, received: Received) -> Told:
         scenario=bytes(received.payload),
         heartbeat_s=offer.heartbeat_s,
         dead_after_s=offer.dead_after_s,
+        package=offer.package,
     )

@@ -15,12 +15,11 @@ from typing import Any, cast
 
 from entrenar_py.drivers.endpoints import (
     CoordinatorEnd,
-    MemberHands,
     Notify,
-    ServerHands,
     WorkerEnd,
     unnoticed,
 )
+from entrenar_py.drivers.hands import MemberHands, ServerHands
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.drivers.message_faults import Fate, Meddle, Meddling, Speak, bent, truthfully
 from entrenar_py.drivers.simulated_connections import Connection, Node, SimulatedWire, feed
@@ -72,6 +71,7 @@ class Simulation:
         self._connections: dict[Peer, Connection] = {}
         self._guests: dict[Peer, Guest] = {}
         self._reducing = self._beside(lambda action: action())
+        self._reading = self._beside(lambda action: action())
         self.coordinator = self._new_coordinator(run, hands)
         self._tick(lambda: self.coordinator.tick(), lambda: True)
 
@@ -124,9 +124,12 @@ class Simulation:
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
         kind = MeshCoordinator if issubclass(self._worker, MeshWorker) else Coordinator
         machine = kind(run, secret=self._secret, timing=self._timing, now=self.now)
-        self._reducing.forget()  # work of the previous process
+        for beside in (self._reducing, self._reading):
+            beside.forget()  # work of the previous process
         down, clock = SimulatedWire(self._tell, self._sent_away), self._time.clock
-        return CoordinatorEnd(machine, hands, down, clock, self._reducing, notify=self._notify)
+        return CoordinatorEnd(
+            machine, hands, down, clock, self._reducing, self._reading, notify=self._notify
+        )
 
     def run(self, *, until_s: float) -> do.Finish:
         """Run until the coordinator finishes; return its Finish, or a `failed` one at `until_s`."""

@@ -21,12 +21,11 @@ from entrenar_py.drivers.background_thread import Thread
 from entrenar_py.drivers.door import Door, Visit
 from entrenar_py.drivers.endpoints import (
     CoordinatorEnd,
-    MemberHands,
     Notify,
-    ServerHands,
     WorkerEnd,
     unnoticed,
 )
+from entrenar_py.drivers.hands import MemberHands, ServerHands
 from entrenar_py.drivers.link import FAREWELL_S, Link
 from entrenar_py.drivers.message_faults import Meddle, Speak, truthfully, unmeddled
 from entrenar_py.errors import UsageError
@@ -59,9 +58,9 @@ class CoordinatorServer:
         notify: Notify = unnoticed,
     ) -> None:
         machine = kind(run, secret=secret, timing=timing, now=time.monotonic())
-        self._beside = Thread()
+        self._beside, self._reading = Thread(), Thread()
         self.end = CoordinatorEnd(
-            *(machine, hands, self, time.monotonic, self._beside),
+            *(machine, hands, self, time.monotonic, self._beside, self._reading),
             proved=self._proved,
             notify=notify,
         )
@@ -124,6 +123,7 @@ class CoordinatorServer:
             for link in self._visits:
                 link.abort()
             self._beside.close()
+            self._reading.close()
 
     def stop(self, reason: str, *, at_once: bool = False) -> None:
         """End the run when the current step is made, or `at_once`."""
@@ -135,6 +135,7 @@ class CoordinatorServer:
         self._dead = True
         self._ticking.cancel()
         self._beside.forget()
+        self._reading.forget()
         self._door.close()
         for link in self._visits:
             link.abort()

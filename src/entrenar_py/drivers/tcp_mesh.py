@@ -19,7 +19,8 @@ from typing import cast
 from entrenar_py.drivers import sockets
 from entrenar_py.drivers.background_thread import Thread
 from entrenar_py.drivers.door import Door, Visit
-from entrenar_py.drivers.endpoints import MemberHands, Notify, unnoticed
+from entrenar_py.drivers.endpoints import Notify, unnoticed
+from entrenar_py.drivers.hands import MemberHands
 from entrenar_py.drivers.link import Link
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.drivers.message_faults import Meddle, Speak, truthfully, unmeddled

@@ -32,6 +32,9 @@ class Applicant:
         """Return the effects of a message; ProtocolError if it is illegal or its proof is wrong."""
         if not isinstance(message, APPLICANT_MAY_HEAR[self.phase]):
             raise ProtocolError(f"{type(message).__name__} to an applicant that is {self.phase}")
+        return self._turn(message)
+
+    def _turn(self, message: Message) -> list[Effect]:
         match message:
             case Challenge():
                 return self._ask(message)
@@ -52,10 +55,13 @@ class Applicant:
         return [do.Send(self._peer, greeting.hello), do.Secure(self._peer, greeting.key)]
 
     def _take(self, offer: Offer) -> list[Effect]:
-        if not hmac.compare_digest(offer.proof, self._expected):
-            raise ProtocolError("Offer proof: this coordinator does not know the secret")
+        self._require_proof(offer)
         self.offer = offer
         return self._end(do.Finish("completed"))
+
+    def _require_proof(self, offer: Offer) -> None:
+        if not hmac.compare_digest(offer.proof, self._expected):
+            raise ProtocolError("Offer proof: this coordinator does not know the secret")
 
     def _end(self, finish: do.Finish) -> list[Effect]:
         self.phase = Phase.OVER

@@ -16,6 +16,7 @@ from entrenar_py.protocol.phases import MEMBERS
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
 
+FETCHING_MAX = 16  # fetchers at a time beside one for each rank; each costs some MiB
 CONVICTIONS_MAX = 2  # one flipped bit is forgiven; a rank caught this often is refused
 
 
@@ -53,12 +54,22 @@ class Attendance:
             del self.peers[peer]
             return [do.Send(peer, answer), do.Close(peer, f"refused: {answer.reason}")]
         if answer.rank is None:
-            del self.peers[peer]  # an applicant, which will connect again as a worker
-            offer = do.Send(peer, terms.offer(self.timing, answer.proof))
-            return [do.Secure(peer, answer.key), offer, do.Close(peer, "told what the run is")]
+            # An applicant, which will connect again as a worker.
+            offer = do.Send(peer, terms.offer(self.timing, answer.proof, self.run.package))
+            told: list[Effect] = [do.Secure(peer, answer.key), offer]
+            if self._may_fetch():
+                member.phase = Phase.FETCHING
+                return told
+            del self.peers[peer]
+            return [*told, do.Close(peer, "told what the run is")]
         member.rank, member.proof, member.phase = answer.rank, answer.proof, Phase.WAITING
         member.backend = hello.backend
         return [do.Secure(peer, answer.key)]
+
+    def _may_fetch(self) -> bool:
+        """Return whether there are files, and one more peer may fetch them."""
+        num_fetching = len(self._peers_in(Phase.FETCHING))
+        return self.run.package is not None and num_fetching < self.run.world_size + FETCHING_MAX
 
     def _barred(self) -> set[int]:
         """Return the ranks that may not join any more, because audits caught them too often."""

@@ -176,6 +176,22 @@ class Coordinator(Dealing):
         effects = self._admit(peer, member, hello)
         return [*effects, *self._settle(now)]
 
+    def _want(self, peer: Peer, member: Member, want: say.Want, now: float) -> list[Effect]:
+        """Serve a piece of a file. The run waits for workers that fetch."""
+        assert self.run.package is not None, "nobody fetches without one"
+        num_bytes = self.run.package.sizes.get(want.file, 0)
+        if want.offset >= num_bytes:
+            raise ProtocolError(f"Want file={want.file} offset={want.offset}: no such piece")
+        self._gathering_since = now
+        return [do.Serve(peer, say.Piece(file=want.file, offset=want.offset))]
+
+    def unreadable(self, peer: Peer, reason: str, now: float) -> list[Effect]:
+        """Refuse a peer the file that it wants, because it can't be read."""
+        if peer not in self.peers:
+            return []
+        told = say.Refuse(reason=say.brief(reason), retry=False)
+        return [do.Send(peer, told), *self._drop(peer, reason, now)]
+
     def _loaded(self, peer: Peer, member: Member, loaded: say.Loaded, now: float) -> list[Effect]:
         self._require_step(loaded.step)
         member.phase = Phase.READY
@@ -218,6 +234,7 @@ class Coordinator(Dealing):
 
     _turns: ClassVar[Mapping[type[say.Message], Callable[..., list[Effect]]]] = {
         say.Hello: _hello,
+        say.Want: _want,
         say.Loaded: _loaded,
         say.Computed: Dealing._computed,
         say.TreeNode: Dealing._node,
@@ -318,7 +335,7 @@ class Coordinator(Dealing):
         in between, because it would come back for ever.
         """
         member = self.peers[peer]
-        if member.phase in (Phase.CHALLENGED, Phase.WAITING, Phase.ASKED):
+        if member.phase in (Phase.CHALLENGED, Phase.FETCHING, Phase.WAITING, Phase.ASKED):
             return self._drop(peer, reason, now)
         rank, times = member.in_rank(), self._thrown_out.count(member.in_rank(), reason)
         if times >= THROWN_OUT_MAX:

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, dataclass_transform
 
-from entrenar_py.protocol.messages import Message, NonFinite, TreeNode
+from entrenar_py.protocol.messages import Message, NonFinite, Piece, TreeNode
 
 Peer: TypeAlias = Hashable
 
@@ -140,6 +140,13 @@ class Dealt(Effect):
     costs: Mapping[int, float]
 
 
+class Serve(Effect):
+    """Read the bytes of `piece` aside and send it to `peer`, or call `unreadable`."""
+
+    peer: Peer
+    piece: Piece
+
+
 class Gather(Effect):
     """`step` is next; deliveries for a step that was not made are void."""
 
@@ -189,6 +196,13 @@ class Load(Effect):
 
     rank: int
     step: int
+
+
+class Store(Effect):
+    """Store the payload of the message just received at `offset` of the file of that digest."""
+
+    file: str
+    offset: int
 
 
 class Compute(Effect):

@@ -103,6 +103,7 @@ _FORMS = {
     "str": Form(_text),
     "Nonce": _hex(32),
     "Proof": _hex(64),
+    "Digest": _hex(64),
     "tuple[int, ...]": many(_INT, most=LIST_MAX),
     "tuple[str, ...]": many(Form(_text), most=LIST_MAX),
 }

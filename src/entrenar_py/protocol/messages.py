@@ -12,13 +12,15 @@ from typing import ClassVar, TypeAlias, dataclass_transform
 
 from entrenar_py.untrusted import escaping
 
-VERSION = 2
+VERSION = 3
 TEXT_CHARS_MAX = 1_000
 LIST_MAX = 2**16
 
-# Lower-case hex digits: a nonce has 32 random ones, a proof the 64 of an HMAC-SHA256.
+# Lower-case hex digits: a nonce has 32 random ones, a proof the 64 of an HMAC-SHA256, a digest the
+# 64 of a SHA-256.
 Nonce: TypeAlias = str
 Proof: TypeAlias = str
+Digest: TypeAlias = str
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -104,14 +106,38 @@ class Loaded(Message):
 class Offer(Message):
     """Coordinator, to a worker that asks: the run's scenario in the payload, and its timeouts.
 
-    `heartbeat_s` and `dead_after_s` are in seconds.
+    `heartbeat_s` and `dead_after_s` are in seconds. `package` is the digest of a file that lists
+    those of the run; None if workers build model and data themselves. With a package the worker may
+    stay, and want pieces of its files.
     """
 
     tag: ClassVar[int] = 6
     carries: ClassVar[str] = "scenario"
     heartbeat_s: float
     dead_after_s: float
+    package: Digest | None
     proof: Proof
+
+
+class Want(Message):
+    """Worker, before it joins: request for a piece of `file`, from `offset` on.
+
+    `file` is the digest of its content. A piece has 1 MiB, the last one of a file the rest. At most
+    4 are wanted at a time.
+    """
+
+    tag: ClassVar[int] = 24
+    file: Digest
+    offset: int
+
+
+class Piece(Message):
+    """Coordinator: the piece of `file` at `offset`; pieces come in the order of their requests."""
+
+    tag: ClassVar[int] = 25
+    carries: ClassVar[str] = "file"
+    file: Digest
+    offset: int
 
 
 class Accept(Message):
@@ -328,7 +354,7 @@ class Shutdown(Message):
 MESSAGES: dict[int, type[Message]] = {
     kind.tag: kind
     for kind in (
-        *(Challenge, Hello, Welcome, Refuse, Loaded, Offer, Fetch, State, Accept),
+        *(Challenge, Hello, Welcome, Refuse, Loaded, Offer, Want, Piece, Fetch, State, Accept),
         *(Assign, Computed, TreeNode, NonFinite, Average, Weights, Staged, Commit, Applied),
         *(Group, Partial, Unreachable, Overflow),
         *(Heartbeat, Leave, Halt, Shutdown),

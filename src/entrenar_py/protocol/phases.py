@@ -26,12 +26,14 @@ from entrenar_py.protocol.messages import (
     NonFinite,
     Offer,
     Overflow,
+    Piece,
     Refuse,
     Shutdown,
     Staged,
     State,
     TreeNode,
     Unreachable,
+    Want,
     Weights,
     Welcome,
 )
@@ -51,6 +53,7 @@ class PeerPhase(StrEnum):
     """The phase of one peer, as the coordinator sees it."""
 
     CHALLENGED = "challenged"  # connected, and must say hello
+    FETCHING = "fetching"  # told what the run is, and may want files of it
     WAITING = "waiting"  # may join at the next boundary between steps
     LOADING = "loading"  # the state is on its way to it
     READY = "ready"  # has nothing to do
@@ -66,6 +69,7 @@ class PeerPhase(StrEnum):
 # peer may also send those of ALWAYS.
 PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.CHALLENGED: (Hello,),
+    PeerPhase.FETCHING: (Want,),
     PeerPhase.WAITING: (),
     PeerPhase.LOADING: (Loaded,),
     PeerPhase.READY: (),
@@ -78,6 +82,7 @@ PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
 # about a round that is over by then.
 MESH_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.CHALLENGED: (Hello,),
+    PeerPhase.FETCHING: (Want,),
     PeerPhase.WAITING: (),
     PeerPhase.LOADING: (Loaded,),
     PeerPhase.READY: (Staged, Overflow, Unreachable),
@@ -132,16 +137,21 @@ MESH_WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
 
 
 class ApplicantPhase(StrEnum):
-    """The phase of an applicant, which asks what the run is before it can be a worker."""
+    """The phase of an applicant, which asks what the run is before it can be a worker.
+
+    One that also fetches files is in the phase FETCHING before it is OVER.
+    """
 
     CONNECTED = "connected"  # waits to be challenged
     ASKING = "asking"  # said hello, without terms
+    FETCHING = "fetching"  # wants pieces of files
     OVER = "over"
 
 
 APPLICANT_MAY_HEAR: Mapping[ApplicantPhase, tuple[type[Message], ...]] = {
     ApplicantPhase.CONNECTED: (Challenge,),
     ApplicantPhase.ASKING: (Offer, Refuse),
+    ApplicantPhase.FETCHING: (Piece, Heartbeat, Refuse, Halt, Shutdown),
     ApplicantPhase.OVER: (),
 }
 
@@ -186,6 +196,13 @@ PEER_MOVES: tuple[tuple[PeerPhase, type[Message], PeerPhase], ...] = (
     (PeerPhase.APPLYING, Applied, PeerPhase.READY),
 )
 
+# Those of a peer that fetches files, and connects again as a worker.
+FETCHING_PEER_MOVES: tuple[tuple[PeerPhase, type[Message], PeerPhase], ...] = (
+    (PeerPhase.CHALLENGED, Hello, PeerPhase.FETCHING),
+    (PeerPhase.FETCHING, Want, PeerPhase.FETCHING),
+    (PeerPhase.FETCHING, Piece, PeerPhase.FETCHING),
+)
+
 WORKER_MOVES: tuple[tuple[WorkerPhase, type[Message], WorkerPhase], ...] = (
     (WorkerPhase.CONNECTED, Challenge, WorkerPhase.GREETED),
     (WorkerPhase.GREETED, Welcome, WorkerPhase.READY),
@@ -215,5 +232,13 @@ WORKER_MOVES: tuple[tuple[WorkerPhase, type[Message], WorkerPhase], ...] = (
 APPLICANT_MOVES: tuple[tuple[ApplicantPhase, type[Message], ApplicantPhase], ...] = (
     (ApplicantPhase.CONNECTED, Challenge, ApplicantPhase.ASKING),
     (ApplicantPhase.ASKING, Offer, ApplicantPhase.OVER),
+    (ApplicantPhase.ASKING, Offer, ApplicantPhase.FETCHING),
+    (ApplicantPhase.FETCHING, Want, ApplicantPhase.FETCHING),
+    (ApplicantPhase.FETCHING, Piece, ApplicantPhase.FETCHING),
+    (ApplicantPhase.FETCHING, Piece, ApplicantPhase.OVER),
+    *(
+        (ApplicantPhase.FETCHING, ending, ApplicantPhase.OVER)
+        for ending in (Refuse, Halt, Shutdown)
+    ),
     (ApplicantPhase.ASKING, Refuse, ApplicantPhase.OVER),
 )

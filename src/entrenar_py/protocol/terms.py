@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol import handshake
 from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Offer, Refuse
+from entrenar_py.protocol.package import Package
 
 # Shows a digest in full, and shortens longer texts: they may be a stranger's.
 _SHOWN = reprlib.Repr()
@@ -43,6 +44,7 @@ class Run:
     started from a checkpoint. `audited(step)` returns shards that a second worker computes, too.
     `server_updates`: the coordinator makes the steps and sends new weights in place of averages.
     `by_speed`: a worker gets shards in proportion to its measured speed, else all get equally many.
+    `package` has the files that workers may fetch, if there are any.
     """
 
     terms: Terms
@@ -58,6 +60,7 @@ class Run:
     audited: Callable[[int], Collection[int]] = _none
     server_updates: bool = False
     by_speed: bool = False
+    package: Package | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +92,11 @@ class Timing:
             )
 
 
-def offer(timing: Timing, proof: str) -> Offer:
+def offer(timing: Timing, proof: str, package: Package | None) -> Offer:
     """Return the answer to an applicant; its payload is the scenario."""
     heartbeat_s, dead_after_s = float(timing.heartbeat_s), float(timing.dead_after_s)
-    return Offer(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, proof=proof)
+    digest = None if package is None else package.digest
+    return Offer(heartbeat_s=heartbeat_s, dead_after_s=dead_after_s, package=digest, proof=proof)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,11 @@ import torch
 
 from entrenar_py import systems, trace
 from entrenar_py.cli import console
+from entrenar_py.drivers.served_pieces import ReadPiece, no_piece
 from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.package import Package
 from entrenar_py.protocol.terms import Run
 from entrenar_py.service import config, exit_codes, file_locks, memory_peak, progress, signals
 from entrenar_py.service.address import Address
@@ -74,7 +76,8 @@ class Task:
     run's processes on this machine. `stepped` is called after each step of a star with the number
     of steps made, the tensors by name, which it must copy, and a function that tells the listeners.
     `ended` is called when the run is over, before the listeners are closed. `halt_on_spike` halts a
-    star's run before a step whose gradient is far larger than those before it.
+    star's run before a step whose gradient is far larger than those before it. `package` has the
+    files that workers may fetch, which `piece` reads.
     """
 
     workload: Workload | None = None
@@ -84,6 +87,8 @@ class Task:
     stepped: Stepped = lambda made, tensors, tell: None
     ended: Callable[[Ended], None] = lambda _: None
     halt_on_spike: bool = False
+    package: Package | None = None
+    piece: ReadPiece = no_piece
 
 
 def serve(settings: Config, task: Task, *, resume: bool) -> int:
@@ -141,6 +146,7 @@ def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume:
         workload=task.workload,
         halt_on_spike=task.halt_on_spike,
         stepped=task.stepped,
+        piece=task.piece,
     )
     with closing(host):
         first = host.resume() if resume else 0
@@ -168,7 +174,7 @@ def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume:
 
 async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume: bool) -> Finish:
     server = CoordinatorServer(
-        _run_of(settings, host, first, resume=resume),
+        replace(_run_of(settings, host, first, resume=resume), package=task.package),
         host.server,
         timing=settings.timing,
         secret=settings.secret,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from entrenar_py import trace
+from entrenar_py.drivers.served_pieces import ReadPiece, no_piece
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Effect, Finish, Left
 from entrenar_py.protocol.messages import Applied, Commit, Computed, Message, State, TreeNode
@@ -51,6 +52,7 @@ class Host:
         workload: Workload | None = None,
         halt_on_spike: bool = False,
         stepped: Stepped = lambda made, tensors, tell: None,
+        piece: ReadPiece = no_piece,
     ) -> None:
         """`stepped` is called after each step of a star (`coordinator.Task`)."""
         self.scenario = scenario
@@ -61,6 +63,7 @@ class Host:
             clock=clock,
             workload=workload,
             objection=self._objection if halt_on_spike else None,
+            piece=piece,
         )
         self.unsaved: str | None = None
         self.broken: str | None = None

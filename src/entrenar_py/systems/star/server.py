@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from entrenar_py import backends, trace
+from entrenar_py.drivers.served_pieces import ReadPiece, no_piece
 from entrenar_py.errors import CheckpointError, ProtocolError, UsageError
 from entrenar_py.protocol.effects import Conclude, Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer, new_room
@@ -59,17 +60,19 @@ class Server(Replicas):
         clock: Callable[[], float] = time.monotonic,
         workload: Workload | None = None,
         objection: Callable[[float], str | None] | None = None,
+        piece: ReadPiece = no_piece,
     ) -> None:
         """`save` saves the state before a given step; by default it is `write_checkpoint`.
 
-        `objection` is called in any thread with the norm of each step's gradient, once that is
-        reduced. It returns why training has to halt before the step, or None.
+        `objection` is called in any thread with the norm of each step's reduced gradient. It
+        returns why training has to halt before the step, or None. `piece` reads workers' files.
         """
         cpu = backends.open_backend("cpu")
         super().__init__(scenario, lambda rank: cpu, workload)  # computes no shard
         self.present: set[int] = set()
         self.checkpoint_path = checkpoint_path
         self.save = save or self.write_checkpoint
+        self.piece = piece
         self.notes: Mapping[str, Any] = {}
         self.replica = self.new_worker(_NOBODY, self.initial())
         self.reduce_s = 0.0
