@@ -51,9 +51,17 @@ class Process:
     """
 
     def __init__(
-        self, arguments: Sequence[object], *, limit_bytes: int | None = None, anew: bool = False
+        self,
+        arguments: Sequence[object],
+        *,
+        limit_bytes: int | None = None,
+        anew: bool = False,
+        cache: Path | None = None,
     ) -> None:
-        """Start the process. No file that it writes may grow beyond `limit_bytes`."""
+        """Start the process. No file that it writes may grow beyond `limit_bytes`.
+
+        A forked one keeps files in the folder `cache`.
+        """
         told = [*map(str, arguments)]
         self._process: subprocess.Popen[str] | nursery.Child
         if anew:
@@ -61,7 +69,9 @@ class Process:
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
             self._process = subprocess.Popen(command, text=True, **pipes)
         else:
-            self._process = nursery.start(told, limit_bytes=limit_bytes)
+            self._process = nursery.start(
+                told, limit_bytes=limit_bytes, cache=None if cache is None else str(cache)
+            )
         assert self._process.stdout is not None
         self._output = self._process.stdout
         self.lines: list[str] = []

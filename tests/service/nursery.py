@@ -68,10 +68,13 @@ class Nursery:
                 cwd=Path(__file__).parents[2],
             )
 
-    def start(self, arguments: Sequence[str], *, limit_bytes: int | None) -> Child:
+    def start(
+        self, arguments: Sequence[str], *, limit_bytes: int | None, cache: str | None
+    ) -> Child:
         """Fork `entrenar` with `arguments`."""
         ours, theirs = os.pipe()
-        request = json.dumps({"arguments": arguments, "limit_bytes": limit_bytes}).encode()
+        told = {"arguments": arguments, "limit_bytes": limit_bytes, "cache": cache}
+        request = json.dumps(told).encode()
         socket.send_fds(self._socket, [request], [theirs])
         os.close(theirs)
         while "began" not in (said := self._hear()):
@@ -100,9 +103,12 @@ class Nursery:
         return said
 
 
-def start(arguments: Sequence[str], *, limit_bytes: int | None) -> Child:
-    """Start `entrenar` with `arguments`; no file that it writes may grow beyond `limit_bytes`."""
-    return _nursery().start(arguments, limit_bytes=limit_bytes)
+def start(arguments: Sequence[str], *, limit_bytes: int | None, cache: str | None = None) -> Child:
+    """Start `entrenar` with `arguments`; no file that it writes may grow beyond `limit_bytes`.
+
+    It keeps files in the folder `cache`, by default where this process does.
+    """
+    return _nursery().start(arguments, limit_bytes=limit_bytes, cache=cache)
 
 
 @functools.cache
@@ -151,11 +157,15 @@ def _tell_ended(asked: socket.socket) -> None:
                 asked.send(json.dumps({"ended": ended[0], "code": code}).encode())
 
 
-def _become(output: int, *, arguments: list[str], limit_bytes: int | None) -> NoReturn:
+def _become(
+    output: int, *, arguments: list[str], limit_bytes: int | None, cache: str | None
+) -> NoReturn:
     """Run the command in this forked process, and exit."""
     from entrenar_py.service import cli
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if cache is not None:
+        os.environ["XDG_CACHE_HOME"] = cache
     code: int | str | None = 1
     try:
         for stream, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, output), (2, output)):

@@ -15,6 +15,7 @@ import pytest
 from entrenar_py import trace
 from entrenar_py.drivers.run_query import Told
 from entrenar_py.errors import ProtocolError, UsageError
+from entrenar_py.finetune import joining
 from entrenar_py.protocol.effects import Finish, Joined
 from entrenar_py.protocol.messages import Applied, State
 from entrenar_py.service import exit_codes, worker
@@ -202,10 +203,10 @@ def test_only_a_state_that_is_here_is_saved(tmp_path: Path) -> None:
 def test_a_worker_without_a_certificate(mesh: Cluster) -> None:
     """Over TLS a worker needs a certificate, and the message names the options."""
     scenario = json.dumps(scenario_of().with_(system="mesh").to_dict()).encode()
-    told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0)
+    told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0, package=None)
     authority = Authority(mesh.folder, "ca")
     line = ["worker", "--coordinator", "h:1", "--secret-file", "s", "--tls-ca", str(authority.ca)]
-    stay = worker.Stay(options.parse(line), b"", None, *worker.opened("cpu"))
+    stay = worker.Stay(options.parse(line), b"", None, *worker.opened("cpu"), joining.obtain)
     with pytest.raises(UsageError, match=r"this run is a mesh.* give --tls-cert and --tls-key"):
         stay.join(told)
 

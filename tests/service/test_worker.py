@@ -10,6 +10,7 @@ from entrenar_py import backends, trace
 from entrenar_py.backends import Backend
 from entrenar_py.drivers.run_query import Told
 from entrenar_py.errors import BackendUnavailable, SystemFailure
+from entrenar_py.finetune import joining
 from entrenar_py.protocol.effects import Load
 from entrenar_py.protocol.messages import Loaded, Welcome
 from entrenar_py.service import worker
@@ -56,7 +57,7 @@ def test_every_stay_records_the_device() -> None:
     host = host_of(scenario_of())
     stay = _stay()
     scenario = json.dumps(host.scenario.to_dict()).encode()
-    end = stay.join(Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0)).end
+    end = stay.join(Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0, package=None)).end
     assert isinstance(end.hands, Member)
     welcome = Welcome(blocks=1, rank=1, step=0, resumed=False, proof=PROOF)
     for _ in range(2):
@@ -73,7 +74,7 @@ def test_every_stay_records_the_device() -> None:
 def _stay() -> worker.Stay:
     """Return a worker on the CPU that has not connected yet."""
     given = options.parse(["worker", "--coordinator", "h:1", "--secret-file", "s"])
-    return worker.Stay(given, b"the secret", None, *worker.opened("cpu"))
+    return worker.Stay(given, b"the secret", None, *worker.opened("cpu"), joining.obtain)
 
 
 def test_a_stay_is_shown_without_its_secret() -> None:
@@ -88,6 +89,6 @@ RING = b'{"system": "ring", "workload": "linear", "world_size": 2, "seed": 0}'
 def test_a_scenario_of_another_release(scenario: bytes) -> None:
     """The message says that it can't be read, and what to do."""
     stay = _stay()
-    told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0)
+    told = Told(scenario=scenario, heartbeat_s=1.0, dead_after_s=2.0, package=None)
     with pytest.raises(SystemFailure, match="use one release on both ends"):
         stay.join(told)

@@ -15,6 +15,9 @@ _EXAMPLES = {
     "task": "instruct",
     "output": "out",
     "train": "train.jsonl",
+    "secret_file": "secret",
+    "cert": "coordinator.pem",
+    "key": "coordinator.key",
 }
 _JSON: Mapping[Any, Mapping[str, Any]] = {
     int: {"type": "integer"},

@@ -7,15 +7,17 @@ import asyncio
 import json
 import signal
 import ssl
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from entrenar_py import backends, trace
 from entrenar_py.backends import Backend, chain
 from entrenar_py.drivers import run_query, tls
+from entrenar_py.drivers.file_fetch import Source
 from entrenar_py.drivers.run_query import Told
 from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.drivers.tcp_mesh import MeshClient
@@ -27,21 +29,26 @@ from entrenar_py.service import config, config_keys, exit_codes, signals
 from entrenar_py.systems import AUTO
 from entrenar_py.systems.star import topology
 from entrenar_py.systems.star.member import Member
+from entrenar_py.training.tensors import Workload
 from entrenar_py.untrusted import printing
 
+# Gets from a coordinator what its run is made of; a Finish if that can't be had.
+Obtain = Callable[[Source, argparse.Namespace, Callable[[str], None]], Awaitable[Workload | Finish]]
 
-def run(given: argparse.Namespace) -> int:
+
+def run(given: argparse.Namespace, obtain: Obtain) -> int:
     """Take part in the run of `given.coordinator`; return the exit code.
 
-    Raises UsageError for a secret or certificate that can't be read, BackendUnavailable for a
-    missing device.
+    `obtain` is called for a run whose model and data the coordinator has. Raises UsageError for a
+    secret or certificate that can't be read, BackendUnavailable for a missing device, and what
+    `obtain` does.
     """
     secret, context = config.secret(given.secret_file), None
     if given.tls_ca is not None:
         context = tls.client_context(ca=given.tls_ca, cert=given.tls_cert, key=given.tls_key)
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     backend, attempts = opened(given.backend)
-    finish = asyncio.run(Stay(given, secret, context, backend, attempts).take_part())
+    finish = asyncio.run(Stay(given, secret, context, backend, attempts, obtain).take_part())
     _say(f"{finish.status}: {finish.reason}" if finish.reason else finish.status)
     return exit_codes.OF_FINISH[finish.status]
 
@@ -63,6 +70,9 @@ def opened(name: str) -> tuple[Backend, Sequence[trace.Attempt]]:
     return backend, attempts
 
 
+T = TypeVar("T")
+
+
 @dataclass(eq=False)
 class Stay:
     """One worker's session: it asks for the run, builds it, joins, and leaves at the end."""
@@ -72,8 +82,9 @@ class Stay:
     context: ssl.SSLContext | None
     backend: Backend
     attempts: Sequence[trace.Attempt]
+    obtain: Obtain
     _stopped: str | None = None  # the signal that stopped it
-    _asking: asyncio.Task[Told | Finish] | None = None
+    _asking: asyncio.Task[Any] | None = None
     _client: WorkerClient | None = None
     _problem: str = ""
 
@@ -86,7 +97,7 @@ class Stay:
 
     async def _take_part(self) -> Finish:
         host, port = self.given.coordinator
-        self._asking = asyncio.create_task(
+        told = await self._unless_stopped(
             run_query.ask(
                 host,
                 port,
@@ -97,19 +108,53 @@ class Stay:
                 alone=self._alone,
             )
         )
-        await asyncio.wait([self._asking])
-        if self._asking.cancelled():
-            return Finish("stopped")
-        told = self._asking.result()
         if isinstance(told, Finish):
             return told
-        self._client = self.join(told)
+        workload: Workload | None = None
+        if told.package is not None:
+            source = self._source(told, told.package)
+            got = await self._unless_stopped(self.obtain(source, self.given, _say))
+            if isinstance(got, Finish):
+                return got
+            workload = got
+        elif self.given.model is not None:
+            raise UsageError(
+                "--model: the coordinator trains a model of the trainer's own, which needs no "
+                "checkpoint; leave it out"
+            )
+        self._client = self.join(told, workload)
         return await self._client.run(
             host, port, context=self.context, patience_s=self.given.patience_s
         )
 
-    def join(self, told: Told) -> WorkerClient:
-        """Return the client for the run that the coordinator described."""
+    async def _unless_stopped(self, work: Awaitable[T]) -> T | Finish:
+        """Return the result of `work`; a Finish if a signal stops this worker before."""
+        self._asking = asyncio.ensure_future(work)
+        await asyncio.wait([self._asking])
+        if self._asking.cancelled():
+            return Finish("stopped")
+        result: T = self._asking.result()
+        return result
+
+    def _source(self, told: Told, package: str) -> Source:
+        host, port = self.given.coordinator
+        return Source(
+            host=host,
+            port=port,
+            secret=self.secret,
+            backend=self.backend.name,
+            context=self.context,
+            timing=Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
+            package=package,
+            patience_s=self.given.patience_s,
+            alone=self._alone,
+        )
+
+    def join(self, told: Told, workload: Workload | None = None) -> WorkerClient:
+        """Return the client for the run that the coordinator described.
+
+        Without a `workload` it is built from the scenario.
+        """
         try:
             scenario = Scenario.from_dict(json.loads(told.scenario))
         except (UsageError, ValueError) as error:
@@ -122,7 +167,7 @@ class Stay:
                 "use one release on both ends"
             )
         kind = topology.of(scenario)
-        member = Member(scenario, lambda rank: self.backend)
+        member = Member(scenario, lambda rank: self.backend, workload)
         machine = kind.worker(
             member.terms,
             secret=self.secret,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,18 @@ class Samples:
             hasher.update(np.ascontiguousarray(array).data.cast("B"))
         return hasher.hexdigest(16)
 
+    @property
+    def is_consistent(self) -> bool:
+        """Whether all four arrays are of the same samples; a file may hold anything."""
+        starts, num_tokens = self.starts, len(self.tokens)
+        shapes = (self.tokens.ndim, self.is_target.shape, starts.shape, self.labels.ndim)
+        return bool(
+            shapes == (1, (num_tokens,), (len(self.labels) + 1,), 1)
+            and starts.dtype == np.int64
+            and (starts[0], starts[-1]) == (0, num_tokens)
+            and (np.diff(starts) > 0).all()
+        )
+
     def chosen(self, indices: Sequence[int]) -> Samples:
         """Return the samples `indices`, in their order; one may come more than once."""
         parts = [np.arange(self.starts[i], self.starts[i + 1]) for i in indices]
@@ -86,7 +98,7 @@ def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samp
     can't be used.
     """
     kept = cache / f"{_key(settings, path, tokenizer)}.samples"
-    found = _kept(kept)
+    found = read_kept(kept)
     if found is None:
         found = _encoded(settings, path, Encoder(settings, tokenizer))
         _keep(kept, found)
@@ -96,6 +108,18 @@ def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samp
         told = f"; the first is {found.skipped[0]}" if found.skipped else ""
         raise UsageError(f"data {path}: has no row that can be used{told}")
     return found
+
+
+def keep_chosen(found: Samples, folder: Path) -> Path:
+    """Keep samples in a file of `folder` that `read_kept` reads, and return it.
+
+    The file is named by their digest, and does not say which rows were skipped. Raises UsageError
+    if it can't be written.
+    """
+    path = folder / f"{found.digest}.samples"
+    if read_kept(path) is None:
+        _keep(path, replace(found, skipped=()))
+    return path
 
 
 def _told(path: Path, found: Samples) -> str:
@@ -138,7 +162,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return blake3(json.dumps(told, default=str).encode()).hexdigest(16)
 
 
-def _kept(path: Path) -> Samples | None:
+def read_kept(path: Path) -> Samples | None:
     """Return the samples that are kept at `path`; None if there are none, or damaged ones."""
     if not path.exists():
         return None

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+from entrenar_py.protocol.terms import Timing
+
+USUAL = Timing()
 TASKS = ("instruct", "classify", "text")
 METHODS = ("lora", "qlora", "full")
 PRECISIONS = ("float32", "bfloat16")
@@ -116,6 +119,56 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tls:
+    """Certificates of `entrenar coordinator`, PEM."""
+
+    cert: Annotated[Path, Key("the coordinator's certificate; workers check its name")]
+    key: Annotated[Path, Key("its private key, without a passphrase")]
+    ca: Annotated[Path | None, Key("who signed the certificates that workers must show")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """How long coordinator and workers wait, in seconds."""
+
+    heartbeat_s: Annotated[float, Key("time between two signs of life of either end", above=0)] = (
+        USUAL.heartbeat_s
+    )
+    dead_after_s: Annotated[
+        float, Key("how long either end may be silent before it is given up", above=0)
+    ] = USUAL.dead_after_s
+    hello_s: Annotated[
+        float, Key("how long a new connection may take to prove the secret", above=0)
+    ] = USUAL.hello_s
+    gather_s: Annotated[
+        float, Key("how long the run waits for enough workers before it is given up", above=0)
+    ] = USUAL.gather_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Where `entrenar coordinator` serves the run to workers on other machines, and to which."""
+
+    secret_file: Annotated[Path, Key("its bytes, less white space at both ends, are the secret")]
+    listen: Annotated[str, Key("where workers connect, host:port; port 0 is any free one")] = (
+        "127.0.0.1:7411"
+    )
+    tls: Annotated[Tls | None, Key("connections over TLS 1.3, and no others")] = None
+    wait_for: Annotated[
+        int, Key("workers that must be there before the first step", least=1, most=2**10)
+    ] = 1
+    audit_share: Annotated[
+        float,
+        Key(
+            "share of each step's shards that a second worker computes, too, at least one if not 0",
+            least=0,
+            most=1,
+        ),
+    ] = 0.0
+    timing: Annotated[Timeouts, Key("how long either end waits, in seconds")] = Timeouts()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """One run."""
 
@@ -140,7 +193,14 @@ class Settings:
         str | None,
         Key("how alike GPUs share the work: for ranks that torchrun starts", choices=STRATEGIES),
     ] = None
-    workers: Annotated[int, Key("processes that compute on this machine", least=1, most=2**10)] = 1
+    workers: Annotated[
+        int,
+        Key(
+            "processes that compute on this machine; workers at a time of `entrenar coordinator`",
+            least=1,
+            most=2**10,
+        ),
+    ] = 1
     devices: Annotated[
         tuple[str, ...],
         Key("what a run may use, as name:memory[:bandwidth]; by default what this machine has"),
@@ -155,6 +215,9 @@ class Settings:
     classes: Annotated[Classes, Key("the classes of `task: classify`")] = Classes()
     lora: Annotated[Lora, Key("the adapters of `method: lora` and `qlora`")] = Lora()
     training: Annotated[Training, Key("the optimizer and its batches")] = Training()
+    coordinator: Annotated[
+        Serving | None, Key("for `entrenar coordinator`, which alone reads it: other machines")
+    ] = None
 
     @property
     def adapts(self) -> bool:

@@ -51,13 +51,17 @@ def _run(given: argparse.Namespace) -> int:
 
         return averaging.run(given.config, insecure=given.insecure)
     if given.command == "coordinator":
+        from entrenar_py.finetune import serving
         from entrenar_py.service import coordinator
 
+        if serving.is_finetuning(given.config):
+            return serving.run(given.config, resume=given.resume, halt_on_spike=given.halt_on_spike)
         return coordinator.run(given.config, resume=given.resume, halt_on_spike=given.halt_on_spike)
     if given.command == "worker":
+        from entrenar_py.finetune import joining
         from entrenar_py.service import worker
 
-        return worker.run(given)
+        return worker.run(given, joining.obtain)
     if given.command == options.WATCH:
         from entrenar_py.service import watching
 

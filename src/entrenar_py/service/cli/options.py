@@ -177,6 +177,19 @@ def _add_worker(commands: _Commands) -> None:
         "the first of cuda, wgpu, cpu that works (default cpu)",
     )
     command.add_argument(
+        "--model",
+        metavar="FOLDER",
+        type=Path,
+        help="this machine's copy of the checkpoint that is fine-tuned; its files must have the "
+        "hashes of the coordinator's (default: they are fetched and kept)",
+    )
+    command.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python that comes with the checkpoint, if the coordinator's configuration says "
+        "so, too",
+    )
+    command.add_argument(
         "--rank",
         metavar="N",
         type=values.natural,

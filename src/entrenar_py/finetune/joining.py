@@ -1,0 +1,145 @@
+"""What a worker does between the coordinator's offer and joining: it gets settings, rows and model.
+
+Code of a checkpoint is fetched and run only if this worker's own command line allows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from entrenar_py.drivers import file_fetch
+from entrenar_py.drivers.file_fetch import Source
+from entrenar_py.errors import ContractError, SystemFailure, UsageError
+from entrenar_py.finetune import package, settings_file
+from entrenar_py.finetune.package import Contents, File
+from entrenar_py.finetune.received_files import ReceivedFiles
+from entrenar_py.protocol.effects import Finish
+from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol.package import PIECE_BYTES, Part
+from entrenar_py.tuning import fitting, model, samples
+from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.settings import Settings
+from entrenar_py.tuning.workload import Finetuning
+
+SETTINGS = "run.json"
+MODEL = "model"
+
+Say = Callable[[str], None]
+
+
+async def obtain(source: Source, given: argparse.Namespace, say: Say) -> Finetuning | Finish:
+    """Return the workload of the run at `source`, or why it can't be had.
+
+    Raises UsageError for a model of another content, a cache that can't be written, and code that
+    is not allowed; SystemFailure for a coordinator that sends what it did not announce.
+    """
+    listed = await _list(source)
+    if isinstance(listed, Finish):
+        return listed
+    _require_trust(listed, is_trusting=given.trust_remote_code)
+    wanted: Sequence[File] = listed.files()
+    if given.model is not None:
+        _require_same(given.model, listed.model)
+        wanted = [listed.samples]
+    files = ReceivedFiles(preparing.cache() / "files", say)
+    finish = await files.get(wanted, partial(file_fetch.fetch, source))
+    if finish is not None:
+        return finish
+    if files.num_fetched:
+        say(f"fetched {files.num_fetched} bytes, all verified")
+    with tempfile.TemporaryDirectory(prefix="entrenar-") as folder:
+        return _workload(listed, files, Path(folder), given.model)
+
+
+async def _list(source: Source) -> Contents | Finish:
+    """Return the list of the run's files."""
+    content = b""
+
+    def missing() -> list[Part]:
+        return [] if content else [Part(source.package, PIECE_BYTES, 0)]
+
+    def store(digest: str, offset: int, data: Buffer) -> None:
+        nonlocal content
+        content = bytes(data)
+
+    finish = await file_fetch.fetch(source, missing, store)
+    if finish.status != "completed":
+        return finish
+    if hashlib.sha256(content).hexdigest() != source.package:
+        raise SystemFailure("the coordinator's list of files is not the one that it announced")
+    return package.parse(content)
+
+
+def _require_trust(listed: Contents, *, is_trusting: bool) -> None:
+    if listed.settings.get("trust_remote_code", False) and not is_trusting:
+        raise UsageError(
+            "the run's checkpoint comes with Python code (trust_remote_code), which this worker "
+            "would fetch and run; give --trust-remote-code if you trust who started the run"
+        )
+
+
+def _require_same(folder: Path, files: Sequence[File]) -> None:
+    """Raise UsageError unless `folder` has all `files` of the run's checkpoint, unchanged."""
+    for file in files:
+        path = folder / file.name
+        try:
+            with path.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+        except OSError as error:
+            raise UsageError(
+                f"--model {folder}: {file.name} can't be read ({error.strerror or error}), and the "
+                "run's checkpoint has it; leave --model out to fetch it"
+            ) from error
+        if digest != file.digest:
+            raise UsageError(
+                f"--model {folder}: another model than the run's: {file.name} has SHA-256 {digest},"
+                f" the run's {file.digest}; give the run's checkpoint, or leave --model out to "
+                "fetch it"
+            )
+
+
+def _workload(listed: Contents, files: ReceivedFiles, folder: Path, own: Path | None) -> Finetuning:
+    """Return the model with its samples. `folder` is needed only until then."""
+    (folder / SETTINGS).write_text(json.dumps(dict(listed.settings)), "utf-8")
+    try:
+        settings = settings_file.load(folder / SETTINGS)
+    except ContractError as error:
+        raise SystemFailure(
+            f"the coordinator's settings can't be read: use one release on both ends\n{error}"
+        ) from error
+    settings = replace(settings, model=_checkpoint(listed, files, folder) if own is None else own)
+    found = samples.read_kept(files.path(listed.samples))
+    if found is None or not _fits(found, listed, settings):
+        raise SystemFailure("the coordinator's rows can't be read: use one release on both ends")
+    fitting.require_checkpoint(settings.model)
+    prepared = Prepared(
+        settings=settings,
+        tokenizer=model.tokenizer(settings),
+        train=found,
+        validation=None,
+        class_weights=tuple(listed.class_weights),
+    )
+    return prepared.workload()
+
+
+def _checkpoint(listed: Contents, files: ReceivedFiles, folder: Path) -> Path:
+    """Make a folder with links to the checkpoint's files, under the names that these have."""
+    made = folder / MODEL
+    made.mkdir()
+    for file in listed.model:
+        (made / file.name).symlink_to(files.path(file).absolute())
+    return made
+
+
+def _fits(found: samples.Samples, listed: Contents, settings: Settings) -> bool:
+    """Return whether samples and class weights are consistent; they come from another machine."""
+    num_labels = len(settings.classes.labels) if settings.task == "classify" else 0
+    return found.is_consistent and len(listed.class_weights) == num_labels

@@ -1,0 +1,188 @@
+"""`entrenar coordinator` with a configuration that fine-tunes: other machines' workers compute.
+
+Such a file has a `model`; one for a model of the trainer's own has a `workload`. A file with both
+is refused, by line.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from entrenar_py.contract import composer
+from entrenar_py.contract.problems import Problems
+from entrenar_py.contract.tree import MapNode, Node
+from entrenar_py.drivers import tls
+from entrenar_py.errors import UsageError
+from entrenar_py.finetune import export, settings_file
+from entrenar_py.finetune import task as tasks
+from entrenar_py.finetune.offered_files import OfferedFiles
+from entrenar_py.protocol.terms import Timing
+from entrenar_py.service import address, config, config_keys, coordinator
+from entrenar_py.service.config import Checkpoint, Config
+from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.settings import Serving, Settings
+from entrenar_py.untrusted import printing
+
+SECTION = "coordinator"
+OF_THE_TRAINER = "workload"  # the key of a run of one of its own models
+_FORM = "a configuration is a mapping (model, task, output, data, coordinator, ...)"
+_FINETUNING = ("model", "task", "data", "output", SECTION)
+
+T = TypeVar("T")
+
+
+def is_finetuning(path: Path) -> bool:
+    """Return whether the configuration at `path` fine-tunes a checkpoint.
+
+    Raises ContractError, with each line, for one that mixes that with a model of the trainer's own.
+    """
+    problems = Problems()
+    root = composer.load(path, problems, form=_FORM)
+    if root is None:
+        problems.settle(strict=True)
+        return False
+    named = [key for key in _FINETUNING if key in root.fields]
+    if named and OF_THE_TRAINER in root.fields:
+        for key in named:
+            problems.error(
+                root.keys[key],
+                f"{key} is of a configuration that fine-tunes a checkpoint, and {OF_THE_TRAINER} "
+                f"(line {root.keys[OF_THE_TRAINER].line}) of one that trains a model of the "
+                "trainer's own; leave out either",
+            )
+    for key in _misplaced(root) if named else ():
+        problems.error(
+            root.keys[key],
+            f"{key} stands in the section `{SECTION}:` of such a file; move it there",
+        )
+    problems.settle(strict=True)
+    return bool(named)
+
+
+def _misplaced(root: MapNode) -> Iterator[str]:
+    known = [field.name for field in settings_file.fields_of(Settings)]
+    for key in root.fields:
+        if key in config_keys.SERVICE and key not in known and OF_THE_TRAINER not in root.fields:
+            yield key
+
+
+def run(path: Path, *, resume: bool, halt_on_spike: bool) -> int:
+    """Serve the fine-tuning that the file at `path` describes; return the exit code.
+
+    `halt_on_spike` is as in `Task`.
+
+    Raises ContractError, UsageError or CheckpointError for a problem found before the run begins,
+    and SystemFailure if the ledger, the last checkpoint or the output can't be written.
+    """
+    settings, serving = _Reader(path).both()
+    prepared = preparing.prepare(settings)
+    for what, found in (("train", prepared.train), ("validation", prepared.validation)):
+        if found is not None:
+            printing.say(f"{what}: {len(found)} samples")
+    workload = prepared.workload()
+    offered = OfferedFiles(prepared)
+    printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
+    output = export.make_folder(settings.output)
+    scenario = preparing.scenario(settings, workload)
+    if serving.share:
+        scenario = scenario.with_(options={**scenario.options, "audit_share": serving.share})
+    served = Config(
+        scenario=scenario,
+        listen=serving.listen,
+        secret=serving.secret,
+        context=serving.context,
+        wait_for=serving.wait_for,
+        timing=serving.timing,
+        checkpoint=Checkpoint(
+            path=output / "state.checkpoint", every_steps=settings.checkpoint_every
+        ),
+        metrics=output / tasks.METRICS,
+        ledger=output / "ledger.jsonl",
+    )
+    with tasks.opened(
+        prepared,
+        workload,
+        num_steps=scenario.num_steps,
+        device=torch.device("cpu"),
+        halt_on_spike=halt_on_spike,
+    ) as task:
+        offering = replace(task, package=offered.package, piece=offered.read)
+        return coordinator.serve(served, offering, resume=resume)
+
+
+class _Served:
+    """The section, read: address, secret and certificates instead of their texts and paths."""
+
+    def __init__(
+        self,
+        section: Serving,
+        listen: address.Address,
+        secret: bytes,
+        context: ssl.SSLContext | None,
+        timing: Timing,
+    ) -> None:
+        self.listen, self.secret, self.context, self.timing = listen, secret, context, timing
+        self.wait_for, self.share = section.wait_for, section.audit_share
+
+
+class _Reader:
+    """Reads the section for other machines. Every problem is told with its place."""
+
+    def __init__(self, path: Path) -> None:
+        self._settings = settings_file.load(path)
+        self._problems = Problems()
+        root = composer.load(path, self._problems, form=_FORM)
+        assert root is not None, "it has just been loaded"
+        self._root = root
+
+    def both(self) -> tuple[Settings, _Served]:
+        """Return the settings and their section. Raises ContractError with all problems."""
+        settings, section = self._settings, self._settings.coordinator
+        if section is None:
+            self._problems.error(
+                self._root.at,
+                f"{SECTION} is missing: the section says where workers connect (secret_file, "
+                "listen, wait_for, ...); give it, or train on this machine by `entrenar finetune`",
+            )
+            self._problems.settle(strict=True)
+        assert section is not None, "without it there is a problem"
+        if settings.strategy is not None:
+            self._error("strategy: it is for ranks of torchrun; leave it out", "strategy")
+        if section.wait_for > settings.workers:
+            self._error(
+                f"wait_for={section.wait_for}: workers is {settings.workers}; wait for no more",
+                *(SECTION, "wait_for"),
+            )
+        listen = self._read(lambda: address.parse(section.listen, port_min=0), "listen")
+        secret = self._read(lambda: config.secret(section.secret_file), "secret_file")
+        timing = self._read(lambda: Timing(**asdict(section.timing)), "timing")
+        context = None
+        if (given := section.tls) is not None:
+            make = partial(tls.server_context, cert=given.cert, key=given.key, ca=given.ca)
+            context = self._read(make, "tls")
+        self._problems.settle(strict=True)
+        assert listen is not None, "what can't be read is a problem"
+        assert secret is not None, "what can't be read is a problem"
+        assert timing is not None, "what can't be read is a problem"
+        return settings, _Served(section, listen, secret, context, timing)
+
+    def _read(self, read: Callable[[], T], key: str) -> T | None:
+        try:
+            return read()
+        except UsageError as error:
+            self._error(str(error), SECTION, key)
+            return None
+
+    def _error(self, message: str, *keys: str) -> None:
+        node: Node = self._root
+        for key in keys:
+            if isinstance(node, MapNode) and key in node.fields:
+                node = node.fields[key]
+        self._problems.error(node.at, message)
