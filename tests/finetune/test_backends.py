@@ -26,7 +26,7 @@ output: out
 workers: {workers}
 data: {{train: rows.jsonl, max_tokens: 16}}
 classes: {{labels: [safe, unsafe]}}
-lora: {{rank: 2, alpha: 4, targets: [q_proj, v_proj]}}
+lora: {{rank: 2, alpha: 4, targets: [v_proj], dropout: 0.2}}
 training: {{batch_size: 8, num_shards: 4, learning_rate: 1e-3, epochs: 6}}
 """
 NUM_STEPS = 12
@@ -108,7 +108,7 @@ def found(tree: Any, key: str) -> list[dict[str, Any]]:
 def test_one_copy_of_frozen_weights(
     config: Path, wgpu_backend: WgpuBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Programs of two shard sizes read one copy of the frozen weights, and give CPU's gradients."""
+    """Programs of two shard sizes read one copy of the frozen weights; gradients are the CPU's."""
     workload = prepared.prepare(settings_file.load(config)).workload()
     rng = np.random.default_rng(0)
     values = {
@@ -127,8 +127,10 @@ def test_one_copy_of_frozen_weights(
     ours = Engine(workload, wgpu_backend, values, scale=1.0)
     cpu = Engine(workload, open_backend("cpu"), values, scale=1.0)
     for ids in ([0, 1], [2, 3, 4]):
-        vector, loss, weight = ours.shard(ids, accumulation=1, drop=dropout.none)
-        right, loss_there, weight_there = cpu.shard(ids, accumulation=1, drop=dropout.none)
+        drops = [dropout.Dropout(0.0, np.random.default_rng(3)) for _ in range(2)]
+        vector, loss, weight = ours.shard(ids, accumulation=1, drop=drops[0])
+        right, loss_there, weight_there = cpu.shard(ids, accumulation=1, drop=drops[1])
+        assert drops[0].digest() == drops[1].digest() is not None
         assert weight == weight_there
         assert loss == pytest.approx(loss_there, rel=1e-6)
         assert np.abs(vector - right).max() <= 1e-6 * np.abs(right).max()

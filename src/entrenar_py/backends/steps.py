@@ -42,7 +42,7 @@ class Model(Protocol):
 
     @property
     def draws(self) -> bool:
-        """True if the model draws random numbers without `drop`."""
+        """True if the model draws by itself, by the key that `drop` has (`draws.key_of`)."""
 
     @property
     def constants(self) -> Tensors:

@@ -55,6 +55,11 @@ class Dropout:
         self._first = self._first or blake3(numbers.data.cast("B"))
         return int.from_bytes(blake3(numbers.data.cast("B")).digest(8), "little") >> 1
 
+    def key(self) -> torch.Tensor:
+        """Draw a key for `backends.draws`, int32 [2]."""
+        seed = self.seed()
+        return torch.from_numpy(np.array([seed & 0xFFFFFFFF, seed >> 32], np.uint32).view(np.int32))
+
     def digest(self) -> str | None:
         """Return 32 hex digits of the first numbers drawn, or None if nothing was drawn.
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from entrenar_py.backends import draws
 from entrenar_py.training.dropout import Dropout
 from entrenar_py.training.tensors import (
     Array,
@@ -24,6 +25,7 @@ from entrenar_py.training.tensors import (
     Workload,
 )
 from entrenar_py.tuning import fused_loss, precision, quantised
+from entrenar_py.tuning.masks import Masks
 from entrenar_py.tuning.samples import Samples
 
 IGNORED = -100  # the target that cross entropy leaves out
@@ -102,6 +104,7 @@ class Finetuning(Workload):
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
         self._device = torch.device("cpu")
         self.products = products
+        self._dropout_key: Tensor | None = None
         with precision.applied(products, next(module.parameters()).device):
             self.objective = _Classes(module, class_weights) if class_weights else _Tokens(module)
         self.objective.train()
@@ -169,20 +172,35 @@ class Finetuning(Workload):
         if device != self._device:
             self.objective.to(device)
             self._device = device
-        if isinstance(drop, Dropout):  # all that the model draws follows from seed, step and shard
-            torch.manual_seed(drop.seed())
+        self.seed(drop)
         named = {f"module.{name}": tensor for name, tensor in tensors.items()}
         if is_captured(batch):  # for a device that computes in float32 alone
             named = {name: _decoded(tensor) for name, tensor in named.items()}
         return self.loss(partial(functional_call, self.objective, named), batch, device)
+
+    def seed(self, drop: DropFunction) -> None:
+        """Let all that the model draws follow from `drop`, until it is seeded again.
+
+        That is dropout, by a key, and what else torch's own generator draws. With a `drop` that has
+        no key, nothing is dropped.
+        """
+        self._dropout_key = draws.key_of(drop)
+        if isinstance(drop, Dropout):
+            torch.manual_seed(drop.seed())
 
     def loss(
         self, objective: Callable[[tuple[Tensor, ...]], Tensor], batch: Batch, device: torch.device
     ) -> Tensor:
         """Return the summed loss of `batch`, 0-d, of the objective that is called with it."""
         given = tuple(one.to(device) for one in batch)
-        with nullcontext() if is_captured(batch) else self.formats(device):
+        formats = nullcontext() if is_captured(batch) else self.formats(device)
+        with formats, self.masks(device):
             return objective(given)
+
+    def masks(self, device: torch.device) -> Masks:
+        """Return a context in which dropout on `device` draws as it was seeded."""
+        key = self._dropout_key
+        return Masks(None if key is None else key.to(device))
 
     def formats(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which products on `device` have the run's format."""

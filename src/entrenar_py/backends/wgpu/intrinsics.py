@@ -11,7 +11,7 @@ import re
 
 import numpy as np
 
-from entrenar_py.backends import nf4
+from entrenar_py.backends import draws, nf4
 
 
 def _nf4_level() -> str:
@@ -22,6 +22,29 @@ def _nf4_level() -> str:
     bits = [f"    let bit_{bit} = (code & {1 << bit}u) != 0u;" for bit in range(4)]
     lines = ["", "fn nf4_level(code: u32) -> f32 {", *bits, f"    return {found[0]};", "}", ""]
     return "\n".join(lines)
+
+
+def _random_bits() -> str:
+    """Return WGSL of `draws.threefry` for one element: its word of the pair that it is in."""
+    lines = []
+    for number in range(1, draws.NUM_INJECTIONS + 1):
+        lines += [
+            f"    x += y; y = ((y << {one}u) | (y >> {32 - one}u)) ^ x;"
+            for one in draws.ROTATIONS[(number - 1) % 2]
+        ]
+        lines.append(f"    x += key[{number % 3}]; y += key[{(number + 1) % 3}] + {number}u;")
+    rounds = "\n".join(lines)
+    return f"""
+fn random_bits(first: i32, second: i32, draw: u32, element: i32) -> u32 {{
+    let a = bitcast<u32>(first);
+    let b = bitcast<u32>(second);
+    let key = array<u32, 3>(a, b, a ^ b ^ {draws.PARITY}u);
+    var x = (bitcast<u32>(element) >> 1u) + a;
+    var y = draw + b;
+{rounds}
+    return select(x, y, (element & 1) == 1);
+}}
+"""
 
 
 FUNCTIONS = {  # in order: a function follows those that it calls
@@ -152,6 +175,7 @@ fn floor_divide_f32(a: f32, b: f32) -> f32 {
     return select(found, found - 1.0, rest != 0.0 && (rest < 0.0) != (b < 0.0));
 }
 """,
+    "random_bits": _random_bits(),
     # Without `%`, which Vulkan defines for negative operands only since maintenance8.
     "floor_divide_i32": """
 fn floor_divide_i32(a: i32, b: i32) -> i32 {

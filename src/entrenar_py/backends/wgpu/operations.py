@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from torch.fx import Node
 
+from entrenar_py.backends import draws
 from entrenar_py.backends.wgpu import index as at
 from entrenar_py.backends.wgpu import lookups, pointwise, reductions, row_sums, views
 from entrenar_py.backends.wgpu.codings import NF4, Coding
 from entrenar_py.backends.wgpu.emitter import Emitter
-from entrenar_py.backends.wgpu.index import Indices
+from entrenar_py.backends.wgpu.index import Index, Indices
 from entrenar_py.backends.wgpu.nodes import LOADED, dtype_of, name_of, shape_of
-from entrenar_py.backends.wgpu.values import Operands, Schedule, Stored, Value
+from entrenar_py.backends.wgpu.values import CHEAP, Operands, Schedule, Stored, Value
 
 
 def _cast(schedule: Schedule, node: Node, value: Value, *_: Any, **__: Any) -> Value:
@@ -280,6 +281,23 @@ def _slice_scatter(
     return lookups.overlay(schedule, x, source, dim, first, step)
 
 
+def _kept(
+    schedule: Schedule, node: Node, key: Value, draw: int, shape: list[int], share: float
+) -> Value:
+    """Lower `draws.kept`. Each user draws again, which costs less than memory for the draws."""
+    schedule.realise(key)
+    strides = at.strides_of(shape)
+    shift, least = 32 - draws.USED_BITS, draws.threshold(share)
+
+    def read(emitter: Emitter, indices: Indices) -> str:
+        key_words = [key.read(emitter, (Index(number),)) for number in (0, 1)]
+        element = emitter.number(at.place(indices, strides), "i32")
+        bits = f"random_bits({{0}}, {{1}}, {draw}u, {{2}})"
+        return emitter.op(f"({bits} >> {shift}u) >= {least}u", *key_words, element)
+
+    return Value(tuple(shape), "bool", read, key.reads, CHEAP)
+
+
 # Keys are the parts of aten's names before the dot. Other operations are in pointwise.SCALARS.
 VIEWS: dict[str, Callable[..., Value]] = {
     "clone": _cast,
@@ -322,6 +340,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "cat": _cat,
     "constant_pad_nd": lambda schedule, node, value, *args: lookups.pad(schedule, value, *args),
     "slice_scatter": _slice_scatter,
+    "kept": _kept,
 }
 # Operations that join their users' kernels if the shapes allow it.
 FUSING = frozenset(pointwise.SCALARS) | {

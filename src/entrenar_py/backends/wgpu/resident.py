@@ -12,6 +12,7 @@ from blake3 import blake3
 from torch import Tensor
 from torch.fx import GraphModule
 
+from entrenar_py.backends import draws
 from entrenar_py.backends.steps import Array, DropFunction, Model
 from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
@@ -104,10 +105,11 @@ class ResidentStep:
     def _masks(self, batch: Sequence[Tensor], num_samples: int, drop: DropFunction) -> list[Tensor]:
         """Return dropout's masks (`drop` applied to ones) in the order of their use.
 
-        The list is empty if `drop` is the identity, and for a workload that draws by itself.
+        The list is empty if `drop` is the identity. A workload that draws by itself gets a key.
         """
         if self._workload.draws:
-            return []
+            drawn = draws.key_of(drop)
+            return [] if drawn is None else [drawn]
         if num_samples not in self._ones:
             self._ones[num_samples] = [torch.ones(shape) for shape in self._places(batch)]
         ones = self._ones[num_samples]
@@ -162,12 +164,10 @@ class ResidentStep:
             batch = [next(rest) for _ in range(num_batch)]
             masks = iter([next(rest) for _ in range(num_masks)])
             tensors |= {name: next(rest) for name in (*self._frozen, *self._constants)}
-            loss = self._workload.loss_of(
-                tensors,
-                batch,
-                linear=F.linear,
-                drop=(lambda x: x * next(masks)) if num_masks else (lambda x: x),
-            )
+            drop: DropFunction = (lambda x: x * next(masks)) if num_masks else (lambda x: x)
+            if num_masks and self._workload.draws:
+                drop = draws.Keyed(next(masks))
+            loss = self._workload.loss_of(tensors, batch, linear=F.linear, drop=drop)
             leaves = [tensors[name] for name in self._trainable]
             scale = torch.tensor(self._scale)
             return loss.detach(), *torch.autograd.grad(loss, leaves, grad_outputs=scale)

@@ -223,7 +223,8 @@ class _Drawing(nn.Module):
         assert self._step is not None, "begin was called"
         self._shards.seed(self._step, self._shard, self._rank)
         self._shard += 1
-        hidden: Tensor = self.stage(x, attention_mask)
+        with self._shards.workload.masks(x.device):
+            hidden: Tensor = self.stage(x, attention_mask)
         return hidden
 
 

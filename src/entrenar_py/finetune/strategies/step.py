@@ -77,7 +77,7 @@ class Shards:
         A `place` in the model, such as a stage, gets a stream of its own.
         """
         rng = self.scenario.rng("dropout", step.number, shard, *place)
-        torch.manual_seed(Dropout(0.0, rng).seed())
+        self.workload.seed(Dropout(0.0, rng))
 
     def zeros(self) -> Tensor:
         """Return a loss of zero for each shard, float64 [num_shards], on the device."""

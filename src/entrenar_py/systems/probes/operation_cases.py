@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
-from entrenar_py.backends import nf4
+from entrenar_py.backends import draws, nf4
 from entrenar_py.backends.wgpu.tables import NUM_ELEMENTS_MAX
 
 ROWS, COLUMNS = 17, 31
@@ -117,6 +117,10 @@ CASES: dict[str, Case] = {
         lambda x: x.new_zeros(19, COLUMNS).index_put((IDS,), x[:5], accumulate=True), rows_only=True
     ),
     "index_select": Case(lambda x: x.index_select(1, IDS), rows_only=True),
+    "kept": Case(
+        lambda x: torch.where(draws.kept(x[0, :2].sign().int(), 3, x.shape, 0.3), x, -x),
+        rows_only=True,
+    ),
     "log": Case(torch.log, least=0.01, sign=1),
     "logic": _binary(
         lambda x, y: torch.stack(
