@@ -45,7 +45,7 @@ def train(
     """Train as the configuration at `path` says; return the exit code.
 
     Workers compute on the backends called `names` in turns, and there is one for each of them at
-    least. `halt_on_spike` and `tensorboard` are as in `task.opened`. Raises ContractError and
+    least. `halt_on_spike` and `tensorboard` are as in `Task`. Raises ContractError and
     UsageError for a problem found before the run begins, and BackendUnavailable for a device that
     is missing or does not start.
     """

@@ -73,10 +73,10 @@ def _misplaced(root: MapNode) -> Iterator[str]:
             yield key
 
 
-def run(path: Path, *, resume: bool, halt_on_spike: bool) -> int:
+def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | None = None) -> int:
     """Serve the fine-tuning that the file at `path` describes; return the exit code.
 
-    `halt_on_spike` is as in `Task`.
+    `halt_on_spike` and `tensorboard` are as in `Task`.
 
     Raises ContractError, UsageError or CheckpointError for a problem found before the run begins,
     and SystemFailure if the ledger, the last checkpoint or the output can't be written.
@@ -112,6 +112,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool) -> int:
         num_steps=scenario.num_steps,
         device=torch.device("cpu"),
         halt_on_spike=halt_on_spike,
+        tensorboard=tensorboard,
     ) as task:
         offering = replace(task, package=offered.package, piece=offered.read)
         return coordinator.serve(served, offering, resume=resume)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -11,13 +11,11 @@ import torch
 
 from entrenar_py.finetune import export, history, page
 from entrenar_py.finetune.evaluator import Evaluator
-from entrenar_py.finetune.event_files import EventFiles
 from entrenar_py.finetune.page import Outcome
 from entrenar_py.service import memory_peak
 from entrenar_py.service.address import Address
 from entrenar_py.service.coordinator import Ended, Task
 from entrenar_py.service.memory_peak import Memory
-from entrenar_py.service.run_events import Listener
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.workload import Finetuning
 from entrenar_py.untrusted import printing
@@ -39,25 +37,18 @@ def opened(
 ) -> Iterator[Task]:
     """Yield the task of a run of `num_steps`; validation rows are scored on `device`.
 
-    Figures go to the folder `tensorboard`, if there is one. The other arguments are those of
-    `Task`. Raises UsageError if figures can't be written there.
+    The other arguments are those of `Task`.
     """
-    with ExitStack() as stack:
-        listeners: list[Listener] = []
-        if tensorboard is not None:
-            figures = EventFiles(tensorboard)
-            stack.callback(figures.close)
-            listeners.append(figures)
-        evaluator = Evaluator(prepared, workload, device=device, num_steps=num_steps)
-        stack.callback(evaluator.close)
+    evaluator = Evaluator(prepared, workload, device=device, num_steps=num_steps)
+    with closing(evaluator):
         yield Task(
             workload=workload,
-            listeners=listeners,
             listening=listening,
             memory=memory,
             stepped=evaluator.stepped,
             ended=partial(_end, prepared, workload, evaluator, num_steps),
             halt_on_spike=halt_on_spike,
+            tensorboard=tensorboard,
         )
 
 

@@ -23,6 +23,7 @@ from entrenar_py.protocol.terms import Run
 from entrenar_py.service import config, exit_codes, file_locks, memory_peak, progress, signals
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Config
+from entrenar_py.service.event_files import EventFiles
 from entrenar_py.service.host import Host, Stepped
 from entrenar_py.service.memory_peak import Memory
 from entrenar_py.service.metrics import Metrics
@@ -35,7 +36,9 @@ from entrenar_py.training.tensors import Array, Workload
 from entrenar_py.untrusted import printing
 
 
-def run(path: Path, *, resume: bool, halt_on_spike: bool = False) -> int:
+def run(
+    path: Path, *, resume: bool, halt_on_spike: bool = False, tensorboard: Path | None = None
+) -> int:
     """Serve the run that the file at `path` describes; return the exit code.
 
     Raises ContractError, UsageError or CheckpointError for a problem found before the run begins,
@@ -48,7 +51,8 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool = False) -> int:
             "--halt-on-spike with topology=mesh: its workers make a step before the coordinator "
             "knows the gradient's norm; use topology: star"
         )
-    return serve(settings, Task(halt_on_spike=halt_on_spike), resume=resume)
+    task = Task(halt_on_spike=halt_on_spike, tensorboard=tensorboard)
+    return serve(settings, task, resume=resume)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,22 +75,22 @@ class Ended:
 class Task:
     """A training to serve, and the callbacks that are told of it.
 
-    Without a `workload` it is the scenario's. `listeners` are told what those of every run are.
-    `listening` is given the address once workers may connect. `memory` returns the peak of the
-    run's processes on this machine. `stepped` is called after each step of a star with the number
-    of steps made, the tensors by name, which it must copy, and a function that tells the listeners.
-    `ended` is called when the run is over, before the listeners are closed. `halt_on_spike` halts a
-    star's run before a step whose gradient is far larger than those before it. `package` has the
-    files that workers may fetch, which `piece` reads.
+    Without a `workload` it is the scenario's. `listening` is given the address once workers may
+    connect. `memory` returns the peak of the run's processes on this machine. `stepped` is called
+    after each step of a star with the number of steps made, the tensors by name, which it must
+    copy, and a function that tells the listeners. `ended` is called when the run is over, before
+    the listeners are closed. `halt_on_spike` halts a star's run before a step whose gradient is far
+    larger than those before it. Event files go to the folder `tensorboard`, if there is one.
+    `package` has the files that workers may fetch, which `piece` reads.
     """
 
     workload: Workload | None = None
-    listeners: Sequence[Listener] = ()
     listening: Callable[[Address], None] = lambda _: None
     memory: Callable[[], Memory] = memory_peak.here
     stepped: Stepped = lambda made, tensors, tell: None
     ended: Callable[[Ended], None] = lambda _: None
     halt_on_spike: bool = False
+    tensorboard: Path | None = None
     package: Package | None = None
     piece: ReadPiece = no_piece
 
@@ -106,7 +110,8 @@ def serve(settings: Config, task: Task, *, resume: bool) -> int:
             metrics = Metrics(settings.metrics)
             stack.callback(metrics.close)
             listeners.append(metrics)
-        listeners += task.listeners
+        if task.tensorboard is not None:
+            listeners.append(stack.enter_context(closing(EventFiles(task.tensorboard))))
         return _run(settings, task, listeners, resume=resume)
 
 

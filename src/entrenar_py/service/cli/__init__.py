@@ -54,9 +54,13 @@ def _run(given: argparse.Namespace) -> int:
         from entrenar_py.finetune import serving
         from entrenar_py.service import coordinator
 
-        if serving.is_finetuning(given.config):
-            return serving.run(given.config, resume=given.resume, halt_on_spike=given.halt_on_spike)
-        return coordinator.run(given.config, resume=given.resume, halt_on_spike=given.halt_on_spike)
+        serve = serving.run if serving.is_finetuning(given.config) else coordinator.run
+        return serve(
+            given.config,
+            resume=given.resume,
+            halt_on_spike=given.halt_on_spike,
+            tensorboard=given.tensorboard,
+        )
     if given.command == "worker":
         from entrenar_py.finetune import joining
         from entrenar_py.service import worker

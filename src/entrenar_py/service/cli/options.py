@@ -78,6 +78,11 @@ def _require_of_wire(parsed: argparse.Namespace) -> None:
             f"--resume with --wire {WIRE_2}: the workers hold the weights, and the coordinator "
             "writes no checkpoint to go on from; leave --resume out"
         )
+    if parsed.wire == WIRE_2 and parsed.tensorboard is not None:
+        raise UsageError(
+            f"--tensorboard with --wire {WIRE_2}: its coordinator writes `metrics` alone; leave "
+            "--tensorboard out"
+        )
     if parsed.wire == WIRE_2 and parsed.halt_on_spike:
         raise UsageError(
             f"--halt-on-spike with --wire {WIRE_2}: its workers have no message that halts them; "
@@ -122,7 +127,7 @@ def _add_coordinator(commands: _Commands) -> None:
         action="store_true",
         help="go on from the checkpoint, or from the start if there is none yet",
     )
-    _add_halt_on_spike(command)
+    _add_following(command)
     command.add_argument(
         "--wire",
         choices=WIRES,
@@ -137,12 +142,19 @@ def _add_coordinator(commands: _Commands) -> None:
     )
 
 
-def _add_halt_on_spike(command: _Parser) -> None:
+def _add_following(command: _Parser) -> None:
+    """Add what a run may do about its own figures."""
     command.add_argument(
         "--halt-on-spike",
         action="store_true",
         help="halt before a step whose gradient norm is more than ten times its running median; "
         "without it such a step is only reported, on the screen and in the ledger",
+    )
+    command.add_argument(
+        "--tensorboard",
+        metavar="DIR",
+        type=Path,
+        help="also write the figures of the run to a folder that TensorBoard draws",
     )
 
 
@@ -284,13 +296,7 @@ def _add_finetune(commands: _Commands) -> None:
         help="what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
         "each at least (default cpu)",
     )
-    _add_halt_on_spike(finetune)
-    finetune.add_argument(
-        "--tensorboard",
-        metavar="DIR",
-        type=Path,
-        help="also write the figures of the run to a folder that TensorBoard draws",
-    )
+    _add_following(finetune)
     _add_plan(commands)
     infer = _add(commands, "infer", "answer a prompt with what `finetune` has trained")
     infer.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")

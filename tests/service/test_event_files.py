@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune.event_files import EventFiles
+from entrenar_py.service.event_files import EventFiles
 from entrenar_py.service.run_events import ClassScored, Noted, Scored
 from tests.service.happened import made
 
