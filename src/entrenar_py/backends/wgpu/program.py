@@ -18,6 +18,7 @@ from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.emitter import ELEMENT_BYTES, Buffer
 from entrenar_py.backends.wgpu.lower import Lowered, lower
+from entrenar_py.backends.wgpu.scratch import Scratch
 from entrenar_py.backends.wgpu.uploads import HOST, Array, Uploaded, device_array, upload
 from entrenar_py.backends.wgpu.values import Step
 from entrenar_py.errors import BackendUnavailable, UsageError
@@ -70,18 +71,20 @@ def compile_graph(
     graph: GraphModule,
     inputs: Sequence[Tensor],
     resident: Sequence[Uploaded] = (),
+    scratch: Scratch | None = None,
     *,
     fused: bool = True,
 ) -> Program:
     """Compile a captured function of `inputs` and `resident` for the shapes of `inputs`.
 
-    Programs read `resident` where it lies, and may share it. Without `fused`, each operation is a
+    Programs read `resident` where it lies, and may share it. Intermediate results lie in `scratch`,
+    by default in memory of the program's own. Without `fused`, each operation is a
     dispatch of its own. Raises UsageError, with the model's source line, for an operation without
     a kernel, and BackendUnavailable for tensors that are too large for the device.
     """
     bindings_max = device.handle.limits["max-storage-buffers-per-shader-stage"]
     lowered = lower(graph, device.limits, bindings_max=bindings_max, fused=fused)
-    return Program(device, lowered, inputs, resident)
+    return Program(device, lowered, inputs, resident, scratch)
 
 
 class Program:
@@ -93,6 +96,7 @@ class Program:
         lowered: Lowered,
         inputs: Sequence[Tensor],
         resident: Sequence[Uploaded],
+        scratch: Scratch | None = None,
     ) -> None:
         self.counts = Counts()
         self.device = device
@@ -109,7 +113,7 @@ class Program:
         # For each buffer that a run needs: the GPU buffer that has it, and at which byte.
         self.places: dict[Buffer, tuple[Any, int]] = {}
         with device.failures():
-            self._allocate(resident)
+            self._allocate(resident, scratch or Scratch())
             once = [self._prepare(step) for step in self._plan.once]
             self.dispatches = [self._prepare(step) for step in self._plan.steps]
             self._compute_once(once)
@@ -189,7 +193,7 @@ class Program:
                     f"{self.device.buffer_bytes_max}; use a smaller model or another backend"
                 )
 
-    def _allocate(self, resident: Sequence[Uploaded]) -> None:
+    def _allocate(self, resident: Sequence[Uploaded], scratch: Scratch) -> None:
         import wgpu
 
         gpu, usage = self.device.handle, wgpu.BufferUsage
@@ -204,7 +208,7 @@ class Program:
             self.places[buffer] = (upload(self.device, tensor, buffer.name).memory, 0)
         for buffer in self._plan.kept:
             self.places[buffer] = (gpu.create_buffer(size=buffer.num_bytes, usage=storage), 0)
-        shared = [gpu.create_buffer(size=size, usage=storage) for size in self._plan.slot_bytes]
+        shared = scratch.take(self.device, self._plan.slot_bytes)
         self.places |= {one: (shared[slot], 0) for one, slot in self._plan.slots.items()}
         self._staging = gpu.create_buffer(
             size=max(ELEMENT_BYTES, self._result_bytes), usage=usage.MAP_READ | usage.COPY_DST

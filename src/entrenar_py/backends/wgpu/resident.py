@@ -17,6 +17,7 @@ from entrenar_py.backends.steps import Array, DropFunction, Model
 from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.program import Program, compile_graph
+from entrenar_py.backends.wgpu.scratch import Scratch
 from entrenar_py.backends.wgpu.uploads import Uploaded, upload
 
 
@@ -38,13 +39,14 @@ class Compiled:
 
     A program's key is its graph's key and the BLAKE3 digest of the replica's frozen tensors.
     `frozen` has these tensors on the device by digest, `constants` the workload's own. All programs
-    read the same copy.
+    read the same copy, and use the same `scratch` for intermediate results.
     """
 
     graphs: dict[Key, GraphModule] = field(default_factory=dict)
     programs: dict[tuple[Key, str], Program] = field(default_factory=dict)
     frozen: dict[str, list[Uploaded]] = field(default_factory=dict)
     constants: list[Uploaded] | None = None
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 class Programs:
@@ -87,7 +89,8 @@ class ResidentStep:
         inputs = self._inputs(batch, masks)
         if (key, self._digest) not in programs:
             graph = self._graph(key, batch, masks)
-            program = compile_graph(self._device, graph, inputs, self._uploaded())
+            uploaded, scratch = self._uploaded(), self._compiled.scratch
+            program = compile_graph(self._device, graph, inputs, uploaded, scratch)
             programs[key, self._digest] = program
         loss, *gradients = programs[key, self._digest].run([x.detach().numpy() for x in inputs])
         return float(loss), gradients
