@@ -11,8 +11,10 @@ from entrenar_py.mutants import Variant
 from . import (
     accumulation,
     audits,
+    averaging,
     benign,
     benign_audits,
+    benign_averaging,
     benign_finetuning,
     benign_local_sgd,
     benign_mesh,
@@ -55,7 +57,7 @@ from . import (
 _MUTANTS = (
     *(loss, accumulation, data, communication, clipping, schedule, optimizer, initialisation),
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
-    *(wire, protocol, blocks, mesh, audits, rings, updates),
+    *(wire, averaging, protocol, blocks, mesh, audits, rings, updates),
     *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd),
     *(wgpu_steps, wgpu_kernels, finetuning),
 )
@@ -63,6 +65,7 @@ _BENIGN = (
     *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),
     *(torch_benign, benign_parallelism, benign_local_sgd, benign_wgpu),
     benign_finetuning,
+    benign_averaging,
 )
 
 

@@ -106,6 +106,15 @@ EVENTS: tuple[trace.Event, ...] = (
     trace.Gap(step=3, lines=5, digest="0" * 32, reason="it was removed"),
     trace.Refused(case="flipped", error=None, claimed_bytes=2**62, allocated_bytes=0),
     trace.Admission(case="wrong secret", entitled=False, let_in=False, answer="refused"),
+    trace.Heard(
+        case="backwards",
+        step=0,
+        part="block 3",
+        digest=None,
+        poisoned=True,
+        roundings=INF,
+        element=None,
+    ),
     trace.Averaged(step=2, ranks=(0, 2), gradient=TENSORS, loss=INF, correct=None, weight=7),
     trace.Reduced(step=0, rank=1, num_elements=5, roundings=INF, element=4),
     trace.Traffic(

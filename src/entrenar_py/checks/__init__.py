@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from entrenar_py.checks import (
     audits,
+    averages,
     coverage,
     devices,
     endurance,
@@ -59,6 +60,7 @@ _FAMILIES = (
     wire,
     endurance,
     audits,
+    averages,
     reductions,
     local_sgd,
     tuned_weights,

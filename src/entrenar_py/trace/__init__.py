@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from entrenar_py.trace.averaging_events import Averaged
+from entrenar_py.trace.averaging_events import Averaged, Heard
 from entrenar_py.trace.device_events import Declined, Explained, Poisoned, Stepped
 from entrenar_py.trace.events import (
     Admission,
@@ -67,6 +67,7 @@ __all__ = [
     "Frozen",
     "Gap",
     "Halt",
+    "Heard",
     "Held",
     "Injected",
     "Manifest",

@@ -22,3 +22,22 @@ class Averaged(Event):
     loss: float | None = None
     correct: int | None = None
     weight: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard(Event):
+    """Workers heard the average of `part` of the gradient of `step`, under the schedule `case`.
+
+    `digest` is that of its bytes, "different" if they heard different ones, None if none of them
+    heard any. `poisoned`: a term is not finite. `roundings` is the largest deviation from the exact
+    weighted mean of the known terms, in units of what one rounding to float32 and those of float64
+    may make, at `element`; None without a digest.
+    """
+
+    case: str
+    step: int
+    part: str
+    digest: str | None
+    poisoned: bool
+    roundings: float | None
+    element: int | None

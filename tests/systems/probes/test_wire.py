@@ -7,6 +7,7 @@ import pytest
 from entrenar_py import systems
 from entrenar_py.protocol import frames, messages
 from entrenar_py.protocol.frames import CHUNK_BYTES
+from entrenar_py.protocol.upstream.wire_messages import WIRE_MESSAGES
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Admission, Carried, Refused
 
@@ -16,9 +17,9 @@ SCENARIO = Scenario(system="wire", workload="linear", world_size=1, seed=5)
 def test_every_message_is_carried() -> None:
     """Each kind is carried, without a payload and with odd bytes and several chunks."""
     carried = systems.run(SCENARIO).of(Carried)
-    assert {one.message for one in carried} == {
-        kind.__name__ for kind in messages.MESSAGES.values()
-    }
+    ours = {kind.__name__ for kind in messages.MESSAGES.values()}
+    original = {f"original: {kind.__name__}" for kind in WIRE_MESSAGES.values()}
+    assert {one.message for one in carried} == ours | original
     for kind in messages.MESSAGES.values():
         sizes = {one.payload_bytes for one in carried if one.message == kind.__name__}
         assert (max(sizes) > 3 * CHUNK_BYTES) == bool(kind.carries)

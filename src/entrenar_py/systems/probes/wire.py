@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from blake3 import blake3
 
@@ -17,9 +17,13 @@ from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.frames import CHUNK_BYTES, Buffer, Decoder, Encoder, Received
 from entrenar_py.protocol.messages import Challenge, Heartbeat, Hello, Message, TreeNode
 from entrenar_py.protocol.terms import Run, Terms, Timing
+from entrenar_py.protocol.upstream.wire_frames import Received as OriginallyReceived
+from entrenar_py.protocol.upstream.wire_messages import WireMessage
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems.probes import original_frames
 from entrenar_py.systems.recorder import Recorder
 
+Got = TypeVar("Got", covariant=True)
 KEY = bytes(range(32))
 SECRET, NONCE = b"a secret", "0" * 2 * handshake.NONCE_BYTES
 TERMS = Terms(run="run", manifest="manifest", data="data")
@@ -27,6 +31,14 @@ TERMS = Terms(run="run", manifest="manifest", data="data")
 ODD_FLOATS = bytes.fromhex("4523c17f0100a0ff000000800000000001000000000080ff0000807f")
 FLIPS = 64
 TWICE = "sent twice"
+
+
+class Feeds(Protocol[Got]):
+    """A decoder."""
+
+    def feed(self, data: bytes) -> Iterator[Got]:
+        """Take all of `data`, and yield each message as soon as it is complete."""
+        ...
 
 
 def run(scenario: Scenario) -> trace.Trace:
@@ -38,6 +50,12 @@ def run(scenario: Scenario) -> trace.Trace:
             recorder.emit(_carried(message, payload, most, rng))
     for case, data in _damaged(rng):
         recorder.emit(_refused(case, data))
+    for original, gradients in original_frames.letters(ODD_FLOATS):
+        for frame in original_frames.frames_of(original, gradients):
+            for most in (1, 7, 2**16):
+                recorder.emit(_carried_originally(original, gradients, frame, most, rng))
+    for case, data, claimed_bytes in original_frames.malformed():
+        recorder.emit(_refused_originally(case, data, claimed_bytes))
     for case, hello, entitled in _applicants():
         recorder.emit(_admission(case, hello, entitled))
     return recorder.finish(status="completed")
@@ -70,12 +88,16 @@ def _letters() -> Iterator[tuple[Message, bytes]]:
                 yield message, (ODD_FLOATS * repeats)[:num_bytes]
 
 
-def _carried(message: Message, payload: bytes, most: int, rng: random.Random) -> trace.Carried:
-    data = b"".join(Encoder(KEY).encode(message, payload))
+def _pieces(data: bytes, most: int, rng: random.Random) -> list[bytes]:
+    """Cut `data` into pieces of at most `most` bytes."""
     ends = [0]
     while ends[-1] < len(data):
         ends.append(ends[-1] + rng.randint(1, most))
-    pieces = [data[start:end] for start, end in pairwise(ends)]
+    return [data[start:end] for start, end in pairwise(ends)]
+
+
+def _carried(message: Message, payload: bytes, most: int, rng: random.Random) -> trace.Carried:
+    pieces = _pieces(b"".join(Encoder(KEY).encode(message, payload)), most, rng)
     got, _, allocated_bytes = _read(pieces, len(payload))
     return trace.Carried(
         message=type(message).__name__,
@@ -91,13 +113,47 @@ def _digest(message: Message, payload: Buffer) -> str:
     return str(blake3(headers.dump(message) + b"\n").update(payload).hexdigest(16))
 
 
+def _carried_originally(
+    message: WireMessage, gradients: bytes, frame: bytes, most: int, rng: random.Random
+) -> trace.Carried:
+    pieces = _pieces(frame, most, rng)
+    got, _, allocated_bytes = _read_by(original_frames.decoder, pieces)
+    sent = original_frames.digest(OriginallyReceived(message, memoryview(gradients)))
+    return trace.Carried(
+        message=original_frames.PREFIX + type(message).__name__,
+        payload_bytes=len(gradients),
+        pieces=len(pieces),
+        sent=sent,
+        got=original_frames.digest(got[0]) if got else None,
+        allocated_bytes=allocated_bytes,
+    )
+
+
+def _refused_originally(case: str, data: bytes, claimed_bytes: int) -> trace.Refused:
+    # Padding, so that a frame that claims more is not refused only for missing bytes.
+    got, error, allocated_bytes = _read_by(original_frames.decoder, [data + bytes(2**16)])
+    return trace.Refused(
+        case=original_frames.PREFIX + case,
+        error=None if got else error or "nothing",
+        claimed_bytes=claimed_bytes,
+        allocated_bytes=allocated_bytes,
+    )
+
+
 def _read(pieces: list[bytes], limit: int) -> tuple[list[Received], str | None, int]:
+    """Decode `pieces` of our own frames, with payloads up to `limit` bytes."""
+    return _read_by(lambda: Decoder(lambda kind: limit if kind.carries else 0, KEY), pieces)
+
+
+def _read_by(
+    new_decoder: Callable[[], Feeds[Got]], pieces: list[bytes]
+) -> tuple[list[Got], str | None, int]:
     """Decode `pieces`; return the messages, the error's name or None, and the peak allocation."""
-    got: list[Received] = []
+    got: list[Got] = []
     error = None
     tracemalloc.start()
     try:
-        decoder = Decoder(lambda kind: limit if kind.carries else 0, KEY)
+        decoder = new_decoder()
         for piece in pieces:
             for received in decoder.feed(piece):
                 got.append(received)
