@@ -240,10 +240,7 @@ SYSTEMS: dict[str, System] = {
     "wire": System(
         room="probes", what="the wire's codec and admission of peers, on valid and damaged bytes"
     ),
-    "averaging": System(
-        room="probes",
-        what="averages for workers of the original system, under schedules of arrival and death",
-    ),
+    "averaging": System(room="probes", what="averages for workers of the original system"),
     "memory": System(
         room="probes",
         what="each worker's share in a process of its own, its memory measured",

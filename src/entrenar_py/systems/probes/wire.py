@@ -74,6 +74,8 @@ def _letters() -> Iterator[tuple[Message, bytes]]:
         "bool": True,
         "Nonce": NONCE,
         "Proof": "f" * 64,
+        "Digest": "d" * 64,
+        "Digest | None": None,
         "float": float("nan"),
         "tuple[int, ...]": (0, 2**62),
         "tuple[str, ...]": ("é\n", ""),
