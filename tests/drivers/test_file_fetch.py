@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from entrenar_py.protocol.fetcher import Fetcher
 from entrenar_py.protocol.frames import FROM_COORDINATOR, Buffer, Decoder, Encoder
 from entrenar_py.protocol.messages import Piece, Want
 from entrenar_py.protocol.package import PIECE_BYTES, WANTED_MAX, Package, Part, piece_bytes
+from tests.drivers.certificates import Authority, client_context, server_context
 from tests.drivers.fakes import LOOPBACK, SECRET, TIMING, AtOnce, FakeServer, go, run_of
 
 
@@ -76,12 +79,14 @@ def source(port: int, **changes: Any) -> Source:
 
 
 @asynccontextmanager
-async def serving(hands: FakeServer, **run: Any) -> AsyncIterator[tuple[CoordinatorServer, int]]:
+async def serving(
+    hands: FakeServer, *, context: ssl.SSLContext | None = None, **run: Any
+) -> AsyncIterator[tuple[CoordinatorServer, int]]:
     """A coordinator that serves FILES, and its port."""
     sizes = {file: len(content) for file, content in FILES.items()}
     package = Package(LIST, sizes)
     server = CoordinatorServer(run_of(package=package, **run), hands, timing=TIMING, secret=SECRET)
-    _, port = await server.listen(LOOPBACK, 0)
+    _, port = await server.listen(LOOPBACK, 0, context=context)
     running = asyncio.ensure_future(server.finish())
     yield server, port
     running.cancel()
@@ -106,6 +111,25 @@ def test_all_files_come() -> None:
             )
             assert kept.there == FILES
             assert server.end.finished is None
+
+    go(story())
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    """The files come over TLS, too, and from no coordinator whose certificate is another's."""
+    ours, theirs = (Authority(tmp_path, name) for name in ("ours", "theirs"))
+
+    async def story() -> None:
+        async with serving(hands_of(FILES), context=server_context(ours)) as (_, port):
+            kept = Kept(FILES)
+            where = source(port, context=client_context(ours, ours))
+            finish = await file_fetch.fetch(where, kept.missing, kept.store)
+            assert (finish, kept.there) == (do.Finish("completed"), FILES)
+            kept = Kept(FILES)
+            where = source(port, context=client_context(theirs, ours), patience_s=0.1)
+            finish = await file_fetch.fetch(where, kept.missing, kept.store)
+            assert "CERTIFICATE_VERIFY_FAILED" in finish.reason
+            assert kept.num_pieces == 0
 
     go(story())
 

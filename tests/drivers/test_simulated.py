@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from entrenar_py.drivers.message_faults import Fate, Meddle, Meddling, unmeddled
 from entrenar_py.drivers.simulated import LATENCY_S, Simulation
 from entrenar_py.drivers.uninvited_client import Guest
-from entrenar_py.protocol.frames import Buffer
+from entrenar_py.protocol import effects as do
+from entrenar_py.protocol.fetcher import Fetcher
+from entrenar_py.protocol.frames import FROM_COORDINATOR, Buffer, Decoder, Encoder
 from entrenar_py.protocol.messages import MESSAGES, Message
+from entrenar_py.protocol.package import PIECE_BYTES, Package, Part
 from entrenar_py.protocol.terms import Run, Timing
 from tests.drivers.fakes import COMPLETED, SECRET, FakeMember, FakeServer, run_of
 
@@ -216,3 +219,63 @@ def test_who_speaks_to_a_coordinator_that_died_is_not_heard() -> None:
     simulation.later(0.75 * last_word_s, lambda: simulation.restart(run_of(), hands))
     assert simulation.run(until_s=1000.0) == COMPLETED
     assert hands.made == [0, 1, 2]
+
+
+class Late(Guest):
+    """A client that fetches files, and checks them. `there` has the bytes of each that came."""
+
+    def __init__(self, files: dict[str, bytes], there: dict[str, int]) -> None:
+        super().__init__(lambda challenge: b"")
+        self.there, self.finished = there, False
+        parts = [Part(file, len(files[file]), there[file]) for file in files]
+        self._files = files
+        self._machine = Fetcher(
+            "up",
+            "1" * 32,
+            secret=SECRET,
+            backend="cpu",
+            package=next(iter(files)),
+            parts=parts,
+            timing=TIMING,
+            now=0.0,
+        )
+        self._encoder = Encoder()
+        self._stream = Decoder(lambda kind: 2**21, direction=FROM_COORDINATOR)
+
+    def heard(self, data: bytes) -> list[bytes]:
+        """Take bytes from the coordinator; return what to send, in one piece, so in order."""
+        said = list[bytes]()
+        for received in self._stream.feed(data):
+            if self.finished:
+                break
+            for effect in self._machine.receive(received.message):
+                match effect:
+                    case do.Send(_, message):
+                        said.append(b"".join(self._encoder.encode(message)))
+                    case do.Secure(_, key):
+                        self._encoder.key = self._stream.key = key
+                    case do.Store(file, offset):
+                        content = bytes(received.payload)
+                        assert offset == self.there[file]
+                        assert content == self._files[file][offset : offset + PIECE_BYTES]
+                        self.there[file] += len(content)
+                    case do.Finish(status):
+                        self.finished = status == "completed"
+        return [b"".join(said)] if said else []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_files_are_fetched_while_others_train(seed: int) -> None:
+    """A late worker's pieces come between the messages of steps, whatever befalls a worker."""
+    files = {f"{n:064x}": bytes([n]) * size for n, size in enumerate((50, 3 * PIECE_BYTES + 1))}
+    sizes = {file: len(content) for file, content in files.items()}
+    run = run_of(num_steps=40, package=Package(next(iter(files)), sizes))
+    simulation, hands, members = simulate(run, seed=seed, meddle=once(Fate.CUT, "TreeNode"))
+    hands.files = files
+    guest = Late(files, dict.fromkeys(files, 0))
+    simulation.later(0.2, lambda: simulation.visit(guest))
+    assert simulation.run(until_s=1000.0) == COMPLETED
+    assert guest.finished
+    assert guest.there == sizes
+    assert hands.made == list(range(40))
+    assert len(members) == 2

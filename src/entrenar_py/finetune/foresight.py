@@ -25,17 +25,26 @@ def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
     said to be so, and runs. Raises ContractError for values that can't train anything, and
     UsageError for a device with too little memory.
     """
-    settings = prepared.settings
-    devices = room.of_backends(names, settings.devices)
-    rows = hyper_parameters.rows_of(prepared)
-    run = plan.of(settings, devices, longest=_longest(prepared), bandwidth=_BANDWIDTH)
-    remarks.show(path, Facts(settings=settings, num_parameters=_number(run), rows=rows))
+    run = remark(path, prepared, names)
     try:
         plan.rehearse(run)
     except UsageError as error:
         printing.warn(f"{room.RULE} is not looked at: {error}")
         return
     room.require(run)
+
+
+def remark(path: Path, prepared: Prepared, names: Sequence[str]) -> Run:
+    """Print what is unusual in the configuration at `path`; return the plan of its run.
+
+    Raises ContractError for values that can't train anything.
+    """
+    settings = prepared.settings
+    devices = room.of_backends(names, settings.devices)
+    rows = hyper_parameters.rows_of(prepared)
+    run = plan.of(settings, devices, longest=_longest(prepared), bandwidth=_BANDWIDTH)
+    remarks.show(path, Facts(settings=settings, num_parameters=_number(run), rows=rows))
+    return run
 
 
 def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:

@@ -20,7 +20,7 @@ from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import MapNode, Node
 from entrenar_py.drivers import tls
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import export, settings_file
+from entrenar_py.finetune import export, foresight, settings_file
 from entrenar_py.finetune import task as tasks
 from entrenar_py.finetune.offered_files import OfferedFiles
 from entrenar_py.protocol.terms import Timing
@@ -86,6 +86,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     for what, found in (("train", prepared.train), ("validation", prepared.validation)):
         if found is not None:
             printing.say(f"{what}: {len(found)} samples")
+    foresight.remark(path, prepared, ("cpu",))  # what workers have is not known here
     workload = prepared.workload()
     offered = OfferedFiles(prepared)
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
