@@ -6,8 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from entrenar_py.protocol.messages import Computed, TreeNode
-from entrenar_py.protocol.phases import PeerPhase, Stage
+from entrenar_py.protocol.phases import PEER_MAY_SAY, PeerPhase, Stage
 from tests.protocol.star import Link, Star, Station, run_of
+
+# The phases of workers' connections. Those that fetch files have tests of their own.
+WORKERS_MAY_SAY = {
+    phase: kinds for phase, kinds in PEER_MAY_SAY.items() if phase is not PeerPhase.FETCHING
+}
 
 
 def node(step: int = 0, level: int = 2, index: int = 0, block: int = 0) -> TreeNode:

@@ -20,12 +20,15 @@ INT_MAX = 2**63 - 1
 
 _ints = st.integers(0, INT_MAX)
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+_digests = st.binary(min_size=32, max_size=32).map(bytes.hex)
 _FIELDS: dict[str, st.SearchStrategy[object]] = {
     "bool": st.booleans(),
     "int": _ints,
     "int | None": st.none() | _ints,
     "Nonce": st.binary(min_size=16, max_size=16).map(bytes.hex),
     "Proof": st.binary(min_size=32, max_size=32).map(bytes.hex),
+    "Digest": _digests,
+    "Digest | None": st.none() | _digests,
     "str": _texts | st.just("\U0001f600" * TEXT_CHARS_MAX),
     "str | None": st.none() | _texts,
     "float": st.floats(),

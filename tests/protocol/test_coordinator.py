@@ -24,8 +24,8 @@ from entrenar_py.protocol.messages import (
     TreeNode,
     Welcome,
 )
-from entrenar_py.protocol.phases import PEER_MAY_SAY, PeerPhase, Stage
-from tests.protocol.situations import alone, computed, link_of, node, reach
+from entrenar_py.protocol.phases import PeerPhase, Stage
+from tests.protocol.situations import WORKERS_MAY_SAY, alone, computed, link_of, node, reach
 from tests.protocol.star import SECRET, TIMING, Star, run_of
 
 BAD = NonFinite(step=0, shard=0, tensor="w", element=1, loss=1.0, ids=(1,))
@@ -181,7 +181,9 @@ def test_nobody_joins_what_is_over() -> None:
 # --- how long it waits ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", [one for one in PEER_MAY_SAY if one is not PeerPhase.CHALLENGED])
+@pytest.mark.parametrize(
+    "phase", [one for one in WORKERS_MAY_SAY if one is not PeerPhase.CHALLENGED]
+)
 def test_the_silent_are_dropped(phase: PeerPhase) -> None:
     """A worker is dropped after `dead_after_s` without a byte, and not before."""
     star, link = reach(phase)

@@ -16,9 +16,9 @@ from entrenar_py.protocol.messages import (
     Shutdown,
     Staged,
 )
-from entrenar_py.protocol.phases import ALWAYS, PEER_MAY_SAY, PeerPhase, Stage
+from entrenar_py.protocol.phases import ALWAYS, PeerPhase, Stage
 from tests.protocol.samples import SAMPLES
-from tests.protocol.situations import alone, computed, link_of, node, reach
+from tests.protocol.situations import WORKERS_MAY_SAY, alone, computed, link_of, node, reach
 from tests.protocol.star import SECRET, Link, Star, Station, closes, closing, run_of
 
 BAD = NonFinite(step=0, shard=0, tensor="w", element=1, loss=1.0, ids=(1,))
@@ -26,7 +26,7 @@ ALL = computed(0, 1, 2, 3)
 
 ILLEGAL = [
     (phase, kind)
-    for phase, legal in PEER_MAY_SAY.items()
+    for phase, legal in WORKERS_MAY_SAY.items()
     for kind in MESSAGES.values()
     if kind not in legal and (kind not in ALWAYS or phase is PeerPhase.CHALLENGED)
 ]

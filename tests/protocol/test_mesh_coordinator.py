@@ -35,7 +35,8 @@ from tests.protocol.samples import SAMPLES
 from tests.protocol.star import SECRET, closing, run_of
 from tests.protocol.stations import Station, Wire
 
-PLACES = [phase for phase in MESH_PEER_MAY_SAY if phase is not PeerPhase.CHALLENGED]
+OUTSIDE = (PeerPhase.CHALLENGED, PeerPhase.FETCHING)
+PLACES = [phase for phase in MESH_PEER_MAY_SAY if phase not in OUTSIDE]
 
 
 def started(num_workers: int = 3, **changes: Any) -> tuple[Mesh, list[Station]]:

@@ -33,7 +33,7 @@ from entrenar_py.protocol.phases import (
 )
 from entrenar_py.protocol.terms import Timing
 from tests.protocol.samples import SAMPLES
-from tests.protocol.situations import node, reach
+from tests.protocol.situations import WORKERS_MAY_SAY, node, reach
 from tests.protocol.star import SECRET, Link, Star, run_of
 
 PATIENT = Timing(heartbeat_s=5.0, dead_after_s=30.0, hello_s=10.0, gather_s=1e9)
@@ -229,7 +229,7 @@ def test_a_run_in_order(num_workers: int, num_shards: int) -> None:
     ("phase", "others"),
     [
         (phase, others)
-        for phase in PEER_MAY_SAY
+        for phase in WORKERS_MAY_SAY
         for others in (0, 1, 2)
         # Alone, nobody has to be waited for there.
         if others or phase not in (PeerPhase.WAITING, PeerPhase.READY, PeerPhase.STAGED)

@@ -59,7 +59,7 @@ def test_a_barred_rank_is_nobodys() -> None:
 @pytest.mark.parametrize(
     ("changes", "taken", "reason", "retry"),
     [
-        ({"version": 1}, (), "version=1: this run has 2", False),
+        ({"version": 1}, (), "version=1: this run has 3", False),
         ({"run": "x"}, (), "run='x': this run has 'r'", False),
         ({"manifest": "x"}, (), "manifest='x': this run has 'm'", False),
         ({"data": "x"}, (), "data='x': this run has 'd'", False),

@@ -301,7 +301,7 @@ def test_a_coordinator_proves_itself_too(proof: str) -> None:
 
 def test_another_version_is_the_end() -> None:
     """It does not try again."""
-    reason = "version=1: this worker speaks 2"
+    reason = "version=1: this worker speaks 3"
     assert told(connect(new()), replace(CHALLENGE, version=1)) == [
         do.Close(PEER, reason),
         do.Finish("failed", reason),
