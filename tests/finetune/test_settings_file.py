@@ -139,6 +139,11 @@ workers: yes
             "--nproc_per_node",
         ),
         (
+            CLASSES.replace("rows.jsonl", "rows.jsonl, packing: true"),
+            "4:36: error: packing with task: classify: a class is predicted from the end of a "
+            "sequence; leave packing out",
+        ),
+        (
             SMALL + "strategy: fsdp\nmethod: qlora\n",
             "5:11: error: strategy: fsdp with method: qlora: quantised weights can't be cut; use "
             "ddp or ddp_canonical",

@@ -250,6 +250,12 @@ class _Conflicts:
 
     def _unread(self) -> None:
         task = self._settings.task
+        if task == "classify" and self._settings.data.packing:
+            self._error(
+                "packing with task: classify: a class is predicted from the end of a sequence; "
+                "leave packing out",
+                *("data", "packing"),
+            )
         read = {"classify": {"text_field", "label_field"}, "text": {"text_field"}}
         fields = read.get(task, {"messages_field"})
         for key in ("text_field", "label_field", "messages_field"):

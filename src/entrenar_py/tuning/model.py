@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import fitting, precision, quantised
+from entrenar_py.tuning import fitting, packing, precision, quantised, recompute
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping
 
@@ -69,6 +69,12 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
     precision.prepare(module, settings)
     if settings.task != "classify":
         _require_causal(settings, module)
+    if settings.data.packing:
+        products = precision.of_products(settings)
+        with precision.applied(products, next(module.parameters()).device):
+            packing.require_apart(module, products, settings.model)
+    if settings.recompute == "blocks":
+        recompute.install(module)
     return module.train()
 
 

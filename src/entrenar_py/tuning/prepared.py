@@ -51,6 +51,7 @@ class Prepared:
             pad_token=self.pad_token,
             class_weights=weights,
             products=precision.of_products(self.settings),
+            packed_tokens=self.settings.data.max_tokens if self.settings.data.packing else None,
         )
 
 

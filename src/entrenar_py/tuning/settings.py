@@ -16,6 +16,7 @@ USUAL = Timing()
 TASKS = ("instruct", "classify", "text")
 METHODS = ("lora", "qlora", "full")
 PRECISIONS = ("float32", "bfloat16")
+RECOMPUTED = ("none", "blocks")
 STRATEGIES = (
     "ddp",
     "ddp_canonical",
@@ -53,6 +54,9 @@ class Data:
         "messages"
     )
     max_tokens: Annotated[int, Key("a longer row can't be used", least=2)] = 512
+    packing: Annotated[
+        bool, Key("put several rows into a sequence of `max_tokens`; they don't see each other")
+    ] = False
     on_error: Annotated[
         str,
         Key(
@@ -189,6 +193,13 @@ class Settings:
             choices=PRECISIONS,
         ),
     ] = "float32"
+    recompute: Annotated[
+        str,
+        Key(
+            "what is let go after the forward pass and computed again: less memory, more time",
+            choices=RECOMPUTED,
+        ),
+    ] = "none"
     strategy: Annotated[
         str | None,
         Key("how alike GPUs share the work: for ranks that torchrun starts", choices=STRATEGIES),

@@ -24,7 +24,7 @@ from entrenar_py.training.tensors import (
     TensorSpec,
     Workload,
 )
-from entrenar_py.tuning import fused_loss, precision, quantised
+from entrenar_py.tuning import fused_loss, packing, precision, quantised
 from entrenar_py.tuning.masks import Masks
 from entrenar_py.tuning.samples import Samples
 
@@ -34,31 +34,45 @@ _PLACES = 64  # and so are the places with a target: few shapes are to be compil
 
 
 class Rows:
-    """Samples as rows of tokens, filled up to the longest row, and to a multiple of `multiple`."""
+    """Samples as rows of tokens, filled up to the longest row, and to a multiple of `multiple`.
+
+    With a `capacity`, a row has as many samples as there is room for in so many tokens.
+    """
 
     multiple = 1
 
-    def __init__(self, samples: Samples, pad_token: int) -> None:
-        self._samples, self._pad_token = samples, pad_token
+    def __init__(self, samples: Samples, pad_token: int, capacity: int | None = None) -> None:
+        self._samples, self._pad_token, self._capacity = samples, pad_token, capacity
         self._longest = int(np.diff(samples.starts).max(initial=0))
 
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, attention mask and tokens to predict (else IGNORED), int64 [n, t] each.
 
-        t depends on the samples alone.
+        Packed rows have positions in place of a mask. n and t depend on the samples alone.
         """
         samples = self._samples
-        longest = max(samples.length(i) for i in ids)
+        lengths = [samples.length(i) for i in ids]
+        rows = [[number] for number in range(len(ids))]
+        if self._capacity is not None:
+            rows = packing.rows_of(lengths, self._capacity)
+        longest = max(sum(lengths[number] for number in row) for row in rows)
         # Not beyond the longest sample of all: a model may have no position for what fills up.
-        length = min(-(-longest // _LENGTHS) * _LENGTHS, self._longest)
-        shape = (len(ids), -(-length // self.multiple) * self.multiple)
+        most = max(self._capacity or 0, self._longest)
+        length = min(-(-longest // _LENGTHS) * _LENGTHS, most)
+        shape = (len(rows), -(-length // self.multiple) * self.multiple)
         tokens = np.full(shape, self._pad_token, np.int64)
         mask, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        for row, index in enumerate(ids):
-            part, length = samples.part(index), samples.length(index)
-            held = samples.tokens[part]
-            tokens[row, :length], mask[row, :length] = held, 1
-            targets[row, :length] = np.where(samples.is_target[part], held, IGNORED)
+        for row, numbers in enumerate(rows):
+            start = 0
+            for number in numbers:
+                part, stop = samples.part(ids[number]), start + lengths[number]
+                held = samples.tokens[part]
+                tokens[row, start:stop] = held
+                mask[row, start:stop] = 1 if self._capacity is None else np.arange(len(held))
+                targets[row, start:stop] = np.where(samples.is_target[part], held, IGNORED)
+                start = stop
+            if self._capacity is not None:  # what fills up is a sample of its own
+                mask[row, start:] = np.arange(shape[1] - start)
         return torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(targets)
 
 
@@ -79,8 +93,11 @@ class Finetuning(Workload):
         pad_token: int,
         class_weights: Sequence[float] = (),
         products: torch.dtype = torch.float32,
+        packed_tokens: int | None = None,
     ) -> None:
         """With `class_weights` the classes are learned, without them the next tokens.
+
+        With `packed_tokens`, samples are packed into rows of so many tokens (`packing`).
 
         `products` is the format in which the model's products are computed. The module `objective`
         returns the summed loss of what `batch` returns.
@@ -94,8 +111,8 @@ class Finetuning(Workload):
         self.num_samples = len(samples)
         self.data_digest = samples.digest
         self._samples = samples
-        self.pad_token = pad_token
-        self._rows, self._labels = Rows(samples, pad_token), samples.labels
+        self.pad_token, self.is_packed = pad_token, packed_tokens is not None
+        self._rows, self._labels = Rows(samples, pad_token, packed_tokens), samples.labels
         self._class_weights = np.array(class_weights, np.float32)
         if class_weights:
             self._weights = self._class_weights[samples.labels].astype(np.float64)
@@ -138,7 +155,7 @@ class Finetuning(Workload):
         return bool(len(self._class_weights))
 
     def rows(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, attention mask and tokens to predict (else IGNORED), int64 [n, t] each."""
+        """Return tokens, mask (of packed rows: positions) and tokens to predict, int64 [n, t]."""
         return self._rows.batch(ids)
 
     def classes(self, ids: Sequence[int]) -> Tensor:
@@ -153,7 +170,8 @@ class Finetuning(Workload):
         """Return what the loss is a function of, int64.
 
         For classes: tokens and attention mask [n, t], and classes [n]. Else tokens [n, t], places
-        with a target [m], of n * t, and these targets [m], filled up with IGNORED.
+        with a target [m], of n * t, and these targets [m], filled up with IGNORED. If samples are
+        packed, their positions [n, t] follow.
         """
         tokens, mask, targets = self.rows(ids)
         if self.has_classes:
@@ -163,7 +181,8 @@ class Finetuning(Workload):
         places = (after != IGNORED).nonzero().flatten()
         room = -len(places) % _PLACES
         wanted = F.pad(after[places], (0, room), value=IGNORED)
-        return tokens, F.pad(places, (0, room)), wanted
+        positions = (mask,) if self.is_packed else ()
+        return tokens, F.pad(places, (0, room)), wanted, *positions
 
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
@@ -246,17 +265,23 @@ class _Tokens(nn.Module):
         self.module = module
         self._head = [fused_loss.head_of(module)]  # in a list: its weights are the module's
 
-    def forward(self, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss, 0-d float32: tokens [n, t], places and their targets [m]."""
+    def forward(
+        self, tokens: Tensor, places: Tensor, targets: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
+        """Return the summed loss, 0-d float32: tokens [n, t], places and their targets [m].
+
+        Packed rows have `positions`, [n, t].
+        """
         [head] = self._head
         if head is None or type(tokens) is not Tensor:  # such as a tensor of a graph's capture
-            logits = self._logits(tokens, places).float()
+            logits = self._logits(tokens, places, positions).float()
             return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         with fused_loss.replaced_by_identity(head):
-            hidden = self._logits(tokens, places)
+            hidden = self._logits(tokens, places, positions)
         return fused_loss.cross_entropy(hidden, head.weight, targets)
 
-    def _logits(self, tokens: Tensor, places: Tensor) -> Tensor:
+    def _logits(self, tokens: Tensor, places: Tensor, positions: Tensor | None) -> Tensor:
         """Return the logits at `places`: [m, vocabulary]."""
-        logits: Tensor = self.module(input_ids=tokens, use_cache=False).logits
+        named = {} if positions is None else {"position_ids": positions}
+        logits: Tensor = self.module(input_ids=tokens, use_cache=False, **named).logits
         return logits.flatten(0, 1).index_select(0, places)

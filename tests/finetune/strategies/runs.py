@@ -60,6 +60,7 @@ class Case:
     task: str = "text"
     training: Mapping[str, Any] = field(default_factory=dict)
     lora: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, name: str, strategy: str | None) -> Path:
@@ -73,7 +74,7 @@ class Case:
             "task": self.task,
             "output": name,
             "method": self.method,
-            "data": {"train": "rows.jsonl", "max_tokens": 64},
+            "data": {"train": "rows.jsonl", "max_tokens": 64, **self.data},
             "training": {
                 "batch_size": 8,
                 "num_shards": 4,

@@ -53,6 +53,7 @@ CASES = [
     pytest.param({"model": "llama"}, id="llama-lora"),
     pytest.param({"model": "llama", "method": "full"}, id="llama-full"),
     pytest.param({"task": "classify"}, id="qwen3-classes"),
+    pytest.param({"data": {"packing": True}}, id="qwen3-packed"),
 ]
 
 
@@ -79,8 +80,26 @@ def test_two_ranks_train_as_one_process_does(case: Case, strategy: str) -> None:
     )
 
 
+@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize("case", [{"lora": DROPOUT}], indirect=True)
+def test_blocks_that_are_computed_again_change_no_bit(case: Case, strategy: str) -> None:
+    digests = set()
+    for name in ("none", "blocks"):
+        config = replace(case, more={"recompute": name}).write(name, strategy)
+        codes, told = ranks.torchrun(config, 2)
+        assert codes == [exit_codes.DONE] * 2, told
+        digests.add(runs.digest(case.folder / name))
+    assert len(digests) == 1
+
+
 @pytest.mark.parametrize(
-    "case", [{"lora": DROPOUT}, {"method": "full"}, {"method": "qlora"}], indirect=True
+    "case",
+    [
+        {"lora": DROPOUT},
+        {"method": "full", "data": {"packing": True}},
+        {"method": "qlora"},
+    ],
+    indirect=True,
 )
 def test_canonical_ranks_write_the_same_bits(case: Case) -> None:
     digests = set()

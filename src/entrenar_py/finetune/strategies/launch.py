@@ -144,6 +144,8 @@ def _run(
         dist.broadcast_object_list(resumes, 0)
         shards = Shards(workload, scenario, here.device)
         strategy = together(lambda: table.STRATEGIES[scenario.system](shards))
+        if here.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(here.device)  # loading is not training
         loop = Loop(strategy, shards, record, save_every=settings.checkpoint_every)
         return loop.run(state, resumes=resumes[0])
 

@@ -113,8 +113,8 @@ class PipelineParallel(Strategy):
         """Implement `Strategy.compute`."""
         for parameter in self.trainable.values():
             parameter.grad = None
-        tokens, mask, targets = self._batch(step)
-        named: Any = {} if mask is None else {"attention_mask": mask.to(self.device)}
+        tokens, others, targets = self._batch(step)
+        named: Any = {name: one.to(self.device) for name, one in others.items()}
         shape = (tokens.shape[0] // len(step.shards), tokens.shape[1])
         schedule = self._scheduled(shape, len(step.shards))
         self._stage.begin(step)
@@ -137,27 +137,35 @@ class PipelineParallel(Strategy):
             losses += torch.stack([loss.detach() for loss in found]).to(losses)
         return losses
 
-    def _batch(self, step: Step) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Return tokens [S * n, t], a mask like them or None, and targets, shard after shard.
+    def _batch(self, step: Step) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return tokens [S * n, t], what else blocks are given, and targets, shard after shard.
 
         Targets are tokens, [S * n, t], or classes and the places of rows' ends, [S * n, 2].
         """
         workload = self._shards.workload
-        num_rows = max(map(len, step.shards))
-        ids = [index for part in step.shards for index in part]
-        tokens, mask, targets = workload.rows(ids)
-        if workload.has_classes:
-            ends = (torch.arange(tokens.shape[1]) * (tokens != workload.pad_token)).argmax(-1)
-            targets = torch.stack([workload.classes(ids), ends], dim=1)
-        starts, rows = 0, list[int]()
-        for part in step.shards:  # a row past the last one of all is empty
-            rows += [starts + i if i < len(part) else len(ids) for i in range(num_rows)]
-            starts += len(part)
-        empty = torch.full_like(tokens[:1], workload.pad_token)
-        tokens = torch.cat([tokens, empty])[rows]
-        targets = torch.cat([targets, torch.full_like(targets[:1], IGNORED)])[rows]
-        mask = torch.cat([mask, torch.ones_like(mask[:1])])[rows]
-        return tokens, mask if workload.has_classes else None, targets
+        parts = [workload.rows(part or step.shards[0][:1]) for part in step.shards]
+        shape = (max(len(one[0]) for one in parts), max(one[0].shape[1] for one in parts))
+        tokens = torch.cat([_filled(one[0], shape, workload.pad_token) for one in parts])
+        targets = torch.cat(
+            [
+                _filled(one[2] if part else torch.full_like(one[2], IGNORED), shape, IGNORED)
+                for part, one in zip(step.shards, parts, strict=True)
+            ]
+        )
+        if workload.is_packed:
+            positions = torch.cat([_continued(one[1], shape) for one in parts])
+            return tokens, {"position_ids": positions}, targets
+        if not workload.has_classes:
+            return tokens, {}, targets
+        ends = (torch.arange(shape[1]) * (tokens != workload.pad_token)).argmax(-1)
+        classes = torch.full((len(tokens),), IGNORED)
+        for shard, part in enumerate(step.shards):
+            start = shard * shape[0]
+            classes[start : start + len(part)] = workload.classes(part)
+        # A row that fills up sees its own tokens: a softmax over nothing would not be a number.
+        masks = torch.cat([_filled(one[1], shape, 0) for one in parts])
+        masks[masks.sum(1) == 0] = 1
+        return tokens, {"attention_mask": masks}, torch.stack([classes, ends], dim=1)
 
     def _scheduled(self, shape: _Shape, num_shards: int) -> Schedule1F1B | ScheduleGPipe:
         """Return the schedule for shards of `shape`. torch's has buffers of a fixed shape."""
@@ -205,6 +213,19 @@ class PipelineParallel(Strategy):
         return {name: array for part in everyone or () for name, array in part.items()}
 
 
+def _filled(rows: Tensor, shape: _Shape, value: int) -> Tensor:
+    """Return `rows`, int64 [n, t], filled up to `shape` with `value`."""
+    return F.pad(rows, (0, shape[1] - rows.shape[1], 0, shape[0] - len(rows)), value=value)
+
+
+def _continued(positions: Tensor, shape: _Shape) -> Tensor:
+    """Return positions of packed rows, filled up to `shape` by a sample of its own in each row."""
+    whole = torch.arange(shape[1]).repeat(shape[0], 1)
+    whole[: len(positions), : positions.shape[1]] = positions
+    whole[: len(positions), positions.shape[1] :] -= positions.shape[1]
+    return whole
+
+
 class _Drawing(nn.Module):
     """A stage that draws each shard's random numbers from a stream of the shard and the stage."""
 
@@ -218,13 +239,13 @@ class _Drawing(nn.Module):
         """Begin `step`, whose shards will come in their order."""
         self._step, self._shard = step, 0
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, **named: Tensor) -> Tensor:
         """Return the stage's hidden states for the next shard."""
         assert self._step is not None, "begin was called"
         self._shards.seed(self._step, self._shard, self._rank)
         self._shard += 1
         with self._shards.workload.masks(x.device):
-            hidden: Tensor = self.stage(x, attention_mask)
+            hidden: Tensor = self.stage(x, **named)
         return hidden
 
 

@@ -53,13 +53,14 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A step that was made: each shard's summed loss and the numbers of its update."""
+    """A step that was made: each shard's summed loss and weight, and the numbers of its update."""
 
     losses: Sequence[float]
     weights: Sequence[float]
     rate: float
     norm: float
     applied_norm: float
+    num_tokens: int
 
 
 class Record:
@@ -228,6 +229,9 @@ class Record:
                 bytes_out=0,
                 last=None,
                 waits_ms={},
+                learning_rate=made.rate,
+                grad_norm=made.norm,
+                tokens_per_s=times.steps_per_s and made.num_tokens * times.steps_per_s,
             )
         )
 

@@ -96,14 +96,18 @@ class Stage(nn.Module):
         if not self._is_last:
             blocks[own.stop - 1].register_forward_hook(_leave)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return hidden states [n, t, d]: after this stage's blocks, or the model's last ones."""
-        named: dict[str, Any] = {"input_ids": x}
-        if not self._is_first:  # what the model does before its blocks is without effect
+    def forward(self, x: Tensor, **named: Any) -> Tensor:
+        """Return hidden states [n, t, d]: after this stage's blocks, or the model's last ones.
+
+        `named` are a mask or positions, [n, t].
+        """
+        if self._is_first:
+            named["input_ids"] = x
+        else:  # what the model does before its blocks is without effect
             self._received = x
-            named = {"inputs_embeds": x.new_zeros(*x.shape[:2], self._embedding_width)}
+            named["inputs_embeds"] = x.new_zeros(*x.shape[:2], self._embedding_width)
         try:
-            found = self._decoder(**named, attention_mask=attention_mask, use_cache=False)
+            found = self._decoder(**named, use_cache=False)
         except _Reached as reached:
             return reached.hidden
         finally:

@@ -7,6 +7,7 @@ ranks, and a value that is not finite stops all ranks before the step is made.
 from __future__ import annotations
 
 import math
+import resource
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,9 +90,22 @@ class Loop:
                 if self._step % self._save_every == 0:
                     self._save()
         self._save()
-        step = self._step
+        step, peaks = self._step, self._peaks()
+        self._on_record(lambda record: record.note("memory", step, f"peak memory: {peaks}"))
         self._on_record(lambda record: record.finish(step, status, reason, halt=halt))
         return Ended(status=status, tensors=self._strategy.whole(lambda p: p))
+
+    def _peaks(self) -> str:
+        """Return in words the most memory that each rank had in use, the same on all ranks."""
+        if self._strategy.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._strategy.device)
+        else:
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        everyone = [0] * dist.get_world_size()
+        dist.all_gather_object(everyone, peak)
+        return ", ".join(
+            f"rank {rank} {bytes_ / 1e9:.3f} GB" for rank, bytes_ in enumerate(everyone)
+        )
 
     def _train(self) -> bool:
         """Make one step; return whether a rank was told to stop. Raises NotFinite on all ranks."""
@@ -118,6 +132,7 @@ class Loop:
             rate=rate,
             norm=norm,
             applied_norm=applied,
+            num_tokens=self._shards.workload.num_tokens([i for ids in step.shards for i in ids]),
         )
         self._on_record(lambda record: record.made(step, made))
         return bool(stops)

@@ -1,0 +1,136 @@
+"""Every strategy on the GPUs there are: tokens per second, and each rank's peak memory.
+
+    python -m tests.benchmarks.gpu_strategies --ranks 2 --shape 0.6b --batch 8 --tokens 512
+
+Random weights, rows of a fixed length, adapters of rank 16 on q_proj and v_proj. Each strategy
+trains by `torchrun -m entrenar_py.finetune`, and the first steps don't count. `--check` compares
+each output's logits with those of `ddp_canonical` on one rank. Prints a JSON line a strategy. It
+runs on CPUs, too, with `--shape tiny`. CI does not run it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import yaml
+
+from tests.benchmarks import gpu_finetune
+
+STRATEGIES = (
+    "ddp",
+    "ddp_canonical",
+    "fsdp",
+    "tensor_parallel",
+    "sequence_parallel",
+    "pipeline_parallel",
+)
+
+
+def run(folder: Path, strategy: str, ranks: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Train by `strategy`; return what was measured, or the error."""
+    output = folder / f"{strategy}-{ranks}"
+    record = {
+        "model": str(folder / "model"),
+        "task": "text",
+        "output": str(output),
+        "method": given.method,
+        "precision": given.precision,
+        "recompute": given.recompute,
+        "strategy": strategy,
+        "data": {"train": str(folder / "rows.jsonl"), "max_tokens": given.tokens + 1},
+        "training": {
+            "batch_size": given.batch * given.shards,
+            "num_shards": given.shards,
+            "learning_rate": 1e-3,
+            "schedule": "constant",
+        },
+    }
+    if given.method == "lora":
+        record["lora"] = {"rank": 16, "alpha": 32, "targets": ["q_proj", "v_proj"]}
+    config = folder / f"{strategy}-{ranks}.yaml"
+    config.write_text(yaml.safe_dump(record), "utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "entrenar_py.finetune", str(config)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[:3]}
+    return measured(output, given)
+
+
+def measured(output: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Return tokens per second and peaks from a run's metrics."""
+    records = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    steps = [one for one in records if one["what"] == "step"][gpu_finetune.UNCOUNTED :]
+    told = next(one["text"] for one in records if one["what"] == "memory")
+    step_s = median(one["step_ms"] for one in steps) / 1e3
+    return {
+        "step_s": round(step_s, 4),
+        "tokens_per_s": round(given.batch * given.shards * given.tokens / step_s),
+        "peak_gb": [float(peak) for peak in re.findall(r"([\d.]+) GB", told)],
+        "loss": steps[-1]["loss"],
+    }
+
+
+def logits(folder: Path, output: Path, method: str) -> torch.Tensor:
+    """Return what stock peft and transformers make of an output, on a few tokens."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    source = output if method == "full" else folder / "model"
+    module: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    if method == "lora":
+        module = peft.PeftModel.from_pretrained(module, str(output))
+    with torch.no_grad():
+        found: torch.Tensor = module.eval()(input_ids=torch.tensor([[5, 9, 7, 31, 8]])).logits
+    return found
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--shape", choices=gpu_finetune.SHAPES, default="0.6b")
+    parser.add_argument("--batch", type=int, default=2, help="rows of a shard")
+    parser.add_argument("--shards", type=int, default=4, help="shards of a batch")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--method", choices=("lora", "full"), default="lora")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--recompute", choices=("none", "blocks"), default="none")
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="entrenar-strategies-") as name:
+        folder = Path(name)
+        gpu_finetune.checkpoint(folder / "model", given.shape)
+        number = given.batch * given.shards * given.steps
+        gpu_finetune.rows(folder / "rows.jsonl", number, given.tokens)
+        alone = None
+        if given.check:
+            print(json.dumps({"alone": run(folder, "ddp_canonical", 1, given)}), flush=True)
+            alone = logits(folder, folder / "ddp_canonical-1", given.method)
+        for strategy in given.strategies:
+            found = run(folder, strategy, given.ranks, given)
+            if alone is not None and "error" not in found:
+                own = logits(folder, folder / f"{strategy}-{given.ranks}", given.method)
+                found["logits_differ_by"] = float((own - alone).norm() / alone.norm())
+            print(json.dumps({"strategy": strategy, "ranks": given.ranks, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
