@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from docs import cli_reference, kill_matrix_page, original_wire
+from docs import cli_reference, finetune_schema, kill_matrix_page, original_wire
 from entrenar_py import kill_matrix, mutants, scenario
 from entrenar_py.checks import CHECKS, Check
 from entrenar_py.checks.presuppositions import COMPARISONS
@@ -120,6 +120,7 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
         "contract-rules.md": contract_rules(CONTRACT_RULES.read_text(encoding="utf-8")),
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
         "entrenar.md": service(SERVICE.read_text(encoding="utf-8")),
+        finetune_schema.NAME: finetune_schema.text(),
         "kill-matrix.md": kill_matrix_page.page(rows, scripts(), checks()),
         "original-workers.md": original_workers(ORIGINAL.read_text(encoding="utf-8")),
         "protocol.md": protocol(PROTOCOL.read_text(encoding="utf-8")),

@@ -31,6 +31,7 @@ def test_make_docs_changes_nothing(
         "contract-format.md",
         "contract-rules.md",
         "entrenar.md",
+        "finetune-schema-v1.json",
         "kill-matrix.md",
         "original-workers.md",
         "protocol.md",

@@ -79,14 +79,14 @@ def test_what_can_train_nothing_is_an_error(
 def test_a_run_that_does_not_fit_is_refused_before_it_begins(
     small: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two workers and a coordinator, each with an interpreter of its own, in 1 GB."""
-    text = CONFIG.format(small=small, decay=0, more="devices: [cpu:1GB]")
+    """Two workers and a coordinator, each with an interpreter of its own, in 1.2 GB."""
+    text = CONFIG.format(small=small, decay=0, more="devices: [cpu:1.2GB]")
     config.write_text(text, encoding="utf-8")
     assert cli.main(["finetune", str(config)]) == exit_codes.INVALID
     told = capsys.readouterr().err
     assert "entrenar: F-HET-002: 2 workers need " in told
-    assert " of it for the coordinator, which has 1.00 GB. What would fit, with a worker's " in told
-    assert "workers: 1" in told
+    assert " of cpu, and the coordinator " in told
+    assert "which has 1.20 GB; what would fit, with a worker's peak: workers: 1 (" in told
     assert not (config.parent / "out").exists()
 
 

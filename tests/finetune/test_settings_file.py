@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 import yaml
 
+from docs import finetune_schema
 from entrenar_py.errors import ContractError
 from entrenar_py.finetune import settings_file, settings_text
 from entrenar_py.tuning.settings import Settings
@@ -167,6 +168,12 @@ def test_keys_that_do_not_go_together(tmp_path: Path, text: str, told: str) -> N
 def test_settings_come_back_from_their_record(tmp_path: Path, text: str) -> None:
     settings = load(tmp_path, text)
     assert load(tmp_path, yaml.safe_dump(settings_file.to_record(settings))) == settings
+
+
+def test_the_schema_of_the_docs_is_current() -> None:
+    """If not, run `python -m docs.finetune_schema`."""
+    path = Path(finetune_schema.__file__).parent / finetune_schema.NAME
+    assert path.read_text(encoding="utf-8") == finetune_schema.text()
 
 
 def test_the_schema_takes_what_is_read(tmp_path: Path) -> None:

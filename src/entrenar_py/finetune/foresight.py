@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py.errors import UsageError
@@ -25,13 +26,14 @@ def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
     said to be so, and runs. Raises ContractError for values that can't train anything, and
     UsageError for a device with too little memory.
     """
-    run = remark(path, prepared, names)
-    try:
-        plan.rehearse(run)
-    except UsageError as error:
-        printing.warn(f"{room.RULE} is not looked at: {error}")
-        return
-    room.require(run)
+    _look(remark(path, prepared, names), "star")
+
+
+def look_as_ranks(path: Path, prepared: Prepared, *, names: Sequence[str], num_ranks: int) -> None:
+    """Do what `look` does for the ranks of torchrun, `num_ranks` of them on `names` in turns."""
+    settings = replace(prepared.settings, workers=num_ranks)
+    assert settings.strategy is not None, "ranks of torchrun have one"
+    _look(remark(path, replace(prepared, settings=settings), names), settings.strategy)
 
 
 def remark(path: Path, prepared: Prepared, names: Sequence[str]) -> Run:
@@ -43,8 +45,18 @@ def remark(path: Path, prepared: Prepared, names: Sequence[str]) -> Run:
     devices = room.of_backends(names, settings.devices)
     rows = hyper_parameters.rows_of(prepared)
     run = plan.of(settings, devices, longest=_longest(prepared), bandwidth=_BANDWIDTH)
-    remarks.show(path, Facts(settings=settings, num_parameters=_number(run), rows=rows))
+    number = run.shape.num_parameters
+    remarks.show(path, Facts(settings=settings, num_parameters=number, rows=rows))
     return run
+
+
+def _look(run: Run, strategy: str) -> None:
+    try:
+        plan.rehearse(run, strategy)
+    except UsageError as error:
+        printing.warn(f"{room.RULE} is not looked at: {error}")
+        return
+    room.require(run, strategy)
 
 
 def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
@@ -65,8 +77,3 @@ def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
 
 def _longest(prepared: Prepared) -> int:
     return max(prepared.train.length(index) for index in range(len(prepared.train)))
-
-
-def _number(run: Run) -> int:
-    """Return the number of the model's parameters, adapters left out."""
-    return run.shape.num_parameters

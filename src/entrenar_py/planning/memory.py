@@ -95,25 +95,26 @@ def _protocol(shape: Shape, load: Load) -> Memory:
     )
 
 
-def _ddp(shape: Shape, load: Load, *, extra: int = 1) -> Memory:
-    """DistributedDataParallel: gradients, and `extra` vectors of them beside."""
+def _ddp(shape: Shape, load: Load, *, nodes: int = 0) -> Memory:
+    """DistributedDataParallel: gradients are views of its buckets. `nodes` more are held."""
     counts, step = shape.counts(), _rehearsed(shape, load)
     vector = FLOAT_BYTES * counts.trained
-    base = counts.weight_bytes + MOMENTS * vector + extra * vector
+    gradients = (1 + nodes) * vector
+    base = counts.weight_bytes + MOMENTS * vector + gradients
     return Memory(
         weights=counts.frozen_bytes,
         trained=vector,
-        gradients=(1 + extra) * vector,
+        gradients=gradients,
         optimizer=MOMENTS * vector,
         activations=step.kept,
-        peak=base + max(step.peak + vector, (1 + _TORCH_UPDATE_VECTORS) * vector),
+        peak=base + max(step.peak, _TORCH_UPDATE_VECTORS * vector),
         runtime=RUNTIME_BYTES[load.kind],
     )
 
 
 def _ddp_canonical(shape: Shape, load: Load) -> Memory:
     """As DDP, with the nodes of the tree: one for each power of two of a rank's shards."""
-    return _ddp(shape, load, extra=load.shards.bit_length())
+    return _ddp(shape, load, nodes=load.shards.bit_length())
 
 
 def _fsdp(shape: Shape, load: Load) -> Memory:

@@ -115,10 +115,10 @@ def of(
     )
 
 
-def rehearse(run: Run) -> None:
+def rehearse(run: Run, strategy: str) -> None:
     """Raise UsageError if the memory of the run's model can't be foreseen."""
     if any(one.memory is not None for one in run.devices):
-        option(run, BY_PROTOCOL[0])
+        option(run, strategy)
 
 
 def options(run: Run) -> list[Option]:
@@ -194,6 +194,8 @@ def _problem(run: Run, strategy: str) -> str:
         return run.shape.cuts_into(size)
     if strategy == "pipeline_parallel" and size > run.shape.num_blocks:
         return f"{run.shape.num_blocks} blocks can't be cut into {size} stages"
+    if strategy == "pipeline_parallel" and size > shards:
+        return f"{shards} shards leave stages idle: use training.num_shards >= {size}"
     return ""
 
 

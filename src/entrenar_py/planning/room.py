@@ -17,33 +17,38 @@ from entrenar_py.planning.shape import Shape
 from entrenar_py.planning.units import size
 
 RULE = "F-HET-002"
-_STRATEGY = "star"  # of `entrenar finetune` on one machine
 
 
-def require(run: Run) -> None:
+def require(run: Run, strategy: str = "star") -> None:
     """Raise UsageError if a device has too little memory for the workers that it is given.
 
-    The coordinator, which holds the model as well, shares the CPU's memory.
+    A star's coordinator, which holds the model as well, shares the CPU's memory.
     """
     if not any(one.memory is not None for one in run.devices):
         return
-    option = plan.option(run, _STRATEGY)
+    option, has_coordinator = plan.option(run, strategy), strategy == "star"
     for worker in () if option.problem else option.workers:
-        extra = _coordinator(run.shape) if worker.device.kind == "cpu" else 0
+        extra = _coordinator(run.shape) if has_coordinator and worker.device.kind == "cpu" else 0
         limit, parts = worker.device.memory, (worker.memory, worker.recomputed)
         needed = worker.sharing * parts[run.recompute].needed + extra
         if limit is None or needed <= limit:
             continue
         whom = "a worker needs" if worker.sharing == 1 else f"{worker.sharing} workers need"
-        beside = f", {size(extra)} of it for the coordinator" if extra else ""
-        room = [replace(one, memory=_less(one, run.shape)) for one in run.devices]
-        fitting = advice.remedies(replace(run, devices=tuple(room)), _STRATEGY)
-        told = "; ".join(fitting) if fitting else "nothing that the configuration can change"
+        beside = f", and the coordinator {size(extra)}" if extra else ""
         raise UsageError(
-            f"{RULE}: {whom} {size(needed)} of {worker.device.name}{beside}, which has "
-            f"{size(limit)}. What would fit, with a worker's peak: {told}. `entrenar plan` shows "
-            "all of it"
+            f"{RULE}: {whom} {size(needed - extra)} of {worker.device.name}{beside}, which has "
+            f"{size(limit)}; {_advice(run, strategy, has_coordinator=has_coordinator)}; "
+            "`entrenar plan` shows all of it"
         )
+
+
+def _advice(run: Run, strategy: str, *, has_coordinator: bool) -> str:
+    """Return what would fit, with a worker's peak."""
+    room = [_less(one, run.shape) if has_coordinator else one for one in run.devices]
+    fitting = advice.remedies(replace(run, devices=tuple(room)), strategy)
+    if not fitting:
+        return "nothing that the configuration can change would fit"
+    return f"what would fit, with a worker's peak: {', or '.join(fitting)}"
 
 
 def of_backends(names: Sequence[str], described: Sequence[str]) -> list[Device]:
@@ -68,11 +73,11 @@ def of_backends(names: Sequence[str], described: Sequence[str]) -> list[Device]:
     return taken
 
 
-def _less(device: Device, shape: Shape) -> int | None:
-    """Return what a device has left for workers."""
+def _less(device: Device, shape: Shape) -> Device:
+    """Return a device with what it has left for workers."""
     if device.memory is None or device.kind != "cpu":
-        return device.memory
-    return max(device.memory - _coordinator(shape), 0)
+        return device
+    return replace(device, memory=max(device.memory - _coordinator(shape), 0))
 
 
 def _coordinator(shape: Shape) -> int:

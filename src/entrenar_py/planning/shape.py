@@ -30,7 +30,8 @@ FLOAT_BYTES = 4
 _SCALES = 256  # of NF4, that share a scale
 _NF4 = "_is_planned_in_nf4"  # the mark of a layer whose weights are kept so
 _CHECKPOINT = partial(checkpoint, use_reentrant=False)
-_BY_COLUMNS, _BY_ROWS = "colwise", "rowwise"  # how transformers names the two cuts of a layer
+# How transformers names the two cuts of a layer, and layers between these that stay whole.
+_BY_COLUMNS, _BY_ROWS, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +116,11 @@ class Shape:
     def cuts_into(self, size: int) -> str:
         """Return why the model's layers can't be shared by `size` ranks, "" if they can."""
         plan = _plan(self.whole)
-        named = sorted({how for how in plan.values() if how.startswith((_BY_COLUMNS, _BY_ROWS))})
-        if not named:
+        if not plan:
             return f"transformers has no plan for cutting {self.config.model_type}"
-        if set(named) - {_BY_COLUMNS, _BY_ROWS}:
-            return f"its layers are cut by {', '.join(named)}, which is not done here"
+        others = sorted({*plan.values()} - {_BY_COLUMNS, _BY_ROWS, _WHOLE})
+        if others:
+            return f"layers would be cut by {', '.join(others)}, which is not done"
         heads = self.config.num_attention_heads
         heads = math.gcd(heads, getattr(self.config, "num_key_value_heads", None) or heads)
         if heads % size:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.finetune import export, settings_file
+from entrenar_py.finetune import export, foresight, settings_file
 from entrenar_py.finetune.strategies import table
 from entrenar_py.finetune.strategies.agreement import together
 from entrenar_py.finetune.strategies.record import Record, State
@@ -91,6 +91,7 @@ def train(path: Path, here: World, *, resume: bool) -> int:
         torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     settings = together(lambda: _settings(path))
     prepared = _prepare(settings, here)
+    together(lambda: _look(path, prepared, here))
     workload = together(prepared.workload)
     scenario = together(lambda: _scenario(settings, workload, here))
     ended = _run(settings, workload, scenario, here, resume=resume)
@@ -99,6 +100,15 @@ def train(path: Path, here: World, *, resume: bool) -> int:
         export.finish(prepared, prepared.workload(), ended.tensors, device=here.device)
     dist.barrier()
     return exit_codes.OF_FINISH[ended.status]
+
+
+def _look(path: Path, prepared: Prepared, here: World) -> None:
+    """On rank 0, look at hyper-parameters and at this machine's memory before the run begins."""
+    if here.rank:
+        return
+    is_gpu = here.device.type == "cuda"
+    names = [f"cuda:{index}" for index in range(min(torch.cuda.device_count(), here.size))]
+    foresight.look_as_ranks(path, prepared, names=names if is_gpu else ["cpu"], num_ranks=here.size)
 
 
 def _settings(path: Path) -> Settings:
