@@ -150,4 +150,13 @@ VARIANTS = (
         scenario=finetuned("samples", "merged", seed=5, options={"method": "qlora"}),
         tried=("F-FT-006", *_WRITTEN, "F-FT-010", "F-FT-014", "F-FT-015"),
     ),
+    Variant(
+        name="ft-in-stages",
+        summary="the model is in two stages, each in a process, and adapters beside its layers",
+        plants={},
+        scenario=finetuned(
+            options={"task": "text", "family": "llama", "strategy": "pipeline_parallel"}
+        ).with_(system="finetuned_by_ranks"),
+        tried=("F-FT-016",),
+    ),
 )

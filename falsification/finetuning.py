@@ -29,6 +29,7 @@ from .subjects import REPLICAS, SERVER, TRAINING
 TUNING = "entrenar_py.tuning"
 WORKLOAD = f"{TUNING}.workload.Finetuning"
 ROWS = f"{TUNING}.workload.Rows.batch"
+STRATEGIES = "entrenar_py.finetune.strategies"
 ADAPTERS = f"{TUNING}.model._adapted"
 FIRST = "model.layers.0.self_attn.q_proj"  # the first layer with an adapter
 FIRST_A = f"base_model.model.{FIRST}.lora_A.default.weight"
@@ -213,6 +214,11 @@ def number_of_samples(self: tuned.Finetuning, ids: Sequence[int]) -> float:
 
 
 # --- steps ----------------------------------------------------------------------------------------
+
+
+def share_of_the_first(self: Any, rank: int, world_size: int) -> range:
+    """Gives each rank the shards of the first."""
+    return range(len(sharding.cut(range(self.scenario.num_shards), world_size)[0]))
 
 
 class _MasksByRank:
@@ -478,5 +484,14 @@ VARIANTS = (
         scenario=finetuned(options={"method": "qlora"}),
         invariants=("F-FT-015",),
         place={"tensor": "model.layers.0.mlp.down_proj"},
+    ),
+    Variant(
+        name="ft-same-share",
+        summary="each rank trains on the shards of rank 0, as without a distributed sampler",
+        source="classic",
+        plants={f"{STRATEGIES}.step.Shards.share": share_of_the_first},
+        scenario=finetuned(options={"strategy": "ddp"}).with_(system="finetuned_by_ranks"),
+        invariants=("F-FT-016",),
+        place={"step": 1, "tensor": FIRST_A},
     ),
 )

@@ -29,6 +29,7 @@ from entrenar_py.checks import (
     step_rule,
     tuned_samples,
     tuned_steps,
+    tuned_strategies,
     tuned_weights,
     weighting,
     wire,
@@ -66,6 +67,7 @@ _FAMILIES = (
     tuned_weights,
     tuned_samples,
     tuned_steps,
+    tuned_strategies,
 )
 _TABLE: tuple[Check, ...] = tuple(row for family in _FAMILIES for row in family.ROWS)
 CHECKS: dict[str, Check] = {check.name: check for check in _TABLE}

@@ -43,6 +43,7 @@ NUDGED = Need(
 )
 ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
 PEER = Need(name="peer", says="the same fine-tuning by transformers.Trainer with peft")
+SINGLE = Need(name="single", says="the same fine-tuning by one worker, without ranks")
 CALM = Need(name="calm", says="the same run without faults and audits")
 TWIN = Need(name="twin", says="the same reduction in another network, or in one process")
 ON_CPU = Need(name="on_cpu", says="the same run on the CPU")

@@ -16,6 +16,7 @@ from entrenar_py.checks.needs import (
     PEER,
     REPEATED,
     RESUMED,
+    SINGLE,
     TWIN,
     Need,
     Runs,
@@ -127,10 +128,12 @@ def _twin(scenario: Scenario) -> list[Scenario]:
     return [plain(scenario, system="reference", world_size=1, options=options)]
 
 
-def _peer(scenario: Scenario) -> Scenario:
-    """Return the same fine-tuning by the peer, without facts that only ours records."""
-    options = {name: value for name, value in scenario.options.items() if name != "facts"}
-    return plain(scenario, system="finetuned_by_peer", world_size=1, options=options)
+def _finetuned(scenario: Scenario, system: str) -> Scenario:
+    """Return the same fine-tuning by another system's one worker, without facts of its own."""
+    left_out = ("facts", "strategy")
+    options = {name: value for name, value in scenario.options.items() if name not in left_out}
+    single = {"system": system, "world_size": 1, "backends": ("cpu",)}
+    return plain(scenario, **single, options=options)
 
 
 def _kept(scenario: Scenario, names: Iterable[str]) -> dict[str, Any]:
@@ -144,6 +147,7 @@ _CHANGES: Mapping[Need, Callable[[Scenario], list[Scenario]]] = {
     ORACLE: _oracle,
     CALM: _calm,
     TWIN: _twin,
-    PEER: lambda one: [_peer(one)],
+    PEER: lambda one: [_finetuned(one, "finetuned_by_peer")],
+    SINGLE: lambda one: [_finetuned(one, "finetuned")],
     ON_CPU: lambda one: [plain(one, backends=("cpu",))],
 }

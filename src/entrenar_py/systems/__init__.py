@@ -17,6 +17,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.faults import PLACES, RING_PLACES, Fault
 from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.systems import updates
+from entrenar_py.systems.tuned_options import TUNED
 from entrenar_py.trace import Traits
 from entrenar_py.trace.traits import USUAL
 
@@ -80,7 +81,6 @@ _REAL_OPTIONS = (
     *("heartbeat_s", "dead_after_s", "deadline_s", "block_bytes", "socket_bytes"),
     _TERMS,
 )
-_TUNED = ("task", "method", "family", "rank", "alpha", "class_weights", "oversample", "facts")
 _VALUE_FAULTS = ("non_finite_gradient", "non_finite_loss", "huge_gradient")
 _TRAINING_FAULTS = (*_VALUE_FAULTS, "leave", "join")
 _FAULTS = (*_TRAINING_FAULTS, *faults.ON_THE_WAY, "lie", "stranger", "restart")
@@ -196,13 +196,14 @@ SYSTEMS: dict[str, System] = {
         room="finetuned.trained",
         what="a small checkpoint fine-tuned as `entrenar finetune` does, over the simulated star",
         faults=(*_FAULTS, *faults.SILENT),
-        options=_TUNED,
+        options=TUNED,
         traits=_STAR,
     ),
     "finetuned_by_peer": System(
-        room="finetuned.peer",
-        what="the same fine-tuning by `transformers.Trainer` with `peft`",
-        options=_TUNED,
+        room="finetuned.peer", what="the same by transformers.Trainer", options=TUNED, only=("cpu",)
+    ),
+    "finetuned_by_ranks": System(
+        room="finetuned.by_ranks", what="the same by torchrun's ranks", options=TUNED, only=("cpu",)
     ),
     "matmul": System(
         room="probes.products",

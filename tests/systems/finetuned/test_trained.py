@@ -46,7 +46,7 @@ def finding(clause: str, scenario: Scenario) -> Finding:
 
 def test_the_table_has_the_options() -> None:
     names = {field.name for field in fields(Asked)}
-    for system in ("finetuned", "finetuned_by_peer"):
+    for system in ("finetuned", "finetuned_by_peer", "finetuned_by_ranks"):
         assert set(SYSTEMS[system].options) == names
         assert not SYSTEMS[system].trains
 
@@ -114,3 +114,21 @@ def test_an_odd_number_can_not_be_oversampled() -> None:
     asked = {"task": "classify", "oversample": True}
     ended = systems.run(subject(num_samples=9, options=asked)).end
     assert "num_samples=9 with oversample: use an even number" in ended.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_samples": 10}, "use whole batches and whole epochs"),
+        ({"num_steps": 3}, "use whole batches and whole epochs"),
+        ({"warmup_steps": 1}, "no warm-up and no stops with strategies"),
+        ({"optimizer": "sgd"}, "use adamw"),
+        ({"options": {"strategy": "horovod"}}, "options strategy='horovod': allowed are ddp"),
+    ],
+)
+def test_ranks_refuse_what_they_would_not_do(changes: dict[str, Any], problem: str) -> None:
+    pytest.importorskip("peft")
+    given = {"system": "finetuned_by_ranks", "num_steps": 2, **changes}
+    ended = systems.run(subject(**given)).end
+    assert ended.status == "failed"
+    assert problem in ended.reason

@@ -7,7 +7,7 @@ from typing import Any
 
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.tuning.settings import CLASS_WEIGHTS, METHODS, TASKS
+from entrenar_py.tuning.settings import CLASS_WEIGHTS, METHODS, STRATEGIES, TASKS
 
 FAMILIES = ("qwen3", "llama", "gpt2")
 # What a run records beside its training: samples and what the loss depended on; what it wrote, as
@@ -18,6 +18,7 @@ _CHOICES = {
     "method": METHODS,
     "class_weights": CLASS_WEIGHTS,
     "family": FAMILIES,
+    "strategy": STRATEGIES,
 }
 
 
@@ -35,6 +36,7 @@ class Asked:
     class_weights: str = "none"
     oversample: bool = False
     family: str = "qwen3"
+    strategy: str = "ddp"
     facts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -51,6 +53,11 @@ class Asked:
             raise _refused("family", self.family, "use qwen3 or llama with method qlora")
         if unknown := set(self.facts) - set(FACTS):
             raise _refused("facts", min(unknown), f"allowed are {', '.join(FACTS)}")
+
+    @property
+    def adapts(self) -> bool:
+        """True if adapters are trained, False if all weights are."""
+        return self.method != "full"
 
     @classmethod
     def of(cls, scenario: Scenario) -> Asked:
