@@ -16,12 +16,11 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from entrenar_py.backends import nf4
+from entrenar_py.backends import draws, nf4
 from entrenar_py.errors import UsageError
 from entrenar_py.planning import rehearsal
 from entrenar_py.planning.rehearsal import META, Rehearsal
-from entrenar_py.training import dropout
-from entrenar_py.tuning import model, precision, quantised
+from entrenar_py.tuning import masks, model, precision, quantised
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning
@@ -29,7 +28,7 @@ from entrenar_py.tuning.workload import Finetuning
 FLOAT_BYTES = 4
 _SCALES = 256  # of NF4, that share a scale
 _NF4 = "_is_planned_in_nf4"  # the mark of a layer whose weights are kept so
-_CHECKPOINT = partial(checkpoint, use_reentrant=False)
+_CHECKPOINT = partial(checkpoint, use_reentrant=False, context_fn=masks.again)
 # How transformers names the two cuts of a layer, and layers between these that stay whole.
 _BY_COLUMNS, _BY_ROWS, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
@@ -154,8 +153,9 @@ class Shape:
                     products=precision.of_products(self.settings),
                 )
             batch = [one.to(META) for one in work.batch(range(rows))]
+            drop = draws.Keyed(torch.zeros(2, dtype=torch.int32, device=META))
             step = rehearsal.rehearse(
-                lambda: work.loss_of(tensors, batch, linear=F.linear, drop=dropout.none),
+                lambda: work.loss_of(tensors, batch, linear=F.linear, drop=drop),
                 [*tensors.values()],
                 module=part,
                 kind=kind,

@@ -48,8 +48,10 @@ class Masks(TorchFunctionMode):
             return x
         kept = draws.kept(self._key, self._number, shape, share)
         self._number += 1
-        factors = kept.to(x.dtype) * (1 / (1 - share) if share < 1 else 0.0)
-        return x.mul_(factors) if in_place else x * factors
+        factor = 1 / (1 - share) if share < 1 else 0.0
+        if in_place:
+            return x.mul_(kept.to(x.dtype) * factor)
+        return torch.where(kept, x * factor, 0.0)  # for the backward pass it keeps a byte each
 
 
 def again() -> tuple[Masks, Masks]:
