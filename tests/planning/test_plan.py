@@ -141,6 +141,13 @@ def test_sharing_layers_leaves_less_to_each(tmp_path: Path) -> None:
     assert peaks["pipeline_parallel"] < peaks["ddp"]
 
 
+def test_a_stage_may_be_one_block(tmp_path: Path) -> None:
+    options = planned(settings(tmp_path, TINY), "4 x gpu:4GB")[1]
+    four = options["pipeline_parallel"].peak(recompute=False)
+    options = planned(settings(tmp_path, TINY), "2 x gpu:4GB")[1]
+    assert four < options["pipeline_parallel"].peak(recompute=False)
+
+
 @pytest.mark.parametrize("described", [["2 x gpu:4GB"], ["gpu:4GB", "wgpu:1GB", "cpu:2GB:1Gbit"]])
 def test_the_text_fits_a_terminal(tmp_path: Path, described: Sequence[str]) -> None:
     run, options = planned(settings(tmp_path, TINY), *described)

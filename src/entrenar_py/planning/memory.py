@@ -163,8 +163,10 @@ def _pipeline_parallel(shape: Shape, load: Load) -> Memory:
     size = load.num_workers
     cut = Cut(blocks=-(-shape.num_blocks // size))
     last = _rehearsed(shape, load, cut)
-    fewer = _rehearsed(shape, load, Cut(blocks=max(cut.blocks - 1, 0) if cut.blocks else 0))
-    blocks_kept = (last.kept - fewer.kept) * (cut.blocks or 0)
+    # What a block keeps, as a difference: a model without blocks may have nothing to train.
+    two = _rehearsed(shape, load, Cut(blocks=min(2, shape.num_blocks)))
+    one = _rehearsed(shape, load, Cut(blocks=1))
+    blocks_kept = (two.kept - one.kept if shape.num_blocks > 1 else one.kept) * (cut.blocks or 0)
     in_flight = min(size, load.shards)
     first = Rehearsal(
         kept=in_flight * blocks_kept, peak=in_flight * blocks_kept + (last.peak - last.kept)

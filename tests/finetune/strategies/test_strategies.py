@@ -137,7 +137,12 @@ def test_a_run_that_died_goes_on_with_the_same_bits(
 @pytest.mark.parametrize("strategy", table.STRATEGIES)
 @pytest.mark.parametrize(
     "case",
-    [{"method": "full", "training": {"learning_rate": 1e30, "schedule": "constant"}}],
+    [
+        {
+            "method": "full",
+            "training": {"learning_rate": 1e30, "weight_decay": 0.0, "schedule": "constant"},
+        }
+    ],
     indirect=True,
 )
 def test_a_value_that_is_not_finite_halts_all_ranks(case: Case, strategy: str) -> None:
