@@ -13,9 +13,11 @@ import argparse
 import itertools
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -145,17 +147,13 @@ def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         task="text",
         output=folder / "out",
         precision="bfloat16",
+        method="qlora" if given.qlora else "lora",
+        compile=not given.eager,
         data=Data(train=folder / "rows.jsonl", max_tokens=given.tokens),
     )
     began = time.perf_counter()
     workload = prepared.prepare(settings).workload()
     print("loaded", time.perf_counter() - began, file=sys.stderr)
-    if given.compile:
-        torch._inductor.config.deterministic = True
-        for part in workload.module.modules():
-            if isinstance(part, torch.nn.ModuleList):
-                for layer in part:
-                    layer.compile()
     backend = backends.open_backend("cuda")
     initial = workload.initial(np.random.default_rng(0))
     one = engine.Engine(workload, backend, initial, scale=2.0**-12)
@@ -180,7 +178,72 @@ def stepper(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-SIDES = {"peer": peer, "stepper": stepper}
+def ours(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Train with `entrenar finetune`: coordinator, worker process, ledger and all."""
+    out = folder / "ours"
+    shutil.rmtree(out, ignore_errors=True)
+    config = {
+        "model": str(folder),
+        "task": "text",
+        "method": "qlora" if given.qlora else "lora",
+        "output": str(out),
+        "precision": "bfloat16",
+        "compile": not given.eager,
+        "checkpoint_every": 10**6,
+        "data": {"train": str(folder / "rows.jsonl"), "max_tokens": given.tokens},
+        "training": {
+            "batch_size": given.batch * given.shards,
+            "num_shards": given.shards,
+            "schedule": "constant",
+            "warmup_share": 0,
+        },
+    }
+    (folder / "run.yaml").write_text(json.dumps(config), encoding="utf-8")
+    command = [sys.executable, "-m", "entrenar_py.service.cli", "finetune"]
+    began = time.time()
+    subprocess.run(
+        [*command, str(folder / "run.yaml"), "--backend", "cuda"], check=True, stdout=sys.stderr
+    )
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    steps = [line for line in lines if line["what"] == "step"]
+    times = [line["time"] for line in steps]
+    passed = [b - a for a, b in itertools.pairwise(times)][UNCOUNTED:]
+    return {
+        "step_s": median(passed),
+        "first_step_s": times[0] - began,
+        "loss": steps[-1]["loss"],
+        "step_ms": [round(step["step_ms"]) for step in steps],
+    }
+
+
+class Memory:
+    """Looks how much of the GPU's memory is in use, by whichever process, while it is entered."""
+
+    def __init__(self) -> None:
+        self._most, self._ends = 0, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Memory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        while not self._ends.wait(0.5):
+            told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+            self._most = max(self._most, int(told.split()[0]))
+
+    @property
+    def told(self) -> dict[str, float]:
+        """The most that was in use, in GB: weights, activations, what torch reserves, context."""
+        return {"device_gb": round(self._most * 2**20 / 1e9, 1)}
+
+
+SIDES = {"peer": peer, "stepper": stepper, "ours": ours}
 
 
 def main() -> None:
@@ -192,7 +255,7 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--qlora", action="store_true")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="ours without compilation")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--folder", type=Path, help="keep checkpoint and rows there")
     parser.add_argument("--sides", default=",".join(SIDES))
@@ -208,13 +271,21 @@ def main() -> None:
     tokens = given.batch * given.tokens * given.shards
     for side in given.sides.split(","):
         command = [sys.executable, __file__, *sys.argv[1:], "--folder", str(folder), "--side", side]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
+        with Memory() as memory:
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True)
         if done.returncode:
             print(json.dumps({"side": side, "failed": done.returncode}), flush=True)
             continue
         seen = json.loads(done.stdout.splitlines()[-1])
         print(
-            json.dumps({"side": side, "tokens_per_s": round(tokens / seen["step_s"]), **seen}),
+            json.dumps(
+                {
+                    "side": side,
+                    "tokens_per_s": round(tokens / seen["step_s"]),
+                    **memory.told,
+                    **seen,
+                }
+            ),
             flush=True,
         )
 

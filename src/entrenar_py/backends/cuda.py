@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,11 @@ from torch import Tensor
 from entrenar_py.backends import Pair, linear
 from entrenar_py.backends.steps import Array, DropFunction, Model, Stepper
 from entrenar_py.errors import BackendUnavailable
+
+Shapes = tuple[tuple[int, ...], ...]
+
+_RECORDED_MAX = 16  # shapes of a batch whose operations stay recorded
+_SEED_BYTES = 8  # a generator's state: its seed, then how much was drawn
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,8 @@ class ResidentStep:
     """A `Stepper` that keeps a copy of all tensors on the GPU.
 
     Each call uploads the tensors that training changes, and downloads loss and gradients as one
-    vector.
+    vector. The operations of a static workload are recorded once for each shape of a batch, and
+    then replayed by one call: launching them takes longer than running them.
     """
 
     def __init__(
@@ -72,6 +79,9 @@ class ResidentStep:
         self._workload = workload
         self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
         self._moving = {s.name: tensors[s.name] for s in workload.specs if s.role != "frozen"}
+        self._seen: dict[Shapes, _Recorded | None] = {}  # by the shapes of a batch
+        self._pool: Any = None  # the memory that recorded operations share
+        self._records = workload.is_static
         with backend.failures():
             self._copies = {
                 name: tensor.detach().to(backend.place, copy=True)
@@ -84,23 +94,83 @@ class ResidentStep:
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
         batch = self._workload.batch(ids)
         with self._backend.failures():
-            flat = self._on_device(batch, drop).cpu().numpy()
+            with torch.no_grad():
+                for name, tensor in self._moving.items():
+                    self._copies[name].copy_(tensor)
+            flat = self._computed(batch, drop).cpu().numpy()
         sizes = [self._copies[name].numel() for name in self._trainable]
         loss, *parts = np.split(flat, np.cumsum([1, *sizes[:-1]]))
         shapes = [tuple(self._copies[name].shape) for name in self._trainable]
         gradients = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         return float(loss[0]), gradients
 
-    def _on_device(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
-        """Return the loss and all gradients as one vector on the GPU."""
-        with torch.no_grad():
-            for name, tensor in self._moving.items():
-                self._copies[name].copy_(tensor)
+    def _computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
+        """Return `_on_device` of a batch on the CPU, by what was recorded if there is any."""
         inputs = [one.to(self._backend.place) for one in batch]
+        if not self._records:
+            return self._on_device(inputs, drop)
+        shapes = tuple(tuple(one.shape) for one in batch)
+        if shapes not in self._seen:
+            self._seen[shapes] = None
+            return self._first(inputs, drop)
+        recorded = self._seen.pop(shapes) or self._recorded(inputs)
+        if recorded is None:
+            self._records = False
+            return self._on_device(inputs, drop)
+        self._seen[shapes] = recorded  # last, as the most recently used
+        held = [key for key, one in self._seen.items() if one is not None]
+        for key in held[:-_RECORDED_MAX]:
+            self._seen[key] = None
+        return recorded(inputs)
+
+    def _first(self, inputs: Sequence[Tensor], drop: DropFunction) -> Tensor:
+        """Return `_on_device`, and find out if the model draws, which a replay could not seed."""
+        generator = torch.cuda.default_generators[self._backend.index]
+        generator.manual_seed(0)
+        flat = self._on_device(inputs, drop)
+        self._records = not generator.get_state()[_SEED_BYTES:].any()
+        return flat
+
+    def _recorded(self, inputs: Sequence[Tensor]) -> _Recorded | None:
+        """Record the operations on such inputs; None if they can't be, or memory is short."""
+        torch.cuda.empty_cache()  # what is recorded has memory of its own
+        places = [one.clone() for one in inputs]
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                flat = self._on_device(places, _same)
+        except RuntimeError:  # such as a read of data on the host
+            return None
+        return _Recorded(graph, places, flat)
+
+    def _on_device(self, inputs: Sequence[Tensor], drop: DropFunction) -> Tensor:
+        """Return the loss and all gradients as one vector on the GPU."""
         loss = self._workload.loss_of(self._copies, inputs, linear=F.linear, drop=drop)
         leaves = [self._copies[name] for name in self._trainable]
         gradients = torch.autograd.grad(loss, leaves, grad_outputs=self._scale)
         return torch.cat([loss.detach().reshape(1), *(one.reshape(-1) for one in gradients)])
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """Recorded operations on tensors that stay in their places."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: Sequence[Tensor]
+    result: Tensor
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Replay them on `inputs`; the result is valid until the next replay."""
+        for place, one in zip(self.inputs, inputs, strict=True):
+            place.copy_(one)
+        self.graph.replay()
+        return self.result
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def open_cuda(index: int | None = None) -> CudaBackend:

@@ -45,6 +45,10 @@ class Model(Protocol):
         """True if the model draws by itself, by the key that `drop` has (`draws.key_of`)."""
 
     @property
+    def is_static(self) -> bool:
+        """True if `loss_of` runs the same operations on all batches of the same shapes."""
+
+    @property
     def constants(self) -> Tensors:
         """Tensors that are no replica's: they never change, and `loss_of` knows them by itself.
 

@@ -38,6 +38,11 @@ class Masks(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return replaced(self, *args, **(kwargs or {}))
 
+    @property
+    def num_drawn(self) -> int:
+        """The number of the next draw."""
+        return self._number
+
     def again(self) -> Masks:
         """Return masks that repeat those from here on, to compute a block once more."""
         return Masks(self._key, self._number)

@@ -52,6 +52,7 @@ class Prepared:
             class_weights=weights,
             products=precision.of_products(self.settings),
             packed_tokens=self.settings.data.max_tokens if self.settings.data.packing else None,
+            compiles=self.settings.compile and self.settings.recompute == "none",
         )
 
 

@@ -221,6 +221,13 @@ class Settings:
         int, Key("steps from one evaluation on the validation rows to the next", least=1)
     ] = 50
     checkpoint_every: Annotated[int, Key("steps from one checkpoint to the next", least=1)] = 50
+    compile: Annotated[
+        bool,
+        Key(
+            "compile the model on CUDA devices, which takes half a minute or more at the start; "
+            "models that drop something, or recompute blocks, are not"
+        ),
+    ] = True
     trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False
     data: Annotated[Data, Key("the rows")]
     classes: Annotated[Classes, Key("the classes of `task: classify`")] = Classes()

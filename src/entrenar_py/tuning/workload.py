@@ -24,12 +24,13 @@ from entrenar_py.training.tensors import (
     TensorSpec,
     Workload,
 )
-from entrenar_py.tuning import fused_loss, packing, precision, quantised
+from entrenar_py.tuning import compiled, fused_loss, packing, precision, quantised
 from entrenar_py.tuning.masks import Masks
 from entrenar_py.tuning.samples import Samples
 
 IGNORED = -100  # the target that cross entropy leaves out
 _LENGTHS = 8  # rows are filled up to a multiple of this
+_UNPACKED = 3  # tensors of a batch of a language model; packed rows have their positions, too
 _PLACES = 64  # and so are the places with a target: few shapes are to be compiled
 
 
@@ -94,13 +95,14 @@ class Finetuning(Workload):
         class_weights: Sequence[float] = (),
         products: torch.dtype = torch.float32,
         packed_tokens: int | None = None,
+        compiles: bool = False,
     ) -> None:
         """With `class_weights` the classes are learned, without them the next tokens.
 
         With `packed_tokens`, samples are packed into rows of so many tokens (`packing`).
-
-        `products` is the format in which the model's products are computed. The module `objective`
-        returns the summed loss of what `batch` returns.
+        `products` is the format in which the model's products are computed. A model that `compiles`
+        does so where it is moved to a CUDA device, unless it drops something. The module
+        `objective` returns the summed loss of what `batch` returns.
         """
         self.module = module
         self.specs = tuple(
@@ -120,11 +122,28 @@ class Finetuning(Workload):
             self._weights = samples.num_targets.astype(np.float64)
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
         self._device = torch.device("cpu")
-        self.products = products
+        self.products, self._compiles = products, compiles
+        self._shown: set[tuple[bool, ...]] = set()  # kinds of batches that are compiled
+        self._longest = max(samples.length(index) for index in range(len(samples)))
         self._dropout_key: Tensor | None = None
         with precision.applied(products, next(module.parameters()).device):
             self.objective = _Classes(module, class_weights) if class_weights else _Tokens(module)
         self.objective.train()
+        self.drops = self._has_drawn()
+
+    @property
+    def is_static(self) -> bool:
+        """See `Workload`. A recorded step would drop the same again, or pack rows the same."""
+        return self.objective.is_static and not self.drops and not self.is_packed
+
+    def _has_drawn(self) -> bool:
+        """Return whether the model draws anything, which its forward pass on an example shows."""
+        device = next(self.module.parameters()).device
+        batch = self.objective.example((False, False), _LENGTHS)
+        before, masks = torch.get_rng_state(), Masks(torch.zeros(2, dtype=torch.int32).to(device))
+        with torch.no_grad(), self.formats(device), masks:
+            self.objective(*(one.to(device) for one in batch))
+        return masks.num_drawn > 0 or not torch.equal(before, torch.get_rng_state())
 
     @property
     def constants(self) -> Tensors:
@@ -189,13 +208,18 @@ class Finetuning(Workload):
     ) -> Tensor:
         device = next(iter(tensors.values())).device
         if device != self._device:
-            self.objective.to(device)
-            self._device = device
+            self._move(device, tensors)
+        if self._compiles and (kind := self.objective.kind(batch)) not in self._shown:
+            self._show(kind, tensors)
         self.seed(drop)
+        return self._loss(tensors, batch)
+
+    def _loss(self, tensors: Tensors, batch: Batch) -> Tensor:
         named = {f"module.{name}": tensor for name, tensor in tensors.items()}
         if is_captured(batch):  # for a device that computes in float32 alone
             named = {name: _decoded(tensor) for name, tensor in named.items()}
-        return self.loss(partial(functional_call, self.objective, named), batch, device)
+        objective = partial(functional_call, self.objective, named)
+        return self.loss(objective, batch, self._device)
 
     def seed(self, drop: DropFunction) -> None:
         """Let all that the model draws follow from `drop`, until it is seeded again.
@@ -216,14 +240,34 @@ class Finetuning(Workload):
         with formats, self.masks(device):
             return objective(given)
 
-    def masks(self, device: torch.device) -> Masks:
+    def masks(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which dropout on `device` draws as it was seeded."""
         key = self._dropout_key
+        if not self.drops:
+            return nullcontext()
         return Masks(None if key is None else key.to(device))
 
     def formats(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which products on `device` have the run's format."""
         return precision.applied(self.products, device)
+
+    def _move(self, device: torch.device, tensors: Tensors) -> None:
+        """Move frozen weights to `device`, and let the model compile there if that was asked."""
+        self.objective.to(device)
+        self._device = device
+        self._compiles = self._compiles and device.type == "cuda" and not self.drops
+        if self._compiles:
+            compiled.compile_blocks(self.module)
+
+    def _show(self, kind: tuple[bool, ...], tensors: Tensors) -> None:
+        """Let the model compile for batches of `kind`, on an example.
+
+        Which kernels are made may depend on the shapes that are seen first. So every process sees
+        the same ones first, whichever samples it gets.
+        """
+        self._shown.add(kind)
+        loss = self._loss(tensors, self.objective.example(kind, self._longest))
+        torch.autograd.grad(loss, [tensors[spec.name] for spec in self.specs])
 
 
 def is_captured(batch: Batch) -> bool:
@@ -247,6 +291,20 @@ class _Classes(nn.Module):
             "weights", torch.tensor(weights, dtype=torch.float32), persistent=False
         )
 
+    is_static = False  # the mask is looked at on the host
+
+    def kind(self, batch: Batch) -> tuple[bool, ...]:
+        """Return on what the operations depend: if it is one row, and if there is padding."""
+        return len(batch[0]) == 1, not batch[1].all()
+
+    def example(self, kind: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
+        """Return a batch of `kind` with rows of `length` tokens."""
+        is_alone, is_padded = kind
+        tokens = torch.ones(1 if is_alone else 2, length, dtype=torch.int64)
+        mask = tokens.clone()
+        mask[:, -1] = 0 if is_padded else 1
+        return tokens, mask, torch.zeros(len(tokens), dtype=torch.int64)
+
     def forward(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
         """Return the summed loss, 0-d float32: tokens and mask [n, t], classes [n]."""
         logits = self.module(input_ids=tokens, attention_mask=mask, use_cache=False).logits.float()
@@ -264,6 +322,24 @@ class _Tokens(nn.Module):
         super().__init__()
         self.module = module
         self._head = [fused_loss.head_of(module)]  # in a list: its weights are the module's
+
+    def kind(self, batch: Batch) -> tuple[bool, ...]:
+        """Return on what the operations depend: if it is one row, and if rows are packed."""
+        return len(batch[0]) == 1, len(batch) > _UNPACKED
+
+    def example(self, kind: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
+        """Return a batch of `kind` with rows of `length` tokens."""
+        is_alone, is_packed = kind
+        tokens = torch.ones(1 if is_alone else 2, length, dtype=torch.int64)
+        places = torch.arange(_PLACES) % tokens.numel()
+        batch = tokens, places, torch.ones_like(places)
+        positions = torch.arange(length).expand_as(tokens) // 2
+        return (*batch, positions) if is_packed else batch
+
+    @property
+    def is_static(self) -> bool:
+        """See `Workload`."""
+        return self._head[0] is not None
 
     def forward(
         self, tokens: Tensor, places: Tensor, targets: Tensor, positions: Tensor | None = None
