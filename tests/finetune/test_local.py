@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py.finetune import local, worker_process
 from entrenar_py.service import cli, exit_codes
 from tests.finetune import runs
 
@@ -47,3 +48,17 @@ def test_what_a_run_writes_is_used(
 
     assert cli.main(["eval", str(output), "--data", str(small / "test.jsonl")]) == exit_codes.DONE
     assert "of 400 right" in capsys.readouterr().out
+
+
+def test_a_run_ends_when_no_worker_is_left(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Workers that die each time they are started are given up, and the reason is told."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(worker_process, "main", runs.die)
+    config = runs.configured(tmp_path, small, workers=2)
+    assert cli.main(["finetune", str(config)]) == exit_codes.STOPPED
+    told = capsys.readouterr().out
+    assert "worker 1 died (exit code 3) and is started again" in told
+    assert "no worker is left" in told

@@ -54,8 +54,8 @@ def kill_one(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
     """Let the next run's worker of rank 1 be killed once the first step is made."""
     begin = local._Workers.start
 
-    def start(self: Any, address: Any) -> None:
-        begin(self, address)
+    def start(self: Any, address: Any, give_up: Any) -> None:
+        begin(self, address, give_up)
         strike(self)
 
     def strike(workers: Any) -> None:

@@ -20,7 +20,6 @@ from entrenar_py.errors import BackendUnavailable
 Shapes = tuple[tuple[int, ...], ...]
 
 _RECORDED_MAX = 16  # shapes of a batch whose operations stay recorded
-_SEED_BYTES = 8  # a generator's state: its seed, then how much was drawn
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ class ResidentStep:
             return self._on_device(inputs, drop)
         shapes = tuple(tuple(one.shape) for one in batch)
         if shapes not in self._seen:
-            self._seen[shapes] = None
-            return self._first(inputs, drop)
+            self._seen[shapes] = None  # the first time, libraries choose what they will do
+            return self._on_device(inputs, drop)
         recorded = self._seen.pop(shapes) or self._recorded(inputs)
         if recorded is None:
             self._records = False
@@ -122,14 +121,6 @@ class ResidentStep:
         for key in held[:-_RECORDED_MAX]:
             self._seen[key] = None
         return recorded(inputs)
-
-    def _first(self, inputs: Sequence[Tensor], drop: DropFunction) -> Tensor:
-        """Return `_on_device`, and find out if the model draws, which a replay could not seed."""
-        generator = torch.cuda.default_generators[self._backend.index]
-        generator.manual_seed(0)
-        flat = self._on_device(inputs, drop)
-        self._records = not generator.get_state()[_SEED_BYTES:].any()
-        return flat
 
     def _recorded(self, inputs: Sequence[Tensor]) -> _Recorded | None:
         """Record the operations on such inputs; None if they can't be, or memory is short."""

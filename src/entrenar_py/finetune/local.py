@@ -7,7 +7,7 @@ import json
 import secrets
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,9 @@ LOOPBACK = Address("127.0.0.1", 0)
 SECRET_BYTES = 32
 LOOK_EVERY_S = 0.5
 DEATHS_MAX = 4  # of one worker, which then stays away
-PRELOADED = ("entrenar_py.finetune.worker_process", "transformers", "peft")
+PRELOADED = ("entrenar_py.finetune.worker_process",)
+# These look for CUDA devices when they are imported, and no fork of a process that did can use one.
+LOADED_BY_CPU = ("transformers", "peft")
 
 
 def train(
@@ -112,15 +114,21 @@ class _Workers:
 
     def __init__(self, path: Path, config: Config, names: Sequence[str]) -> None:
         self._path, self._config, self._names = path, config, names
-        self._crew = Crew(worker_process.main, preload=PRELOADED, one_job=True)
+        uses_cuda = any(backends.kind_of(name) == "cuda" for name in names)
+        preload = PRELOADED if uses_cuda else (*PRELOADED, *LOADED_BY_CPU)
+        self._crew = Crew(worker_process.main, preload=preload, one_job=True)
+        self._give_up: Callable[[str], None] = lambda _: None
         self._hands: dict[int, Hand] = {}
         self._deaths = Counter[int]()
         self._peaks: dict[int, Memory] = {}
         self._address = LOOPBACK
 
-    def start(self, address: Address) -> None:
-        """Start all workers of the coordinator at `address`, and look after them."""
-        self._address = address
+    def start(self, address: Address, give_up: Callable[[str], None]) -> None:
+        """Start all workers of the coordinator at `address`, and look after them.
+
+        Once all stay away, `give_up` is called with the reason.
+        """
+        self._address, self._give_up = address, give_up
         for rank in range(self._config.scenario.world_size):
             self._begin(rank)
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
@@ -162,4 +170,6 @@ class _Workers:
             printing.say(f"worker {rank} died ({how}) and {again}")
             if self._deaths[rank] < DEATHS_MAX:
                 self._begin(rank)
+            elif all(self._deaths[other] == DEATHS_MAX for other in self._hands):
+                self._give_up(f"no worker is left: worker {rank} died {DEATHS_MAX} times ({how})")
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)

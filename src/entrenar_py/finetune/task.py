@@ -12,9 +12,8 @@ import torch
 from entrenar_py.finetune import export, history, page
 from entrenar_py.finetune.evaluator import Evaluator
 from entrenar_py.finetune.page import Outcome
-from entrenar_py.service import memory_peak
-from entrenar_py.service.address import Address
-from entrenar_py.service.coordinator import Ended, Task
+from entrenar_py.service import coordinator, memory_peak
+from entrenar_py.service.coordinator import Ended, Listening, Task
 from entrenar_py.service.memory_peak import Memory
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.workload import Finetuning
@@ -30,7 +29,7 @@ def opened(
     *,
     num_steps: int,
     device: torch.device,
-    listening: Callable[[Address], None] = lambda _: None,
+    listening: Listening = coordinator.ignore,
     memory: Callable[[], Memory] = memory_peak.here,
     halt_on_spike: bool = False,
     tensorboard: Path | None = None,

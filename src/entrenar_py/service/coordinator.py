@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -71,21 +72,29 @@ class Ended:
     tell: Listener
 
 
+Listening: TypeAlias = Callable[[Address, Callable[[str], None]], None]
+
+
+def ignore(_address: Address, _give_up: Callable[[str], None]) -> None:
+    """Do nothing when workers may connect: they are started elsewhere."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A training to serve, and the callbacks that are told of it.
 
     Without a `workload` it is the scenario's. `listening` is given the address once workers may
-    connect. `memory` returns the peak of the run's processes on this machine. `stepped` is called
-    after each step of a star with the number of steps made, the tensors by name, which it must
-    copy, and a function that tells the listeners. `ended` is called when the run is over, before
-    the listeners are closed. `halt_on_spike` halts a star's run before a step whose gradient is far
-    larger than those before it. Event files go to the folder `tensorboard`, if there is one.
-    `package` has the files that workers may fetch, which `piece` reads.
+    connect, and a function that ends the run for a reason. `memory` returns the peak of the run's
+    processes on this machine. `stepped` is called after each step of a star with the number of
+    steps made, the tensors by name, which it must copy, and a function that tells the listeners.
+    `ended` is called when the run is over, before the listeners are closed. `halt_on_spike` halts a
+    star's run before a step whose gradient is far larger than those before it. Event files go to
+    the folder `tensorboard`, if there is one. `package` has the files that workers may fetch, which
+    `piece` reads.
     """
 
     workload: Workload | None = None
-    listening: Callable[[Address], None] = lambda _: None
+    listening: Listening = ignore
     memory: Callable[[], Memory] = memory_peak.here
     stepped: Stepped = lambda made, tensors, tell: None
     ended: Callable[[Ended], None] = lambda _: None
@@ -206,7 +215,7 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
     host.give_up = lambda reason: _end_soon(loop, server, reason)
     signals.deliver(_Stopper(server, host).stop)
     host.note("listening", f"listens at {Address(*at)}, from step {first} on")
-    task.listening(Address(*at))
+    task.listening(Address(*at), partial(_end_soon, loop, server))
     finish = await server.finish()
     signals.ignore()
     number, last = server.strangers
