@@ -134,6 +134,16 @@ def test_a_strategy_that_cannot_run(
     assert planned(settings(tmp_path, TINY), *described)[1][strategy].problem == problem
 
 
+def test_packed_rows_are_sequences_of_the_largest_length(tmp_path: Path) -> None:
+    """Of 4 rows of up to 100 tokens, in sequences of 512, there are 2 at most."""
+    data = Data(train=tmp_path, max_tokens=512, packing=True)
+    gpu = devices.described(["gpu:4GB"])
+    run = plan.of(settings(tmp_path, TINY, data=data), gpu, longest=100, bandwidth=1e9)
+    assert (run.rows, run.length) == (2, 512)
+    run = plan.of(settings(tmp_path, TINY), gpu, longest=100, bandwidth=1e9)
+    assert (run.rows, run.length) == (4, 100)
+
+
 def test_sharing_layers_leaves_less_to_each(tmp_path: Path) -> None:
     options = planned(settings(tmp_path, TINY), "2 x gpu:4GB")[1]
     peaks = {name: one.peak(recompute=False) for name, one in options.items()}

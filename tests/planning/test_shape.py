@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 
-from entrenar_py.planning import rehearsal, shape
+from entrenar_py.planning import rehearsal
 from entrenar_py.planning.shape import Cut, Shape
 from entrenar_py.training import dropout
 from entrenar_py.tuning import model, precision
+from entrenar_py.tuning import recompute as recomputing
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Classes, Settings
 from entrenar_py.tuning.workload import Finetuning
@@ -78,7 +79,8 @@ def real(settings: Settings, *, recompute: bool) -> rehearsal.Rehearsal:
     module = model._adapted(settings, module, ()) if settings.adapts else module
     precision.prepare(module, settings)
     module.train().config.pad_token_id = 0
-    shape._set_recompute(module, to=recompute)
+    if recompute:
+        recomputing.install(module)
     lengths = np.array([LENGTH, LENGTH, LENGTH - 2, LENGTH])  # filled up, so that there is a mask
     samples = Samples(
         tokens=np.ones(lengths.sum(), np.int32),

@@ -10,7 +10,6 @@ from entrenar_py.planning import plan
 from entrenar_py.planning.plan import BY_PROTOCOL, Option, Run
 from entrenar_py.planning.shape import Shape
 from entrenar_py.planning.units import seconds, size
-from entrenar_py.tuning.settings import Settings
 
 _SHORTEST = 64  # tokens: shorter rows are not advised
 
@@ -123,7 +122,7 @@ def _changes(run: Run) -> Iterator[tuple[str, Run]]:
 
 def _steps(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
     settings = run.settings
-    if _knows_recompute() and not run.recompute:
+    if not run.recompute:
         yield "recompute: blocks", lambda one: _with(one, recompute="blocks")
     if run.rows > 1:
         most = settings.training.batch_size
@@ -137,7 +136,7 @@ def _steps(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
         data = replace(settings.data, max_tokens=half)
         yield (
             f"data.max_tokens: {half}",
-            lambda one: replace(_with(one, data=data), length=half),
+            lambda one: replace(_with(one, data=data), longest=half),
         )
     if settings.precision == "float32":
         yield "precision: bfloat16", lambda one: _with(one, precision="bfloat16")
@@ -145,10 +144,6 @@ def _steps(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
         yield "method: lora", lambda one: _with(one, method="lora")
     if settings.method == "lora":
         yield "method: qlora", lambda one: _with(one, method="qlora")
-
-
-def _knows_recompute() -> bool:
-    return "recompute" in Settings.__dataclass_fields__
 
 
 def _with(run: Run, **changes: object) -> Run:

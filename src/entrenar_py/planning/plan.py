@@ -66,15 +66,22 @@ class Option:
 class Run:
     """What is planned: a model's shape, how its steps are cut, and the devices.
 
-    `length` is that of the longest row in tokens. `bandwidth` in bytes a second is that of links
+    `longest` is the number of tokens of the longest row, and `length` that of the sequences that
+    are computed, which is more if rows are packed. `bandwidth` in bytes a second is that of links
     for which a device states none.
     """
 
     settings: Settings
     shape: Shape
     devices: tuple[Device, ...]
-    length: int
+    longest: int
     bandwidth: float
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        data = self.settings.data
+        return data.max_tokens if data.packing else self.longest
 
     @property
     def num_workers(self) -> int:
@@ -83,9 +90,15 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch, which is a logical shard."""
+        """Rows of a micro-batch, which is a logical shard.
+
+        Packed rows take fewer sequences: all but one are more than half full.
+        """
         training = self.settings.training
-        return -(-training.batch_size // training.num_shards)
+        rows = -(-training.batch_size // training.num_shards)
+        if not self.settings.data.packing:
+            return rows
+        return min(rows, 1 + 2 * rows * self.longest // self.length)
 
     @property
     def link(self) -> float:
@@ -95,7 +108,7 @@ class Run:
     @property
     def recompute(self) -> bool:
         """Whether the configuration asks for blocks to be computed again."""
-        return getattr(self.settings, "recompute", "none") == "blocks"
+        return self.settings.recompute == "blocks"
 
 
 def of(
@@ -110,7 +123,7 @@ def of(
         settings=settings,
         shape=Shape(settings),
         devices=tuple(devices),
-        length=most if longest is None else min(longest, most),
+        longest=most if longest is None else min(longest, most),
         bandwidth=bandwidth,
     )
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import fnmatch
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from entrenar_py.backends import draws, nf4
 from entrenar_py.errors import UsageError
 from entrenar_py.planning import rehearsal
 from entrenar_py.planning.rehearsal import META, Rehearsal
-from entrenar_py.tuning import masks, model, precision, quantised
+from entrenar_py.tuning import model, precision, quantised
+from entrenar_py.tuning import recompute as recomputing
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning
@@ -28,7 +29,6 @@ from entrenar_py.tuning.workload import Finetuning
 FLOAT_BYTES = 4
 _SCALES = 256  # of NF4, that share a scale
 _NF4 = "_is_planned_in_nf4"  # the mark of a layer whose weights are kept so
-_CHECKPOINT = partial(checkpoint, use_reentrant=False, context_fn=masks.again)
 # How transformers names the two cuts of a layer, and layers between these that stay whole.
 _BY_COLUMNS, _BY_ROWS, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
@@ -72,7 +72,7 @@ class Shape:
     """The model that `settings` name, on torch's meta device."""
 
     settings: Settings
-    _parts: dict[Cut, nn.Module] = field(default_factory=dict)
+    _parts: dict[tuple[Cut, bool], nn.Module] = field(default_factory=dict)
     _rehearsed: dict[tuple[Any, ...], Rehearsal] = field(default_factory=dict)
 
     @cached_property
@@ -132,17 +132,16 @@ class Shape:
         """Return what a micro-batch of `rows` x `length` tokens takes on a device of a `kind`."""
         key = rows, length, kind, recompute, cut
         if key not in self._rehearsed:
-            self._rehearsed[key] = self._rehearse(rows, length, kind, recompute, self._part(cut))
+            self._rehearsed[key] = self._rehearse(
+                rows, length, kind, self._part(cut, recompute=recompute)
+            )
         return self._rehearsed[key]
 
-    def _rehearse(
-        self, rows: int, length: int, kind: str, recompute: bool, part: nn.Module
-    ) -> Rehearsal:
+    def _rehearse(self, rows: int, length: int, kind: str, part: nn.Module) -> Rehearsal:
         labels = self.settings.classes.labels if self.settings.task == "classify" else ()
         samples = _samples(rows, length)
         cast("Any", part).config.pad_token_id = 0
         tensors = {name: one for name, one in part.named_parameters() if one.requires_grad}
-        _set_recompute(part, to=recompute)
         try:
             with rehearsal.answered(kind):
                 work = Finetuning(
@@ -169,12 +168,16 @@ class Shape:
             ) from error
         return replace(step, peak=step.peak + self._decoded_bytes(part))
 
-    def _part(self, cut: Cut) -> nn.Module:
-        if cut == WHOLE:
+    def _part(self, cut: Cut, *, recompute: bool = False) -> nn.Module:
+        if cut == WHOLE and not recompute:
             return self.whole
-        if cut not in self._parts:
-            self._parts[cut] = _cut(self.whole, cut)
-        return self._parts[cut]
+        key = cut, recompute
+        if key not in self._parts:
+            self._parts[key] = _cut(self.whole, cut)
+            if recompute:
+                with contextlib.suppress(UsageError):  # of a model without blocks
+                    recomputing.install(self._parts[key])
+        return self._parts[key]
 
     def _bytes(self, module: nn.Module) -> int:
         """Return the bytes of a module's weights, of which some may be in NF4."""
@@ -202,14 +205,6 @@ def _samples(rows: int, length: int) -> Samples:
         starts=np.arange(rows + 1, dtype=np.int64) * length,
         labels=np.zeros(rows, np.int32),
     )
-
-
-def _set_recompute(part: Any, *, to: bool) -> None:
-    """Let blocks be computed again for the backward pass. A model that can't stays as it is."""
-    for layer in part.modules():
-        if hasattr(layer, "gradient_checkpointing"):
-            layer.gradient_checkpointing = to
-            setattr(layer, "_gradient_checkpointing_func", _CHECKPOINT)  # noqa: B010  (transformers')
 
 
 def _stack(module: nn.Module) -> nn.ModuleList:
@@ -240,6 +235,7 @@ def _cut(whole: nn.Module, cut: Cut) -> nn.Module:
     if cut.blocks is not None:
         blocks = _stack(part)
         del blocks[cut.blocks :]
+        cast("Any", part).config.get_text_config().num_hidden_layers = cut.blocks
     for layer, how in _cuttable(part):
         _narrow(layer, how, cut.tensor)
     return part
