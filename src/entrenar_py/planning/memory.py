@@ -12,7 +12,7 @@ from entrenar_py.planning.rehearsal import Rehearsal
 from entrenar_py.planning.shape import FLOAT_BYTES, WHOLE, Counts, Cut, Shape
 
 # What is there before any tensor: an interpreter with torch and transformers; on a GPU the context
-# and the workspaces of its libraries. Measured.
+# and the workspaces of its libraries. The CPU's is measured, the others are estimates.
 RUNTIME_BYTES = {"cpu": 450 * 10**6, "cuda": 700 * 10**6, "wgpu": 200 * 10**6}
 MOMENTS = 2  # AdamW's, float32
 # Vectors of the trained tensors' length that an update of the reference trainer takes at once:

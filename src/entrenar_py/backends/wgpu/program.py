@@ -202,7 +202,8 @@ class Program:
         for buffer, start in zip(self._given, self._starts, strict=True):
             self.places[buffer] = (self._inputs, start)
         for buffer, one in zip(self._lowered.inputs[len(self._given) :], resident, strict=True):
-            assert (buffer.dtype, buffer.size) == (one.dtype, math.prod(one.shape)), buffer.name
+            size = math.prod(one.shape)
+            assert (buffer.dtype, buffer.size) == (one.dtype, size), buffer.name
             self.places[buffer] = (one.memory, 0)
         for buffer, tensor in self._lowered.constants:
             self.places[buffer] = (upload(self.device, tensor, buffer.name).memory, 0)

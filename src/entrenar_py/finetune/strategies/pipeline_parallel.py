@@ -98,7 +98,9 @@ class PipelineParallel(Strategy):
         with in_evaluation(workload.module), workload.formats(self.device):
             if self._rank:
                 x = torch.empty(shape, dtype=self._dtypes[self._rank - 1], device=self.device)
-                dist.recv(x, self._rank - 1)
+                waiting = dist.irecv(x, self._rank - 1)
+                assert waiting is not None, "this rank is of the group"
+                waiting.wait()
             hidden = self._stage.stage(x)
             if self._rank < self._size - 1:
                 dist.send(hidden.contiguous(), self._rank + 1)
