@@ -122,7 +122,7 @@ class Finetuning(Workload):
             self._weights = samples.num_targets.astype(np.float64)
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
         self._device = torch.device("cpu")
-        self.products, self._compiles = products, compiles
+        self.products, self._compiles, self._is_compiled = products, compiles, False
         self._shown: set[tuple[bool, ...]] = set()  # kinds of batches that are compiled
         self._longest = max(samples.length(index) for index in range(len(samples)))
         self._dropout_key: Tensor | None = None
@@ -209,7 +209,7 @@ class Finetuning(Workload):
         device = next(iter(tensors.values())).device
         if device != self._device:
             self._move(device, tensors)
-        if self._compiles and (kind := self.objective.kind(batch)) not in self._shown:
+        if self._is_compiled and (kind := self.objective.kind(batch)) not in self._shown:
             self._show(kind, tensors)
         self.seed(drop)
         return self._loss(tensors, batch)
@@ -255,8 +255,8 @@ class Finetuning(Workload):
         """Move frozen weights to `device`, and let the model compile there if that was asked."""
         self.objective.to(device)
         self._device = device
-        self._compiles = self._compiles and device.type == "cuda" and not self.drops
-        if self._compiles:
+        self._is_compiled = self._compiles and device.type == "cuda" and not self.drops
+        if self._is_compiled:
             compiled.compile_blocks(self.module)
 
     def _show(self, kind: tuple[bool, ...], tensors: Tensors) -> None:
