@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 
+from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.training import sharding
 from entrenar_py.tuning import model
@@ -142,6 +143,19 @@ VARIANTS = (
             options={"task": "text", "method": "full", "family": "llama"},
         ),
         tried=("F-FT-011", "F-FT-012", "F-FT-014"),
+    ),
+    Variant(
+        name="ft-left-early",
+        summary="another seed and task, and a worker leaves after the first step",
+        plants={},
+        scenario=finetuned(
+            num_steps=3,
+            seed=4,
+            dropout=0.3,
+            faults=(Fault(kind="leave", rank=1, step=1),),
+            options={"task": "text"},
+        ),
+        tried=("F-FT-013",),
     ),
     Variant(
         name="ft-beside-nf4",

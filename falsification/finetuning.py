@@ -201,7 +201,7 @@ def one(self: tuned.Finetuning, ids: Sequence[int]) -> float:
 def mean_of_sample(self: Any, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
     """Averages over the tokens of each sample, then over samples."""
     losses = F.cross_entropy(
-        self._logits(tokens, places), targets, ignore_index=tuned.IGNORED, reduction="none"
+        self._logits(tokens, places, None), targets, ignore_index=tuned.IGNORED, reduction="none"
     )
     rows = F.one_hot(places // tokens.shape[1], tokens.shape[0]).to(losses)
     rows = rows * (targets != tuned.IGNORED).unsqueeze(1)
@@ -382,6 +382,7 @@ VARIANTS = (
             "samples", options={"task": "classify", "class_weights": "sqrt_inverse"}
         ),
         invariants=("F-FT-007",),
+        place={"step": 0, "rank": 1},
     ),
     Variant(
         name="ft-drawn-again",
