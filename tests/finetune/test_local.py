@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from entrenar_py.finetune import local, worker_process
 from entrenar_py.service import cli, exit_codes
@@ -48,6 +50,38 @@ def test_what_a_run_writes_is_used(
 
     assert cli.main(["eval", str(output), "--data", str(small / "test.jsonl")]) == exit_codes.DONE
     assert "of 400 right" in capsys.readouterr().out
+
+
+# peft asks for what a later transformers will lack.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_run_in_16_bits_is_scored_and_merged(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its scores are those of `eval`, and its merged weights have all of what was learned."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config, output = runs.configured(tmp_path, small, precision="bfloat16"), tmp_path / "out"
+    shutil.copy(tmp_path / "rows.jsonl", tmp_path / "seen.jsonl")
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    settings["data"] = {"train": "rows.jsonl", "validation": "seen.jsonl", "max_tokens": 64}
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    assert cli.main(["finetune", str(config)]) == exit_codes.DONE
+    (scored,) = runs.told(output, "evaluation")
+    capsys.readouterr()
+    assert (
+        cli.main(["eval", str(output), "--data", str(tmp_path / "seen.jsonl")]) == exit_codes.DONE
+    )
+    assert capsys.readouterr().out.startswith(f"loss {scored['loss']:.4f}, ")
+    assert cli.main(["merge", str(output), str(tmp_path / "merged")]) == exit_codes.DONE
+    assert "bfloat16 weights became float32" in capsys.readouterr().out
+
+    safetensors = pytest.importorskip("safetensors.torch")
+    name = "model.layers.0.self_attn.q_proj"
+    adapters = safetensors.load_file(output / "adapter_model.safetensors")
+    a, b = (adapters[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+    before = safetensors.load_file(small / "model" / "model.safetensors")[f"{name}.weight"]
+    merged = safetensors.load_file(tmp_path / "merged" / "model.safetensors")[f"{name}.weight"]
+    learned = 4 / 2 * (b @ a)  # alpha / rank
+    torch.testing.assert_close(merged - before.bfloat16().float(), learned, rtol=1e-3, atol=1e-7)
 
 
 def test_a_run_ends_when_no_worker_is_left(

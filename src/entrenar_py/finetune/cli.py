@@ -39,8 +39,11 @@ def run(given: argparse.Namespace) -> int:
             printing.say(line)
     else:
         outputs.merge(output, given.merged)
-        if output.settings.method == "qlora":
-            printing.say("NF4 weights became float32, of the same values: the model is larger")
+        narrow = {"qlora": "NF4"}.get(output.settings.method, output.settings.precision)
+        if narrow != "float32":
+            printing.say(
+                f"{narrow} weights became float32, of the same values: the model is larger"
+            )
         printing.say(f"written to {given.merged}")
     return exit_codes.DONE
 

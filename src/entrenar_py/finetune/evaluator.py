@@ -91,7 +91,7 @@ class Evaluator:
         return evaluation.scores(
             self._put(tensors),
             rows,
-            labels=self._prepared.settings.classes.labels,
+            settings=self._prepared.settings,
             pad_token=self._prepared.pad_token,
             go_on=self._require_running,
         )

@@ -58,10 +58,11 @@ def finish(
     """
     printing.say(f"written to {write(prepared, workload, tensors)}")
     if prepared.validation is not None:
-        labels = prepared.settings.classes.labels
-        module = workload.module.to(device)
         found = evaluation.scores(
-            module, prepared.validation, labels=labels, pad_token=prepared.pad_token
+            workload.module.to(device),
+            prepared.validation,
+            settings=prepared.settings,
+            pad_token=prepared.pad_token,
         )
         for line in found.lines():
             printing.say(f"validation: {line}")

@@ -12,7 +12,7 @@ from torch import nn
 
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import export, folder, settings_file
-from entrenar_py.tuning import evaluation, fitting, model, prepared, samples, saving
+from entrenar_py.tuning import evaluation, fitting, model, precision, prepared, samples, saving
 from entrenar_py.tuning.evaluation import Scores
 from entrenar_py.tuning.settings import Settings
 
@@ -57,7 +57,8 @@ def answer(output: Output, prompt: str, *, new_tokens: int) -> Iterator[str]:
     given.pop("token_type_ids", None)
     module = cast("Any", output.module)
     _require_room(output, given["input_ids"][0].tolist(), new_tokens)
-    with torch.no_grad():
+    products = precision.of_products(settings)
+    with torch.no_grad(), precision.applied(products, module.device):
         if settings.task == "classify":
             shares = module(**given).logits[0].softmax(-1).tolist()
             labelled = zip(settings.classes.labels, shares, strict=True)
@@ -92,16 +93,16 @@ def evaluate(output: Output, path: Path) -> Scores:
     rows = samples.load(settings, path, tokenizer, cache=prepared.cache())
     fitting.require_samples(settings, output.module, [rows], model.padding(tokenizer))
     return evaluation.scores(
-        output.module, rows, labels=settings.classes.labels, pad_token=model.padding(tokenizer)
+        output.module, rows, settings=settings, pad_token=model.padding(tokenizer)
     )
 
 
 def merge(output: Output, merged: Path) -> None:
     """Write a checkpoint to `merged` in which the adapters are added to their layers' weights.
 
-    The weights are float32. Those in NF4 become the numbers that they stand for, as trained. Raises
-    UsageError if there are no adapters, or `merged` is not empty, and SystemFailure if it can't be
-    written.
+    The weights are float32: narrower ones would round away most of what was learned. Those in NF4
+    or 16 bits become the numbers that they stand for, as trained. Raises UsageError if there are no
+    adapters, or `merged` is not empty, and SystemFailure if it can't be written.
     """
     if not output.settings.adapts:
         raise UsageError(f"{output.folder}: method: full has no adapters; it is a model already")
@@ -113,4 +114,4 @@ def merge(output: Output, merged: Path) -> None:
         module = model.decoded(output.settings, output.folder, pad_token)
     advice = "make room or give access, and merge again"
     with folder.replacing(merged, marks=export.MARKS, advice=advice) as partial:
-        saving.merge(module, output.tokenizer, partial)
+        saving.merge(module.float(), output.tokenizer, partial)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from entrenar_py.tuning import precision
 from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import IGNORED, Rows
 
 _BATCH = 32
@@ -86,21 +88,22 @@ def scores(
     module: nn.Module,
     found: Samples,
     *,
-    labels: Sequence[str],
+    settings: Settings,
     pad_token: int,
     go_on: Callable[[], None] = lambda: None,
 ) -> Scores:
     """Return the scores of `module` in evaluation mode. All classes have the same weight.
 
-    `go_on` is called before each batch; what it raises ends the evaluation.
+    Products have the format of the run that `settings` describe. `go_on` is called before each
+    batch; what it raises ends the evaluation.
     """
-    rows = Rows(found, pad_token)
+    rows, labels = Rows(found, pad_token), settings.classes.labels
     num_rows = _BATCH if labels else _num_rows(module, found)
     device = next(module.parameters()).device
     confusion = np.zeros((len(labels), len(labels)), np.int64)
     total, weight, was_training = 0.0, 0, module.training
     module.eval()
-    with torch.no_grad():
+    with torch.no_grad(), precision.applied(precision.of_products(settings), device):
         for begin in range(0, len(found), num_rows):
             go_on()
             ids = range(begin, min(begin + num_rows, len(found)))
@@ -119,4 +122,4 @@ def scores(
             total += loss.item()
             weight += int((targets != IGNORED).sum())
     module.train(was_training)
-    return Scores(total / max(weight, 1), weight, tuple(labels), confusion)
+    return Scores(total / max(weight, 1), weight, labels, confusion)
