@@ -84,6 +84,19 @@ def test_a_run_in_16_bits_is_scored_and_merged(
     torch.testing.assert_close(merged - before.bfloat16().float(), learned, rtol=1e-3, atol=1e-7)
 
 
+# peft asks for what a later transformers will lack.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_workers_have_the_settings_that_the_run_began_with(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration that is changed afterwards is of no worker that is started then."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = runs.configured(tmp_path, small, data={"validation_share": 0.0})
+    monkeypatch.setattr(local.foresight, "look", lambda path, *rest: path.unlink())
+    assert cli.main(["finetune", str(config)]) == exit_codes.DONE
+    assert runs.told(tmp_path / "out", "completed")
+
+
 def test_a_run_ends_when_no_worker_is_left(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

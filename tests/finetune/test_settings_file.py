@@ -164,10 +164,20 @@ def test_keys_that_do_not_go_together(tmp_path: Path, text: str, told: str) -> N
     assert problems(tmp_path, text) == [f"run.yaml:{told}"]
 
 
-@pytest.mark.parametrize("text", [SMALL, CLASSES, SMALL + "method: full\nseed: 3\n"])
-def test_settings_come_back_from_their_record(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [SMALL, CLASSES, CLASSES.replace("unsafe", "\U0001f4a3"), SMALL + "method: full\nseed: 3\n"],
+)
+def test_settings_come_back_from_their_text(tmp_path: Path, text: str) -> None:
     settings = load(tmp_path, text)
-    assert load(tmp_path, yaml.safe_dump(settings_file.to_record(settings))) == settings
+    written = settings_file.to_text(settings_file.to_record(settings))
+    assert settings_file.of_text(written, "written") == settings
+    assert load(tmp_path, written) == settings
+
+
+def test_settings_of_half_a_character() -> None:
+    with pytest.raises(ContractError, match=r"^written:1:\d+: error: not UTF-8"):
+        settings_file.of_text('{"task": "\ud83d"}', "written")
 
 
 def test_the_schema_of_the_docs_is_current() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def write(prepared: Prepared, workload: Finetuning, tensors: Mapping[str, Array]
     Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors. Raises
     SystemFailure if it can't be written; an earlier output is then whole.
     """
-    record = json.dumps(settings_file.to_record(prepared.settings), indent=2)
+    record = settings_file.to_text(settings_file.to_record(prepared.settings))
     output = prepared.settings.output
     with folder.replacing(output, marks=(*MARKS, SETTINGS), advice=_ADVICE) as partial:
         saving.save(workload.module, tensors, prepared.tokenizer, partial)

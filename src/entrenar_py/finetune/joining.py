@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning
 
-SETTINGS = "run.json"
+SETTINGS = "the settings"  # in messages
 MODEL = "model"
 
 Say = Callable[[str], None]
@@ -108,9 +107,8 @@ def _require_same(folder: Path, files: Sequence[File]) -> None:
 
 def _workload(listed: Contents, files: ReceivedFiles, folder: Path, own: Path | None) -> Finetuning:
     """Return the model with its samples. `folder` is needed only until then."""
-    (folder / SETTINGS).write_text(json.dumps(dict(listed.settings)), "utf-8")
     try:
-        settings = settings_file.load(folder / SETTINGS)
+        settings = settings_file.of_text(settings_file.to_text(listed.settings), SETTINGS)
     except ContractError as error:
         raise SystemFailure(
             f"the coordinator's settings can't be read: use one release on both ends\n{error}"

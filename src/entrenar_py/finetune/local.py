@@ -25,6 +25,7 @@ from entrenar_py.service.address import Address
 from entrenar_py.service.config import Checkpoint, Config
 from entrenar_py.service.memory_peak import Memory
 from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import printing
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -84,7 +85,7 @@ def train(
         name = names[rank % len(names)]
         printing.say(f"worker {rank}: {name} ({devices[name]})")
     with (
-        closing(_Workers(path, config, names)) as workers,
+        closing(_Workers(settings, config, names)) as workers,
         tasks.opened(
             prepared,
             workload,
@@ -112,8 +113,10 @@ def _opened(names: Sequence[str]) -> dict[str, str]:
 class _Workers:
     """The worker processes, one for each rank. One that dies is started again, some times."""
 
-    def __init__(self, path: Path, config: Config, names: Sequence[str]) -> None:
-        self._path, self._config, self._names = path, config, names
+    def __init__(self, settings: Settings, config: Config, names: Sequence[str]) -> None:
+        self._config, self._names = config, names
+        # Not the file's name: the file may be another one when a worker is started again.
+        self._settings = settings_file.to_text(settings_file.to_record(settings))
         uses_cuda = any(backends.kind_of(name) == "cuda" for name in names)
         preload = PRELOADED if uses_cuda else (*PRELOADED, *LOADED_BY_CPU)
         self._crew = Crew(worker_process.main, preload=preload, one_job=True)
@@ -143,7 +146,7 @@ class _Workers:
 
     def _begin(self, rank: int) -> None:
         job = {
-            "settings": str(self._path),
+            "settings": self._settings,
             "scenario": self._config.scenario.to_dict(),
             "rank": rank,
             "backend": self._names[rank % len(self._names)],

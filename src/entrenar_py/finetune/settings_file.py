@@ -6,6 +6,7 @@ All problems are told at once, each as `file:line:column: error: ...`.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -66,19 +67,34 @@ def load(path: Path) -> Settings:
     Raises ContractError with all problems.
     """
     problems = Problems()
-    root = read(path, problems)
-    if root is not None:
-        settings = _Reader(path.parent, problems).section(Settings, root, "configuration")
-        if isinstance(settings, Settings):
-            _Conflicts(settings, root, problems).tell()
-    problems.settle(strict=True)
-    assert isinstance(settings, Settings), "what can't be read is a problem"
-    return settings
+    return _settings(read(path, problems), path.parent, problems)
 
 
 def read(path: Path, problems: Problems) -> MapNode | None:
     """Return the tree of the configuration at `path`; None after reporting why there is none."""
     return composer.load(path, problems, form=_FORM)
+
+
+def of_text(text: str, name: str) -> Settings:
+    """Return the settings of which `to_text` made `text`.
+
+    Raises ContractError with all problems of another text, which it calls `name`.
+    """
+    problems = Problems()
+    data = text.encode(errors="surrogatepass")  # as JSON from elsewhere may have; a problem, too
+    root = composer.compose(data, name, problems, form=_FORM)
+    return _settings(root, Path(), problems)
+
+
+def _settings(root: MapNode | None, folder: Path, problems: Problems) -> Settings:
+    settings: object = None
+    if root is not None:
+        settings = _Reader(folder, problems).section(Settings, root, "configuration")
+        if isinstance(settings, Settings):
+            _Conflicts(settings, root, problems).tell()
+    problems.settle(strict=True)
+    assert isinstance(settings, Settings), "what can't be read is a problem"
+    return settings
 
 
 def innermost(root: MapNode, keys: Iterable[str]) -> Node:
@@ -91,10 +107,7 @@ def innermost(root: MapNode, keys: Iterable[str]) -> Node:
 
 
 def to_record(section: Any) -> dict[str, Any]:
-    """Return settings as JSON can hold them, without keys at their defaults; paths are absolute.
-
-    `load` reads such a file back.
-    """
+    """Return settings as JSON can hold them, without keys at their defaults; paths are absolute."""
     record = dict[str, Any]()
     for field in fields_of(type(section)):
         value = getattr(section, field.name)
@@ -106,6 +119,11 @@ def to_record(section: Any) -> dict[str, Any]:
             value = str(value.absolute())
         record[field.name] = list(value) if isinstance(value, tuple) else value
     return record
+
+
+def to_text(record: Mapping[str, Any]) -> str:
+    """Return a record of settings as JSON, which `load` and `of_text` read back."""
+    return json.dumps(record, indent=2, ensure_ascii=False)  # YAML knows no pairs of surrogates
 
 
 class _Reader:

@@ -9,7 +9,6 @@ import signal
 from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
     loop = asyncio.get_running_loop()
     loop.add_reader(desk.fileno(), _abandoned)
     scenario = Scenario.from_dict(job["scenario"])
-    workload = prepared.prepare(settings_file.load(Path(job["settings"]))).workload()
+    workload = prepared.prepare(settings_file.of_text(job["settings"], "the settings")).workload()
     backend = backends.open_backend(job["backend"])
     member = Member(scenario, lambda rank: backend, workload)
     machine = topology.of(scenario).worker(
