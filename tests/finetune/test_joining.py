@@ -207,7 +207,7 @@ def test_which_files_a_checkpoint_has(tmp_path: Path, small: Path) -> None:
     ):
         (folder / name).write_text("x")
     (folder / "empty.safetensors").touch()
-    index = {"weight_map": {"w": "a.safetensors", "v": "b.safetensors", "x": "../c.safetensors"}}
+    index = {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     here = replace(settings, model=folder)
     plain = ["config.json", "model.safetensors.index.json", "tokenizer.json"]
@@ -215,6 +215,10 @@ def test_which_files_a_checkpoint_has(tmp_path: Path, small: Path) -> None:
     assert offered_files.checkpoint_files(here) == sorted([*plain, *shards])
     trusting = replace(here, trust_remote_code=True)
     assert "modeling_own.py" in offered_files.checkpoint_files(trusting)
+    index["weight_map"]["x"] = "../rows.jsonl"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=r"names \.\./rows\.jsonl; weights have to be"):
+        offered_files.checkpoint_files(here)
     (folder / "model.safetensors").write_text("x")
     assert offered_files.checkpoint_files(here) == [
         *("config.json", "model.safetensors", "tokenizer.json")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from entrenar_py.finetune import local, worker_process
+from entrenar_py.finetune import foresight, local, worker_process
 from entrenar_py.service import cli, exit_codes
 from tests.finetune import runs
 
@@ -92,7 +92,7 @@ def test_workers_have_the_settings_that_the_run_began_with(
     """A configuration that is changed afterwards is of no worker that is started then."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = runs.configured(tmp_path, small, data={"validation_share": 0.0})
-    monkeypatch.setattr(local.foresight, "look", lambda path, *rest: path.unlink())
+    monkeypatch.setattr(foresight, "look", lambda path, *rest: path.unlink())
     assert cli.main(["finetune", str(config)]) == exit_codes.DONE
     assert runs.told(tmp_path / "out", "completed")
 

@@ -195,3 +195,21 @@ def test_progress_is_json(content: bytes) -> None:
     length = int.from_bytes(payload[:8], "little")
     metadata = json.loads(payload[8 : 8 + length])["__metadata__"]
     assert json.loads(metadata["progress"]) == PROGRESS
+
+
+@pytest.mark.parametrize(
+    ("noted", "told"),
+    [
+        ({"seed": 2, "options": {"alpha": 4}}, "a run with seed=2, this one has seed=1"),
+        ({"seed": 1, "options": {"alpha": 8}}, "a run with alpha=8, this one has alpha=4"),
+        ({"seed": 1, "options": {}}, "a run with alpha=None, this one has alpha=4"),
+        ({"seed": 1, "options": {"alpha": 4, "r": 2}}, "a run with r=2, this one has r=None"),
+        (None, "a run with seed=None, this one has seed=1"),
+    ],
+)
+def test_the_checkpoint_of_another_run(noted: object, told: str) -> None:
+    """The first difference is named, also one of the scenario's options."""
+    own = {"seed": 1, "options": {"alpha": 4}}
+    checkpoint.require_own(Path("c"), {"scenario": own}, own)
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint.require_own(Path("c"), {"scenario": noted}, own)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,10 @@ from entrenar_py.finetune import package, settings_file
 from entrenar_py.finetune.package import Contents, File
 from entrenar_py.protocol.messages import Piece
 from entrenar_py.protocol.package import PIECE_BYTES, Package
+from entrenar_py.tuning import fitting, samples
 from entrenar_py.tuning import prepared as preparing
-from entrenar_py.tuning import samples
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 
 _Stamp: TypeAlias = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
 
@@ -93,16 +89,11 @@ def checkpoint_files(settings: Settings) -> list[str]:
         if package.may_be_named(name, with_code=settings.trust_remote_code)
         and (folder / name).stat().st_size
     ]
-    weights = {name for name in names if name.endswith(package.WEIGHTS)}
-    if _SINGLE in weights:
-        loaded = {_SINGLE}
-        names = [name for name in names if name != _INDEX]
-    elif _INDEX in names:
-        index = json.loads((folder / _INDEX).read_text("utf-8"))
-        loaded = weights & set(index["weight_map"].values())
-    else:
-        loaded = weights
-    return [name for name in names if name in loaded or name not in weights]
+    loaded = fitting.weight_files(folder)
+    left_out = {name for name in names if name.endswith(package.WEIGHTS)}.difference(loaded)
+    if fitting.WHOLE in loaded:
+        left_out.add(fitting.INDEX)
+    return [name for name in names if name not in left_out]
 
 
 def shared_settings(settings: Settings) -> dict[str, object]:

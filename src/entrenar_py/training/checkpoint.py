@@ -121,6 +121,32 @@ def bytes_max(expected: Arrays) -> int:
     return sum(array.nbytes for array in expected.values()) + _DESCRIPTION_BYTES_MAX
 
 
+def require_own(path: Path, progress: Mapping[str, Any], scenario: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the file at `path` notes `scenario` as that of its run.
+
+    The message names the first difference; an option of the scenario by its own name.
+    """
+    noted = progress.get("scenario")
+    theirs, ours = _fields(noted if isinstance(noted, dict) else {}), _fields(scenario)
+    for name in (*ours, *theirs):
+        if theirs.get(name) != ours.get(name):
+            raise CheckpointError(
+                f"checkpoint {path}: it was saved by a run with {name[-1]}="
+                f"{theirs.get(name)!r}, this one has {name[-1]}={ours.get(name)!r}; go on with "
+                "what it was made by, or give another path"
+            )
+
+
+def _fields(scenario: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Return the fields of a scenario, and its options, each by its way there."""
+    options = scenario.get("options")
+    options = options if isinstance(options, Mapping) else {}
+    return {
+        **{(name,): value for name, value in scenario.items() if name != "options"},
+        **{("options", name): value for name, value in options.items()},
+    }
+
+
 def require_fitting(
     path: Path,
     arrays: Arrays,

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, cast
 
+from blake3 import blake3
 from torch import nn
 
 from entrenar_py.errors import UsageError
@@ -35,21 +36,52 @@ def require_config(folder: Path) -> None:
 
 def require_checkpoint(folder: Path) -> None:
     """Raise UsageError unless `folder` has a configuration and all files of the weights."""
+    weight_files(folder)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files of the weights that are loaded; raises as `require_checkpoint`.
+
+    A folder may have other sets of weights, too.
+    """
     require_config(folder)
     if (folder / WHOLE).is_file():
-        return
+        return [WHOLE]
     if not (folder / INDEX).is_file():
         raise UsageError(
             f"model={folder}: neither {WHOLE} nor {INDEX} is there; only safetensors are read, so "
             "convert weights in another format"
         )
     shards = _shards(folder / INDEX)
+    if outside := [name for name in shards if Path(name).name != name]:
+        raise UsageError(
+            f"model={folder}: {INDEX} names {escaping.shortened(outside[0])}; weights have to be "
+            "in the same folder, under plain names"
+        )
     lost = [name for name in shards if not (folder / name).is_file()]
     if lost:
         raise UsageError(
             f"model={folder}: {_listed(lost)} missing, of the {len(shards)} files that {INDEX} "
             "names; copy the whole checkpoint"
         )
+    return shards
+
+
+def digest(folder: Path) -> str:
+    """Return 32 hex digits over a checkpoint's configuration and weights; reads all of it.
+
+    Raises UsageError if a file is missing or can't be read.
+    """
+    hasher = blake3()
+    for name in ("config.json", *weight_files(folder)):
+        part = blake3(max_threads=blake3.AUTO)
+        try:
+            part.update_mmap(folder / name)
+        except OSError as error:
+            problem = f"{name} can't be read ({error.strerror or error})"
+            raise UsageError(f"model={folder}: {problem}; give access to it") from error
+        hasher.update(name.encode() + b"\0" + part.digest())
+    return hasher.hexdigest(16)
 
 
 def _shards(index: Path) -> list[str]:

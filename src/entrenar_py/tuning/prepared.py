@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,27 @@ def scenario(settings: Settings, workload: Finetuning) -> Scenario:
         clip_norm=training.clip_norm,
         schedule=training.schedule,
         warmup_steps=round(training.warmup_share * num_steps),
+        options=_decisive(settings, workload),
     )
+
+
+def _decisive(settings: Settings, workload: Finetuning) -> dict[str, Any]:
+    """Return what else decides what a run learns. One that is resumed must have the same."""
+    data, lora, classes = settings.data, settings.lora, settings.classes
+    found: dict[str, Any] = {
+        "model": fitting.digest(settings.model),
+        "rows": workload.data_digest,
+        "task": settings.task,
+        "method": settings.method,
+        "precision": settings.precision,
+        "data.packing": data.max_tokens if data.packing else False,
+    }
+    if settings.task == "classify":
+        found |= {"classes.labels": list(classes.labels), "classes.weights": classes.weights}
+    if settings.adapts:
+        found |= {f"lora.{name}": value for name, value in asdict(lora).items()}
+        found["lora.targets"] = list(lora.targets)
+    return found
 
 
 def _seeds(settings: Settings) -> Scenario:

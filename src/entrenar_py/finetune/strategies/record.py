@@ -17,7 +17,7 @@ import numpy as np
 
 from entrenar_py import trace
 from entrenar_py.cli import console
-from entrenar_py.errors import CheckpointError, SystemFailure, UsageError
+from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.finetune.strategies.step import Step
 from entrenar_py.finetune.strategies.strategy import Arrays
 from entrenar_py.scenario import Scenario
@@ -116,7 +116,7 @@ class Record:
 
     def _load(self, path: Path) -> State:
         arrays, stored = checkpoint.load(path, bytes_max=checkpoint.bytes_max(self._expected()))
-        self._require_own(path, stored)
+        checkpoint.require_own(path, stored, self._scenario.to_dict())
         most = self._scenario.num_steps
         limits = {"step": most, "epoch": most, "offset": self._scenario.num_samples}
         expected = self._expected()
@@ -134,17 +134,6 @@ class Record:
         tensors = {spec.name: np.empty(spec.shape, np.float32) for spec in self._layout.specs}
         moments = optimizer.initial_state("adamw", self._layout.num_trainable)
         return checkpoint.as_arrays(tensors=tensors, optimizer=moments)
-
-    def _require_own(self, path: Path, stored: Mapping[str, Any]) -> None:
-        theirs, ours = stored.get("scenario"), self._scenario.to_dict()
-        theirs = theirs if isinstance(theirs, dict) else {}
-        for name in (*ours, *theirs):
-            if theirs.get(name) != ours.get(name):
-                raise CheckpointError(
-                    f"checkpoint {path}: it was saved by a run with {name}={theirs.get(name)!r}, "
-                    f"this one has {name}={ours.get(name)!r}; go on with the configuration and the "
-                    "number of ranks that it was made by, or give another output"
-                )
 
     def _open_ledger(self, *, resume: bool) -> None:
         path = self._folder / LEDGER

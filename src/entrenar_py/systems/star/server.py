@@ -14,7 +14,7 @@ import numpy as np
 
 from entrenar_py import backends, trace
 from entrenar_py.drivers.served_pieces import ReadPiece, no_piece
-from entrenar_py.errors import CheckpointError, ProtocolError, UsageError
+from entrenar_py.errors import ProtocolError, UsageError
 from entrenar_py.protocol.effects import Conclude, Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import (
@@ -336,7 +336,7 @@ class Server(Replicas):
         expected = self.replica.checkpoint
         largest = checkpoint.bytes_max(expected)
         arrays, progress = checkpoint.load(self.checkpoint_path, bytes_max=largest)
-        self._require_own(progress)
+        checkpoint.require_own(self.checkpoint_path, progress, self.scenario.to_dict())
         steps, samples = self.scenario.num_steps, self.scenario.num_samples
         limits = {"step": steps, "schedule_step": steps, "epoch": steps, "offset": samples}
         checkpoint.require_fitting(
@@ -349,18 +349,6 @@ class Server(Replicas):
         self.position = sharding.Position(progress["epoch"], progress["offset"])
         self.schedule_step = progress["schedule_step"]
         return int(progress["step"])
-
-    def _require_own(self, progress: Mapping[str, Any]) -> None:
-        stored = progress.get("scenario")
-        theirs, ours = stored if isinstance(stored, dict) else {}, self.scenario.to_dict()
-        names = [name for name in (*ours, *theirs) if theirs.get(name) != ours.get(name)]
-        if names:
-            name = names[0]
-            raise CheckpointError(
-                f"checkpoint {self.checkpoint_path}: it was saved by a run with {name}="
-                f"{theirs.get(name)!r}, this one has {name}={ours.get(name)!r}; go on with the "
-                "scenario that it was made by, or give another path"
-            )
 
     def payload(self, message: Message) -> Buffer:
         """Return the payload of `message`: a state, the average, new weights, or the scenario."""
