@@ -19,7 +19,7 @@ from entrenar_py.systems import replicas
 from entrenar_py.systems.star.server import Server
 from entrenar_py.training import optimizer, reduction, sharding
 from entrenar_py.training.tensors import Array, Batch
-from entrenar_py.tuning import encoding, model, quantised, samples, saving
+from entrenar_py.tuning import chat_template, model, quantised, samples, saving
 from entrenar_py.tuning import workload as tuned
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
@@ -161,12 +161,10 @@ def prompt_counted(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def rendered_then_tokenised(
-    self: encoding.Encoder, messages: Sequence[Mapping[str, str]], **options: Any
+    self: chat_template.Rendering, messages: Sequence[dict[str, Any]], **options: Any
 ) -> list[int]:
     """Renders the chat as a text and tokenises that, which adds the first token again."""
-    tokenizer = self._tokenizer
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    return list(tokenizer(text)["input_ids"])
+    return list(self.tokenizer(self.text(messages, **options))["input_ids"])
 
 
 def padding_unknown(settings: Settings, pad_token: int) -> nn.Module:
@@ -359,7 +357,7 @@ VARIANTS = (
         name="ft-bos-twice",
         summary="a chat is rendered as a text that begins with a first token, and gets another",
         source="OpenRLHF #393; DeepSeek-R1 #151",
-        plants={f"{TUNING}.encoding.Encoder._rendered": rendered_then_tokenised},
+        plants={f"{TUNING}.chat_template.Rendering.tokens": rendered_then_tokenised},
         scenario=finetuned("samples"),
         invariants=("F-FT-006",),
         place={"sample_ids": (0,)},

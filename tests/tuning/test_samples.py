@@ -90,7 +90,11 @@ def test_of_a_class_no_token_is_predicted(small: Path, tmp_path: Path) -> None:
         ("classify", {"text": "ls", "label": "fine"}, "label='fine': classes.labels has safe,"),
         ("classify", {"text": "ls", "label": None}, "label=None: classes.labels has safe,"),
         ("instruct", {"messages": "ls"}, "messages is no list of messages"),
-        ("instruct", {"messages": [{"role": "boss", "content": ""}]}, "message 1 has no role of"),
+        (
+            "instruct",
+            {"messages": [{"role": "boss", "content": ""}]},
+            "message 1 has role 'boss'; use",
+        ),
         ("instruct", {"messages": [{"role": "user"}]}, "message 1 has no text as its content"),
         ("instruct", {"messages": CHAT[:1]}, "no turn of the assistant"),
     ],

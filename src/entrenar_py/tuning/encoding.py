@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from entrenar_py.errors import UsageError
+from entrenar_py.tuning import chat_template, conversations
+from entrenar_py.tuning.conversations import BadConversationError
 from entrenar_py.tuning.rows import BadRow, Row
 from entrenar_py.tuning.settings import Settings
 
 NO_LABEL = -1
 _LONG = "has "  # how the problem of a row begins that has too many tokens
-_ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Encoder:
         """Return the sample of a row, or why it can't be used."""
         try:
             sample = self._encode(row.fields)
-        except _BadValueError as problem:
+        except (_BadValueError, BadConversationError) as problem:
             return BadRow(row.place, str(problem))
         most = self._settings.data.max_tokens
         if len(sample.tokens) > most:
@@ -89,43 +90,8 @@ class Encoder:
         return Sample(tokens, [False] * len(tokens), labels.index(str(label)))
 
     def _instructed(self, fields: Mapping[str, Any]) -> Sample:
-        name = self._settings.data.messages_field
-        messages = self._messages(name, self._field(fields, name))
-        tokens, is_target = list[int](), list[bool]()
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._rendered(messages[:number], add_generation_prompt=True)
-            after = self._rendered(messages[: number + 1])
-            if before[: len(tokens)] != tokens or after[: len(before)] != before:
-                raise _BadValueError(
-                    f"{name}: the chat template writes earlier turns in another way once a later "
-                    "one follows, so where the assistant's turn begins is unknown; use one turn"
-                )
-            is_target += [False] * (len(before) - len(tokens)) + [True] * (len(after) - len(before))
-            tokens = after
-        if not any(is_target):
-            raise _BadValueError(f"{name}: no turn of the assistant, so nothing to predict")
-        return Sample(tokens, is_target)
-
-    def _rendered(self, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
-        try:
-            ids = self._tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=False, **options
-            )
-        except Exception as error:  # templates raise what they like
-            raise _BadValueError(f"the chat template refuses it: {error}") from error
-        return list(ids)
-
-    def _messages(self, name: str, given: object) -> list[Mapping[str, str]]:
-        if not isinstance(given, list) or not given:
-            raise _BadValueError(f"{name} is no list of messages; use [{{role, content}}, ...]")
-        for number, message in enumerate(given, 1):
-            if not isinstance(message, dict) or message.get("role") not in _ROLES:
-                raise _BadValueError(f"{name}: message {number} has no role of {', '.join(_ROLES)}")
-            if not isinstance(message.get("content"), str):
-                raise _BadValueError(f"{name}: message {number} has no text as its content")
-        return given
+        conversation = conversations.read(fields, self._settings.data.messages_field)
+        return Sample(*chat_template.encode(self._tokenizer, conversation))
 
     def _text(self, fields: Mapping[str, Any]) -> str:
         name = self._settings.data.text_field

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from entrenar_py import trace
+from entrenar_py.systems.finetuned import small
 from entrenar_py.systems.finetuned.small import Made
 from entrenar_py.training.tensors import Array, DropFunction, Tensors
 from entrenar_py.tuning.prepared import Prepared
@@ -102,7 +103,11 @@ def _stock(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if task == "instruct":
         found = tokenizer.apply_chat_template(
-            row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            row["messages"],
+            chat_template=small.MARKED_TEMPLATE,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         marks = found["assistant_masks"]
         completion = tuple(place for place, mark in enumerate(marks) if mark)

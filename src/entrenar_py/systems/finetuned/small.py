@@ -30,12 +30,14 @@ BEGIN, END, PADDING, TURN = "<s>", "</s>", "<pad>", "<turn>"
 _VOCABULARY = 192
 _TOKENS_MAX = 128
 _WORDS = ("list", "copy", "move", "show", "count", "sort", "find", "join", "pack", "send", "keep")
-_TEMPLATE = (
+# `generation` marks what is learned, for the oracle alone: the checkpoint's own has no marks.
+MARKED_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>\n{% endgeneration %}"
     "{% else %}{{ m.content }}</s>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
 )
+_TEMPLATE = MARKED_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 # The layers that get adapters: of attention and of the multi-layer perceptron.
 _TARGETS = {
     "qwen3": ("q_proj", "v_proj", "down_proj"),

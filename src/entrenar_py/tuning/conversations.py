@@ -1,0 +1,229 @@
+"""Reads conversations from the rows that people have: messages, ShareGPT's turns, or pairs.
+
+Which form a row has is told by its fields. What can't be learned from as it is, such as images or
+pairs of a better and a worse answer, is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+USUAL = "messages"  # the field with messages, unless settings name another
+_SHAREGPT = "conversations"
+# Pairs of a prompt and an answer: the prompt's field, one that is put after it, the answer's field.
+_PAIRS = (
+    ("instruction", "input", "output"),  # Alpaca
+    ("instruction", "context", "response"),  # Dolly
+    ("instruction", "", "output"),
+    ("instruction", "", "response"),
+    ("prompt", "", "completion"),
+    ("prompt", "", "response"),
+    ("question", "", "answer"),
+    ("query", "", "response"),
+)
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    "developer": "system",
+    "human": "user",
+    **dict.fromkeys(("gpt", "bot", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("function", "observation", "tool_response", "ipython"), "tool"),
+    "function_call": "assistant",
+}
+_CALL = "function_call"  # ShareGPT's role of an assistant that calls a function
+_MEDIA = ("images", "image", "videos", "audios", "audio")
+_PREFERENCES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
+_WEIGHTS = ("weight", "loss_weight", "train")  # of a message: 0 or false is not learned
+_FORMS = (
+    f"{USUAL}, {_SHAREGPT}, instruction and output (with input), instruction and response (with "
+    "context), prompt and completion, question and answer"
+)
+
+Message: TypeAlias = dict[str, Any]
+
+
+class BadConversationError(ValueError):
+    """A row that has no conversation to learn from, and what to use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages as chat templates take them, and the functions that may be called.
+
+    `learned` has the indices of the assistant's messages whose tokens are to be predicted.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None
+    learned: Sequence[int]
+
+
+def read(fields: Mapping[str, Any], field: str) -> Conversation:
+    """Return the conversation of a row, whose messages are in `field`.
+
+    Rows without it may have one of the other forms, if it is the usual one. Raises
+    BadConversationError.
+    """
+    _require_good(fields, field)
+    name, given = _given(fields, field)
+    if not isinstance(given, list) or not given:
+        raise BadConversationError(f"{name} is no list of messages; use [{{role, content}}, ...]")
+    pairs = [_message(name, number, one) for number, one in enumerate(given, 1)]
+    messages = [message for message, _ in pairs]
+    turns = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
+    learned = [index for index in turns if pairs[index][1]]
+    if not learned:
+        told = "a weight of 0 in each turn" if turns else "no turn"
+        raise BadConversationError(f"{name}: {told} of the assistant, so nothing to predict")
+    for index in learned:
+        if not ((messages[index]["content"] or "").strip() or messages[index].get("tool_calls")):
+            raise BadConversationError(f"{name}: the assistant's message {index + 1} is empty")
+    last = max(learned)
+    return Conversation(messages=messages[: last + 1], tools=_tools(fields), learned=learned)
+
+
+def _require_good(fields: Mapping[str, Any], field: str) -> None:
+    """Refuse images, pairs of answers, and answers that are marked as bad ones."""
+    media = [name for name in _MEDIA if fields.get(name)]
+    if media:
+        raise BadConversationError(f"has {media[0]}; only text is learned, leave such rows out")
+    for better, worse in _PREFERENCES:
+        if field not in (better, worse) and fields.get(better) and fields.get(worse):
+            raise BadConversationError(
+                f"has {better} and {worse} answers, and no preference is learned; to learn what is "
+                f"{better}, make it a list of messages and set data.messages_field: {better}"
+            )
+    if fields.get("label") is False:
+        raise BadConversationError("label=False marks a bad answer; leave such rows out")
+
+
+def _given(fields: Mapping[str, Any], field: str) -> tuple[str, Any]:
+    """Return the name and the value of the field that has messages, or those of a pair."""
+    has = [name for name, value in fields.items() if value is not None]
+    if field in fields:
+        return field, fields[field]
+    if field == USUAL and _SHAREGPT in has:
+        return _SHAREGPT, fields[_SHAREGPT]
+    for prompt, more, answer in _PAIRS if field == USUAL else ():
+        if prompt in has and answer in has and (not more or more in fields):
+            return answer, list(_of_pair(fields, prompt, more, answer))
+    told = f"has no field {field!r}; it has {', '.join(fields) or 'none'}"
+    raise BadConversationError(f"{told}; use {_FORMS}" if field == USUAL else told)
+
+
+def _of_pair(
+    fields: Mapping[str, Any], prompt: str, more: str, answer: str
+) -> Iterator[Mapping[str, Any]]:
+    if isinstance(fields[prompt], list) and isinstance(fields[answer], list):
+        yield from (*fields[prompt], *fields[answer])  # TRL: both are messages
+        return
+    parts = [fields[name] for name in (prompt, more) if name and fields[name]]
+    texts = {"system": fields.get("system"), prompt: fields[prompt], answer: fields[answer]}
+    if more:
+        texts[more] = fields[more]
+    for name, text in texts.items():
+        if text is not None and not isinstance(text, str):
+            raise BadConversationError(f"{name}={text!r}: use a text")
+    if fields.get("system"):
+        yield {"role": "system", "content": fields["system"]}
+    for pair in fields.get("history") or ():
+        if not isinstance(pair, list) or len(pair) != len(("user", "assistant")):
+            raise BadConversationError("history is no list of [prompt, answer]")
+        yield {"role": "user", "content": pair[0]}
+        yield {"role": "assistant", "content": pair[1]}
+    yield {"role": "user", "content": "\n\n".join(parts)}
+    yield {"role": "assistant", "content": fields[answer]}
+
+
+def _message(name: str, number: int, given: Any) -> tuple[Message, bool]:
+    """Return a message as templates take it, and whether it is learned."""
+    place = f"{name}: message {number}"
+    if not isinstance(given, Mapping):
+        raise BadConversationError(f"{place} is no object; use {{role, content}}")
+    # Parquet gives every message all keys.
+    message = {key: value for key, value in given.items() if value is not None}
+    said = message.pop("role", None) or message.pop("from", None)
+    role = _ROLES.get(said) if isinstance(said, str) else None
+    if role is None:
+        raise BadConversationError(
+            f"{place} has role {said!r}; use one of {', '.join(dict.fromkeys(_ROLES.values()))}"
+        )
+    weights = [message.pop(key) for key in _WEIGHTS if key in message]
+    if any(weight not in (0, 1) for weight in weights):
+        raise BadConversationError(f"{place} has weight {weights[0]!r}; use 0 or 1")
+    content = message.pop("content", message.pop("value", None))
+    if said == _CALL:
+        message["tool_calls"], content = [_parsed(place, content)], ""
+    message |= {"role": role, **_content(place, content, calls="tool_calls" in message)}
+    if "tool_calls" in message:
+        message["tool_calls"] = [_call(place, one) for one in _listed(message["tool_calls"])]
+    return message, all(weights)
+
+
+def _content(place: str, content: object, *, calls: bool) -> Message:
+    """Return the content as one text, with what was thought before it and calls, if given."""
+    if content is None and calls:
+        return {"content": None}
+    if isinstance(content, str):
+        return {"content": content}
+    if not isinstance(content, list):
+        raise BadConversationError(f"{place} has no text as its content")
+    texts, found = list[str](), dict[str, Any]()
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        text = next((part[key] for key in ("text", "value") if part.get(key)), "") if kind else part
+        if kind == "reasoning":
+            found["reasoning_content"] = text
+        elif kind == "tool_call":
+            found.setdefault("tool_calls", []).append(_parsed(place, text))
+        elif kind in ("text", None) and isinstance(text, str):
+            texts.append(text)
+        else:
+            raise BadConversationError(
+                f"{place} has a part of type {kind!r}; only text is learned, leave such rows out"
+            )
+    return {"content": "".join(texts), **found}
+
+
+def _parsed(place: str, text: object) -> Any:
+    """Return the object that `text` holds as JSON."""
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except ValueError as error:
+        raise BadConversationError(f"{place} has a call that is not JSON ({error})") from error
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _call(place: str, call: Any) -> Message:
+    """Return a call of a function as templates take it: its arguments are an object."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadConversationError(f"{place} has a call without a function's name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):  # as OpenAI has them
+        arguments = _parsed(place, arguments)
+    about = {} if function is call else dict(call)
+    named = {"name": function["name"], "arguments": arguments}
+    return {"type": "function", **about, "function": {**function, **named}}
+
+
+def _tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
+    """Return the functions that a row lets the assistant call, as templates take them."""
+    given = fields.get("tools")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except ValueError as error:
+            raise BadConversationError(f"tools are not JSON ({error})") from error
+    if not given:
+        return None
+    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
+        raise BadConversationError("tools are no list of objects")
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in given
+    ]

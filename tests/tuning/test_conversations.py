@@ -1,0 +1,119 @@
+"""Conversations in the forms that people have them in, and rows that have none to learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from entrenar_py.tuning import conversations
+from entrenar_py.tuning.conversations import BadConversationError
+
+USER, ANSWER = {"role": "user", "content": "list"}, {"role": "assistant", "content": "ls"}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+TEXT = '{"name": "weather", "arguments": {"city": "Rome"}}'
+
+
+def read(row: Mapping[str, Any], field: str = "messages") -> list[dict[str, Any]]:
+    return list(conversations.read(row, field).messages)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ANSWER]},
+        {"messages": [{**USER, "name": None, "tool_calls": None}, ANSWER]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "list"}]}, ANSWER]},
+        {"messages": [USER, ANSWER, {"role": "user", "content": "a question without an answer"}]},
+        {"conversations": [{"from": "human", "value": "list"}, {"from": "gpt", "value": "ls"}]},
+        {"conversations": [USER, ANSWER]},
+        {"instruction": "list", "input": "", "output": "ls"},
+        {"instruction": "list", "input": None, "output": "ls"},
+        {"instruction": "list", "output": "ls"},
+        {"instruction": "list", "context": "", "response": "ls", "category": "open_qa"},
+        {"prompt": "list", "completion": "ls"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"question": "list", "answer": "ls"},
+    ],
+)
+def test_forms_of_the_same_conversation(row: Mapping[str, Any]) -> None:
+    assert read(row) == [USER, ANSWER]
+
+
+def test_what_comes_with_a_pair() -> None:
+    row = {
+        "system": "Be brief.",
+        "history": [["list", "ls"]],
+        "instruction": "count",
+        "input": "a b",
+        "output": "2",
+    }
+    assert read(row) == [
+        {"role": "system", "content": "Be brief."},
+        USER,
+        ANSWER,
+        {"role": "user", "content": "count\n\na b"},
+        {"role": "assistant", "content": "2"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"from": "function_call", "value": TEXT},
+        {"role": "assistant", "content": [{"type": "tool_call", "value": TEXT}]},
+        {
+            "role": "assistant",
+            "tool_calls": {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+        },
+    ],
+)
+def test_calls_of_functions(turn: Mapping[str, Any]) -> None:
+    row = {"messages": [USER, turn], "tools": '[{"name": "weather"}]'}
+    found = conversations.read(row, "messages")
+    assert found.messages[1]["tool_calls"] == [CALL]
+    assert found.tools == [{"type": "function", "function": {"name": "weather"}}]
+
+
+def test_turns_of_weight_0_are_not_learned() -> None:
+    row = {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]}
+    found = conversations.read(row, "messages")
+    assert list(found.learned) == [3]
+    assert found.messages[1] == ANSWER
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"text": "ls"}, "has no field 'messages'; it has text; use messages, conversations, inst"),
+        ({"messages": None}, "messages is no list of messages"),
+        ({"messages": [USER]}, "no turn of the assistant"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "a weight of 0 in each turn"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "message 2 has weight 0.5; use 0 or 1"),
+        ({"messages": [USER, {**ANSWER, "content": "\n"}]}, "the assistant's message 2 is empty"),
+        ({"instruction": "list", "output": ""}, "the assistant's message 2 is empty"),
+        ({"prompt": 3, "completion": "ls"}, "prompt=3: use a text"),
+        ({"messages": [USER, ANSWER], "images": ["a.jpg"]}, "has images; only text is learned"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},
+            "message 1 has a part of type 'image_url'; only text is learned",
+        ),
+        ({"prompt": "list", "chosen": "ls", "rejected": "rm"}, "no preference is learned"),
+        ({"messages": [USER, ANSWER], "label": False}, "marks a bad answer"),
+        ({"messages": [USER, {"from": "function_call", "value": "w("}]}, "a call that is not JSON"),
+        ({"messages": [USER, ANSWER], "tools": "["}, "tools are not JSON"),
+        ({"messages": [USER, ANSWER], "tools": [1]}, "tools are no list of objects"),
+    ],
+)
+def test_rows_without_a_conversation_to_learn(row: Mapping[str, Any], problem: str) -> None:
+    with pytest.raises(BadConversationError) as raised:
+        read(row)
+    assert problem in str(raised.value)
+
+
+def test_a_named_field_is_the_only_one_looked_at() -> None:
+    assert read({"chosen": [USER, ANSWER], "rejected": [USER]}, "chosen") == [USER, ANSWER]
+    with pytest.raises(BadConversationError, match="has no field 'chat'; it has prompt, compl"):
+        read({"prompt": "list", "completion": "ls"}, "chat")
