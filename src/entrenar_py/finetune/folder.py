@@ -29,7 +29,9 @@ def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Pa
         partial.mkdir(parents=True)
         yield partial
         names = sorted(path.name for path in partial.iterdir())
+        mode = partial.stat().st_mode & 0o666  # as the user's umask has it; safetensors' is 0600
         for name in names:
+            (partial / name).chmod(mode)
             _sync(partial / name)
         _move(partial, folder, [name for name in names if name not in marks], marks)
     except (

@@ -24,7 +24,9 @@ def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder
     saved = cast("Any", module)  # of peft or transformers
     for config in getattr(saved, "peft_config", {}).values():
         config.target_modules = sorted(config.target_modules)  # a set has no order
+        config.base_model_name_or_path = str(Path(config.base_model_name_or_path).absolute())
     saved.save_pretrained(folder)
+    (folder / "README.md").unlink(missing_ok=True)  # peft's form for a model card, not filled in
     tokenizer.save_pretrained(folder)
 
 
