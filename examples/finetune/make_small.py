@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
 
 NUM_TRAIN, NUM_TEST, SHARE_UNSAFE = 1600, 400, 0.065
 NAMES = ("report", "notes", "build", "data", "main", "config", "photo", "server", "index", "model")
@@ -92,7 +93,11 @@ def make(folder: Path, seed: int = 0) -> None:
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     tokenizer = make_tokenizer([row["text"] for row in train])
     tokenizer.save_pretrained(folder / "model")
+    logging.disable_progress_bar()
     make_model(len(tokenizer), seed).save_pretrained(folder / "model")
+    print(
+        f"written to {folder}: model, train.jsonl ({NUM_TRAIN} rows), test.jsonl ({NUM_TEST} rows)"
+    )
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
