@@ -31,6 +31,15 @@ def test_what_a_run_writes_is_used(
     assert drawn.count("<svg") == 3
     assert len(runs.told(output, "step")) == 5  # 36 rows in batches of 8
     assert "validation: loss" in capsys.readouterr().out
+    assert cli.main(["finetune", str(config)]) == exit_codes.INVALID
+    refused = capsys.readouterr()
+    assert "it is there already; go on with --resume" in refused.err
+    assert not refused.out, "that was said before anything was read"
+    written = output / "adapter_model.safetensors"
+    assert written.stat().st_mode == (output / "metrics.jsonl").stat().st_mode
+    adapters = json.loads((output / "adapter_config.json").read_text(encoding="utf-8"))
+    assert Path(adapters["base_model_name_or_path"]) == (small / "model").absolute()
+    assert not (output / "README.md").exists()
 
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")

@@ -47,6 +47,16 @@ def test_relative_paths_start_from_the_files_folder(tmp_path: Path) -> None:
     assert settings.model == tmp_path / "model"
     assert settings.data.train == tmp_path / "rows.jsonl"
     assert settings.output == Path("/elsewhere/out")
+    assert (
+        load(tmp_path, SMALL.replace("output: out", "output: a/../out")).output == tmp_path / "out"
+    )
+
+
+def test_a_way_up_from_a_link_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "inner")
+    settings = load(tmp_path, SMALL.replace("output: out", "output: link/../out"))
+    assert settings.output.resolve() == tmp_path / "far" / "out"
 
 
 def test_the_template_is_a_configuration_at_its_defaults(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from entrenar_py.service import exit_codes
 from entrenar_py.untrusted import printing
+
+_LOADING = "loads torch and transformers, which takes some seconds"
 
 
 def run(given: argparse.Namespace) -> int:
@@ -17,6 +20,7 @@ def run(given: argparse.Namespace) -> int:
 
             printing.say_lines(settings_text.template().rstrip())
             return exit_codes.DONE
+        _tell_loading()
         from entrenar_py.finetune import local
 
         return local.train(
@@ -26,6 +30,7 @@ def run(given: argparse.Namespace) -> int:
             halt_on_spike=given.halt_on_spike,
             tensorboard=given.tensorboard,
         )
+    _tell_loading()
     if given.command == "plan":
         return _plan(given)
     from entrenar_py.finetune import outputs
@@ -46,6 +51,12 @@ def run(given: argparse.Namespace) -> int:
             )
         printing.say(f"written to {given.merged}")
     return exit_codes.DONE
+
+
+def _tell_loading() -> None:
+    """Tell a person at a terminal why nothing comes yet."""
+    if sys.stderr.isatty():
+        printing.warn(_LOADING)
 
 
 def _plan(given: argparse.Namespace) -> int:

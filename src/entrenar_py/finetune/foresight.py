@@ -10,7 +10,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.finetune import remarks
 from entrenar_py.planning import plan, room
 from entrenar_py.planning.plan import Run
-from entrenar_py.tuning import hyper_parameters
+from entrenar_py.tuning import fitting, hyper_parameters
 from entrenar_py.tuning.hyper_parameters import Facts, Rows
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
@@ -62,10 +62,11 @@ def _look(run: Run, strategy: str) -> None:
 def rows_and_longest(settings: Settings) -> tuple[Rows | None, int | None]:
     """Return what rules look at in the rows, and the longest; None for rows that can't be read.
 
-    Needs no weights.
+    Needs no weights. Raises UsageError for a model that is not there.
     """
     from entrenar_py.tuning import prepared as preparing
 
+    fitting.require_config(settings.model)
     try:
         prepared = preparing.prepare(settings, needs_weights=False)
     except UsageError as error:

@@ -58,6 +58,7 @@ def train(
             f"{path}: strategy={settings.strategy} is for ranks of torchrun: start torchrun "
             f"--nproc_per_node=N -m entrenar_py.finetune {path}, or leave strategy out"
         )
+    coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
     settings = replace(settings, workers=max(settings.workers, len(names)))
     devices = _opened(names)
     prepared = preparing.prepare(settings)
@@ -76,10 +77,10 @@ def train(
         wait_for=settings.workers,
         timing=Timing(),
         checkpoint=Checkpoint(
-            path=output / "state.checkpoint", every_steps=settings.checkpoint_every
+            path=output / tasks.CHECKPOINT, every_steps=settings.checkpoint_every
         ),
         metrics=output / tasks.METRICS,
-        ledger=output / "ledger.jsonl",
+        ledger=output / tasks.LEDGER,
     )
     for rank in range(settings.workers):
         name = names[rank % len(names)]

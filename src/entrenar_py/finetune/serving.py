@@ -82,6 +82,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     and SystemFailure if the ledger, the last checkpoint or the output can't be written.
     """
     settings, serving = _Reader(path).both()
+    coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
     prepared = preparing.prepare(settings)
     for what, found in (("train", prepared.train), ("validation", prepared.validation)):
         if found is not None:
@@ -102,10 +103,10 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
         wait_for=serving.wait_for,
         timing=serving.timing,
         checkpoint=Checkpoint(
-            path=output / "state.checkpoint", every_steps=settings.checkpoint_every
+            path=output / tasks.CHECKPOINT, every_steps=settings.checkpoint_every
         ),
         metrics=output / tasks.METRICS,
-        ledger=output / "ledger.jsonl",
+        ledger=output / tasks.LEDGER,
     )
     with tasks.opened(
         prepared,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -171,7 +172,7 @@ def _converted(node: Node, kind: Any, folder: Path) -> Any:
     if not isinstance(node, ScalarNode):
         return _UNREAD
     if kind is Path:
-        return folder / node.text if node.text and "\0" not in node.text else _UNREAD
+        return _normal(folder / node.text) if node.text and "\0" not in node.text else _UNREAD
     if kind is str:
         return node.text
     if kind is float and not isinstance(node.value, bool):
@@ -180,6 +181,12 @@ def _converted(node: Node, kind: Any, folder: Path) -> Any:
         except (TypeError, ValueError):
             return _UNREAD
     return node.value if type(node.value) is kind else _UNREAD
+
+
+def _normal(path: Path) -> Path:
+    """Return `path` without `..`, unless that would be another place, because of a link."""
+    short = Path(os.path.normpath(path))
+    return short if short.resolve() == path.resolve() else path
 
 
 def _advice(value: Any, key: Key) -> str:

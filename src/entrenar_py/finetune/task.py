@@ -19,7 +19,7 @@ from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.workload import Finetuning
 from entrenar_py.untrusted import printing
 
-METRICS = "metrics.jsonl"  # in the output folder
+CHECKPOINT, LEDGER, METRICS = "state.checkpoint", "ledger.jsonl", "metrics.jsonl"  # in the output
 
 
 @contextmanager

@@ -109,7 +109,8 @@ def serve(settings: Config, task: Task, *, resume: bool) -> int:
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     with ExitStack() as stack:
         _claim(settings, stack)
-        _require_intended(settings, resume=resume)
+        path = None if settings.checkpoint is None else settings.checkpoint.path
+        require_intended(path, resume=resume)
         shown = console.standard_output(color=True)
         num_steps = settings.scenario.num_steps
         listeners: list[Listener] = [
@@ -140,9 +141,8 @@ def _warn(text: str) -> None:
     printing.warn(f"entrenar: {text}")
 
 
-def _require_intended(settings: Config, *, resume: bool) -> None:
-    """Raise UsageError if --resume is missing but needed, or given without a checkpoint path."""
-    path = None if settings.checkpoint is None else settings.checkpoint.path
+def require_intended(path: Path | None, *, resume: bool) -> None:
+    """Raise UsageError if --resume is missing but needed, or given without a checkpoint's path."""
     if path is None and resume:
         raise UsageError("--resume: the configuration has no checkpoint to go on from; give it one")
     if path is not None and path.exists() and not resume:

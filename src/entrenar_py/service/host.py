@@ -16,6 +16,7 @@ from entrenar_py.protocol.effects import Effect, Finish, Left
 from entrenar_py.protocol.messages import Applied, Commit, Computed, Message, State, TreeNode
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import gradient_norms, ledger_continuity, memory_peak
+from entrenar_py.service.figures import digits
 from entrenar_py.service.gradient_norms import GradientNorms
 from entrenar_py.service.ledger_account import weights_digest
 from entrenar_py.service.memory_peak import Memory
@@ -143,7 +144,7 @@ class Host:
         if slowest < UNLIKE * fastest:
             return
         parts = [
-            f"{count} to worker {rank} ({1e3 * dealt.costs[rank]:.3g} ms each)"
+            f"{count} to worker {rank} ({digits(1e3 * dealt.costs[rank])} ms each)"
             for rank, count in dealt.counts.items()
         ]
         self.note("dealt", f"shards from step {dealt.step} on: {', '.join(parts)}")
