@@ -165,6 +165,25 @@ workers: yes
             "use 1, 2, 4, 8 ...",
         ),
         (
+            SMALL + "strategy: ddp\ncompile: false\n",
+            "6:10: error: strategy: ddp does not read compile: ranks of torchrun run the model as "
+            "it is; leave it out",
+        ),
+        (
+            SMALL + "compile: true\nrecompute: blocks\n",
+            "5:10: error: compile: true with recompute: blocks: blocks that are computed again are "
+            "not compiled; leave one of both out",
+        ),
+        (
+            CLASSES.replace("b]", "b], weights: inverse, oversample: true"),
+            "5:36: error: weights=inverse with oversample: true: all classes are as frequent then, "
+            "so each weight would be 1; give one of both",
+        ),
+        (
+            SMALL + "training: {epochs: }\n",
+            "5:20: error: training: epochs: it has no value; give one, or leave the key out",
+        ),
+        (
             SMALL + "training: {learning_rate: .nan}\n",
             "5:27: error: training: learning_rate=nan: use a number > 0",
         ),
@@ -176,7 +195,7 @@ def test_keys_that_do_not_go_together(tmp_path: Path, text: str, told: str) -> N
 
 @pytest.mark.parametrize(
     "text",
-    [SMALL, CLASSES, CLASSES.replace("unsafe", "\U0001f4a3"), SMALL + "method: full\nseed: 3\n"],
+    [SMALL, CLASSES, CLASSES.replace("b]", "\U0001f4a3]"), SMALL + "method: full\nseed: 3\n"],
 )
 def test_settings_come_back_from_their_text(tmp_path: Path, text: str) -> None:
     settings = load(tmp_path, text)

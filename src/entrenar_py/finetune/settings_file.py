@@ -149,6 +149,10 @@ class _Reader:
             if field.is_required:
                 record.error(field.name, f"{field.name} is missing: {field.key.meaning}")
                 return _UNREAD
+            if field.name in record.node.fields and not field.is_section:
+                advice = "it has no value; give one, or leave the key out"
+                record.error(field.name, f"{field.name}: {advice}")
+                return _UNREAD
             return field.default
         if field.is_section and isinstance(node, MapNode):
             return self.section(field.kind, node, field.name)
@@ -241,6 +245,18 @@ class _Conflicts:
                 "would have no row; use num_shards <= batch_size",
                 *("training", "num_shards"),
             )
+        if settings.classes.oversample and settings.classes.weights != "none":
+            self._error(
+                f"weights={settings.classes.weights} with oversample: true: all classes are as "
+                "frequent then, so each weight would be 1; give one of both",
+                *("classes", "weights"),
+            )
+        if "compile" in self._root.fields and settings.compile and settings.recompute != "none":
+            self._error(
+                f"compile: true with recompute: {settings.recompute}: blocks that are computed "
+                "again are not compiled; leave one of both out",
+                "compile",
+            )
         self._of_strategy()
         if settings.workers > training.num_shards:
             self._error(
@@ -259,6 +275,12 @@ class _Conflicts:
                 f"strategy: {strategy} does not read workers; leave it out, and give torchrun "
                 "--nproc_per_node",
                 "workers",
+            )
+        if "compile" in self._root.fields:
+            self._error(
+                f"strategy: {strategy} does not read compile: ranks of torchrun run the model as "
+                "it is; leave it out",
+                "compile",
             )
         if self._settings.method == "qlora" and not strategy.startswith("ddp"):
             self._error(

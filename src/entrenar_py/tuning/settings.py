@@ -225,7 +225,7 @@ class Settings:
         bool,
         Key(
             "compile the model on CUDA devices, which takes half a minute or more at the start; "
-            "models that drop something, or recompute blocks, are not"
+            "not with a strategy, and not models that drop something, or recompute blocks"
         ),
     ] = True
     trust_remote_code: Annotated[bool, Key("run Python that comes with the checkpoint")] = False
