@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py.errors import UsageError
+from entrenar_py.finetune import foresight, settings_file
 from entrenar_py.service import cli, exit_codes
+from entrenar_py.tuning import prepared
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -97,6 +100,23 @@ def test_devices_must_be_of_the_backends_kinds(
     config.write_text(text, encoding="utf-8")
     assert cli.main(["finetune", str(config)]) == exit_codes.INVALID
     assert "devices: none is described for backend cpu; describe one" in capsys.readouterr().err
+
+
+def test_a_coordinator_is_told_rules_alone(small: Path, config: Path) -> None:
+    """Described devices are workers', on other machines, and need not be of this one's kind."""
+    text = CONFIG.format(small=small, decay=0, more="devices: [2 x h100:80GB]")
+    config.write_text(text, encoding="utf-8")
+    foresight.remark(config, prepared.prepare(settings_file.load(config)))
+
+
+def test_ranks_share_the_memory_of_their_own_host(small: Path, config: Path) -> None:
+    """Two ranks fit on two hosts, and not on one."""
+    text = CONFIG.format(small=small, decay=0, more="devices: [cpu:700MB]\nstrategy: ddp")
+    config.write_text(text.replace("workers: 2\n", ""), encoding="utf-8")
+    run = prepared.prepare(settings_file.load(config))
+    foresight.look_as_ranks(config, run, names=["cpu"], num_ranks=2, num_hosts=2)
+    with pytest.raises(UsageError, match="F-HET-002: 2 workers need"):
+        foresight.look_as_ranks(config, run, names=["cpu"], num_ranks=2, num_hosts=1)
 
 
 def test_rows_that_cannot_be_read_are_said_to_be_so(

@@ -71,8 +71,18 @@ def test_alike_gpus_take_the_fastest_that_fits(tmp_path: Path) -> None:
 
 def test_unlike_devices_take_the_reference_trainer(tmp_path: Path) -> None:
     run, options = planned(settings(tmp_path, TINY), "gpu:4GB", "wgpu-amd:4GB", "cpu:4GB")
-    assert chosen(run, options)[0] == "mesh"  # the coordinator's link carries three times as much
+    assert chosen(run, options)[0] == "star"  # a mesh would be faster, and no run has one
+    assert options["mesh"].seconds < options["star"].seconds
     assert options["ddp"].problem == "its devices must be alike"
+
+
+def test_quantised_weights_are_cut_by_no_strategy(tmp_path: Path) -> None:
+    """As the configuration's reader refuses them; and no other method's advice is that."""
+    found = settings(tmp_path, {**TINY, "hidden_size": 64}, method="qlora")
+    _, options = planned(found, "2 x gpu:4GB")
+    able = {name for name, option in options.items() if not option.problem}
+    assert able == {"star", "mesh", "ddp", "ddp_canonical"}
+    assert options["fsdp"].problem.startswith("quantised weights can't be cut")
 
 
 def test_weights_that_fit_no_device_alone_are_shared(tmp_path: Path) -> None:

@@ -9,14 +9,15 @@ from pathlib import Path
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import remarks
 from entrenar_py.planning import plan, room
-from entrenar_py.planning.plan import Run
+from entrenar_py.planning.devices import Device
+from entrenar_py.planning.shape import Shape
 from entrenar_py.tuning import fitting, hyper_parameters
 from entrenar_py.tuning.hyper_parameters import Facts, Rows
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import printing
 
-_BANDWIDTH = 1e9  # is not looked at
+_BANDWIDTH = 1e9  # any: only memory is looked at
 
 
 def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
@@ -26,31 +27,37 @@ def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
     said to be so, and runs. Raises ContractError for values that can't train anything, and
     UsageError for a device with too little memory.
     """
-    _look(remark(path, prepared, names), "star")
+    devices = room.of_backends(names, prepared.settings.devices)
+    _look(path, prepared, devices, "star")
 
 
-def look_as_ranks(path: Path, prepared: Prepared, *, names: Sequence[str], num_ranks: int) -> None:
-    """Do what `look` does for the ranks of torchrun, `num_ranks` of them on `names` in turns."""
+def look_as_ranks(
+    path: Path, prepared: Prepared, *, names: Sequence[str], num_ranks: int, num_hosts: int
+) -> None:
+    """Do what `look` does for `num_ranks` ranks of torchrun, as many on each of `num_hosts`.
+
+    On this host they compute on `names` in turns. Others are taken to have the same devices.
+    """
     settings = replace(prepared.settings, workers=num_ranks)
     assert settings.strategy is not None, "ranks of torchrun have one"
-    _look(remark(path, replace(prepared, settings=settings), names), settings.strategy)
+    devices = num_hosts * room.of_backends(names, settings.devices)
+    _look(path, replace(prepared, settings=settings), devices, settings.strategy)
 
 
-def remark(path: Path, prepared: Prepared, names: Sequence[str]) -> Run:
-    """Print what is unusual in the configuration at `path`; return the plan of its run.
+def remark(path: Path, prepared: Prepared, shape: Shape | None = None) -> None:
+    """Print what is unusual in the configuration at `path`, with a model of `shape`.
 
     Raises ContractError for values that can't train anything.
     """
-    settings = prepared.settings
-    devices = room.of_backends(names, settings.devices)
-    rows = hyper_parameters.rows_of(prepared)
-    run = plan.of(settings, devices, longest=_longest(prepared), bandwidth=_BANDWIDTH)
-    number = run.shape.num_parameters
+    settings, rows = prepared.settings, hyper_parameters.rows_of(prepared)
+    number = (shape or Shape(settings)).num_parameters
     remarks.show(path, Facts(settings=settings, num_parameters=number, rows=rows))
-    return run
 
 
-def _look(run: Run, strategy: str) -> None:
+def _look(path: Path, prepared: Prepared, devices: Sequence[Device], strategy: str) -> None:
+    longest = _longest(prepared)
+    run = plan.of(prepared.settings, devices, longest=longest, bandwidth=_BANDWIDTH)
+    remark(path, prepared, run.shape)
     try:
         plan.rehearse(run, strategy)
     except UsageError as error:

@@ -87,7 +87,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     for what, found in (("train", prepared.train), ("validation", prepared.validation)):
         if found is not None:
             printing.say(f"{what}: {len(found)} samples")
-    foresight.remark(path, prepared, ("cpu",))  # what workers have is not known here
+    foresight.remark(path, prepared)  # but not at memory: what workers have is not known here
     workload = prepared.workload()
     offered = OfferedFiles(prepared)
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from entrenar_py import wording
 from entrenar_py.planning import plan
-from entrenar_py.planning.plan import BY_PROTOCOL, Option, Run
+from entrenar_py.planning.plan import BY_PROTOCOL, COMPARED, Option, Run
 from entrenar_py.planning.shape import Shape
 from entrenar_py.planning.units import seconds, size
 
@@ -20,7 +20,7 @@ def choose(run: Run, found: Sequence[Option]) -> Option | None:
     Alike GPUs take what torch's collectives offer; of several that fit, the one that is fastest on
     the wire. All others take the reference trainer, whose bits do not depend on the devices.
     """
-    fitting = [one for one in found if one.fits(recompute=run.recompute)]
+    fitting = [one for one in _advised(found) if one.fits(recompute=run.recompute)]
     by_protocol = [one for one in fitting if one.strategy in BY_PROTOCOL]
     others = [one for one in fitting if one.strategy not in BY_PROTOCOL]
     are_gpus = all(one.kind == "cuda" for one in run.devices)
@@ -28,8 +28,13 @@ def choose(run: Run, found: Sequence[Option]) -> Option | None:
     return min(pool, key=lambda one: one.seconds, default=None)
 
 
+def _advised(found: Sequence[Option]) -> list[Option]:
+    return [one for one in found if one.strategy not in COMPARED]
+
+
 def why(run: Run, found: Sequence[Option], chosen: Option | None) -> str:
     """Return two sentences: why this strategy, and why not another."""
+    found = _advised(found)
     if chosen is None:
         return _none_fits(run, found)
     return f"{_reason(run, chosen)} {_others(run, found, chosen)}"

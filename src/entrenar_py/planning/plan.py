@@ -13,10 +13,11 @@ from entrenar_py.planning.memory import Load, Memory
 from entrenar_py.planning.shape import FLOAT_BYTES, Shape
 from entrenar_py.planning.traffic import NOTHING, Batch, Traffic
 from entrenar_py.tuning import precision
-from entrenar_py.tuning.settings import Settings
+from entrenar_py.tuning.settings import WHOLE_MODEL, Settings
 
 SCHEMA = "entrenar-plan/1"
-BY_PROTOCOL = ("star", "mesh")  # of `entrenar finetune` and its coordinator; others are torchrun's
+BY_PROTOCOL = ("star", "mesh")  # of this package's coordinator; others are torchrun's
+COMPARED = ("mesh",)  # shown, and never advised: `entrenar finetune` trains over a star
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +202,8 @@ def _problem(run: Run, strategy: str) -> str:
         return "its devices must be alike"
     if run.devices[0].kind == "wgpu":
         return "torch's collectives know no wgpu"
+    if run.settings.method == "qlora" and strategy not in WHOLE_MODEL:
+        return f"quantised weights can't be cut: {' and '.join(WHOLE_MODEL)} keep them whole"
     if strategy == "ddp_canonical" and size & (size - 1):
         return f"{size} ranks can't share a tree evenly: 2, 4, 8 ... can"
     if strategy in ("tensor_parallel", "sequence_parallel"):

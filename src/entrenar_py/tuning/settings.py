@@ -25,6 +25,7 @@ STRATEGIES = (
     "sequence_parallel",
     "pipeline_parallel",
 )
+WHOLE_MODEL = ("ddp", "ddp_canonical")  # strategies in which a rank has the whole model
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 

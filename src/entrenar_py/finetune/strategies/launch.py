@@ -31,11 +31,12 @@ _TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may read a large mod
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process's place among those that torchrun started."""
+    """This process's place among those that torchrun started, `on_host` of them on this machine."""
 
     rank: int
     local_rank: int
     size: int
+    on_host: int
     device: torch.device
 
 
@@ -50,9 +51,9 @@ def world(environment: Mapping[str, str]) -> World:
             "entrenar finetune run.yaml"
         )
     rank, local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
+    on_host = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
     device = torch.device("cpu")
     if count := torch.cuda.device_count():
-        on_host = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
         if on_host > count:
             raise BackendUnavailable(
                 f"--nproc_per_node={on_host}: ranks need a GPU each, this machine has {count}; use "
@@ -61,7 +62,7 @@ def world(environment: Mapping[str, str]) -> World:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     size = int(environment["WORLD_SIZE"])
-    return World(rank=rank, local_rank=local_rank, size=size, device=device)
+    return World(rank=rank, local_rank=local_rank, size=size, on_host=on_host, device=device)
 
 
 @contextmanager
@@ -107,8 +108,14 @@ def _look(path: Path, prepared: Prepared, here: World) -> None:
     if here.rank:
         return
     is_gpu = here.device.type == "cuda"
-    names = [f"cuda:{index}" for index in range(min(torch.cuda.device_count(), here.size))]
-    foresight.look_as_ranks(path, prepared, names=names if is_gpu else ["cpu"], num_ranks=here.size)
+    names = [f"cuda:{index}" for index in range(here.on_host)]
+    foresight.look_as_ranks(
+        path,
+        prepared,
+        names=names if is_gpu else ["cpu"],
+        num_ranks=here.size,
+        num_hosts=-(-here.size // here.on_host),
+    )
 
 
 def _settings(path: Path) -> Settings:
