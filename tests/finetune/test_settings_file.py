@@ -184,6 +184,14 @@ workers: yes
             "5:20: error: training: epochs: it has no value; give one, or leave the key out",
         ),
         (
+            SMALL + "training: {learning_rate: .inf}\n",
+            "5:27: error: training: learning_rate=inf: use a finite number",
+        ),
+        (
+            SMALL + "lora: {targets: []}\n",
+            "5:17: error: targets is empty: name a layer to adapt, such as q_proj",
+        ),
+        (
             SMALL + "training: {learning_rate: .nan}\n",
             "5:27: error: training: learning_rate=nan: use a number > 0",
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 
 import pytest
@@ -28,14 +30,18 @@ def test_rows_have_their_lines_as_places(tmp_path: Path) -> None:
         (b'"text"', "is a str; use an object ({...})"),
         (b'{"a": "\xff"}', "is not UTF-8 (invalid start byte at byte 7)"),
         (b"[" * 100_000, "is nested too deeply"),
+        (b'{"a": %s}' % (b"9" * 5000), "can't be read (Exceeds the limit (4300 digits) for "),
+        (b'{"a": "\\ud83d"}', "has half of a character (\\ud83d)"),
     ],
-    ids=["cut off", "a list", "a text", "Latin-1", "deep"],
+    ids=["cut off", "a list", "a text", "Latin-1", "deep", "digits", "half a pair"],
 )
 def test_a_bad_row_is_told_and_the_next_one_read(tmp_path: Path, line: bytes, problem: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(line + b'\n{"a": 2}\n')
     bad, good = rows.read(path)
-    assert bad == BadRow(f"{path}:1", problem)
+    assert isinstance(bad, BadRow)
+    assert bad.place == f"{path}:1"
+    assert bad.problem.startswith(problem)
     assert isinstance(good, Row)
 
 
@@ -57,10 +63,62 @@ def test_parquet(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("rows.csv", "use a file whose name ends with .jsonl or .parquet"),
+        ("rows.csv", "use a file whose name ends with .jsonl "),
+        ("rows.csv.gz", "use a file whose name ends with .jsonl "),
+        ("rows-*.jsonl", "no file fits the pattern"),
+        (".", "is a folder; name its files, such as"),
         ("none.jsonl", r"can't be read \(No such file or directory\)"),
     ],
 )
 def test_a_file_that_is_none(tmp_path: Path, name: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        list(rows.read(tmp_path / name))
+
+
+ROWS = [{"text": "ls \U0001f600"}, {"text": "a\nb"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+LIST = json.dumps(ROWS, indent=2, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", LINES),
+        ("rows.JSONL", LINES),
+        ("rows.ndjson", LINES),
+        ("rows.jsonl", b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n")),
+        ("rows.json", LINES),
+        ("rows.json", LIST),
+        ("rows.json", b"\xef\xbb\xbf" + LIST),
+        ("rows.jsonl.gz", gzip.compress(LINES)),
+        ("rows.json.gz", gzip.compress(LIST)),
+    ],
+)
+def test_files_of_the_same_rows(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    found = list(rows.read(tmp_path / name))
+    assert [row.fields for row in found if isinstance(row, Row)] == ROWS
+    assert [row.place for row in found] == [f"{tmp_path / name}:{number}" for number in (1, 2)]
+
+
+def test_a_pattern_names_files_in_order(tmp_path: Path) -> None:
+    for number in (2, 10, 1):
+        (tmp_path / f"part-{number:05}.jsonl").write_text(f'{{"a": {number}}}\n', "utf-8")
+    found = list(rows.read(tmp_path / "part-*.jsonl"))
+    assert [row.fields["a"] for row in found if isinstance(row, Row)] == [1, 2, 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("rows.json", b'{\n"data": []}', "use a list of objects, or an object a line"),
+        ("rows.json", b'[{"a": 1},]', "is not JSON"),
+        ("rows.json", b"[" * 100_000, "is not JSON \\(nested too deeply\\)"),
+        ("rows.jsonl.gz", LINES, "can't be read \\(Not a gzipped file"),
+        ("rows.jsonl.gz", gzip.compress(LINES)[:-9], "can't be read \\(Compressed file ended"),
+    ],
+)
+def test_a_file_that_is_damaged(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=problem):
         list(rows.read(tmp_path / name))

@@ -110,6 +110,39 @@ def test_a_row_that_cannot_be_used(
         load(small, tmp_path, task, [row], max_tokens=16, on_error="skip")
 
 
+@pytest.mark.parametrize(
+    ("labels", "given", "expected"),
+    [(("0", "1"), [0, 1, 1.0, "1"], [0, 1, 1, 1]), (("false", "true"), [True, False], [1, 0])],
+)
+def test_labels_that_are_no_texts(
+    small: Path, tmp_path: Path, labels: tuple[str, ...], given: list[object], expected: list[int]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"text": "ls", "label": label}) + "\n" for label in given]
+    path.write_text("".join(lines), encoding="utf-8")
+    chosen = replace(settings(small, path, "classify"), classes=Classes(labels=labels))
+    found = samples.load(chosen, path, model.tokenizer(chosen), cache=tmp_path / "cache")
+    assert found.labels.tolist() == expected
+
+
+def test_a_label_that_is_a_place(small: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"a number is a name, not a place: say labels: \[0, 1\]"):
+        load(small, tmp_path, "classify", [{"text": "ls", "label": 1}])
+
+
+def test_rows_of_several_files(small: Path, tmp_path: Path) -> None:
+    """Another file among them, or another content of one, has another cache."""
+    chosen = settings(small, tmp_path / "part-*.jsonl", "text")
+    tokenizer, digests = model.tokenizer(chosen), []
+    for number in (1, 2):
+        (tmp_path / f"part-{number}.jsonl").write_text('{"text": "ls"}\n', encoding="utf-8")
+        found = samples.load(chosen, chosen.data.train, tokenizer, cache=tmp_path / "cache")
+        assert len(found) == number
+        digests.append(found.digest)
+    assert len(set(digests)) == 2
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
 def test_skipped_rows_are_kept_in_the_cache_too(small: Path, tmp_path: Path) -> None:
     rows = [{"text": "ls"}, {"text": ""}, {"text": "cat notes"}]
     fresh = load(small, tmp_path, "text", rows, on_error="skip")

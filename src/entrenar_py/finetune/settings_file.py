@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -199,6 +200,8 @@ def _advice(value: Any, key: Key) -> str:
         return f"use {' or '.join(key.choices)}"
     if not isinstance(value, int | float) or isinstance(value, bool):
         return ""
+    if math.isinf(value):
+        return "use a finite number"
     bounds = {">=": key.least, ">": key.above, "<=": key.most, "<": key.below}
     holds = (  # false for NaN
         key.least is None or value >= key.least,
@@ -233,6 +236,10 @@ class _Conflicts:
                 "evaluate_every without rows to evaluate on: give data.validation or "
                 "data.validation_share",
                 "evaluate_every",
+            )
+        if settings.adapts and not settings.lora.targets:
+            self._error(
+                "targets is empty: name a layer to adapt, such as q_proj", "lora", "targets"
             )
         labels = settings.classes.labels
         if settings.task == "classify" and len(labels) < 2:

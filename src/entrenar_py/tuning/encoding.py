@@ -84,10 +84,13 @@ class Encoder:
     def _classified(self, fields: Mapping[str, Any]) -> Sample:
         name, labels = self._settings.data.label_field, self._settings.classes.labels
         tokens = self._tokens(self._text(fields))
-        label = self._field(fields, name)
-        if str(label) not in labels or isinstance(label, bool):
-            raise _BadValueError(f"{name}={label!r}: classes.labels has {', '.join(labels)}")
-        return Sample(tokens, [False] * len(tokens), labels.index(str(label)))
+        label = _name_of(self._field(fields, name))
+        if label not in labels:
+            told = ", ".join(labels)
+            if isinstance(fields[name], int) and 0 <= fields[name] < len(labels):
+                told += f"; a number is a name, not a place: say labels: {_numbers(len(labels))}"
+            raise _BadValueError(f"{name}={fields[name]!r}: classes.labels has {told}")
+        return Sample(tokens, [False] * len(tokens), labels.index(label))
 
     def _instructed(self, fields: Mapping[str, Any]) -> Sample:
         conversation = conversations.read(fields, self._settings.data.messages_field)
@@ -102,7 +105,10 @@ class Encoder:
 
     def _field(self, fields: Mapping[str, Any], name: str) -> Any:
         if name not in fields:
-            raise _BadValueError(f"has no field {name!r}; it has {', '.join(fields) or 'none'}")
+            raise _BadValueError(
+                f"has no field {name!r}; it has {', '.join(fields) or 'none'}; data.text_field and "
+                "data.label_field name others"
+            )
         return fields[name]
 
     def _tokens(self, text: str) -> list[int]:
@@ -110,3 +116,16 @@ class Encoder:
         if not tokens:
             raise _BadValueError("has no token")
         return tokens
+
+
+def _name_of(label: object) -> str:
+    """Return a label as configurations write it: 1 for 1.0, which a column with gaps has."""
+    if isinstance(label, bool):
+        return str(label).lower()
+    if isinstance(label, float) and label.is_integer():
+        return str(int(label))
+    return str(label) if isinstance(label, str | int | float) else ""
+
+
+def _numbers(count: int) -> str:
+    return f"[{', '.join(map(str, range(count)))}]"

@@ -1,17 +1,24 @@
-"""Reads rows of JSONL and Parquet files, each with its place, and one problem for each bad row."""
+"""Reads rows of JSON and Parquet files, each with its place, and one problem for each bad row."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from entrenar_py.errors import UsageError
 
-SUFFIXES = (".jsonl", ".parquet")
+_LINES, _LISTS, _TABLES = (".jsonl", ".ndjson"), (".json",), (".parquet",)
+_PACKED = ".gz"  # after one of the first two
+_KINDS = ".jsonl (or .ndjson), .json, either with .gz, or .parquet"
 _BATCH_ROWS = 1024
+_MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put before a file
+_SHOWN_CHARS = 80
+_PATTERN = "*?["
 
 
 @dataclass(frozen=True)
@@ -39,27 +46,84 @@ class BadRow:
         return f"{self.place}: {self.problem}"
 
 
-def read(path: Path) -> Iterator[Row | BadRow]:
-    """Yield the rows of the file at `path`, in order. Blank lines of JSONL are no rows.
+def files(path: Path) -> list[Path]:
+    """Return the files that `path` names: one, or those that fit it as a pattern, by name.
 
-    Raises UsageError if the file can't be read, or is of another kind.
+    Raises UsageError if there are none, or for one that holds no rows.
     """
-    readers = {".jsonl": _of_jsonl, ".parquet": _of_parquet}
-    if path.suffix not in readers:
-        raise UsageError(f"data {path}: use a file whose name ends with {' or '.join(SUFFIXES)}")
-    try:
-        yield from readers[path.suffix](path)
-    except OSError as error:
-        raise UsageError(
-            f"data {path}: can't be read ({error.strerror or error}); give a file that can be read"
-        ) from error
+    found = [path]
+    if not path.exists() and any(sign in path.name for sign in _PATTERN):
+        found = sorted(path.parent.glob(path.name))
+        if not found:
+            raise UsageError(f"data {path}: no file fits the pattern; give another one")
+    if path.is_dir():
+        raise UsageError(f"data {path}: is a folder; name its files, such as {path / '*.jsonl'}")
+    for file in found:
+        if not _kind(file):
+            raise UsageError(f"data {file}: use a file whose name ends with {_KINDS}")
+    return found
 
 
-def _of_jsonl(path: Path) -> Iterator[Row | BadRow]:
-    with path.open("rb") as file:
+def read(path: Path) -> Iterator[Row | BadRow]:
+    """Yield the rows of the file or the files at `path`, in order. Blank lines are no rows.
+
+    Raises UsageError if a file can't be read, or is of another kind.
+    """
+    readers = {
+        **dict.fromkeys(_LINES, _of_lines),
+        **dict.fromkeys(_LISTS, _of_list),
+        **dict.fromkeys(_TABLES, _of_parquet),
+    }
+    for file in files(path):
+        try:
+            yield from readers[_kind(file)](file)
+        except (OSError, EOFError, zlib.error) as error:
+            told = getattr(error, "strerror", None) or error
+            raise UsageError(
+                f"data {file}: can't be read ({told}); give a file that can be read"
+            ) from error
+
+
+def _kind(path: Path) -> str:
+    """Return the end of the file's name that says how to read it; "" for a file of no rows."""
+    name = path.name.lower()
+    ends = (*_LINES, *_LISTS)
+    if name.endswith(_PACKED) and name.removesuffix(_PACKED).endswith(ends):
+        name = name.removesuffix(_PACKED)
+    return next((end for end in (*ends, *_TABLES) if name.endswith(end)), "")
+
+
+def _opened(path: Path) -> IO[bytes]:
+    if path.name.lower().endswith(_PACKED):
+        return cast("IO[bytes]", gzip.open(path))
+    return path.open("rb")
+
+
+def _of_lines(path: Path) -> Iterator[Row | BadRow]:
+    with _opened(path) as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _row(path, number, line)
+            text = line.removeprefix(_MARK) if number == 1 else line
+            if text.strip():
+                yield _row(path, number, text)
+
+
+def _of_list(path: Path) -> Iterator[Row | BadRow]:
+    """Yield the objects of one list, by their numbers in it; or objects, each in its line."""
+    with _opened(path) as file:
+        content = file.read().removeprefix(_MARK)
+    if not content.lstrip().startswith(b"["):
+        first = next((line for line in content.splitlines() if line.strip()), b"{}")
+        if isinstance(_row(path, 1, first), BadRow):
+            raise UsageError(f"data {path}: use a list of objects, or an object a line")
+        yield from _of_lines(path)
+        return
+    try:
+        rows = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        told = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UsageError(f"data {path}: is not JSON ({told}); mend it") from error
+    for number, fields in enumerate(rows, 1):
+        yield _checked(path, number, fields)
 
 
 def _row(path: Path, number: int, line: bytes) -> Row | BadRow:
@@ -70,10 +134,23 @@ def _row(path: Path, number: int, line: bytes) -> Row | BadRow:
         return BadRow(place, f"is not UTF-8 ({error.reason} at byte {error.start})")
     except json.JSONDecodeError as error:
         return BadRow(place, f"is not JSON ({error.msg} at column {error.colno})")
+    except ValueError as error:  # a number of too many digits
+        return BadRow(place, f"can't be read ({error})")
     except RecursionError:
         return BadRow(place, "is nested too deeply")
+    return _checked(path, number, fields)
+
+
+def _checked(path: Path, number: int, fields: object) -> Row | BadRow:
+    """Return the row of an object whose texts are Unicode."""
+    place = f"{path}:{number}"
     if not isinstance(fields, dict):
         return BadRow(place, f"is a {type(fields).__name__}; use an object ({{...}})")
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end].encode("unicode_escape").decode()
+        return BadRow(place, f"has half of a character ({half[:_SHOWN_CHARS]})")
     return Row(str(path), number, fields)
 
 

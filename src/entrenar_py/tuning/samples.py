@@ -134,16 +134,10 @@ def _told(path: Path, found: Samples) -> str:
 
 def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
     """Return a name that is another one if file, tokenizer or a setting that counts is another."""
-    hasher = blake3()
-    try:
-        hasher.update_mmap(path)
-    except OSError as error:
-        problem = f"can't be read ({error.strerror or error}); give a file that can be read"
-        raise UsageError(f"data {path}: {problem}") from error
     data = settings.data
     told = {
         "version": VERSION,
-        "file": [str(path), hasher.hexdigest()],
+        "files": [[str(file), _file_digest(file)] for file in rows.files(path)],
         "tokenizer": tokenizer_digest(tokenizer),
         "task": settings.task,
         "fields": [data.text_field, data.label_field, data.messages_field],
@@ -151,6 +145,16 @@ def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
         "labels": list(settings.classes.labels),
     }
     return blake3(json.dumps(told).encode()).hexdigest(16)
+
+
+def _file_digest(path: Path) -> str:
+    hasher = blake3()
+    try:
+        hasher.update_mmap(path)
+    except OSError as error:
+        problem = f"can't be read ({error.strerror or error}); give a file that can be read"
+        raise UsageError(f"data {path}: {problem}") from error
+    return hasher.hexdigest()
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -44,7 +44,7 @@ class Key(NamedTuple):
 class Data:
     """The rows to learn from, and which of their fields are used."""
 
-    train: Annotated[Path, Key("rows to train on: a .jsonl or .parquet file")]
+    train: Annotated[Path, Key("rows to train on: .jsonl, .json or .parquet; * is a pattern")]
     validation: Annotated[Path | None, Key("rows to evaluate on: a file of the same kind")] = None
     validation_share: Annotated[
         float, Key("share of `train` that is kept for evaluation instead", least=0, below=1)
@@ -107,7 +107,7 @@ class Lora:
 class Training:
     """The optimizer (AdamW), its schedule, and how batches are made up."""
 
-    epochs: Annotated[int, Key("times that every row is seen", least=1)] = 1
+    epochs: Annotated[int, Key("times that every row is seen", least=1, most=10**6)] = 1
     batch_size: Annotated[int, Key("rows a step, of all workers together", least=1)] = 16
     num_shards: Annotated[
         int, Key("parts of a batch that are shared out among workers", least=1, most=2**16)

@@ -314,7 +314,7 @@ def _add_finetune(commands: _Commands) -> None:
     evaluate = _add(commands, "eval", "score what `finetune` has trained on rows")
     evaluate.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
     evaluate.add_argument(
-        "--data", metavar="FILE", type=Path, required=True, help="rows: .jsonl or .parquet"
+        "--data", metavar="FILE", type=Path, required=True, help="rows: .jsonl, .json or .parquet"
     )
 
 
