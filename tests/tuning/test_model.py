@@ -118,3 +118,59 @@ def test_a_checkpoint_that_lacks_a_file(
     (tmp_path / name).unlink()
     with pytest.raises(UsageError, match=problem):
         model.load(chosen, pad_token=0)
+
+
+def test_an_encoder_that_lacks_its_pooler_is_a_classifier(small: Path, tmp_path: Path) -> None:
+    """Checkpoints of masked language models have none; adapters are saved with the trained one."""
+    whole = settings(small, tmp_path, bert(is_decoder=True), task="classify")
+    chosen = replace(whole, method="lora", lora=Lora(rank=2, targets=("query", "value")))
+    module = model.load(chosen, 0)
+    trained = [name for name, tensor in module.named_parameters() if tensor.requires_grad]
+    assert any("pooler.modules_to_save" in name for name in trained)
+    assert any("classifier.modules_to_save" in name for name in trained)
+    with pytest.raises(
+        UsageError, match=r"lora\.targets='pooler': the checkpoint lacks that layer"
+    ):
+        model.load(replace(chosen, lora=Lora(targets=("pooler",))), 0)
+
+
+def test_a_layer_that_peft_can_not_adapt(small: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GraniteMoeConfig(
+        vocab_size=512,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )
+    whole = settings(small, tmp_path, config)
+    chosen = replace(whole, method="lora", lora=Lora(rank=2, targets=("q_proj", "router")))
+    with pytest.raises(UsageError, match=r"lora.targets=q_proj, router: peft can't adapt all of t"):
+        model.load(chosen, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "told"),
+    [
+        ("DistilBert", "text", "no language model of the kind distilbert; use a causal language"),
+        ("Granite", "classify", "no classifier of texts of the kind granite; use another model"),
+    ],
+)
+def test_a_kind_of_model_that_can_not_do_the_task(
+    small: Path, tmp_path: Path, kind: str, task: str, told: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
+    labels = ("safe", "unsafe") if task == "classify" else ()
+    chosen = Settings(
+        model=tmp_path,
+        task=task,
+        output=tmp_path / "out",
+        data=Data(train=small / "test.jsonl"),
+        classes=Classes(labels=labels),
+    )
+    with pytest.raises(UsageError, match=f"transformers has {told}"):
+        model.shape(chosen)

@@ -16,6 +16,7 @@ from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping, files
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_POOLER = "pooler."
 _INDEX_BYTES_MAX = 2**26
 _SHOWN = 3  # missing files or weights in a message
 
@@ -99,17 +100,19 @@ def _shards(index: Path) -> list[str]:
 def require_weights(folder: Path, module: nn.Module, missing: Collection[str]) -> list[str]:
     """Return the parts of `module` that are new; `missing` are weights that `folder` lacks.
 
-    Only a head is new. Raises UsageError if a weight of the base model is missing, since it would
-    be left at random values.
+    Only a head is new, with the pooler below it, which encoders without a classifier may lack.
+    Raises UsageError if another weight of the base model is missing, since it would be left at
+    random values.
     """
     base = f"{cast('Any', module).base_model_prefix}."
-    lost = sorted(name for name in missing if name.startswith(base))
+    above = [name.removeprefix(base + _POOLER) for name in missing]
+    lost = sorted(name for name in above if name.startswith(base))
     if lost:
         raise UsageError(
             f"model={folder}: its files lack {len(lost)} of the model's weights, {_listed(lost)} "
             "missing; copy the whole checkpoint, or mend its config.json"
         )
-    return sorted({name.partition(".")[0] for name in missing})
+    return sorted({name.removeprefix(base).partition(".")[0] for name in missing})
 
 
 def _listed(names: list[str]) -> str:

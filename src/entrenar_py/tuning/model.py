@@ -205,7 +205,23 @@ def _config(settings: Settings) -> Any:
             f"model={settings.model}: its weights are quantised already; give the checkpoint that "
             "they were made from, with method: qlora"
         )
+    _require_kind(settings, config)
     return config
+
+
+def _require_kind(settings: Settings, config: Any) -> None:
+    """Raise UsageError if transformers has no class for models like this and the task."""
+    kind, _ = _kind(settings)
+    own = getattr(config, "auto_map", None) or {}
+    if type(config) in kind._model_mapping or kind.__name__ in own:
+        return
+    what, other = "language model", "a causal language model, or task: classify"
+    if settings.task == "classify":
+        what, other = "classifier of texts", "another model, or task: text"
+    raise UsageError(
+        f"model={settings.model}: transformers has no {what} of the kind {config.model_type}; use "
+        f"{other}"
+    )
 
 
 def _adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
@@ -223,14 +239,26 @@ def _adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
     )
     named = [name for name, layer in module.named_modules() if _is_matrix(layer)]
     for target in lora.targets:
+        if target in new:
+            raise UsageError(
+                f"lora.targets={target!r}: the checkpoint lacks that layer, so all of it is "
+                "trained; leave it out of the targets"
+            )
         if not any(name == target or name.endswith(f".{target}") for name in named):
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name in named))
             raise UsageError(
                 f"lora.targets={target!r}: the model has no layer of that name with a matrix of "
                 f"weights; it has {', '.join(ends[:_SHOWN])}"
             )
-    with _quiet():
-        adapted: nn.Module = peft.get_peft_model(module, config)
+    try:
+        with _quiet():
+            adapted: nn.Module = peft.get_peft_model(module, config)
+    except (TypeError, ValueError) as error:
+        told = escaping.shortened(" ".join(str(error).split()), chars_max=_TOLD_CHARS)
+        raise UsageError(
+            f"lora.targets={', '.join(lora.targets)}: peft can't adapt all of them ({told}); leave "
+            "that layer out"
+        ) from error
     return adapted
 
 
