@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, UsageError
-from entrenar_py.service import exit_codes
+from entrenar_py.service import exit_codes, following
 from entrenar_py.untrusted import printing
 
 PROG = "entrenar_py.finetune"
@@ -25,7 +25,13 @@ def main(argv: Sequence[str], environment: Mapping[str, str], init_method: str =
 
         here = launch.world(environment)
         with launch.joined(here, init_method):
-            return launch.train(given.config, here, resume=given.resume)
+            return launch.train(
+                given.config,
+                here,
+                resume=given.resume,
+                halt_on_spike=given.halt_on_spike,
+                tensorboard=given.tensorboard,
+            )
     except EntrenarError as error:
         if is_first:
             _tell(error)
@@ -49,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the checkpoint in the output folder"
     )
+    following.add_options(parser)
     return parser
 
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import folder, settings_file
 from entrenar_py.training.tensors import Array
-from entrenar_py.tuning import evaluation, saving
+from entrenar_py.tuning import saving
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.workload import Finetuning
-from entrenar_py.untrusted import printing
 
-_CPU = torch.device("cpu")
 SETTINGS = "run.json"  # in the output folder: the settings, for later commands
 MARKS = ("config.json", "adapter_config.json")  # without them nobody loads the weights
 _ADVICE = "make room or give access, and export it with --resume"
@@ -42,26 +38,3 @@ def make_folder(output: Path) -> Path:
     except OSError as error:
         raise UsageError(f"output={output}: can't be made ({error.strerror})") from error
     return output
-
-
-def finish(
-    prepared: Prepared,
-    workload: Finetuning,
-    tensors: Mapping[str, Array],
-    *,
-    device: torch.device = _CPU,
-) -> None:
-    """Write what was trained to the output folder, and say how it does on the validation rows.
-
-    They are evaluated on `device`.
-    """
-    printing.say(f"written to {write(prepared, workload, tensors)}")
-    if prepared.validation is not None:
-        found = evaluation.scores(
-            workload.module.to(device),
-            prepared.validation,
-            settings=prepared.settings,
-            pad_token=prepared.pad_token,
-        )
-        for line in found.lines():
-            printing.say(f"validation: {line}")

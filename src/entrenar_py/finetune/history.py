@@ -16,6 +16,7 @@ from entrenar_py.untrusted import files
 
 POINTS_MAX = 400  # of a curve of steps
 NOTES_MAX = 100
+BEGINNINGS = ("listening", "began")  # a coordinator's run, and one of torchrun's ranks
 ALERTS = ("spike", "halted", "left", "not_saved", "not_scored", "gap", "unchecked")
 
 
@@ -75,7 +76,7 @@ def read(path: Path, *, num_steps: int) -> History:
                 continue
             if not isinstance(record, dict):
                 continue
-            if record.get("what") == "listening" and record.get("step") == 0:
+            if record.get("what") in BEGINNINGS and record.get("step") == 0:
                 history = History(num_steps)
             history.take(record)
     return history

@@ -57,15 +57,22 @@ def _end(
     """Export a run that is complete, tell how it does on the validation rows, and draw it."""
     if ended.finish.status == "completed":
         evaluator.settle(ended.tell)
-        printing.say(f"written to {export.write(prepared, workload, ended.tensors)}")
-        scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
-        for line in () if scores is None else scores.lines():
-            printing.say(f"validation: {line}")
+        export_scored(prepared, workload, evaluator, ended)
     evaluator.close()
-    _draw(prepared, num_steps, ended)
+    draw(prepared, num_steps, ended)
 
 
-def _draw(prepared: Prepared, num_steps: int, ended: Ended) -> None:
+def export_scored(
+    prepared: Prepared, workload: Finetuning, evaluator: Evaluator, ended: Ended
+) -> None:
+    """Write what was trained to the output folder, and tell how it does on the validation rows."""
+    printing.say(f"written to {export.write(prepared, workload, ended.tensors)}")
+    scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
+    for line in () if scores is None else scores.lines():
+        printing.say(f"validation: {line}")
+
+
+def draw(prepared: Prepared, num_steps: int, ended: Ended) -> None:
     """Write the page of a run; warn if that can't be done, since the run itself is over."""
     output, rows = prepared.settings.output, prepared.validation
     outcome = Outcome(

@@ -16,10 +16,8 @@ def summary(step: StepMade) -> str:
     parts = [] if math.isnan(step.loss) else [f"loss {step.loss:.6g}"]
     if step.steps_per_s is not None:
         parts.append(f"{digits(step.steps_per_s)} steps/s")
-    parts += [
-        f"workers {','.join(map(str, step.workers))}",
-        f"in {size(step.bytes_in)} out {size(step.bytes_out)}",
-    ]
+    parts.append(f"workers {','.join(map(str, step.workers))}")
+    parts += traffic(step)
     if step.exchange_ms is not None:
         parts.append(f"exchange {digits(step.exchange_ms)} ms")
     if step.reduce_ms is not None:
@@ -31,6 +29,13 @@ def summary(step: StepMade) -> str:
     if step.last is not None:
         parts.append(f"last worker {step.last.rank}, {digits(step.last.behind_ms)} ms behind")
     return "  ".join(parts)
+
+
+def traffic(step: StepMade) -> list[str]:
+    """Return the coordinator's traffic of a step as one text; none if there is no coordinator."""
+    if step.bytes_in is None or step.bytes_out is None:
+        return []
+    return [f"in {size(step.bytes_in)} out {size(step.bytes_out)}"]
 
 
 def scored(scores: Scored) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from entrenar_py import trace
 from entrenar_py.errors import CheckpointError
 
 KEY = "grad_norms"  # in the progress of a checkpoint; earlier builds did not write it
@@ -37,8 +38,12 @@ class GradientNorms:
         median = statistics.median(self._norms)
         return median if 0 < FACTOR * median < norm else None
 
-    def __len__(self) -> int:
-        return len(self._norms)
+    def spike(self, step: int, norm: float) -> trace.Spike | None:
+        """Return the spike that `step` is if its gradient has this norm; None if it is none."""
+        median = self.exceeded(norm)
+        if median is None:
+            return None
+        return trace.Spike(step=step, grad_norm=norm, median=median, num_steps=len(self._norms))
 
     def to_record(self) -> list[float]:
         """Return what a checkpoint notes, as JSON can hold it."""
@@ -63,9 +68,20 @@ def _is_norm(value: object) -> bool:
     return type(value) is float and math.isfinite(value) and value >= 0
 
 
-def say(norm: float, median: float, num_known: int) -> str:
+def say(spike: trace.Spike) -> str:
     """Return in words how far a spike is above the median of the steps before it."""
+    norm, median = spike.grad_norm, spike.median
     return (
-        f"gradient norm {norm:.4g} is {norm / median:.0f} times {median:.4g}, the median of the "
-        f"last {num_known} steps"
+        f"step {spike.step}: gradient norm {norm:.4g} is {norm / median:.0f} times {median:.4g}, "
+        f"the median of the last {spike.num_steps} steps"
     )
+
+
+def say_made(spike: trace.Spike, clip_norm: float | None) -> str:
+    """Return in words that the step of a spike was made, clipped to `clip_norm` if there is one."""
+    return f"{say(spike)}; {'not clipped' if clip_norm is None else f'clipped to {clip_norm:g}'}"
+
+
+def say_halted(spike: trace.Spike) -> str:
+    """Return in words that a run halts before the step of a spike."""
+    return f"{say(spike)}: training halted before any update (--halt-on-spike)"

@@ -257,30 +257,16 @@ class Host:
 
     def _objection(self, norm: float) -> str | None:
         """Return why training halts before a step whose gradient has this norm, or None."""
-        self._spike = self._spiked(self._step, norm)
-        if self._spike is None:
-            return None
-        return f"{self._said(self._spike)}: training halted before any update (--halt-on-spike)"
-
-    def _spiked(self, step: int, norm: float) -> trace.Spike | None:
-        median = self._norms.exceeded(norm)
-        if median is None:
-            return None
-        return trace.Spike(step=step, grad_norm=norm, median=median, num_steps=len(self._norms))
-
-    def _said(self, spike: trace.Spike) -> str:
-        told = gradient_norms.say(spike.grad_norm, spike.median, spike.num_steps)
-        return f"step {spike.step}: {told}"
+        self._spike = self._norms.spike(self._step, norm)
+        return None if self._spike is None else gradient_norms.say_halted(self._spike)
 
     def _look_for_spike(self, step: int, norm: float) -> None:
         """Record and tell that the gradient of a step that was made is far larger than before."""
-        spike = self._spiked(step, norm)
+        spike = self._norms.spike(step, norm)
         self._norms.add(norm)
         if spike is not None:
             self.server.recorder.emit(spike)
-            limit = self.scenario.clip_norm
-            clipped = "not clipped" if limit is None else f"clipped to {limit:g}"
-            self.note("spike", f"{self._said(spike)}; {clipped}")
+            self.note("spike", gradient_norms.say_made(spike, self.scenario.clip_norm))
 
     def _tell_made(self, step: int, loss: float, rate: float, norm: float | None) -> None:
         """Notify the listeners that `step` is made, with its workers, times and traffic."""

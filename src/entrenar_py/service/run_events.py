@@ -39,8 +39,8 @@ class StepMade:
     exchange_ms: float | None
     reduce_ms: float | None
     steps_per_s: float | None
-    bytes_in: int
-    bytes_out: int
+    bytes_in: int | None
+    bytes_out: int | None
     last: Last | None
     waits_ms: Mapping[int, float]
     learning_rate: float | None = None

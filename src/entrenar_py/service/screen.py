@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from entrenar_py.service.figures import digits, duration, scored, size
+from entrenar_py.service.figures import digits, duration, scored, size, traffic
 from entrenar_py.service.run_events import Scored, StepMade
 
 _BAR_WIDTH = 30
@@ -59,10 +59,7 @@ class Screen:
             yield "pace", _pace(self._step)
             yield "memory", _memory(self._step)
             yield "workers", _workers(self._step)
-            yield (
-                "traffic",
-                f"in {size(self._step.bytes_in)} out {size(self._step.bytes_out)} a step",
-            )
+            yield from (("traffic", f"{text} a step") for text in traffic(self._step))
 
 
 def _learned(step: StepMade) -> str:

@@ -40,11 +40,16 @@ def crew() -> Crew:
 
 
 def torchrun(
-    config: Path, world_size: int, *options: str, dies_before: int | None = None
+    config: Path,
+    world_size: int,
+    *options: str,
+    dies_before: int | None = None,
+    spike_factor: float | None = None,
 ) -> tuple[list[int | None], str]:
     """Run the configuration by `world_size` ranks; return their exit codes, and what they said.
 
-    All ranks die before step `dies_before`. A rank that died has no exit code.
+    All ranks die before step `dies_before`. A rank that died has no exit code. A norm of more than
+    `spike_factor` medians is a spike.
     """
     with tempfile.TemporaryDirectory(prefix="entrenar-ranks-") as folder:
         jobs = [
@@ -52,6 +57,7 @@ def torchrun(
                 "argv": [str(config), *options],
                 "folder": folder,
                 "dies_before": dies_before,
+                "spike_factor": spike_factor,
                 "environment": {
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
@@ -93,9 +99,11 @@ def main(pipe: Connection) -> NoReturn:
             os.dup2(output.fileno(), sys.stderr.fileno())
         os.environ.update(job["variables"])
         from entrenar_py.finetune import __main__ as module
+        from entrenar_py.service import gradient_norms
 
         if job["dies_before"] is not None:
             _plant_death(job["dies_before"])
+        gradient_norms.FACTOR = job["spike_factor"] or gradient_norms.FACTOR
         rendezvous = f"file://{job['folder']}/rendezvous"
         code = module.main(job["argv"], job["environment"], rendezvous)
         sys.stdout.flush()

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from entrenar_py import trace
 from entrenar_py.finetune import __main__ as module
 from entrenar_py.finetune import export, settings_file
 from entrenar_py.finetune.strategies import table
 from entrenar_py.service import cli, exit_codes
+from entrenar_py.trace import ledger
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.settings import STRATEGIES
 from tests.finetune.strategies import ranks, runs
@@ -132,6 +134,37 @@ def test_a_run_that_died_goes_on_with_the_same_bits(
     ledger = case.folder / "broken" / "ledger.jsonl"
     assert cli.main(["ledger", "verify", str(ledger)]) == exit_codes.DONE
     assert "step 2 is in it twice" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "case",
+    [{"training": {"epochs": 12}, "data": {"validation_share": 0.3}}],
+    indirect=True,
+)
+def test_a_halt_at_a_spike(case: Case) -> None:
+    """All ranks end before the step; `--resume` without the option makes it, and is told of it.
+
+    The page of the run has both parts of it, and its scores.
+    """
+    config, output = case.write("out", "ddp"), case.folder / "out"
+    figures = str(case.folder / "figures")
+    options = "--halt-on-spike", "--tensorboard", figures
+    codes, told = ranks.torchrun(config, 2, *options, spike_factor=0.5)
+    assert codes == [exit_codes.WRONG] * 2, told
+    assert "training halted before any update (--halt-on-spike)" in told
+    assert len(list(Path(figures).glob("events.out.tfevents.*"))) == 1
+    halted = ledger.load(output / "ledger.jsonl")
+    (spike,) = halted.of(trace.Spike)
+    assert [one.step for one in halted.of(trace.Halt)] == [spike.step]
+    assert not (output / "adapter_model.safetensors").exists()
+    codes, told = ranks.torchrun(config, 2, "--resume", spike_factor=0.5)
+    assert codes == [exit_codes.DONE] * 2, told
+    assert f"step {spike.step}: gradient norm " in told
+    assert ledger.load(output / "ledger.jsonl").of(trace.Spike)[1] == spike
+    page = (output / "report.html").read_text("utf-8")
+    assert "completed" in page
+    assert "<h2>Validation after step 24</h2>" in page
+    assert "training halted before any update" in page
 
 
 @pytest.mark.parametrize("strategy", table.STRATEGIES)

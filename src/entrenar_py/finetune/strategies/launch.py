@@ -13,13 +13,16 @@ import torch.distributed as dist
 
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.finetune import export, foresight, settings_file
+from entrenar_py.finetune import task as tasks
+from entrenar_py.finetune.evaluator import Evaluator
 from entrenar_py.finetune.strategies import table
 from entrenar_py.finetune.strategies.agreement import together
 from entrenar_py.finetune.strategies.record import Record, State
 from entrenar_py.finetune.strategies.step import Shards
 from entrenar_py.finetune.strategies.training_loop import Ended, Loop
+from entrenar_py.protocol.effects import Finish
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import exit_codes
+from entrenar_py.service import coordinator, exit_codes
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
@@ -82,25 +85,64 @@ def joined(here: World, init_method: str = "env://") -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def train(path: Path, here: World, *, resume: bool) -> int:
+def train(
+    path: Path,
+    here: World,
+    *,
+    resume: bool,
+    halt_on_spike: bool = False,
+    tensorboard: Path | None = None,
+) -> int:
     """Train as one rank, in the process group of all; return the exit code, the same on all.
 
-    Raises, on all ranks the same, ContractError, UsageError or CheckpointError for a problem found
-    before the run begins.
+    `halt_on_spike` and `tensorboard` are as in `service.coordinator.Task`. Raises, on all ranks the
+    same, ContractError, UsageError or CheckpointError for a problem found before the run begins.
     """
     if here.device.type == "cpu":
         torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     settings = together(lambda: _settings(path))
     prepared = _prepare(settings, here)
     together(lambda: _look(path, prepared, here))
-    workload = together(prepared.workload)
-    scenario = together(lambda: _scenario(settings, workload, here))
-    ended = _run(settings, workload, scenario, here, resume=resume)
-    if ended.status == "completed" and here.rank == 0:
-        del workload  # its model is cut; the output is written from a whole one
-        export.finish(prepared, prepared.workload(), ended.tensors, device=here.device)
+    shards = _shards(settings, prepared, here)
+    scenario, specs = shards.scenario, shards.workload.specs
+    with ExitStack() as stack:
+        record = None
+        if here.rank == 0:
+            record = Record(settings.output, scenario, specs, tensorboard=tensorboard)
+            stack.enter_context(closing(record))
+        ended = _run(settings, shards, record, resume=resume, halts_on_spike=halt_on_spike)
+        del shards  # their model is cut; the output is written from a whole one
+        if record is not None:
+            _finish(prepared, scenario, record, ended, here.device)
     dist.barrier()
     return exit_codes.OF_FINISH[ended.status]
+
+
+def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
+    workload = together(prepared.workload)
+    scenario = together(lambda: _scenario(settings, workload, here))
+    return Shards(workload, scenario, here.device)
+
+
+def _finish(
+    prepared: Prepared, scenario: Scenario, record: Record, ended: Ended, device: torch.device
+) -> None:
+    """Export a run that is complete, tell how it does on the validation rows, and draw it."""
+    whole = coordinator.Ended(
+        finish=Finish(ended.status, ended.reason),
+        made=ended.made,
+        tensors=ended.tensors,
+        digest=record.digest(ended.tensors),
+        ledger=record.ledger_end,
+        tell=record.tell,
+    )
+    num_steps = scenario.num_steps
+    if ended.status == "completed":
+        workload = prepared.workload()
+        evaluator = Evaluator(prepared, workload, device=device, num_steps=num_steps)
+        with closing(evaluator):
+            tasks.export_scored(prepared, workload, evaluator, whole)
+    tasks.draw(prepared, num_steps, whole)
 
 
 def _look(path: Path, prepared: Prepared, here: World) -> None:
@@ -146,25 +188,30 @@ def _scenario(settings: Settings, workload: Finetuning, here: World) -> Scenario
 
 
 def _run(
-    settings: Settings, workload: Finetuning, scenario: Scenario, here: World, *, resume: bool
+    settings: Settings,
+    shards: Shards,
+    record: Record | None,
+    *,
+    resume: bool,
+    halts_on_spike: bool,
 ) -> Ended:
-    with ExitStack() as stack:
-        record = Record(settings.output, scenario, workload.specs) if here.rank == 0 else None
-        if record is not None:
-            stack.enter_context(closing(record))
+    def opened() -> State | None:
+        return None if record is None else _opened(record, settings.output, resume=resume)
 
-        def opened() -> State | None:
-            return None if record is None else _opened(record, settings.output, resume=resume)
-
-        state = together(opened)
-        resumes = [state is not None]
-        dist.broadcast_object_list(resumes, 0)
-        shards = Shards(workload, scenario, here.device)
-        strategy = together(lambda: table.STRATEGIES[scenario.system](shards))
-        if here.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(here.device)  # loading is not training
-        loop = Loop(strategy, shards, record, save_every=settings.checkpoint_every)
-        return loop.run(state, resumes=resumes[0])
+    state = together(opened)
+    resumes = [state is not None]
+    dist.broadcast_object_list(resumes, 0)
+    strategy = together(lambda: table.STRATEGIES[shards.scenario.system](shards))
+    if shards.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(shards.device)  # loading is not training
+    loop = Loop(
+        strategy,
+        shards,
+        record,
+        save_every=settings.checkpoint_every,
+        halts_on_spike=halts_on_spike,
+    )
+    return loop.run(state, resumes=resumes[0])
 
 
 def _opened(record: Record, folder: Path, *, resume: bool) -> State | None:

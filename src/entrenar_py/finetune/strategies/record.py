@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,20 @@ from entrenar_py.cli import console
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.finetune.strategies.step import Step
 from entrenar_py.finetune.strategies.strategy import Arrays
+from entrenar_py.finetune.task import CHECKPOINT, LEDGER, METRICS
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import file_locks, ledger_continuity, progress
+from entrenar_py.service import file_locks, gradient_norms, ledger_continuity, progress
+from entrenar_py.service.event_files import EventFiles
+from entrenar_py.service.ledger_account import weights_digest
 from entrenar_py.service.metrics import Metrics
 from entrenar_py.service.run_events import Happening, Listener, Noted, StepMade
 from entrenar_py.service.stopwatch import Stopwatch
 from entrenar_py.systems import environment
 from entrenar_py.trace import writer
-from entrenar_py.trace.writer import Standing
+from entrenar_py.trace.writer import Mark, Standing
 from entrenar_py.training import checkpoint, layout, optimizer, sharding
 from entrenar_py.training.tensors import TensorSpec
 from entrenar_py.untrusted import printing
-
-CHECKPOINT, LEDGER, METRICS = "state.checkpoint", "ledger.jsonl", "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class State:
     position: sharding.Position
     tensors: Arrays
     moments: Mapping[str, Arrays]
+    norms: Sequence[float]  # of the last steps' gradients (`service.gradient_norms`)
 
     @property
     def progress(self) -> dict[str, int]:
@@ -61,13 +63,22 @@ class Made:
     norm: float
     applied_norm: float
     num_tokens: int
+    spike: trace.Spike | None
 
 
 class Record:
     """The files of one run in `folder`. Use it as a context: they are locked until its end."""
 
-    def __init__(self, folder: Path, scenario: Scenario, specs: tuple[TensorSpec, ...]) -> None:
-        self._folder, self._scenario = folder, scenario
+    def __init__(
+        self,
+        folder: Path,
+        scenario: Scenario,
+        specs: tuple[TensorSpec, ...],
+        *,
+        tensorboard: Path | None,
+    ) -> None:
+        """Event files go to the folder `tensorboard`, if there is one."""
+        self._folder, self._scenario, self._tensorboard = folder, scenario, tensorboard
         self._layout = layout.Layout(specs)
         self._stack = ExitStack()
         self._listeners: list[Listener] = []
@@ -100,6 +111,10 @@ class Record:
         num_steps = self._scenario.num_steps
         live = self._stack.enter_context(progress.opened(shown, num_steps=num_steps))
         self._listeners = [live, metrics]
+        if self._tensorboard is not None:
+            self._listeners.append(
+                self._stack.enter_context(closing(EventFiles(self._tensorboard)))
+            )
         return state
 
     def close(self) -> None:
@@ -128,6 +143,7 @@ class Record:
             position=sharding.Position(stored["epoch"], stored["offset"]),
             tensors=checkpoint.group_of(arrays, "tensors"),
             moments={name: self._unflat(moments[name]) for name in ("exp_avg", "exp_avg_sq")},
+            norms=gradient_norms.of_checkpoint(stored, path).to_record(),
         )
 
     def _expected(self) -> Arrays:
@@ -202,9 +218,13 @@ class Record:
                 applied_norm=made.applied_norm,
             ),
         )
+        if made.spike is not None:
+            self._write(made.spike)
+            told = gradient_norms.say_made(made.spike, self._scenario.clip_norm)
+            self.note("spike", step.number, told)
         times = self._watch.made(reduce_s=0.0)
         self._watch.begin()
-        self._tell(
+        self.tell(
             StepMade(
                 step=step.number,
                 num_steps=self._scenario.num_steps,
@@ -214,8 +234,8 @@ class Record:
                 exchange_ms=None,
                 reduce_ms=None,
                 steps_per_s=times.steps_per_s,
-                bytes_in=0,
-                bytes_out=0,
+                bytes_in=None,
+                bytes_out=None,
                 last=None,
                 waits_ms={},
                 learning_rate=made.rate,
@@ -234,7 +254,10 @@ class Record:
         path, moments = self._folder / CHECKPOINT, self._flat_moments(state)
         arrays = checkpoint.as_arrays(tensors=state.tensors, optimizer=moments)
         scenario = self._scenario.to_dict()
-        notes = {ledger_continuity.KEY: ledger_continuity.to_record(self._ledger.last)}
+        notes = {
+            ledger_continuity.KEY: ledger_continuity.to_record(self._ledger.last),
+            gradient_norms.KEY: list(state.norms),
+        }
         try:
             checkpoint.save(path, arrays, {**state.progress, "scenario": scenario, **notes})
         except OSError as error:
@@ -252,10 +275,9 @@ class Record:
         )
         self.note("saved", state.step, f"checkpoint before step {state.step}: {path}")
 
-    def finish(self, step: int, status: str, reason: str, *, halt: trace.Halt | None) -> None:
-        """Record how the run ended, before step `step`."""
-        if halt is not None:
-            self._write(halt)
+    def finish(self, step: int, status: str, reason: str, *, why: Sequence[trace.Event]) -> None:
+        """Record how the run ended, before step `step`; `why` are the events of a halt."""
+        self._write(*why)
         if self._standing.end is None or self._standing.end.status != "completed":
             ended = "failed" if status == "stopped" else status
             self._write(trace.End(status=ended, reason=reason))
@@ -263,9 +285,15 @@ class Record:
 
     def note(self, what: str, step: int, text: str) -> None:
         """Show a note, and write it to the metrics."""
-        self._tell(Noted(what=what, step=step, text=text))
+        self.tell(Noted(what=what, step=step, text=text))
 
-    def _tell(self, happening: Happening) -> None:
+    @property
+    def ledger_end(self) -> Mark | None:
+        """The last line of the ledger; None before it is opened."""
+        return None if self._ledger is None else self._ledger.last
+
+    def tell(self, happening: Happening) -> None:
+        """Send an event to the screen, the metrics and the event files."""
         for listener in self._listeners:
             listener(happening)
 
@@ -279,6 +307,10 @@ class Record:
                 f"ledger {path}: can't be written ({problem}); make room or give access, and go on "
                 "with --resume"
             ) from error
+
+    def digest(self, tensors: Arrays) -> str:
+        """Return 16 hex digits over the tensors that were trained."""
+        return weights_digest(_records(tensors), {})
 
     # --- tensors ----------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """The loop over steps, the same for every strategy and the same in meaning as the reference's.
 
-The loss is a sum divided by the batch's whole weight, the gradient is clipped by one norm over all
-ranks, and a value that is not finite stops all ranks before the step is made.
+The loss is a sum divided by the batch's whole weight, and the gradient is clipped by one norm over
+all ranks. A value that is not finite stops all ranks before the step is made. So does a spike, if
+that was asked for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from entrenar_py.finetune.strategies.record import Made, Record, State
 from entrenar_py.finetune.strategies.step import Shards, Step
 from entrenar_py.finetune.strategies.strategy import Arrays, Strategy, gradient_of, local
 from entrenar_py.scenario import Scenario
+from entrenar_py.service import gradient_norms
+from entrenar_py.service.gradient_norms import GradientNorms
 from entrenar_py.training import schedule, sharding
 from entrenar_py.training.optimizer import BETA1, BETA2, EPSILON
 
@@ -33,40 +36,49 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a run ended, and on rank 0 the whole tensors that were trained."""
+    """How a run ended after `made` steps, and on rank 0 the whole tensors that were trained."""
 
     status: str
+    reason: str
+    made: int
     tensors: Arrays
 
 
-class NotFinite(Exception):
-    """A loss or a gradient is not finite. The step must not be made."""
+class Halted(Exception):
+    """The step must not be made. `events` say why."""
 
-    def __init__(self, what: str, step: Step, shard: int | None, tensor: str | None) -> None:
-        where = "" if shard is None else f", shard {shard}"
-        reason = (
-            f"non-finite {what} in step {step.number}{where}: training halted before any update"
-        )
+    def __init__(self, *events: trace.Event, reason: str) -> None:
         super().__init__(reason)
-        self.halt = trace.Halt(
-            step=step.number,
-            reason=reason,
-            shard=shard,
-            tensor=tensor,
-            ids=() if shard is None else tuple(step.shards[shard]),
-        )
+        self.events = events
+
+
+def _not_finite(what: str, step: Step, shard: int | None, tensor: str | None) -> Halted:
+    """Return how a loss or a gradient that is not finite ends the run."""
+    where = "" if shard is None else f", shard {shard}"
+    reason = f"non-finite {what} in step {step.number}{where}: training halted before any update"
+    ids = () if shard is None else tuple(step.shards[shard])
+    halt = trace.Halt(step=step.number, reason=reason, shard=shard, tensor=tensor, ids=ids)
+    return Halted(halt, reason=reason)
 
 
 class Loop:
     """One run of `scenario` by `strategy`. `record` is rank 0's, None on other ranks."""
 
     def __init__(
-        self, strategy: Strategy, shards: Shards, record: Record | None, *, save_every: int
+        self,
+        strategy: Strategy,
+        shards: Shards,
+        record: Record | None,
+        *,
+        save_every: int,
+        halts_on_spike: bool,
     ) -> None:
+        """`halts_on_spike` is as in `service.coordinator.Task`."""
         self._strategy, self._shards, self._record = strategy, shards, record
         self._scenario, self._save_every = shards.scenario, save_every
         self._optimizer = _optimizer(self._scenario, strategy.trainable)
         self._position, self._step, self._saved = sharding.Position(), 0, -1
+        self._norms, self._halts_on_spike = GradientNorms(), halts_on_spike  # same on all ranks
         self._stopping = _Stopping()
 
     def run(self, state: State | None, *, resumes: bool) -> Ended:
@@ -76,13 +88,14 @@ class Loop:
         whole = self._state()
         self._on_record(lambda record: record.begin(whole))
         self._saved = self._step if resumes else -1
-        status, reason, halt = "completed", "", None
+        status, reason = "completed", ""
+        why: tuple[trace.Event, ...] = ()
         with self._stopping:
             while self._step < self._scenario.num_steps:
                 try:
                     is_stopped = self._train()
-                except NotFinite as error:
-                    status, reason, halt = "halted", str(error), error.halt
+                except Halted as error:
+                    status, reason, why = "halted", str(error), error.events
                     break
                 if is_stopped:
                     status, reason = "stopped", "a rank was stopped by a signal"
@@ -92,8 +105,9 @@ class Loop:
         self._save()
         step, peaks = self._step, self._peaks()
         self._on_record(lambda record: record.note("memory", step, f"peak memory: {peaks}"))
-        self._on_record(lambda record: record.finish(step, status, reason, halt=halt))
-        return Ended(status=status, tensors=self._strategy.whole(lambda p: p))
+        self._on_record(lambda record: record.finish(step, status, reason, why=why))
+        tensors = self._strategy.whole(lambda parameter: parameter)
+        return Ended(status=status, reason=reason, made=step, tensors=tensors)
 
     def _peaks(self) -> str:
         """Return in words the most memory that each rank had in use, the same on all ranks."""
@@ -108,7 +122,7 @@ class Loop:
         )
 
     def _train(self) -> bool:
-        """Make one step; return whether a rank was told to stop. Raises NotFinite on all ranks."""
+        """Make one step; return whether a rank was told to stop. Raises Halted on all ranks."""
         step = self._shards.step(self._step, self._position)
         self._optimizer.zero_grad()
         told = torch.cat([self._strategy.compute(step), self._stopping.flag(self._strategy.device)])
@@ -116,6 +130,7 @@ class Loop:
         *losses, stops = told.tolist()
         norm = self._strategy.squares().sqrt().item()
         self._require_finite(step, losses, norm)
+        spike = self._spike(step, norm)
         applied = self._clip(norm)
         rate = self._rate()
         for group in self._optimizer.param_groups:
@@ -133,6 +148,7 @@ class Loop:
             norm=norm,
             applied_norm=applied,
             num_tokens=self._shards.workload.num_tokens([i for ids in step.shards for i in ids]),
+            spike=spike,
         )
         self._on_record(lambda record: record.made(step, made))
         return bool(stops)
@@ -140,10 +156,19 @@ class Loop:
     def _require_finite(self, step: Step, losses: list[float], norm: float) -> None:
         for shard, loss in enumerate(losses):
             if not math.isfinite(loss):
-                raise NotFinite(f"loss {loss}", step, shard, None)
+                raise _not_finite(f"loss {loss}", step, shard, None)
         if not math.isfinite(norm):
             tensor = self._strategy.first_bad()
-            raise NotFinite(f"gradient of {tensor}", step, None, tensor)
+            raise _not_finite(f"gradient of {tensor}", step, None, tensor)
+
+    def _spike(self, step: Step, norm: float) -> trace.Spike | None:
+        """Take the norm of a step; return the spike that it is, if it is one and doesn't halt."""
+        spike = self._norms.spike(step.number, norm)
+        if spike is not None and self._halts_on_spike:
+            reason = gradient_norms.say_halted(spike)
+            raise Halted(spike, trace.Halt(step=step.number, reason=reason), reason=reason)
+        self._norms.add(norm)
+        return spike
 
     def _clip(self, norm: float) -> float:
         """Clip the gradient as the reference trainer does; return its norm from then on."""
@@ -187,6 +212,7 @@ class Loop:
             position=self._position,
             tensors=whole(lambda parameter: parameter),
             moments=moments,
+            norms=self._norms.to_record(),
         )
 
     def _moment(self, kind: str, parameter: nn.Parameter) -> Tensor:
@@ -198,10 +224,11 @@ class Loop:
 
     def _restore(self, state: State | None) -> None:
         """Take over rank 0's `state`; all ranks must call it."""
-        stands = [None if state is None else (state.step, state.position)]
+        stands = [None if state is None else (state.step, state.position, state.norms)]
         dist.broadcast_object_list(stands, 0)
         assert stands[0] is not None, "rank 0 has a state"
-        self._step, self._position = stands[0]
+        self._step, self._position, norms = stands[0]
+        self._norms = GradientNorms(norms)
         shapes = {spec.name: spec.shape for spec in self._shards.workload.specs}
         strategy = self._strategy
         tensors = strategy.spread({} if state is None else state.tensors, shapes)

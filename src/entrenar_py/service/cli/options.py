@@ -13,7 +13,7 @@ import entrenar_py
 from entrenar_py import backends
 from entrenar_py.errors import UsageError
 from entrenar_py.options import values
-from entrenar_py.service import address, exit_codes
+from entrenar_py.service import address, exit_codes, following
 
 PROG = "entrenar"
 AUTO = "auto"
@@ -127,7 +127,7 @@ def _add_coordinator(commands: _Commands) -> None:
         action="store_true",
         help="go on from the checkpoint, or from the start if there is none yet",
     )
-    _add_following(command)
+    following.add_options(command)
     command.add_argument(
         "--wire",
         choices=WIRES,
@@ -139,22 +139,6 @@ def _add_coordinator(commands: _Commands) -> None:
         "--insecure",
         action="store_true",
         help="with --wire v2: let anyone take part who can connect from other machines",
-    )
-
-
-def _add_following(command: _Parser) -> None:
-    """Add what a run may do about its own figures."""
-    command.add_argument(
-        "--halt-on-spike",
-        action="store_true",
-        help="halt before a step whose gradient norm is more than ten times its running median; "
-        "without it such a step is only reported, on the screen and in the ledger",
-    )
-    command.add_argument(
-        "--tensorboard",
-        metavar="DIR",
-        type=Path,
-        help="also write the figures of the run to a folder that TensorBoard draws",
     )
 
 
@@ -296,7 +280,7 @@ def _add_finetune(commands: _Commands) -> None:
         help="what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
         "each at least (default cpu)",
     )
-    _add_following(finetune)
+    following.add_options(finetune)
     _add_plan(commands)
     infer = _add(commands, "infer", "answer a prompt with what `finetune` has trained")
     infer.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
