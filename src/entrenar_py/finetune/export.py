@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import folder, settings_file
+from entrenar_py.finetune import folder, rows_read, settings_file
 from entrenar_py.training.tensors import Array
 from entrenar_py.tuning import saving
 from entrenar_py.tuning.prepared import Prepared
@@ -31,10 +31,15 @@ def write(prepared: Prepared, workload: Finetuning, tensors: Mapping[str, Array]
     return output
 
 
-def make_folder(output: Path) -> Path:
-    """Make the output folder and return it. Raises UsageError if that can't be done."""
+def make_folder(prepared: Prepared) -> Path:
+    """Make the output folder, with a list of the rows that were skipped, and return it.
+
+    Raises UsageError if that can't be done.
+    """
+    output = prepared.settings.output
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"output={output}: can't be made ({error.strerror})") from error
+    rows_read.keep_skipped(prepared)
     return output

@@ -17,7 +17,7 @@ import torch
 from entrenar_py import backends
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import export, foresight, settings_file, worker_process
+from entrenar_py.finetune import export, foresight, rows_read, settings_file, worker_process
 from entrenar_py.finetune import task as tasks
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.service import coordinator, memory_peak
@@ -62,13 +62,10 @@ def train(
     settings = replace(settings, workers=max(settings.workers, len(names)))
     devices = _opened(names)
     prepared = preparing.prepare(settings)
-    for what, found in (("train", prepared.train), ("validation", prepared.validation)):
-        if found is not None:
-            skipped = f", {len(found.skipped)} skipped" if found.skipped else ""
-            printing.say(f"{what}: {len(found)} samples{skipped}")
+    rows_read.say(prepared)
     foresight.look(path, prepared, names)
     workload = prepared.workload()
-    output = export.make_folder(settings.output)
+    output = export.make_folder(prepared)
     config = Config(
         scenario=preparing.scenario(settings, workload),
         listen=LOOPBACK,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import export, folder, settings_file
+from entrenar_py.finetune import export, folder, rows_read, settings_file
 from entrenar_py.tuning import evaluation, fitting, model, precision, prepared, samples, saving
 from entrenar_py.tuning.evaluation import Scores
 from entrenar_py.tuning.settings import Settings
@@ -88,9 +88,13 @@ def _require_room(output: Output, tokens: Sequence[int], new_tokens: int) -> Non
 
 
 def evaluate(output: Output, path: Path) -> Scores:
-    """Return the scores of a trained model on the rows of the file at `path`."""
+    """Return the scores of a trained model on the rows of the file at `path`.
+
+    Prints which rows were skipped, if the run's settings say so.
+    """
     settings, tokenizer = output.settings, output.tokenizer
     rows = samples.load(settings, path, tokenizer, cache=prepared.cache())
+    rows_read.say_skipped(rows.skipped)
     fitting.require_samples(settings, output.module, [rows], model.padding(tokenizer))
     return evaluation.scores(
         output.module, rows, settings=settings, pad_token=model.padding(tokenizer)

@@ -20,7 +20,7 @@ from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import MapNode, Node
 from entrenar_py.drivers import tls
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import export, foresight, settings_file
+from entrenar_py.finetune import export, foresight, rows_read, settings_file
 from entrenar_py.finetune import task as tasks
 from entrenar_py.finetune.offered_files import OfferedFiles
 from entrenar_py.protocol.terms import Timing
@@ -84,14 +84,12 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     settings, serving = _Reader(path).both()
     coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
     prepared = preparing.prepare(settings)
-    for what, found in (("train", prepared.train), ("validation", prepared.validation)):
-        if found is not None:
-            printing.say(f"{what}: {len(found)} samples")
+    rows_read.say(prepared)
     foresight.remark(path, prepared)  # but not at memory: what workers have is not known here
     workload = prepared.workload()
     offered = OfferedFiles(prepared)
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
-    output = export.make_folder(settings.output)
+    output = export.make_folder(prepared)
     scenario = preparing.scenario(settings, workload)
     if serving.share:
         scenario = scenario.with_(options={**scenario.options, "audit_share": serving.share})

@@ -122,14 +122,19 @@ def keep_chosen(found: Samples, folder: Path) -> Path:
     return path
 
 
+def listed(skipped: Sequence[BadRow]) -> list[str]:
+    """Return a line for each of the first rows, and one that counts the others."""
+    more = len(skipped) - _SHOWN
+    return [f"  {one}" for one in skipped[:_SHOWN]] + ([f"  and {more} more"] if more > 0 else [])
+
+
 def _told(path: Path, found: Samples) -> str:
-    shown = "\n".join(f"  {one}" for one in found.skipped[:_SHOWN])
-    more = len(found.skipped) - _SHOWN
-    rest = f"\n  and {more} more" if more > 0 else ""
-    return (
+    lines = [
         f"data {path}: {len(found.skipped)} of {len(found.skipped) + len(found)} rows can't be "
-        f"used; mend them, or set data.on_error: skip\n{shown}{rest}"
-    )
+        "used; mend them, or set data.on_error: skip",
+        *listed(found.skipped),
+    ]
+    return "\n".join(lines)
 
 
 def _key(settings: Settings, path: Path, tokenizer: Any) -> str:

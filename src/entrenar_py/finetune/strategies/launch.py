@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.finetune import export, foresight, settings_file
+from entrenar_py.finetune import export, foresight, rows_read, settings_file
 from entrenar_py.finetune import task as tasks
 from entrenar_py.finetune.evaluator import Evaluator
 from entrenar_py.finetune.strategies import table
@@ -110,7 +110,7 @@ def train(
         if here.rank == 0:
             record = Record(settings.output, scenario, specs, tensorboard=tensorboard)
             stack.enter_context(closing(record))
-        ended = _run(settings, shards, record, resume=resume, halts_on_spike=halt_on_spike)
+        ended = _run(prepared, shards, record, resume=resume, halts_on_spike=halt_on_spike)
         del shards  # their model is cut; the output is written from a whole one
         if record is not None:
             _finish(prepared, scenario, record, ended, here.device)
@@ -146,9 +146,10 @@ def _finish(
 
 
 def _look(path: Path, prepared: Prepared, here: World) -> None:
-    """On rank 0, look at hyper-parameters and at this machine's memory before the run begins."""
+    """On rank 0, say what was read, and look at hyper-parameters and at this machine's memory."""
     if here.rank:
         return
+    rows_read.say(prepared)
     is_gpu = here.device.type == "cuda"
     names = [f"cuda:{index}" for index in range(here.on_host)]
     foresight.look_as_ranks(
@@ -188,7 +189,7 @@ def _scenario(settings: Settings, workload: Finetuning, here: World) -> Scenario
 
 
 def _run(
-    settings: Settings,
+    prepared: Prepared,
     shards: Shards,
     record: Record | None,
     *,
@@ -196,7 +197,7 @@ def _run(
     halts_on_spike: bool,
 ) -> Ended:
     def opened() -> State | None:
-        return None if record is None else _opened(record, settings.output, resume=resume)
+        return None if record is None else _opened(record, prepared, resume=resume)
 
     state = together(opened)
     resumes = [state is not None]
@@ -208,12 +209,12 @@ def _run(
         strategy,
         shards,
         record,
-        save_every=settings.checkpoint_every,
+        save_every=prepared.settings.checkpoint_every,
         halts_on_spike=halts_on_spike,
     )
     return loop.run(state, resumes=resumes[0])
 
 
-def _opened(record: Record, folder: Path, *, resume: bool) -> State | None:
-    export.make_folder(folder)
+def _opened(record: Record, prepared: Prepared, *, resume: bool) -> State | None:
+    export.make_folder(prepared)
     return record.open(resume=resume)
