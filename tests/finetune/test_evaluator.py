@@ -134,6 +134,30 @@ def test_copies_that_wait_are_bounded(
     assert [one.step for one in heard if isinstance(one, Scored)] == [2, 4]
 
 
+def test_too_little_memory_ends_no_run(
+    evaluator: Evaluator, held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is due on the way is left out; at the end a GPU's rows are scored on the CPU."""
+    places: list[str] = []
+
+    def scores(module: object, *_: object, **__: object) -> Scores:
+        places.append(evaluator._device.type)
+        if len(places) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return NO_SCORES
+
+    monkeypatch.setattr(evaluation, "scores", scores)
+    evaluator._device = torch.device("cuda")
+    heard: list[Happening] = []
+    evaluator.stepped(2, TENSORS, heard.append)
+    evaluator.settle(heard.append)
+    (note,) = heard
+    assert isinstance(note, Noted)
+    assert "step 2 is left out: too little memory (CUDA out of memory)" in note.text
+    assert evaluator.finish(4, TENSORS, heard.append) is NO_SCORES
+    assert places == ["cuda", "cuda", "cpu"]
+
+
 def test_what_waits_is_given_up(evaluator: Evaluator) -> None:
     """A run that is stopped does not wait for scores."""
     heard: list[Happening] = []

@@ -25,6 +25,7 @@ from entrenar_py.tuning.workload import Finetuning
 
 # Copies that may wait to be scored. Adapters fit in many times; one copy may always wait.
 WAITING_BYTES = 2**30
+_OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 
 
 class Evaluator:
@@ -68,11 +69,18 @@ class Evaluator:
         self._tell(tell, wait=True)
 
     def finish(self, made: int, tensors: Mapping[str, Array], tell: Listener) -> Scores | None:
-        """Score and tell the result of the run; return None if there are no validation rows."""
+        """Score and tell the result of the run; return None if there are no validation rows.
+
+        What a device has too little memory for is scored on the CPU.
+        """
         rows = self._prepared.validation
         if rows is None:
             return None
-        scores = self._scores(rows, tensors)
+        try:
+            scores = self._scores(rows, tensors)
+        except torch.OutOfMemoryError:  # of a GPU
+            self._device = torch.device("cpu")
+            scores = self._scores(rows, tensors)
         tell(event(scores, made))
         return scores
 
@@ -85,7 +93,13 @@ class Evaluator:
     def _tell(self, tell: Listener, *, wait: bool) -> None:
         while self._waiting and (wait or self._waiting[0][2].done()):
             made, _, future = self._waiting.popleft()
-            tell(event(future.result(), made))
+            try:
+                scores = future.result()
+            except _OUT_OF_MEMORY as error:
+                text = f"validation after step {made} is left out: too little memory ({error})"
+                tell(Noted(what="not_scored", step=made, text=text))
+            else:
+                tell(event(scores, made))
 
     def _scores(self, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
         return evaluation.scores(
