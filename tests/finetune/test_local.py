@@ -57,6 +57,10 @@ def test_what_a_run_writes_is_used(
     merged_shares = merged(**tokenizer("rm -rf /", return_tensors="pt")).logits[0].softmax(-1)
     assert merged_shares.tolist() == pytest.approx(shares, abs=1e-5)
 
+    command = ["infer", str(output), "--prompt", "ls", "--new-tokens", "3"]
+    assert cli.main(command) == exit_codes.INVALID
+    assert "answers with classes (task: classify)" in capsys.readouterr().err
+
     assert cli.main(["eval", str(output), "--data", str(small / "test.jsonl")]) == exit_codes.DONE
     assert "of 400 right" in capsys.readouterr().out
 
@@ -118,3 +122,15 @@ def test_a_run_ends_when_no_worker_is_left(
     told = capsys.readouterr().out
     assert "worker 1 died (exit code 3) and is started again" in told
     assert "no worker is left" in told
+
+
+def test_more_backends_than_shards(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A worker is started for each backend, so that one would have nothing to compute."""
+    config = runs.configured(tmp_path, small, training={"num_shards": 2})
+    command = ["finetune", str(config), "--backend", "cpu,cpu,cpu"]
+    assert cli.main(command) == exit_codes.INVALID
+    told = capsys.readouterr().err
+    assert "--backend=cpu,cpu,cpu: " in told
+    assert "has training.num_shards=2, so a worker would have no shard; use num_shards >= 3" in told

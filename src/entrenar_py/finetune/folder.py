@@ -21,7 +21,8 @@ def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Pa
 
     Without the files named in `marks` nobody takes `folder` for a model: old ones go before
     anything is moved, new ones come last, in their order. Weights of an earlier model go, too.
-    Raises SystemFailure, with `advice`, if a file can't be written; `folder` is then as it was.
+    Raises SystemFailure, with `advice`, if a file can't be written, and `folder` is as it was; or
+    if one can't be moved, and `folder` is no model then.
     """
     partial = folder / PARTIAL
     try:

@@ -60,6 +60,12 @@ def train(
         )
     coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
     settings = replace(settings, workers=max(settings.workers, len(names)))
+    if settings.workers > settings.training.num_shards:  # else the file's reader has refused it
+        raise UsageError(
+            f"--backend={','.join(names)}: {path} has training.num_shards="
+            f"{settings.training.num_shards}, so a worker would have no shard; use num_shards >= "
+            f"{len(names)}, or fewer backends"
+        )
     devices = _opened(names)
     prepared = preparing.prepare(settings)
     rows_read.say(prepared)

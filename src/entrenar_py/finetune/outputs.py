@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import export, folder, rows_read, settings_file
+from entrenar_py.finetune import NEW_TOKENS, export, folder, rows_read, settings_file
 from entrenar_py.tuning import evaluation, fitting, model, precision, prepared, samples, saving
 from entrenar_py.tuning.evaluation import Scores
 from entrenar_py.tuning.settings import Settings
@@ -40,11 +40,20 @@ def load(path: Path) -> Output:
     return Output(path, settings, tokenizer, module)
 
 
-def answer(output: Output, prompt: str, *, new_tokens: int) -> Iterator[str]:
-    """Yield the lines of the answer to `prompt`: a class with its probability, or a text."""
+def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[str]:
+    """Yield the lines of the answer to `prompt`: a class with its probability, or a text.
+
+    A text has at most `new_tokens`, by default NEW_TOKENS.
+    """
     if not prompt.strip():
         raise UsageError("--prompt is empty; give a text")
     settings, tokenizer = output.settings, output.tokenizer
+    if new_tokens is not None and settings.task == "classify":
+        raise UsageError(
+            f"--new-tokens {new_tokens}: {output.folder} answers with classes (task: classify), "
+            "not with a text; leave it out"
+        )
+    new_tokens = new_tokens or NEW_TOKENS
     if settings.task == "instruct":
         given = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 import entrenar_py
 from entrenar_py import backends
 from entrenar_py.errors import UsageError
+from entrenar_py.finetune import NEW_TOKENS
 from entrenar_py.options import values
 from entrenar_py.service import address, exit_codes, following
 
@@ -20,7 +21,6 @@ AUTO = "auto"
 WATCH = "watch"
 EVERY = 10
 PATIENCE_S = 300.0
-NEW_TOKENS = 128
 OWN_WIRE, WIRE_2 = WIRES = ("own", "v2")
 BANDWIDTH = "10Gbit"
 _HELP_COLUMNS = 98
@@ -289,7 +289,6 @@ def _add_finetune(commands: _Commands) -> None:
         "--new-tokens",
         metavar="N",
         type=functools.partial(values.natural, least=1),
-        default=NEW_TOKENS,
         help=f"tokens of an answer at most (default {NEW_TOKENS})",
     )
     merge = _add(commands, "merge", "write a model with the adapters added to its weights")
