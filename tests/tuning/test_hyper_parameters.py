@@ -107,7 +107,7 @@ def test_large_batches_of_adapters() -> None:
 
 def test_few_steps() -> None:
     [found] = judged("C-HP-002", training(batch_size=128))
-    assert "1000 rows in 1 epochs are 8 steps" in found.message
+    assert "1,000 rows in 1 epoch make 8 steps" in found.message
     assert judged("C-HP-002", training(batch_size=128, epochs=2)) == []
 
 

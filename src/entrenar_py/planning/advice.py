@@ -88,7 +88,7 @@ def _none_fits(run: Run, found: Sequence[Option]) -> str:
     least = min(able, key=lambda one: one.peak(recompute=run.recompute))
     worst = max(
         (one for one in least.workers if not one.fits(recompute=run.recompute)),
-        key=lambda one: one.sharing * one.memory.needed - plan.bytes_or_none(one.device),
+        key=lambda one: one.sharing * one.memory.needed - plan.memory_or_infinite(one.device),
     )
     needed = worst.sharing * (worst.recomputed if run.recompute else worst.memory).needed
     what = remedies(run, least.strategy)

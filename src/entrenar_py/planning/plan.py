@@ -215,7 +215,7 @@ def _problem(run: Run, strategy: str) -> str:
     return ""
 
 
-def bytes_or_none(device: Device) -> float:
+def memory_or_infinite(device: Device) -> float:
     """Return a device's memory, infinite if it reports none."""
     return math.inf if device.memory is None else device.memory
 

@@ -16,6 +16,7 @@ import numpy as np
 from entrenar_py.tuning import encoding
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
+from entrenar_py.wording import counted
 
 # The rate of QLoRA's models up to 13 billion parameters is 2e-4, that of larger ones 1e-4.
 # Highest rates of adapters by parameters of the model; of full fine-tuning they are a tenth.
@@ -132,9 +133,9 @@ def _batch(facts: Facts) -> Iterator[Remark]:
         yield Remark(
             rule=rule,
             keys=keys,
-            message=f"batch_size={size}: {facts.rows.num_samples} rows in "
-            f"{facts.settings.training.epochs} epochs are {steps} steps; use fewer rows a step, "
-            "or more epochs",
+            message=f"batch_size={size}: {counted(facts.rows.num_samples, 'row')} in "
+            f"{counted(facts.settings.training.epochs, 'epoch')} make {counted(steps, 'step')}; "
+            "use fewer rows a step, or more epochs",
         )
 
 

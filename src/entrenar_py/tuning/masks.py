@@ -59,16 +59,11 @@ class Masks(TorchFunctionMode):
         return torch.where(kept, x * factor, 0.0)  # for the backward pass it keeps a byte each
 
 
-def again() -> tuple[Masks, Masks]:
-    """Return the masks entered now, for a block's first pass, and their repetition for its second.
-
-    The `context_fn` of `torch.utils.checkpoint`, which computes a block again in the backward pass.
-    """
+def repetition() -> Masks:
+    """Return masks that repeat those entered now, from here on; without any, that drop nothing."""
     modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     entered = [mode for mode in modes if isinstance(mode, Masks)]
-    if not entered:
-        return Masks(None), Masks(None)
-    return entered[-1], entered[-1].again()
+    return entered[-1].again() if entered else Masks(None)
 
 
 def _dropout(

@@ -98,7 +98,7 @@ def prepare(
 
 
 def cache() -> Path:
-    """Return the folder in which tokenised rows are kept."""
+    """Return the user's folder for what can be made or fetched again, such as tokenised rows."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "entrenar-py"
 

@@ -49,7 +49,7 @@ class _Twice:
     """
 
     def __init__(self) -> None:
-        _, self._masks = masks.again()
+        self._masks = masks.repetition()
         self._is_first = True
 
     def __call__(self, *given: Any) -> Any:
