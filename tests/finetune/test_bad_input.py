@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.errors import SystemFailure
+from entrenar_py.finetune import __main__ as ranks
 from entrenar_py.finetune import folder as folders
 from entrenar_py.service import cli, exit_codes
 from entrenar_py.training import checkpoint
@@ -179,6 +180,58 @@ def test_a_prompt_that_is_too_long(
     output = str(tmp_path / "out")
     assert cli.main(["infer", output, "--prompt", "ls " * 600]) == exit_codes.INVALID
     assert "tokens: the model takes 512 tokens in all; use fewer" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_text(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes of a command line that are no UTF-8 come as halves of surrogate pairs."""
+    assert cli.main(["finetune", str(runs.configured(tmp_path, small))]) == exit_codes.DONE
+    capsys.readouterr()
+    output = str(tmp_path / "out")
+    assert cli.main(["infer", output, "--prompt", "a\udcff"]) == exit_codes.INVALID
+    assert "--prompt is not UTF-8" in capsys.readouterr().err
+
+
+# --- the output -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["finetune", "coordinator", "torchrun"])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("model", "it is the model's folder, whose files would be replaced"),
+        ("link", "it is the model's folder, whose files would be replaced"),
+        ("other", "it has a checkpoint that no run has written; give another folder"),
+    ],
+)
+def test_a_checkpoint_of_others_is_not_written_over(
+    name: str,
+    told: str,
+    command: str,
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for folder in ("model", "other"):
+        shutil.copytree(small / "model", tmp_path / folder)
+    (tmp_path / "link").symlink_to("model")
+    (tmp_path / "secret").write_text("s" * 32, encoding="utf-8")
+    changes: dict[str, Any] = {"model": str(tmp_path / "model"), "output": name}
+    if command == "coordinator":
+        changes["coordinator"] = {"secret_file": "secret"}
+    if command == "torchrun":
+        changes["strategy"] = "ddp"
+    config = runs.configured(tmp_path, small, **changes)
+    before = {path: path.read_bytes() for path in (tmp_path / name).iterdir()}
+    if command == "torchrun":
+        environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        code = ranks.main([str(config)], environment, f"file://{tmp_path / 'store'}")
+    else:
+        code = cli.main([command, str(config)])
+    assert code == exit_codes.INVALID
+    assert told in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / name).iterdir()} == before
 
 
 # --- the disk -------------------------------------------------------------------------------------

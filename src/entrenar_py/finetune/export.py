@@ -10,10 +10,14 @@ from entrenar_py.finetune import folder, rows_read, settings_file
 from entrenar_py.training.tensors import Array
 from entrenar_py.tuning import saving
 from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning
 
 SETTINGS = "run.json"  # in the output folder: the settings, for later commands
 MARKS = ("config.json", "adapter_config.json")  # without them nobody loads the weights
+_OWN = (SETTINGS, "state.checkpoint", "ledger.jsonl", "metrics.jsonl")  # of a run
+_OTHERS = (*MARKS, "tokenizer.json")
+_WEIGHTS = (".safetensors", ".bin")
 _ADVICE = "make room or give access, and export it with --resume"
 
 
@@ -29,6 +33,29 @@ def write(prepared: Prepared, workload: Finetuning, tensors: Mapping[str, Array]
         saving.save(workload.module, tensors, prepared.tokenizer, partial)
         (partial / SETTINGS).write_text(record + "\n", encoding="utf-8")
     return output
+
+
+def require_own(settings: Settings) -> None:
+    """Raise UsageError if the output folder has files of others, which an export would replace.
+
+    These are the checkpoint that is trained, and any other one that no run has written.
+    """
+    output = settings.output
+    told = f"output={output}: it has a checkpoint that no run has written"
+    if output.resolve() == settings.model.resolve():
+        told = f"output={output}: it is the model's folder, whose files would be replaced"
+    elif any((output / name).exists() for name in _OWN) or not any(
+        path.name in _OTHERS or path.suffix in _WEIGHTS for path in _listed(output)
+    ):
+        return
+    raise UsageError(f"{told}; give another folder")
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:  # none yet, or told when it is made
+        return []
 
 
 def make_folder(prepared: Prepared) -> Path:

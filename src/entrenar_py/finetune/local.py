@@ -58,6 +58,7 @@ def train(
             f"{path}: strategy={settings.strategy} is for ranks of torchrun: start torchrun "
             f"--nproc_per_node=N -m entrenar_py.finetune {path}, or leave strategy out"
         )
+    export.require_own(settings)
     coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
     settings = replace(settings, workers=max(settings.workers, len(names)))
     if settings.workers > settings.training.num_shards:  # else the file's reader has refused it

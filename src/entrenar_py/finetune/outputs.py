@@ -47,6 +47,10 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
     """
     if not prompt.strip():
         raise UsageError("--prompt is empty; give a text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("--prompt is not UTF-8; give a text in UTF-8") from error
     settings, tokenizer = output.settings, output.tokenizer
     if new_tokens is not None and settings.task == "classify":
         raise UsageError(

@@ -82,6 +82,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     and SystemFailure if the ledger, the last checkpoint or the output can't be written.
     """
     settings, serving = _Reader(path).both()
+    export.require_own(settings)
     coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
     prepared = preparing.prepare(settings)
     rows_read.say(prepared)

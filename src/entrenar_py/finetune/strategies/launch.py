@@ -168,6 +168,7 @@ def _settings(path: Path) -> Settings:
             f"{path}: strategy is missing, which ranks of torchrun need; add one of "
             f"{', '.join(table.STRATEGIES)}, or use entrenar finetune without torchrun"
         )
+    export.require_own(settings)
     return settings
 
 
