@@ -191,8 +191,8 @@ def test_capped_logits_are_held_whole(tmp_path: Path) -> None:
     ("config", "size", "told"),
     [
         (TINY, 2, ""),
-        (TINY, 4, "4 ranks can't share 2 key-value heads evenly"),
-        (FAMILIES["gpt2"], 2, "transformers has no plan for cutting gpt2"),
+        (TINY, 4, "num_key_value_heads=2 is no multiple of 4 ranks"),
+        (FAMILIES["gpt2"], 2, "GPT2Model has no plan for cutting its layers (base_model_tp_plan)"),
     ],
 )
 def test_layers_are_cut_by_the_plan_of_transformers(

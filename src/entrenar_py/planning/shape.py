@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fnmatch
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +18,7 @@ from entrenar_py.backends import draws, nf4
 from entrenar_py.errors import UsageError
 from entrenar_py.planning import rehearsal
 from entrenar_py.planning.rehearsal import META, Rehearsal
-from entrenar_py.tuning import model, precision, quantised
+from entrenar_py.tuning import layer_plan, model, precision, quantised
 from entrenar_py.tuning import recompute as recomputing
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
@@ -29,8 +27,6 @@ from entrenar_py.tuning.workload import Finetuning
 FLOAT_BYTES = 4
 _SCALES = 256  # of NF4, that share a scale
 _NF4 = "_is_planned_in_nf4"  # the mark of a layer whose weights are kept so
-# How transformers names the two cuts of a layer, and layers between these that stay whole.
-_BY_COLUMNS, _BY_ROWS, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,17 +110,7 @@ class Shape:
 
     def cuts_into(self, size: int) -> str:
         """Return why the model's layers can't be shared by `size` ranks, "" if they can."""
-        plan = _plan(self.whole)
-        if not plan:
-            return f"transformers has no plan for cutting {self.config.model_type}"
-        others = sorted({*plan.values()} - {_BY_COLUMNS, _BY_ROWS, _WHOLE})
-        if others:
-            return f"layers would be cut by {', '.join(others)}, which is not done"
-        heads = self.config.num_attention_heads
-        heads = math.gcd(heads, getattr(self.config, "num_key_value_heads", None) or heads)
-        if heads % size:
-            return f"{size} ranks can't share {heads} key-value heads evenly"
-        return ""
+        return layer_plan.problem(self.whole, size)
 
     def rehearsed(
         self, *, rows: int, length: int, kind: str, recompute: bool, cut: Cut = WHOLE
@@ -224,11 +210,6 @@ def _nf4_bytes(number: int) -> int:
     return -(-number // 2) + scales + FLOAT_BYTES * -(-scales // _SCALES)
 
 
-def _plan(module: Any) -> dict[str, str]:
-    """Return how transformers cuts the layers whose names match a pattern."""
-    return getattr(module.config, "base_model_tp_plan", None) or {}
-
-
 def _cut(whole: nn.Module, cut: Cut) -> nn.Module:
     """Return a copy of the model in which only a rank's part is left."""
     part = copy.deepcopy(whole)
@@ -243,18 +224,17 @@ def _cut(whole: nn.Module, cut: Cut) -> nn.Module:
 
 def _cuttable(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield the layers that ranks share, and how they are cut."""
-    for name, layer in module.named_modules():
-        for pattern, how in _plan(module).items():
-            if how in (_BY_COLUMNS, _BY_ROWS) and fnmatch.fnmatch(name, f"*{pattern}"):
-                yield layer, how
+    plan = layer_plan.plan_of(module)
+    for name, how in plan.styles.items():
+        yield plan.decoder.get_submodule(name), how
 
 
 def _narrow(layer: nn.Module, how: str, size: int) -> None:
     """Cut a linear layer and its adapter: of the two factors one is cut, the other is whole."""
-    axis = 0 if how == _BY_COLUMNS else 1
+    axis = 0 if how == layer_plan.COLUMNS else 1
     for name, tensor in layer.named_parameters():
-        whole = "lora_A" if how == _BY_COLUMNS else "lora_B"
-        if whole in name or (tensor.dim() == 1 and how == _BY_ROWS):
+        whole = "lora_A" if how == layer_plan.COLUMNS else "lora_B"
+        if whole in name or (tensor.dim() == 1 and how == layer_plan.ROWS):
             continue
         parts = list(tensor.shape)
         parts[axis] = -(-parts[axis] // size)

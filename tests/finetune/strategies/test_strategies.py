@@ -191,8 +191,8 @@ def test_a_value_that_is_not_finite_halts_all_ranks(case: Case, strategy: str) -
         ("ddp", 5, "training.num_shards=4 leaves ranks without a shard; use num_shards >= 5"),
         ("ddp_canonical", 3, "ranks share a tree evenly; start 1, 2, 4, 8 ... ranks"),
         ("pipeline_parallel", 3, "the model has 2 blocks, and each rank needs one; use 2 ranks or"),
-        ("tensor_parallel", 4, "the model has num_key_value_heads=2; use a number of ranks that"),
-        ("sequence_parallel", 4, "the model has num_key_value_heads=2; use a number of ranks that"),
+        ("tensor_parallel", 4, "num_key_value_heads=2 is no multiple of 4 ranks; use ddp, "),
+        ("sequence_parallel", 4, "num_key_value_heads=2 is no multiple of 4 ranks; use ddp, "),
         (None, 2, "strategy is missing, which ranks of torchrun need; add one of ddp, ddp_can"),
     ],
 )

@@ -1,14 +1,11 @@
-"""Cuts the layers of a model of transformers over ranks, by the plan in its own configuration.
+"""Cuts the layers of a model of transformers over ranks, by its plan (`tuning.layer_plan`).
 
-The plan names layers that are cut by columns (their outputs) or by rows (their inputs). Adapters of
-peft are cut along: by columns A is whole and B is cut, by rows A is cut and B is whole.
+Adapters of peft are cut along: by columns A is whole and B is cut, by rows A is cut and B is whole.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,98 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from entrenar_py.errors import UsageError
-
-_COLUMNS, _ROWS = "colwise", "rowwise"
-_WHOLE = "replicated_with_grad_allreduce"  # a layer between two that are cut, such as a head's norm
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The layers of `decoder` to cut, by name: `colwise` or `rowwise`."""
-
-    decoder: nn.Module
-    styles: dict[str, str]
-
-    @property
-    def regions(self) -> list[str]:
-        """The modules within which ranks have different things, by name: attentions and MLPs."""
-        return list(dict.fromkeys(name.rpartition(".")[0] for name in self.styles))
-
-
-def plan_of(module: nn.Module, strategy: str) -> Plan:
-    """Return how `module` can be cut. Raises UsageError if its configuration has no usable plan."""
-    decoder = decoder_of(module)
-    named = type(decoder).__name__
-    rules = getattr(cast("Any", decoder).config, "base_model_tp_plan", None)
-    if not rules:
-        raise UsageError(
-            f"strategy={strategy}: the configuration of {named} says nothing of how its layers are "
-            "cut (base_model_tp_plan); use ddp, ddp_canonical, fsdp or pipeline_parallel"
-        )
-    styles = dict[str, str]()
-    for name, layer in decoder.named_modules():
-        for pattern, style in rules.items():
-            if not re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name):
-                continue
-            if style not in (_COLUMNS, _ROWS, _WHOLE) or (
-                style != _WHOLE and type(_base(layer)) is not nn.Linear
-            ):
-                raise UsageError(
-                    f"strategy={strategy}: {named} has {name} cut by {style}, a "
-                    f"{type(_base(layer)).__name__}; only linear layers cut by {_COLUMNS} or "
-                    f"{_ROWS} are; use ddp, ddp_canonical, fsdp or pipeline_parallel"
-                )
-            if style != _WHOLE:
-                styles[name] = style
-    return Plan(decoder, styles)
-
-
-def decoder_of(module: nn.Module) -> nn.Module:
-    """Return the model below peft's wrapper and below the head."""
-    base = cast("Any", module)
-    base = base.get_base_model() if hasattr(base, "peft_config") else base
-    found: nn.Module = base.base_model
-    return found
-
-
-def require_even(plan: Plan, strategy: str, world_size: int) -> None:
-    """Raise UsageError unless `world_size` ranks can share heads and layers evenly."""
-    config = cast("Any", plan.decoder).config
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        if (number := getattr(config, key, None) or 0) % world_size:
-            raise UsageError(
-                f"strategy={strategy} with {world_size} ranks: the model has {key}={number}; use a "
-                "number of ranks that divides it"
-            )
-    for name, style in plan.styles.items():
-        weight = cast("Tensor", _base(plan.decoder.get_submodule(name)).weight)
-        size = weight.shape[0 if style == _COLUMNS else 1]
-        if size % world_size:
-            raise UsageError(
-                f"strategy={strategy} with {world_size} ranks: {name} has {size} "
-                f"{'outputs' if style == _COLUMNS else 'inputs'}; use a number of ranks that "
-                "divides it"
-            )
-
-
-def require_no_dropout(module: nn.Module, strategy: str) -> None:
-    """Raise UsageError if the model drops anything itself: ranks would drop other things.
-
-    What peft's adapters drop is drawn for the whole layer.
-    """
-    config = cast("Any", module).config
-    rates = {key: value for key, value in config.to_dict().items() if _is_rate(key, value)}
-    for key, value in rates.items():
-        raise UsageError(
-            f"strategy={strategy}: the model has {key}={value} in config.json, which ranks can't "
-            "draw alike; set it to 0, or use ddp, ddp_canonical, fsdp or pipeline_parallel"
-        )
-
-
-def _is_rate(key: str, value: object) -> bool:
-    is_dropout = ("drop" in key) and not key.startswith("classifier")
-    return is_dropout and isinstance(value, float) and value > 0
+from entrenar_py.tuning.layer_plan import COLUMNS, Plan, base_of
 
 
 def cut(plan: Plan, mesh: DeviceMesh, *, outside: Placement) -> None:
@@ -128,8 +34,8 @@ def cut(plan: Plan, mesh: DeviceMesh, *, outside: Placement) -> None:
     for name, style in plan.styles.items():
         layer = cast("Any", plan.decoder.get_submodule(name))
         styles: dict[str, ParallelStyle] = {}
-        first = "base_layer" if layer is not _base(layer) else ""
-        if style == _COLUMNS:
+        first = "base_layer" if layer is not base_of(layer) else ""
+        if style == COLUMNS:
             styles[first] = ColwiseParallel()
             for adapter in _adapters(layer):
                 styles |= {f"lora_A.{adapter}": _Whole(), f"lora_B.{adapter}": ColwiseParallel()}
@@ -194,11 +100,6 @@ def terms(
 
 
 # --- the parts of a layer -------------------------------------------------------------------------
-
-
-def _base(layer: nn.Module) -> nn.Module:
-    """Return the layer below peft's adapter, or the layer itself."""
-    return cast("nn.Module", getattr(layer, "base_layer", layer))
 
 
 def _adapters(layer: nn.Module) -> list[str]:

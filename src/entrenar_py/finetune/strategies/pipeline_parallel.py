@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune.strategies import cut_layers, probe
+from entrenar_py.finetune.strategies import probe
 from entrenar_py.finetune.strategies.stages import Ends, Stage, in_evaluation
 from entrenar_py.finetune.strategies.step import Shards, Step
 from entrenar_py.finetune.strategies.strategy import Arrays, Strategy, ValueOf, gradient_of
 from entrenar_py.training import sharding
-from entrenar_py.tuning import blocks, fused_loss
+from entrenar_py.tuning import blocks, fused_loss, layer_plan
 from entrenar_py.tuning.workload import IGNORED
 
 _Shape = tuple[int, int]  # rows of a shard, and tokens of a row
@@ -45,7 +45,7 @@ class PipelineParallel(Strategy):
             self._dtypes = [ends.dtypes[cut.stop - 1] for cut in cuts]
             self._width = ends.width
             self._head = _Head(workload.objective, module)
-            stage = Stage(cut_layers.decoder_of(module), layers, cuts[self._rank])
+            stage = Stage(layer_plan.decoder_of(module), layers, cuts[self._rank])
             self._keep(module, ends)
             workload.objective.to(self.device)
             self._stage = _Drawing(stage, shards, self._rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune.strategies import cut_layers
 from entrenar_py.finetune.strategies.fsdp import FullySharded
 from entrenar_py.finetune.strategies.pipeline_parallel import PipelineParallel
 from entrenar_py.finetune.strategies.replicated import Canonical, Replicated
@@ -13,7 +12,7 @@ from entrenar_py.finetune.strategies.step import Shards
 from entrenar_py.finetune.strategies.strategy import Strategy
 from entrenar_py.finetune.strategies.tensor_parallel import SequenceParallel, TensorParallel
 from entrenar_py.scenario import Scenario
-from entrenar_py.tuning import blocks
+from entrenar_py.tuning import blocks, layer_plan
 from entrenar_py.tuning.workload import Finetuning
 
 STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
@@ -45,9 +44,12 @@ def require_possible(
     if strategy == "fsdp":
         blocks.of(workload.module)
     if strategy in ("tensor_parallel", "sequence_parallel"):
-        plan = cut_layers.plan_of(workload.module, strategy)
-        cut_layers.require_even(plan, strategy, world_size)
-        cut_layers.require_no_dropout(workload.module, strategy)
+        problem = layer_plan.problem(workload.module, world_size)
+        if problem:
+            raise UsageError(
+                f"strategy={strategy} with {world_size} ranks: {problem}; use ddp, ddp_canonical, "
+                "fsdp or pipeline_parallel"
+            )
     if strategy == "sequence_parallel":
         blocks.of(workload.module)
     if strategy == "pipeline_parallel":

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 from entrenar_py.finetune.strategies import cut_layers, probe
 from entrenar_py.finetune.strategies.step import Shards, Step
 from entrenar_py.finetune.strategies.strategy import Strategy, gradient_of, trainable_of
-from entrenar_py.tuning import blocks
+from entrenar_py.tuning import blocks, layer_plan
 
 
 class TensorParallel(Strategy):
@@ -41,7 +41,7 @@ class TensorParallel(Strategy):
 
     def _cut(self, module: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
         """Cut the model, in place; return what of whose gradient each rank has a term."""
-        plan = cut_layers.plan_of(module, self.name)
+        plan = layer_plan.plan_of(module)
         cut_layers.cut(plan, mesh, outside=Replicate())
         return list(cut_layers.terms(plan, module, in_blocks=None))
 
@@ -65,7 +65,7 @@ class SequenceParallel(TensorParallel):
 
     def _cut(self, module: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
         self._shards.workload.fill_up(mesh.size())
-        plan = cut_layers.plan_of(module, self.name)
+        plan = layer_plan.plan_of(module)
         cut_layers.cut(plan, mesh, outside=Shard(1))
         layers = blocks.of(module)
         layers[0].register_forward_pre_hook(
