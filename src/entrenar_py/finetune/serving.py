@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +17,7 @@ import torch
 
 from entrenar_py.contract import composer
 from entrenar_py.contract.problems import Problems
-from entrenar_py.contract.tree import MapNode, Node
+from entrenar_py.contract.tree import MapNode
 from entrenar_py.drivers import tls
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import export, foresight, rows_read, settings_file
@@ -76,12 +76,11 @@ def _misplaced(root: MapNode) -> Iterator[str]:
 def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | None = None) -> int:
     """Serve the fine-tuning that the file at `path` describes; return the exit code.
 
-    `halt_on_spike` and `tensorboard` are as in `Task`.
-
-    Raises ContractError, UsageError or CheckpointError for a problem found before the run begins,
-    and SystemFailure if the ledger, the last checkpoint or the output can't be written.
+    `halt_on_spike` and `tensorboard` are as in `coordinator.Task`. Raises ContractError, UsageError
+    or CheckpointError for a problem found before the run begins, and SystemFailure if the ledger,
+    the last checkpoint or the output can't be written.
     """
-    settings, serving = _Reader(path).both()
+    settings, service = _Reader(path).both()
     export.require_own(settings)
     coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
     prepared = preparing.prepare(settings)
@@ -92,15 +91,15 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
     output = export.make_folder(prepared)
     scenario = preparing.scenario(settings, workload)
-    if serving.share:
-        scenario = scenario.with_(options={**scenario.options, "audit_share": serving.share})
+    if share := service.section.audit_share:
+        scenario = scenario.with_(options={**scenario.options, "audit_share": share})
     served = Config(
         scenario=scenario,
-        listen=serving.listen,
-        secret=serving.secret,
-        context=serving.context,
-        wait_for=serving.wait_for,
-        timing=serving.timing,
+        listen=service.listen,
+        secret=service.secret,
+        context=service.context,
+        wait_for=service.section.wait_for,
+        timing=service.timing,
         checkpoint=Checkpoint(
             path=output / tasks.CHECKPOINT, every_steps=settings.checkpoint_every
         ),
@@ -119,19 +118,15 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
         return coordinator.serve(served, offering, resume=resume)
 
 
-class _Served:
+@dataclass(frozen=True, kw_only=True)
+class _Service:
     """The section, read: address, secret and certificates instead of their texts and paths."""
 
-    def __init__(
-        self,
-        section: Serving,
-        listen: address.Address,
-        secret: bytes,
-        context: ssl.SSLContext | None,
-        timing: Timing,
-    ) -> None:
-        self.listen, self.secret, self.context, self.timing = listen, secret, context, timing
-        self.wait_for, self.share = section.wait_for, section.audit_share
+    section: Serving
+    listen: address.Address
+    secret: bytes = field(repr=False)
+    context: ssl.SSLContext | None
+    timing: Timing
 
 
 class _Reader:
@@ -140,11 +135,11 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._settings = settings_file.load(path)
         self._problems = Problems()
-        root = composer.load(path, self._problems, form=_FORM)
+        root = settings_file.read(path, self._problems)
         assert root is not None, "it has just been loaded"
         self._root = root
 
-    def both(self) -> tuple[Settings, _Served]:
+    def both(self) -> tuple[Settings, _Service]:
         """Return the settings and their section. Raises ContractError with all problems."""
         settings, section = self._settings, self._settings.coordinator
         if section is None:
@@ -173,7 +168,9 @@ class _Reader:
         assert listen is not None, "what can't be read is a problem"
         assert secret is not None, "what can't be read is a problem"
         assert timing is not None, "what can't be read is a problem"
-        return settings, _Served(section, listen, secret, context, timing)
+        return settings, _Service(
+            section=section, listen=listen, secret=secret, context=context, timing=timing
+        )
 
     def _read(self, read: Callable[[], T], key: str) -> T | None:
         try:
@@ -183,8 +180,4 @@ class _Reader:
             return None
 
     def _error(self, message: str, *keys: str) -> None:
-        node: Node = self._root
-        for key in keys:
-            if isinstance(node, MapNode) and key in node.fields:
-                node = node.fields[key]
-        self._problems.error(node.at, message)
+        self._problems.error(settings_file.innermost(self._root, keys).at, message)

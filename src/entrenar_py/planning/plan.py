@@ -13,10 +13,11 @@ from entrenar_py.planning.memory import Load, Memory
 from entrenar_py.planning.shape import FLOAT_BYTES, Shape
 from entrenar_py.planning.traffic import NOTHING, Batch, Traffic
 from entrenar_py.tuning import precision
-from entrenar_py.tuning.settings import WHOLE_MODEL, Settings
+from entrenar_py.tuning.settings import BY_SHARDS, WHOLE_MODEL, Settings
 
 SCHEMA = "entrenar-plan/1"
 BY_PROTOCOL = ("star", "mesh")  # of this package's coordinator; others are torchrun's
+_ALONE = (*BY_PROTOCOL, *BY_SHARDS)  # a worker computes some shards, others by all together
 COMPARED = ("mesh",)  # shown, and never advised: `entrenar finetune` trains over a star
 
 
@@ -171,11 +172,10 @@ def _worker(run: Run, strategy: str, rank: int) -> Worker:
     number = rank % len(run.devices)
     device = run.devices[number]
     shards = run.settings.training.num_shards
-    in_groups = strategy in ("tensor_parallel", "sequence_parallel", "pipeline_parallel")
     load = Load(
         rows=run.rows,
         length=run.length,
-        shards=shards if in_groups else -(-shards // run.num_workers),
+        shards=-(-shards // run.num_workers) if strategy in _ALONE else shards,
         num_workers=run.num_workers,
         kind=device.kind,
         recompute=False,
@@ -191,8 +191,7 @@ def _worker(run: Run, strategy: str, rank: int) -> Worker:
 def _problem(run: Run, strategy: str) -> str:
     """Return why a strategy can't run on the devices, "" if it can."""
     size, shards = run.num_workers, run.settings.training.num_shards
-    in_groups = strategy in ("tensor_parallel", "sequence_parallel", "pipeline_parallel")
-    if not in_groups and size > shards:
+    if strategy in _ALONE and size > shards:
         return f"{size} workers and {shards} shards: use training.num_shards >= {size}"
     if strategy in BY_PROTOCOL:
         return ""

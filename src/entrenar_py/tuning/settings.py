@@ -25,6 +25,7 @@ STRATEGIES = (
     "sequence_parallel",
     "pipeline_parallel",
 )
+BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # in which a rank computes some shards, alone
 WHOLE_MODEL = ("ddp", "ddp_canonical")  # strategies in which a rank has the whole model
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 

@@ -33,6 +33,7 @@ from entrenar_py.trace import writer
 from entrenar_py.trace.writer import Mark, Standing
 from entrenar_py.training import checkpoint, layout, optimizer, sharding
 from entrenar_py.training.tensors import TensorSpec
+from entrenar_py.tuning.settings import BY_SHARDS
 from entrenar_py.untrusted import printing
 
 
@@ -197,7 +198,7 @@ class Record:
                 trace.Shard(
                     step=step.number,
                     epoch=step.epoch,
-                    rank=rank_of[shard] if self._scenario.system in _BY_SHARDS else 0,
+                    rank=rank_of[shard] if self._scenario.system in BY_SHARDS else 0,
                     shard=shard,
                     ids=tuple(ids),
                     loss_sum=made.losses[shard],
@@ -328,9 +329,6 @@ class Record:
         return {
             spec.name: vector[parts[spec.name]].reshape(spec.shape) for spec in self._layout.specs
         }
-
-
-_BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # of these a rank computes some shards, alone
 
 
 def _records(arrays: Arrays) -> trace.Tensors:

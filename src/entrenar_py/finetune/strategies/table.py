@@ -13,6 +13,7 @@ from entrenar_py.finetune.strategies.strategy import Strategy
 from entrenar_py.finetune.strategies.tensor_parallel import SequenceParallel, TensorParallel
 from entrenar_py.scenario import Scenario
 from entrenar_py.tuning import blocks, layer_plan
+from entrenar_py.tuning.settings import BY_SHARDS
 from entrenar_py.tuning.workload import Finetuning
 
 STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
@@ -23,14 +24,13 @@ STRATEGIES: Mapping[str, Callable[[Shards], Strategy]] = {
     "sequence_parallel": SequenceParallel,
     "pipeline_parallel": PipelineParallel,
 }
-_BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # a rank computes some shards of a batch
 
 
 def require_possible(
     strategy: str, workload: Finetuning, scenario: Scenario, world_size: int
 ) -> None:
     """Raise UsageError unless `world_size` ranks can train `workload` by `strategy`."""
-    if strategy in _BY_SHARDS and world_size > scenario.num_shards:
+    if strategy in BY_SHARDS and world_size > scenario.num_shards:
         raise UsageError(
             f"strategy={strategy} with {world_size} ranks: training.num_shards="
             f"{scenario.num_shards} leaves ranks without a shard; use num_shards >= {world_size}, "

@@ -1,4 +1,4 @@
-"""The command `entrenar`: coordinator, worker, ledger verification, watch and doctor."""
+"""The command `entrenar`: each of its commands, by the module that runs it."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with every command and option."""
-    what = "Trains on several machines: one coordinator, and workers that come and go."
+    what = "Trains and fine-tunes on one machine or several, with workers that come and go."
     cli = _Parser(prog=PROG, description=what, **_FORM)
     cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
     commands = cli.add_subparsers(
