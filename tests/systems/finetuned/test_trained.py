@@ -59,6 +59,10 @@ def test_the_table_has_the_options() -> None:
         ({"rank": True}, "options rank=True: use a whole number >= 1"),
         ({"alpha": -1}, "options alpha=-1: use a number > 0"),
         ({"oversample": 1}, "options oversample=1: use true or false"),
+        (
+            {"task": "classify", "oversample": True, "class_weights": "inverse"},
+            "options class_weights='inverse': with oversample, use none",
+        ),
         ({"facts": "samples"}, "options facts='samples': use a list"),
         ({"facts": ["truth"]}, "options facts='truth': allowed are samples"),
         ({"family": "mine"}, "options family='mine': allowed are qwen3"),

@@ -51,6 +51,8 @@ class Asked:
             raise _refused("oversample", self.oversample, "use true or false")
         if self.method == "qlora" and self.family == "gpt2":
             raise _refused("family", self.family, "use qwen3 or llama with method qlora")
+        if self.oversample and self.class_weights != "none":
+            raise _refused("class_weights", self.class_weights, "with oversample, use none")
         if unknown := set(self.facts) - set(FACTS):
             raise _refused("facts", min(unknown), f"allowed are {', '.join(FACTS)}")
 
