@@ -225,12 +225,6 @@ class _Conflicts:
         self._unread()
         if data.validation is not None and data.validation_share:
             self._error("validation and validation_share: give one", "data", "validation_share")
-        if "evaluate_every" in self._root.fields and settings.strategy is not None:
-            self._error(
-                "evaluate_every with a strategy: ranks of torchrun evaluate at the end alone; "
-                "leave evaluate_every out",
-                "evaluate_every",
-            )
         if "evaluate_every" in self._root.fields and not data.validates:
             self._error(
                 "evaluate_every without rows to evaluate on: give data.validation or "

@@ -57,19 +57,12 @@ def _end(
     """Export a run that is complete, tell how it does on the validation rows, and draw it."""
     if ended.finish.status == "completed":
         evaluator.settle(ended.tell)
-        export_scored(prepared, workload, evaluator, ended)
+        printing.say(f"written to {export.write(prepared, workload, ended.tensors)}")
+        scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
+        for line in () if scores is None else scores.lines():
+            printing.say(f"validation: {line}")
     evaluator.close()
     draw(prepared, num_steps, ended)
-
-
-def export_scored(
-    prepared: Prepared, workload: Finetuning, evaluator: Evaluator, ended: Ended
-) -> None:
-    """Write what was trained to the output folder, and tell how it does on the validation rows."""
-    printing.say(f"written to {export.write(prepared, workload, ended.tensors)}")
-    scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
-    for line in () if scores is None else scores.lines():
-        printing.say(f"validation: {line}")
 
 
 def draw(prepared: Prepared, num_steps: int, ended: Ended) -> None:

@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from entrenar_py.tuning import precision
 from entrenar_py.tuning.samples import Samples
@@ -77,6 +78,62 @@ def _share(part: int, whole: int) -> float:
     return float(part / whole) if whole else math.nan
 
 
+class Examination:
+    """Samples to score a model on, in batches whose logits fit into memory.
+
+    Totals are float64 [2 + classes^2]: the summed loss, its weight, and the confusion. Those of
+    several batches are added. All classes have the same weight.
+    """
+
+    def __init__(
+        self,
+        found: Samples,
+        module: nn.Module,
+        *,
+        settings: Settings,
+        pad_token: int,
+        multiple: int = 1,
+    ) -> None:
+        """Rows are filled up to a multiple of `multiple` tokens."""
+        self._found, self._labels = found, settings.classes.labels
+        self._rows = Rows(found, pad_token)
+        self._rows.multiple = multiple
+        self._num_rows = _BATCH if self._labels else _num_rows(module, found)
+        self.totals_size = 2 + len(self._labels) ** 2
+
+    def __len__(self) -> int:
+        return -(-len(self._found) // self._num_rows)
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens and mask, int64 [n, t], and targets: classes [n], or tokens [n, t]."""
+        begin = number * self._num_rows
+        ids = range(begin, min(begin + self._num_rows, len(self._found)))
+        tokens, mask, targets = self._rows.batch(ids)
+        if self._labels:
+            targets = torch.from_numpy(self._found.labels[list(ids)].astype(np.int64))
+        return tokens, mask, targets
+
+    def totals(self, logits: Tensor, targets: Tensor) -> NDArray[np.float64]:
+        """Return the totals of a batch: `logits` are [n, classes] or [n, t, vocabulary]."""
+        logits, targets = logits.float(), targets.to(logits.device)
+        size = len(self._labels)
+        confusion = np.zeros((size, size))
+        if self._labels:
+            taken = logits.argmax(-1).tolist()
+            np.add.at(confusion, (targets.tolist(), taken), 1)
+        else:
+            logits, targets = logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten()
+        loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum").item()
+        weight = int((targets != IGNORED).sum())
+        return np.array([loss, weight, *confusion.flat])
+
+    def scores(self, totals: NDArray[np.float64]) -> Scores:
+        """Return the scores that the totals of all batches make."""
+        size, weight = len(self._labels), int(totals[1])
+        confusion = totals[2:].astype(np.int64).reshape(size, size)
+        return Scores(float(totals[0]) / max(weight, 1), weight, self._labels, confusion)
+
+
 def _num_rows(module: nn.Module, found: Samples) -> int:
     """Return the number of rows whose logits, one for each token of the vocabulary, may be held."""
     vocabulary: int = cast("Any", module).config.get_text_config().vocab_size
@@ -92,34 +149,20 @@ def scores(
     pad_token: int,
     go_on: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Return the scores of `module` in evaluation mode. All classes have the same weight.
+    """Return the scores of `module` in evaluation mode.
 
     Products have the format of the run that `settings` describe. `go_on` is called before each
     batch; what it raises ends the evaluation.
     """
-    rows, labels = Rows(found, pad_token), settings.classes.labels
-    num_rows = _BATCH if labels else _num_rows(module, found)
+    examination = Examination(found, module, settings=settings, pad_token=pad_token)
     device = next(module.parameters()).device
-    confusion = np.zeros((len(labels), len(labels)), np.int64)
-    total, weight, was_training = 0.0, 0, module.training
+    totals, was_training = np.zeros(examination.totals_size), module.training
     module.eval()
     with torch.no_grad(), precision.applied(precision.of_products(settings), device):
-        for begin in range(0, len(found), num_rows):
+        for number in range(len(examination)):
             go_on()
-            ids = range(begin, min(begin + num_rows, len(found)))
-            tokens, mask, targets = (one.to(device) for one in rows.batch(ids))
-            logits = module(input_ids=tokens, attention_mask=mask, use_cache=False).logits.float()
-            if labels:
-                targets = torch.from_numpy(found.labels[list(ids)].astype(np.int64)).to(device)
-                taken = logits.argmax(-1)
-                for due, got in zip(targets.tolist(), taken.tolist(), strict=True):
-                    confusion[due, got] += 1
-            else:
-                logits, targets = logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten()
-            loss = torch.nn.functional.cross_entropy(
-                logits, targets, ignore_index=IGNORED, reduction="sum"
-            )
-            total += loss.item()
-            weight += int((targets != IGNORED).sum())
+            tokens, mask, targets = (one.to(device) for one in examination.batch(number))
+            logits = module(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+            totals += examination.totals(logits, targets)
     module.train(was_training)
-    return Scores(total / max(weight, 1), weight, labels, confusion)
+    return examination.scores(totals)

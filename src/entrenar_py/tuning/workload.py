@@ -181,6 +181,11 @@ class Finetuning(Workload):
         """Return the class of each sample, int64 [n]."""
         return torch.from_numpy(self._labels[list(ids)].astype(np.int64))
 
+    @property
+    def row_multiple(self) -> int:
+        """Rows are filled up to a multiple of so many tokens."""
+        return self._rows.multiple
+
     def fill_up(self, multiple: int) -> None:
         """Fill all rows up to a multiple of `multiple` tokens."""
         self._rows.multiple = multiple
@@ -281,12 +286,24 @@ def _decoded(tensor: Tensor) -> Tensor:
     return tensor.float() if is_short else tensor
 
 
-class _Classes(nn.Module):
+class _Objective(nn.Module):
+    """A loss of the model `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Return the model's logits, [n, t, vocabulary] or [n, classes]; both are int64 [n, t]."""
+        found: Tensor = self.module(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        return found
+
+
+class _Classes(_Objective):
     """The weighted cross entropy of a classifier."""
 
     def __init__(self, module: nn.Module, weights: Sequence[float]) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.register_buffer(
             "weights", torch.tensor(weights, dtype=torch.float32), persistent=False
         )
@@ -307,20 +324,19 @@ class _Classes(nn.Module):
 
     def forward(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
         """Return the summed loss, 0-d float32: tokens and mask [n, t], classes [n]."""
-        logits = self.module(input_ids=tokens, attention_mask=mask, use_cache=False).logits.float()
+        logits = self.logits(tokens, mask).float()
         weights = cast("Tensor", self.weights)
         return F.cross_entropy(logits, targets, weight=weights, reduction="sum")
 
 
-class _Tokens(nn.Module):
+class _Tokens(_Objective):
     """The cross entropy of a causal language model.
 
     No mask is given: rows are filled up at their end, where no token with a target looks.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self._head = [fused_loss.head_of(module)]  # in a list: its weights are the module's
 
     def kind(self, batch: Batch) -> tuple[bool, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from entrenar_py.training.tensors import Array
 from entrenar_py.tuning import prepared as preparing
 
 NUM_ROWS = 20
+NUM_VALIDATED = 70  # three batches: one of two ranks has one more
+VALIDATION = "validation.jsonl"
 LORA = {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj", "o_proj", "down_proj"]}
 
 
@@ -69,6 +72,8 @@ class Case:
         lines = (self.small / "test.jsonl").read_text("utf-8").splitlines()
         lines = sorted(lines, key=lambda line: "unsafe" not in line)[: NUM_ROWS // 2] + lines[:10]
         rows.write_text("\n".join(lines) + "\n", "utf-8")
+        shown = (self.small / "test.jsonl").read_text("utf-8").splitlines()[:NUM_VALIDATED]
+        (self.folder / VALIDATION).write_text("\n".join(shown) + "\n", "utf-8")
         record: dict[str, Any] = {
             "model": str(self.model),
             "task": self.task,
@@ -114,6 +119,12 @@ class Case:
             trainer.advance(len(ids))
         steps = trainer.recorder.of(trace.Update)
         return steps, {name: array.copy() for name, array in worker.replica.arrays.items()}
+
+
+def noted(output: Path, what: str) -> list[dict[str, Any]]:
+    """Return the lines of the metrics that are of the kind `what`."""
+    lines = (output / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["what"] == what]
 
 
 def steps(output: Path) -> list[trace.Update]:

@@ -18,7 +18,9 @@ from entrenar_py.finetune import export, settings_file
 from entrenar_py.finetune.strategies import table
 from entrenar_py.service import cli, exit_codes
 from entrenar_py.trace import ledger
+from entrenar_py.tuning import evaluation, model
 from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import STRATEGIES
 from tests.finetune.strategies import ranks, runs
 from tests.finetune.strategies.runs import Case
@@ -27,6 +29,7 @@ from tests.finetune.strategies.runs import Case
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 DROPOUT = {"dropout": 0.2}
+VALIDATED = {"validation": runs.VALIDATION}
 # AdamW's first steps have the size of the rate wherever a gradient is not 0: where one is near 0,
 # rounding decides their direction. So later losses differ by more than their own rounding.
 TOLERANCE = 2e-5
@@ -50,11 +53,15 @@ def case(
 
 
 CASES = [
-    pytest.param({"lora": DROPOUT}, id="qwen3-lora"),
+    pytest.param(
+        {"lora": DROPOUT, "data": VALIDATED, "more": {"evaluate_every": 4}}, id="qwen3-lora"
+    ),
     pytest.param({"method": "full"}, id="qwen3-full"),
     pytest.param({"model": "llama"}, id="llama-lora"),
     pytest.param({"model": "llama", "method": "full"}, id="llama-full"),
-    pytest.param({"task": "classify"}, id="qwen3-classes"),
+    pytest.param(
+        {"task": "classify", "data": VALIDATED, "more": {"evaluate_every": 4}}, id="qwen3-classes"
+    ),
     pytest.param({"data": {"packing": True}}, id="qwen3-packed"),
 ]
 
@@ -80,14 +87,36 @@ def test_two_ranks_train_as_one_process_does(case: Case, strategy: str) -> None:
     torch.testing.assert_close(
         runs.logits(case, output), runs.logits(case, alone), rtol=1e-3, atol=1e-3
     )
+    told_of = runs.noted(output, "step")[-1]
+    assert told_of["backends"] == {"0": "cpu", "1": "cpu"}
+    assert told_of["memory_bytes"] > 2**27, "of both ranks"
+    if prepared.validation is not None:
+        require_scored(runs.noted(output, "evaluation"), prepared, alone)
+
+
+def require_scored(scored: list[dict[str, Any]], prepared: Prepared, alone: Path) -> None:
+    """Require scores after step 4 and at the end, these as of what one process wrote."""
+    assert prepared.validation is not None
+    assert [one["step"] for one in scored] == [4, 6]
+    module = model.trained(prepared.settings, alone, prepared.pad_token)
+    due = evaluation.scores(
+        module, prepared.validation, settings=prepared.settings, pad_token=prepared.pad_token
+    )
+    assert scored[-1]["loss"] == pytest.approx(due.loss, rel=1e-3)
+    assert scored[0]["loss"] != scored[-1]["loss"]
+    assert scored[-1]["weight"] == due.weight
+    assert scored[-1]["confusion"] == due.confusion.tolist()
 
 
 @pytest.mark.parametrize("strategy", table.STRATEGIES)
 @pytest.mark.parametrize("case", [{"lora": DROPOUT}], indirect=True)
-def test_blocks_that_are_computed_again_change_no_bit(case: Case, strategy: str) -> None:
+def test_neither_blocks_that_are_computed_again_nor_scores_change_a_bit(
+    case: Case, strategy: str
+) -> None:
     digests = set()
-    for name in ("none", "blocks"):
-        config = replace(case, more={"recompute": name}).write(name, strategy)
+    for name, data in (("none", {}), ("blocks", VALIDATED)):
+        more = {"recompute": name} | ({"evaluate_every": 1} if data else {})
+        config = replace(case, data=data, more=more).write(name, strategy)
         codes, told = ranks.torchrun(config, 2)
         assert codes == [exit_codes.DONE] * 2, told
         digests.add(runs.digest(case.folder / name))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import backward
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from entrenar_py.finetune.strategies.step import Shards, Step
 from entrenar_py.finetune.strategies.strategy import Strategy, trainable_of
@@ -21,6 +21,8 @@ from entrenar_py.tuning import blocks
 
 class FullySharded(Strategy):
     """The model in pieces, block by block."""
+
+    shares_rows = True
 
     def __init__(self, shards: Shards) -> None:
         self._shards, self.device = shards, shards.device
@@ -32,6 +34,7 @@ class FullySharded(Strategy):
         fully_shard(objective, mesh=mesh)
         self._objective = cast("Any", objective)
         assert isinstance(objective, FSDPModule)
+        register_fsdp_forward_method(objective, "logits")
         self.trainable = trainable_of(module)
 
     def compute(self, step: Step) -> Tensor:
@@ -49,3 +52,9 @@ class FullySharded(Strategy):
                 losses[shard] = loss.detach()
             backward(loss * (world_size / step.weight))  # FSDP divides by world_size
         return losses
+
+    def logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Implement `Strategy.logits`."""
+        found: Tensor = self._objective.logits(tokens, mask)
+        self._objective.reshard()  # the root's tensors stay whole until a backward pass
+        return found

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.finetune import export, foresight, rows_read, settings_file
 from entrenar_py.finetune import task as tasks
-from entrenar_py.finetune.evaluator import Evaluator
 from entrenar_py.finetune.strategies import table
 from entrenar_py.finetune.strategies.agreement import together
 from entrenar_py.finetune.strategies.record import Record, State
+from entrenar_py.finetune.strategies.scoring import Scoring
 from entrenar_py.finetune.strategies.step import Shards
 from entrenar_py.finetune.strategies.training_loop import Ended, Loop
 from entrenar_py.protocol.effects import Finish
@@ -27,6 +27,7 @@ from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning
+from entrenar_py.untrusted import printing
 
 _EXAMPLE = "torchrun --nproc_per_node=2 -m entrenar_py.finetune run.yaml"
 _TIMEOUT = timedelta(minutes=30)  # of a collective: a rank may read a large model for long
@@ -106,14 +107,18 @@ def train(
     shards = _shards(settings, prepared, here)
     scenario, specs = shards.scenario, shards.workload.specs
     with ExitStack() as stack:
-        record = None
+        record, names = None, [""] * here.size
+        dist.all_gather_object(names, str(here.device))
         if here.rank == 0:
-            record = Record(settings.output, scenario, specs, tensorboard=tensorboard)
+            backends = dict(enumerate(names))
+            record = Record(
+                settings.output, scenario, specs, backends=backends, tensorboard=tensorboard
+            )
             stack.enter_context(closing(record))
         ended = _run(prepared, shards, record, resume=resume, halts_on_spike=halt_on_spike)
         del shards  # their model is cut; the output is written from a whole one
         if record is not None:
-            _finish(prepared, scenario, record, ended, here.device)
+            _finish(prepared, scenario, record, ended)
     dist.barrier()
     return exit_codes.OF_FINISH[ended.status]
 
@@ -124,10 +129,8 @@ def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
     return Shards(workload, scenario, here.device)
 
 
-def _finish(
-    prepared: Prepared, scenario: Scenario, record: Record, ended: Ended, device: torch.device
-) -> None:
-    """Export a run that is complete, tell how it does on the validation rows, and draw it."""
+def _finish(prepared: Prepared, scenario: Scenario, record: Record, ended: Ended) -> None:
+    """Export a run that is complete, from a whole model, and draw it."""
     whole = coordinator.Ended(
         finish=Finish(ended.status, ended.reason),
         made=ended.made,
@@ -136,13 +139,9 @@ def _finish(
         ledger=record.ledger_end,
         tell=record.tell,
     )
-    num_steps = scenario.num_steps
     if ended.status == "completed":
-        workload = prepared.workload()
-        evaluator = Evaluator(prepared, workload, device=device, num_steps=num_steps)
-        with closing(evaluator):
-            tasks.export_scored(prepared, workload, evaluator, whole)
-    tasks.draw(prepared, num_steps, whole)
+        printing.say(f"written to {export.write(prepared, prepared.workload(), ended.tensors)}")
+    tasks.draw(prepared, scenario.num_steps, whole)
 
 
 def _look(path: Path, prepared: Prepared, here: World) -> None:
@@ -210,6 +209,7 @@ def _run(
         strategy,
         shards,
         record,
+        scoring=Scoring(prepared, strategy, shards),
         save_every=prepared.settings.checkpoint_every,
         halts_on_spike=halts_on_spike,
     )

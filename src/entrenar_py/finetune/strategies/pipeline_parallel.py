@@ -93,21 +93,42 @@ class PipelineParallel(Strategy):
     def _require_same(self, before: Tensor, tokens: Tensor) -> None:
         """Raise UsageError on the last rank unless all stages together do what the model did."""
         workload = self._shards.workload
-        shape = (*tokens.shape, self._width)
-        x = tokens.to(self.device)
         with in_evaluation(workload.module), workload.formats(self.device):
-            if self._rank:
-                x = torch.empty(shape, dtype=self._dtypes[self._rank - 1], device=self.device)
-                waiting = dist.irecv(x, self._rank - 1)
-                assert waiting is not None, "this rank is of the group"
-                waiting.wait()
-            hidden = self._stage.stage(x)
-            if self._rank < self._size - 1:
-                dist.send(hidden.contiguous(), self._rank + 1)
+            hidden = self._passed(tokens.to(self.device))
+            if hidden is None:
                 return
             after = self._head.logits(hidden)
         after = after[:, -1] if before.dim() == 2 else after
         probe.require_same(before, after.float().cpu(), workload, "pipeline_parallel")
+
+    def _passed(self, tokens: Tensor, **named: Tensor) -> Tensor | None:
+        """Pass rows of tokens, int64 [n, t], through all stages, in evaluation mode.
+
+        Returns the last hidden states [n, t, d] on the last rank, None on others.
+        """
+        x = tokens
+        if self._rank:
+            shape, dtype = (*tokens.shape, self._width), self._dtypes[self._rank - 1]
+            x = torch.empty(shape, dtype=dtype, device=self.device)
+            waiting = dist.irecv(x, self._rank - 1)
+            assert waiting is not None, "this rank is of the group"
+            waiting.wait()
+        hidden: Tensor = self._stage.stage(x, **named)
+        if self._rank == self._size - 1:
+            return hidden
+        dist.send(hidden.contiguous(), self._rank + 1)
+        return None
+
+    def logits(self, tokens: Tensor, mask: Tensor) -> Tensor | None:
+        """Implement `Strategy.logits`. While a stage computes, the one before has the next rows."""
+        hidden = self._passed(tokens, attention_mask=mask)
+        if hidden is None:
+            return None
+        workload = self._shards.workload
+        if workload.has_classes:
+            rows = torch.arange(len(tokens), device=self.device)
+            hidden = hidden[rows, _ends(tokens, workload.pad_token)]
+        return self._head.logits(hidden)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -159,7 +180,7 @@ class PipelineParallel(Strategy):
             return tokens, {"position_ids": positions}, targets
         if not workload.has_classes:
             return tokens, {}, targets
-        ends = (torch.arange(shape[1]) * (tokens != workload.pad_token)).argmax(-1)
+        ends = _ends(tokens, workload.pad_token)
         classes = torch.full((len(tokens),), IGNORED)
         for shard, part in enumerate(step.shards):
             start = shard * shape[0]
@@ -213,6 +234,12 @@ class PipelineParallel(Strategy):
         everyone: list[Any] | None = [None] * self._size if self._rank == 0 else None
         dist.gather_object(own, everyone)
         return {name: array for part in everyone or () for name, array in part.items()}
+
+
+def _ends(tokens: Tensor, pad_token: int) -> Tensor:
+    """Return the place of each row's last token, int64 [n], of tokens [n, t]."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    return (places * (tokens != pad_token)).argmax(-1)
 
 
 def _filled(rows: Tensor, shape: _Shape, value: int) -> Tensor:

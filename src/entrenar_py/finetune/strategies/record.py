@@ -25,8 +25,9 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.service import file_locks, gradient_norms, ledger_continuity, progress
 from entrenar_py.service.event_files import EventFiles
 from entrenar_py.service.ledger_account import weights_digest
+from entrenar_py.service.memory_peak import Memory
 from entrenar_py.service.metrics import Metrics
-from entrenar_py.service.run_events import Happening, Listener, Noted, StepMade
+from entrenar_py.service.run_events import Happening, Listener, Noted, Scored, StepMade
 from entrenar_py.service.stopwatch import Stopwatch
 from entrenar_py.systems import environment
 from entrenar_py.trace import writer
@@ -65,6 +66,7 @@ class Made:
     applied_norm: float
     num_tokens: int
     spike: trace.Spike | None
+    memory: Memory
 
 
 class Record:
@@ -76,9 +78,11 @@ class Record:
         scenario: Scenario,
         specs: tuple[TensorSpec, ...],
         *,
+        backends: Mapping[int, str],
         tensorboard: Path | None,
     ) -> None:
-        """Event files go to the folder `tensorboard`, if there is one."""
+        """Event files go to the folder `tensorboard`, if any. `backends` has each rank's device."""
+        self._backends = backends
         self._folder, self._scenario, self._tensorboard = folder, scenario, tensorboard
         self._layout = layout.Layout(specs)
         self._stack = ExitStack()
@@ -223,7 +227,7 @@ class Record:
             self._write(made.spike)
             told = gradient_norms.say_made(made.spike, self._scenario.clip_norm)
             self.note("spike", step.number, told)
-        times = self._watch.made(reduce_s=0.0)
+        times = self._watch.made(reduce_s=0.0, num_tokens=made.num_tokens)
         self._watch.begin()
         self.tell(
             StepMade(
@@ -241,9 +245,17 @@ class Record:
                 waits_ms={},
                 learning_rate=made.rate,
                 grad_norm=made.norm,
-                tokens_per_s=times.steps_per_s and made.num_tokens * times.steps_per_s,
+                tokens_per_s=times.tokens_per_s,
+                backends=self._backends,
+                memory_bytes=made.memory.host_bytes,
+                device_bytes=made.memory.device_bytes,
             )
         )
+
+    def scored(self, scores: Scored) -> None:
+        """Tell scores of the model. The time that they took belongs to no step."""
+        self.tell(scores)
+        self._watch.begin()
 
     def save(self, state: State) -> None:
         """Write the checkpoint before step `state.step`.
@@ -276,13 +288,23 @@ class Record:
         )
         self.note("saved", state.step, f"checkpoint before step {state.step}: {path}")
 
-    def finish(self, step: int, status: str, reason: str, *, why: Sequence[trace.Event]) -> None:
+    def finish(
+        self,
+        step: int,
+        status: str,
+        reason: str,
+        *,
+        tensors: Arrays,
+        why: Sequence[trace.Event],
+    ) -> None:
         """Record how the run ended, before step `step`; `why` are the events of a halt."""
         self._write(*why)
         if self._standing.end is None or self._standing.end.status != "completed":
             ended = "failed" if status == "stopped" else status
             self._write(trace.End(status=ended, reason=reason))
-        self.note(status, step, f"{status}{f' ({reason})' if reason else ''}: step {step}")
+        weights = self.digest(tensors)
+        because = f" ({reason})" if reason else ""
+        self.note(status, step, f"{status}{because}: step {step}, weights {weights}")
 
     def note(self, what: str, step: int, text: str) -> None:
         """Show a note, and write it to the metrics."""
@@ -311,7 +333,8 @@ class Record:
 
     def digest(self, tensors: Arrays) -> str:
         """Return 16 hex digits over the tensors that were trained."""
-        return weights_digest(_records(tensors), {})
+        held = {spec.name: tensors[spec.name] for spec in self._layout.specs}  # in one order
+        return weights_digest(_records(held), {})
 
     # --- tensors ----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,17 +21,31 @@ from entrenar_py.finetune.strategies.step import Shards, Step
 from entrenar_py.finetune.strategies.strategy import Strategy, trainable_of
 
 
-class Replicated(Strategy):
-    """DistributedDataParallel. Only a rank's last shard of a step is synchronised."""
+class _Whole(Strategy):
+    """A strategy whose ranks have the whole model each."""
+
+    shares_rows = True
 
     def __init__(self, shards: Shards) -> None:
         self._shards, self.device = shards, shards.device
-        objective = shards.workload.objective.to(self.device)
+        self._objective = shards.workload.objective.to(self.device)
         self.trainable = trainable_of(shards.workload.module)
+
+    def logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Implement `Strategy.logits`."""
+        found: Tensor = cast("Any", self._objective).logits(tokens, mask)
+        return found
+
+
+class Replicated(_Whole):
+    """DistributedDataParallel. Only a rank's last shard of a step is synchronised."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(shards)
         # With find_unused_parameters DDP doesn't rebuild its buckets after a process's first step.
         # With three ranks or more, a rebuild changes the order of sums, and a resume the bits.
         self._model = DistributedDataParallel(
-            objective, gradient_as_bucket_view=True, find_unused_parameters=True
+            self._objective, gradient_as_bucket_view=True, find_unused_parameters=True
         )
         self._share = shards.share(dist.get_rank(), dist.get_world_size())
 
@@ -46,16 +61,14 @@ class Replicated(Strategy):
         return losses
 
 
-class Canonical(Strategy):
+class Canonical(_Whole):
     """DistributedDataParallel with the canonical all-reduce; the shards are the tree's leaves."""
 
     def __init__(self, shards: Shards) -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first product
         torch.use_deterministic_algorithms(True)
-        self._shards, self.device = shards, shards.device
-        objective = shards.workload.objective.to(self.device)
-        self.trainable = trainable_of(shards.workload.module)
-        self._model = DistributedDataParallel(objective, gradient_as_bucket_view=True)
+        super().__init__(shards)
+        self._model = DistributedDataParallel(self._objective, gradient_as_bucket_view=True)
         num_shards = shards.scenario.num_shards
         self._reducer = entrenar_py.canonical_all_reduce(self._model, micro_batches=num_shards)
 

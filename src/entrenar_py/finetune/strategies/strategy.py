@@ -25,10 +25,12 @@ class Strategy(ABC):
     """A model that is trained by all ranks together.
 
     `trainable` has this rank's trainable parameters, by the names that they have in the workload.
+    Ranks that share rows score other ones each; else all ranks score the same ones together.
     """
 
     trainable: dict[str, nn.Parameter]
     device: torch.device
+    shares_rows = False
 
     @abstractmethod
     def compute(self, step: Step) -> Tensor:
@@ -36,6 +38,14 @@ class Strategy(ABC):
 
         Returns float64 [num_shards]: the summed losses of the shards whose loss this rank has, and
         zeros for all others. The sum over ranks is each shard's loss.
+        """
+
+    @abstractmethod
+    def logits(self, tokens: Tensor, mask: Tensor) -> Tensor | None:
+        """Return the logits of rows on this rank, None if another rank has those.
+
+        Both are int64 [n, t] on the device; logits are [n, t, vocabulary] or [n, classes]. All
+        ranks call it equally often, in evaluation mode and without gradients.
         """
 
     def squares(self) -> Tensor:

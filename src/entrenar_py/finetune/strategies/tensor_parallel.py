@@ -57,6 +57,11 @@ class TensorParallel(Strategy):
             dist.all_reduce(gradient_of(parameter))
         return losses if dist.get_rank() == 0 else losses * 0  # all ranks have the same
 
+    def logits(self, tokens: Tensor, mask: Tensor) -> Tensor | None:
+        """Implement `Strategy.logits`."""
+        found: Tensor = self._objective.logits(tokens, mask)
+        return found if dist.get_rank() == 0 else None  # all ranks have the same
+
 
 class SequenceParallel(TensorParallel):
     """Layers in pieces; between them each rank has a part of every sequence."""

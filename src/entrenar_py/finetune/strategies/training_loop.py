@@ -8,7 +8,6 @@ that was asked for.
 from __future__ import annotations
 
 import math
-import resource
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,16 +21,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from entrenar_py import trace
+from entrenar_py.finetune import evaluator
 from entrenar_py.finetune.strategies.record import Made, Record, State
+from entrenar_py.finetune.strategies.scoring import Scoring
 from entrenar_py.finetune.strategies.step import Shards, Step
 from entrenar_py.finetune.strategies.strategy import Arrays, Strategy, gradient_of, local
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import gradient_norms
+from entrenar_py.service import gradient_norms, memory_peak
 from entrenar_py.service.gradient_norms import GradientNorms
+from entrenar_py.service.memory_peak import Memory
 from entrenar_py.training import schedule, sharding
 from entrenar_py.training.optimizer import BETA1, BETA2, EPSILON
+from entrenar_py.tuning.evaluation import Scores
+from entrenar_py.untrusted import printing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_LOOK_EVERY = 16  # steps from one look at this rank's memory to the next
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +75,21 @@ class Loop:
         shards: Shards,
         record: Record | None,
         *,
+        scoring: Scoring,
         save_every: int,
         halts_on_spike: bool,
     ) -> None:
         """`halts_on_spike` is as in `service.coordinator.Task`."""
         self._strategy, self._shards, self._record = strategy, shards, record
         self._scenario, self._save_every = shards.scenario, save_every
+        self._scoring, self._memory = scoring, Memory(0, None)
         self._optimizer = _optimizer(self._scenario, strategy.trainable)
         self._position, self._step, self._saved = sharding.Position(), 0, -1
         self._norms, self._halts_on_spike = GradientNorms(), halts_on_spike  # same on all ranks
         self._stopping = _Stopping()
 
     def run(self, state: State | None, *, resumes: bool) -> Ended:
-        """Train from the beginning, or from rank 0's `state`, to the end."""
+        """Train from the beginning, or from rank 0's `state`, to the end, and score the result."""
         if resumes:
             self._restore(state)
         whole = self._state()
@@ -102,19 +109,32 @@ class Loop:
                     break
                 if self._step % self._save_every == 0:
                     self._save()
+                if self._scoring.is_due(self._step) and self._step < self._scenario.num_steps:
+                    self._score()
         self._save()
         step, peaks = self._step, self._peaks()
         self._on_record(lambda record: record.note("memory", step, f"peak memory: {peaks}"))
-        self._on_record(lambda record: record.finish(step, status, reason, why=why))
         tensors = self._strategy.whole(lambda parameter: parameter)
+        self._on_record(
+            lambda record: record.finish(step, status, reason, tensors=tensors, why=why)
+        )
+        scores = self._score() if status == "completed" else None
+        for line in () if scores is None or self._record is None else scores.lines():
+            printing.say(f"validation: {line}")
         return Ended(status=status, reason=reason, made=step, tensors=tensors)
+
+    def _score(self) -> Scores | None:
+        scores, step = self._scoring.scores(), self._step
+        if scores is not None:
+            self._on_record(lambda record: record.scored(evaluator.event(scores, step)))
+        return scores
 
     def _peaks(self) -> str:
         """Return in words the most memory that each rank had in use, the same on all ranks."""
         if self._strategy.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._strategy.device)
         else:
-            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            peak = memory_peak.here().host_bytes
         everyone = [0] * dist.get_world_size()
         dist.all_gather_object(everyone, peak)
         return ", ".join(
@@ -125,9 +145,13 @@ class Loop:
         """Make one step; return whether a rank was told to stop. Raises Halted on all ranks."""
         step = self._shards.step(self._step, self._position)
         self._optimizer.zero_grad()
-        told = torch.cat([self._strategy.compute(step), self._stopping.flag(self._strategy.device)])
+        if self._step % _LOOK_EVERY == 0:
+            self._memory = memory_peak.here()
+        host, held = self._memory
+        own = torch.tensor([self._stopping.is_told, host, held or 0], dtype=torch.float64)
+        told = torch.cat([self._strategy.compute(step), own.to(self._strategy.device)])
         dist.all_reduce(told)
-        *losses, stops = told.tolist()
+        *losses, stops, host_bytes, device_bytes = told.tolist()
         norm = self._strategy.squares().sqrt().item()
         self._require_finite(step, losses, norm)
         spike = self._spike(step, norm)
@@ -149,6 +173,7 @@ class Loop:
             applied_norm=applied,
             num_tokens=self._shards.workload.num_tokens([i for ids in step.shards for i in ids]),
             spike=spike,
+            memory=Memory(int(host_bytes), None if held is None else int(device_bytes)),
         )
         self._on_record(lambda record: record.made(step, made))
         return bool(stops)
@@ -269,12 +294,8 @@ class _Stopping:
     """Notes SIGTERM and SIGINT within its context: the step in work is finished, and saved."""
 
     def __init__(self) -> None:
-        self._is_told = False
+        self.is_told = False
         self._before: dict[signal.Signals, object] = {}
-
-    def flag(self, device: torch.device) -> Tensor:
-        """Return 1 if this rank was told to stop, else 0: float64 [1]."""
-        return torch.tensor([float(self._is_told)], dtype=torch.float64, device=device)
 
     def __enter__(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -286,5 +307,5 @@ class _Stopping:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         """Note the signal; the same one again has its usual effect."""
-        self._is_told = True
+        self.is_told = True
         signal.signal(number, signal.SIG_DFL)
