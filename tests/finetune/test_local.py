@@ -110,6 +110,25 @@ def test_workers_have_the_settings_that_the_run_began_with(
     assert runs.told(tmp_path / "out", "completed")
 
 
+def test_workers_that_read_other_rows_are_told(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that changed after the run began is of another run; the last worker ends it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
+    config = runs.configured(tmp_path, small, data={"validation_share": 0.0})
+
+    def change(*_: object) -> None:
+        rows = tmp_path / "rows.jsonl"
+        rows.write_text(rows.read_text(encoding="utf-8").replace("rm", "ls"), encoding="utf-8")
+
+    monkeypatch.setattr(foresight, "look", change)
+    assert cli.main(["finetune", str(config)]) == exit_codes.STOPPED
+    told = capsys.readouterr().out
+    assert "worker 0 ended (refused: " in told
+    assert "no worker is left: worker 0 ended" in told
+
+
 def test_a_run_ends_when_no_worker_is_left(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -161,6 +161,21 @@ class _Workers:
         }
         self._hands[rank] = self._crew.give(json.dumps(job).encode())
 
+    def _died(self, rank: int, code: int) -> None:
+        self._deaths[rank] += 1
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if self._deaths[rank] == DEATHS_MAX:
+            self._stay_away(rank, f"worker {rank} died {DEATHS_MAX} times ({how})")
+            return
+        printing.say(f"worker {rank} died ({how}) and is started again")
+        self._begin(rank)
+
+    def _stay_away(self, rank: int, why: str) -> None:
+        """Tell that a worker is not started again; end the run if it was the last."""
+        printing.say(f"{why} and stays away")
+        if all(self._deaths[other] == DEATHS_MAX for other in self._hands):
+            self._give_up(f"no worker is left: {why}")
+
     def _look(self) -> None:
         """Hear the workers' notes, and start those again that died.
 
@@ -170,14 +185,17 @@ class _Workers:
             while hand.pipe.poll() and (note := hand.heard()) is not None:
                 self._peaks[rank] = Memory(*json.loads(note))
             code = hand.process.exitcode
-            if not code or self._deaths[rank] == DEATHS_MAX:
+            if self._deaths[rank] == DEATHS_MAX:
                 continue
-            self._deaths[rank] += 1
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            again = "is started again" if self._deaths[rank] < DEATHS_MAX else "stays away"
-            printing.say(f"worker {rank} died ({how}) and {again}")
-            if self._deaths[rank] < DEATHS_MAX:
-                self._begin(rank)
-            elif all(self._deaths[other] == DEATHS_MAX for other in self._hands):
-                self._give_up(f"no worker is left: worker {rank} died {DEATHS_MAX} times ({how})")
+            if code:
+                self._died(rank, code)
+            elif code == 0 and (reason := _failure(hand)):  # such as rows that changed meanwhile
+                self._deaths[rank] = DEATHS_MAX
+                self._stay_away(rank, f"worker {rank} ended ({reason})")
         asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look)
+
+
+def _failure(hand: Hand) -> str:
+    """Return why the worker's part in the run failed; "" if it didn't, or has not ended."""
+    ended = {} if hand.answer is None else json.loads(hand.answer)
+    return str(ended["reason"]) if ended.get("status") == "failed" else ""
