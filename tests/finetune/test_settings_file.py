@@ -157,7 +157,7 @@ workers: yes
         (
             SMALL + "strategy: fsdp\nmethod: qlora\n",
             "5:11: error: strategy: fsdp with method: qlora: quantised weights can't be cut; use "
-            "ddp or ddp_canonical",
+            "ddp or ddp_canonical or pipeline_parallel",
         ),
         (
             SMALL + "strategy: ddp_canonical\ntraining: {num_shards: 3}\n",

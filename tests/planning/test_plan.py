@@ -81,7 +81,7 @@ def test_quantised_weights_are_cut_by_no_strategy(tmp_path: Path) -> None:
     found = settings(tmp_path, {**TINY, "hidden_size": 64}, method="qlora")
     _, options = planned(found, "2 x gpu:4GB")
     able = {name for name, option in options.items() if not option.problem}
-    assert able == {"star", "mesh", "ddp", "ddp_canonical"}
+    assert able == {"star", "mesh", "ddp", "ddp_canonical", "pipeline_parallel"}
     assert options["fsdp"].problem.startswith("quantised weights can't be cut")
 
 

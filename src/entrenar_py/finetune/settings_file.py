@@ -18,7 +18,7 @@ from entrenar_py.contract import composer
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
-from entrenar_py.tuning.settings import WHOLE_MODEL, Key, Settings
+from entrenar_py.tuning.settings import WHOLE_LAYERS, Key, Settings
 
 _UNREAD: Any = object()  # the value of a key that has a problem
 _FORM = "a configuration is a mapping (model, task, output, data, ...)"
@@ -283,10 +283,10 @@ class _Conflicts:
                 "it is; leave it out",
                 "compile",
             )
-        if self._settings.method == "qlora" and strategy not in WHOLE_MODEL:
+        if self._settings.method == "qlora" and strategy not in WHOLE_LAYERS:
             self._error(
-                f"strategy: {strategy} with method: qlora: quantised weights can't be cut; use ddp "
-                "or ddp_canonical",
+                f"strategy: {strategy} with method: qlora: quantised weights can't be cut; use "
+                f"{' or '.join(WHOLE_LAYERS)}",
                 "strategy",
             )
         if strategy == "ddp_canonical" and num_shards & (num_shards - 1):

@@ -13,7 +13,7 @@ from entrenar_py.planning.memory import Load, Memory
 from entrenar_py.planning.shape import FLOAT_BYTES, Shape
 from entrenar_py.planning.traffic import NOTHING, Batch, Traffic
 from entrenar_py.tuning import precision
-from entrenar_py.tuning.settings import BY_SHARDS, WHOLE_MODEL, Settings
+from entrenar_py.tuning.settings import BY_SHARDS, WHOLE_LAYERS, Settings
 
 SCHEMA = "entrenar-plan/1"
 BY_PROTOCOL = ("star", "mesh")  # of this package's coordinator; others are torchrun's
@@ -201,8 +201,8 @@ def _problem(run: Run, strategy: str) -> str:
         return "its devices must be alike"
     if run.devices[0].kind == "wgpu":
         return "torch's collectives know no wgpu"
-    if run.settings.method == "qlora" and strategy not in WHOLE_MODEL:
-        return f"quantised weights can't be cut: {' and '.join(WHOLE_MODEL)} keep them whole"
+    if run.settings.method == "qlora" and strategy not in WHOLE_LAYERS:
+        return f"quantised weights can't be cut: use {' or '.join(WHOLE_LAYERS)}"
     if strategy == "ddp_canonical" and size & (size - 1):
         return f"{size} ranks can't share a tree evenly: 2, 4, 8 ... can"
     if strategy in ("tensor_parallel", "sequence_parallel"):

@@ -26,7 +26,7 @@ STRATEGIES = (
     "pipeline_parallel",
 )
 BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # in which a rank computes some shards, alone
-WHOLE_MODEL = ("ddp", "ddp_canonical")  # strategies in which a rank has the whole model
+WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 

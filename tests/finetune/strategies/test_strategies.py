@@ -66,6 +66,15 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("case", [{"method": "qlora"}], indirect=True)
+def test_stages_keep_quantised_weights(case: Case) -> None:
+    codes, told = ranks.torchrun(case.write("out", "pipeline_parallel"), 2)
+    assert codes == [exit_codes.DONE] * 2, told
+    steps, _ = case.alone()
+    losses = [one.loss for one in runs.steps(case.folder / "out")]
+    assert losses == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
+
+
 @pytest.mark.parametrize("strategy", table.STRATEGIES)
 @pytest.mark.parametrize("case", CASES, indirect=True)
 def test_two_ranks_train_as_one_process_does(case: Case, strategy: str) -> None:
