@@ -12,6 +12,7 @@ import pytest
 
 import tests
 from entrenar_py.drivers.processes import Crew, Hand
+from entrenar_py.errors import SystemFailure
 from entrenar_py.systems import preloaded
 from tests.drivers import jobs
 
@@ -108,6 +109,23 @@ def test_who_does_not_answer_is_killed(crew: Crew) -> None:
     assert _ended(frozen.pid)
     assert _pid(well) == well.pid
     assert crew.give(b"pid") is well
+
+
+def test_a_fork_server_that_ended_is_told(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal to the whole group of processes ends it, and the next start finds a closed pipe."""
+
+    class Unborn:
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def start(self) -> None:
+            raise EOFError("unexpected EOF")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(crew._context, "Process", Unborn)
+        with pytest.raises(SystemFailure, match=r"their fork server ended .*start it again"):
+            crew.give(b"pid")
+    assert crew.give(b"pid").pid
 
 
 def test_dismissal_ends_everyone(crew: Crew) -> None:

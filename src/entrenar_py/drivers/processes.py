@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.forkserver import _forkserver
 from multiprocessing.process import BaseProcess
 
+from entrenar_py.errors import SystemFailure
+
 ENDING_S = 5.0
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -90,7 +92,7 @@ class Crew:
         self._busy: list[Hand] = []
 
     def give(self, job: bytes) -> Hand:
-        """Give `job` to an idle process, or to a new one."""
+        """Give `job` to an idle process, or to a new one. Raises SystemFailure if none starts."""
         alive = [hand for hand in self._idle if hand.process.is_alive()]
         hand = alive[0] if alive else self._new()
         self._idle = alive[1:]
@@ -126,8 +128,14 @@ class Crew:
     def _new(self) -> Hand:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(self._main, theirs), daemon=True)
-        process.start()
-        theirs.close()
+        try:
+            process.start()
+        except (EOFError, OSError) as error:  # a signal to the whole group ends the fork server
+            raise SystemFailure(
+                f"no worker process starts: their fork server ended ({error}); start it again"
+            ) from error
+        finally:
+            theirs.close()
         return Hand(process, ours)
 
 

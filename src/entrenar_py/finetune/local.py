@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import signal
@@ -16,7 +17,7 @@ import torch
 
 from entrenar_py import backends
 from entrenar_py.drivers.processes import Crew, Hand
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.finetune import export, foresight, rows_read, settings_file, worker_process
 from entrenar_py.finetune import task as tasks
 from entrenar_py.protocol.terms import Timing
@@ -168,7 +169,8 @@ class _Workers:
             self._stay_away(rank, f"worker {rank} died {DEATHS_MAX} times ({how})")
             return
         printing.say(f"worker {rank} died ({how}) and is started again")
-        self._begin(rank)
+        with contextlib.suppress(SystemFailure):  # the next look finds it dead again
+            self._begin(rank)
 
     def _stay_away(self, rank: int, why: str) -> None:
         """Tell that a worker is not started again; end the run if it was the last."""
