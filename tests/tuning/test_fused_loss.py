@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from entrenar_py.training import dropout
 from entrenar_py.tuning import fused_loss, prepared
-from entrenar_py.tuning.settings import Data, Settings
+from entrenar_py.tuning.settings import Data, Lora, Settings
 from entrenar_py.tuning.workload import IGNORED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -112,3 +114,40 @@ def test_a_models_gradients_are_those_of_all_its_logits(
     for one, other in zip(gradients, full_gradients, strict=True):
         apart = torch.from_numpy(one - other).norm()
         assert apart <= within * torch.from_numpy(other).norm() + 1e-12
+
+
+class ReadsNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what waits for a device: reads of data, and sums by index that are deterministic."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "index_put", "index_add", "scatter_add")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        assert not any(name in func.__name__ for name in self.WAITS), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["Qwen3Config", "LlamaConfig", "MistralConfig", "Phi3Config"])
+def test_a_step_reads_nothing_on_the_host(small: Path, tmp_path: Path, name: str) -> None:
+    """Else it could not be recorded on a GPU, and would wait for it."""
+    transformers = pytest.importorskip("transformers")
+    shutil.copytree(small / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    tokens = len(transformers.AutoTokenizer.from_pretrained(small / "model"))
+    made = config(name, pad_token_id=0)
+    made.vocab_size = tokens
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path / "model")
+    data = Data(train=small / "test.jsonl")
+    given: Any = {"task": "text", "output": tmp_path, "lora": Lora(targets=("o_proj",))}
+    settings = Settings(model=tmp_path / "model", data=data, **given)
+    workload = prepared.prepare(settings).workload()
+    tensors = {
+        name: one.detach().requires_grad_()
+        for name, one in workload.module.named_parameters()
+        if one.requires_grad
+    }
+    batch = workload.batch([0, 1, 2, 3])
+    with ReadsNothing():
+        loss = workload.loss_of(tensors, batch, linear=F.linear, drop=dropout.none)
+        torch.autograd.grad(loss, list(tensors.values()))

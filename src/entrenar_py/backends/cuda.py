@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,9 +67,10 @@ class CudaBackend:
 class ResidentStep:
     """A `Stepper` that keeps a copy of all tensors on the GPU.
 
-    Each call uploads the tensors that training changes, and downloads loss and gradients as one
-    vector. The operations of a static workload are recorded once for each shape of a batch, and
-    then replayed by one call: launching them takes longer than running them.
+    Each call uploads the tensors that training changes as one vector, and downloads loss and
+    gradients as one. The operations of a static workload are recorded once for each shape of a
+    batch, and then replayed by one call: launching them takes longer than running them. If they
+    can't be recorded, a RuntimeWarning says why.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class ResidentStep:
         self._backend = backend
         self._workload = workload
         self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
-        self._moving = {s.name: tensors[s.name] for s in workload.specs if s.role != "frozen"}
+        moving = [spec.name for spec in workload.specs if spec.role != "frozen"]
+        self._moving = [tensors[name].detach() for name in moving]
         self._seen: dict[Shapes, _Recorded | None] = {}  # by the shapes of a batch
         self._pool: Any = None  # the memory that recorded operations share
         self._records = workload.is_static
@@ -87,21 +90,27 @@ class ResidentStep:
                 for name, tensor in tensors.items()
             }
             self._scale = torch.tensor(scale, device=backend.place)
+        self._moved = [self._copies[name] for name in moving]
         for name in self._trainable:
             self._copies[name].requires_grad_()
 
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
         batch = self._workload.batch(ids)
         with self._backend.failures():
-            with torch.no_grad():
-                for name, tensor in self._moving.items():
-                    self._copies[name].copy_(tensor)
+            self._upload()
             flat = self._computed(batch, drop).cpu().numpy()
         sizes = [self._copies[name].numel() for name in self._trainable]
         loss, *parts = np.split(flat, np.cumsum([1, *sizes[:-1]]))
         shapes = [tuple(self._copies[name].shape) for name in self._trainable]
         gradients = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         return float(loss[0]), gradients
+
+    def _upload(self) -> None:
+        whole = _as_one(self._moving).to(self._backend.place)
+        parts = torch.split(whole, [one.numel() for one in self._moved])
+        shaped = [part.view_as(one) for part, one in zip(parts, self._moved, strict=True)]
+        with torch.no_grad():
+            torch._foreach_copy_(self._moved, shaped)
 
     def _computed(self, batch: Sequence[Tensor], drop: DropFunction) -> Tensor:
         """Return `_on_device` of a batch on the CPU, by what was recorded if there is any."""
@@ -132,7 +141,10 @@ class ResidentStep:
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 flat = self._on_device(places, _same)
-        except RuntimeError:  # such as a read of data on the host
+        except RuntimeError as error:  # such as a read of data on the host
+            reason = str(error).partition("\n")[0]
+            told = f"a step can't be recorded and launches its operations one by one: {reason}"
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
             return None
         return _Recorded(graph, places, flat)
 
@@ -158,6 +170,17 @@ class _Recorded:
             place.copy_(one)
         self.graph.replay()
         return self.result
+
+
+def _as_one(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all float32 tensors as one vector, without a copy if they follow in memory."""
+    first, place = tensors[0], tensors[0].data_ptr()
+    for one in tensors:
+        is_next = one.data_ptr() == place and one.is_contiguous()
+        if not is_next or one.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat([one.reshape(-1) for one in tensors])
+        place += one.nbytes
+    return first.as_strided((sum(one.numel() for one in tensors),), (1,))
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from entrenar_py import trace
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import environment
+from entrenar_py.training import in_threads
+
+_ALONE = 2**22  # bytes up to which one thread is as fast
 
 
 class Recorder:
@@ -24,8 +27,18 @@ class Recorder:
 
     def tensors(self, arrays: Mapping[str, NDArray[Any]]) -> trace.Tensors:
         """Return records of the present values of `arrays`, which must be C-contiguous."""
-        values = self._values
-        return {name: trace.record_tensor(array, values=values) for name, array in arrays.items()}
+        records: dict[str, trace.TensorRecord] = {}
+
+        def of(names: Sequence[str]) -> None:
+            for name in names:
+                records[name] = trace.record_tensor(arrays[name], values=self._values)
+
+        names = list(arrays)
+        if sum(array.nbytes for array in arrays.values()) < _ALONE:
+            of(names)
+        else:
+            in_threads.share_out(names, of)
+        return {name: records[name] for name in names}
 
     def slices(self, vector: NDArray[np.float32], parts: Mapping[str, slice]) -> trace.Tensors:
         """Return records of the named `parts` of a flat vector."""

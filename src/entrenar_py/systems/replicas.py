@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from entrenar_py import faults, trace
@@ -63,7 +64,7 @@ class Average:
     """One step's average: `mean` is the averaged vector, `clipped` the gradient in it, clipped.
 
     `loss` is the batch's summed loss divided by its `weight`, and `rate` the learning rate.
-    `record` is the gradient before clipping, `norm` its L2 norm, `applied_norm` that of `clipped`.
+    `norm` is the gradient's L2 norm before clipping, `applied_norm` that of `clipped`.
     """
 
     mean: Array
@@ -71,9 +72,14 @@ class Average:
     weight: float
     rate: float
     clipped: Array
-    record: trace.Tensors
     norm: float
     applied_norm: float
+    recorded: Callable[[], trace.Tensors]
+
+    @cached_property
+    def record(self) -> trace.Tensors:
+        """The gradient before clipping, recorded when this is first asked for."""
+        return self.recorded()
 
 
 class Replicas:
@@ -188,9 +194,9 @@ class Replicas:
             weight=weight,
             rate=self.rate(),
             clipped=clipped,
-            record=self.recorder.slices(gradient, self.layout.trainable),
             norm=norm,
             applied_norm=norm if clipped is gradient else optimizer.norm_l2(clipped),
+            recorded=lambda: self.recorder.slices(gradient, self.layout.trainable),
         )
 
     def rate(self) -> float:

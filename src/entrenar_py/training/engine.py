@@ -105,6 +105,8 @@ class Engine:
 
 def non_finite(vector: Array) -> int | None:
     """Return the position of the first NaN or Inf in `vector`, or None if all are finite."""
-    if np.isfinite(vector).all():
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = vector.sum()  # has no room to fill, and is finite only if all are
+    if np.isfinite(total) or np.isfinite(vector).all():
         return None
     return int(np.flatnonzero(~np.isfinite(vector))[0])

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from entrenar_py.training import in_threads
+
 Vector = NDArray[np.float32]
 State = dict[str, Vector]
 
-_BLOCK = 2**15  # elements of a step that are taken at a time: 128 KiB of each vector
+# Elements of a step that are taken at a time. With fewer, threads wait for the interpreter.
+_BLOCK = 2**17
+_SQUARES = 2**15  # elements whose squares are added before these sums are
 _ALONE = 2**20  # elements up to which one thread is as fast
-_THREADS = 4
 MOMENTUM = 0.9
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 
@@ -59,13 +61,17 @@ def mean(total: Vector, weight: float) -> Vector:
 
 def norm_l2(gradient: Vector) -> float:
     """Return the L2 norm of float32 [num_trainable], accumulated in float64."""
-    squares = np.zeros(-(-len(gradient) // _BLOCK))
+    sums = np.zeros(-(-len(gradient) // _SQUARES))
 
-    def of(part: slice) -> None:
-        squares[part.start // _BLOCK] = np.square(gradient[part], dtype=np.float64).sum()
+    def of(part: slice, _: Vector) -> None:
+        squares = np.empty(_SQUARES)
+        for start in range(part.start, part.stop, _SQUARES):
+            here = gradient[start : min(start + _SQUARES, part.stop)]
+            room = squares[: len(here)]
+            sums[start // _SQUARES] = np.square(here, dtype=np.float64, out=room).sum()
 
     _for_blocks(len(gradient), of)
-    return math.sqrt(squares.sum())
+    return math.sqrt(sums.sum())
 
 
 def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
@@ -87,55 +93,68 @@ def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: floa
     if "count" in state:
         state["count"] += 1
 
-    def of(part: slice) -> None:
+    def of(part: slice, spare: Vector) -> None:
         decayed = None if rule.decayed is None else rule.decayed[part]
         parts = {name: one if name == "count" else one[part] for name, one in state.items()}
-        here = Rule(rule.kind, rule.weight_decay, decayed)
+        here, room = Rule(rule.kind, rule.weight_decay, decayed), spare[: len(weights[part])]
         with np.errstate(over="ignore", invalid="ignore"):  # of the thread that this runs in
-            _STEPS[rule.kind](here, weights[part], gradient[part], parts, rate)
+            _STEPS[rule.kind](here, weights[part], gradient[part], parts, rate, room)
 
     _for_blocks(len(weights), of)
 
 
-def _for_blocks(length: int, work: Callable[[slice], None]) -> None:
-    """Call `work` for each block of a vector, in any order; large vectors get threads."""
-    blocks = [slice(start, start + _BLOCK) for start in range(0, length, _BLOCK)]
-    if length < _ALONE:
-        for block in blocks:
-            work(block)
-        return
+def _for_blocks(length: int, work: Callable[[slice, Vector], None]) -> None:
+    """Call `work` for each block of a vector, in any order; large vectors get threads.
+
+    It gets memory of a block's size, too: pages that are new for each result cost more than to
+    fill them.
+    """
+    blocks = [slice(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
 
     def of(share: Sequence[slice]) -> None:
+        spare = np.empty(min(_BLOCK, length), np.float32)
         for block in share:
-            work(block)
+            work(block, spare)
 
-    shares = [blocks[number::_THREADS] for number in range(_THREADS)]
-    with ThreadPoolExecutor(_THREADS) as pool:  # not kept: a process may fork
-        for done in [pool.submit(of, share) for share in shares]:
-            done.result()
-
-
-def _sgd(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
-    weights -= np.float32(rate) * _coupled(rule, weights, gradient)
+    if length < _ALONE:
+        of(blocks)
+    else:
+        in_threads.share_out(blocks, of)
 
 
-def _momentum(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
+def _sgd(
+    rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float, spare: Vector
+) -> None:
+    weights -= np.multiply(_coupled(rule, weights, gradient), np.float32(rate), out=spare)
+
+
+def _momentum(
+    rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float, spare: Vector
+) -> None:
     velocity = state["momentum"]
     velocity *= np.float32(MOMENTUM)
     velocity += _coupled(rule, weights, gradient)
-    weights -= np.float32(rate) * velocity
+    weights -= np.multiply(velocity, np.float32(rate), out=spare)
 
 
-def _adamw(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
+def _adamw(
+    rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float, spare: Vector
+) -> None:
     count = float(state["count"][0])
     if rule.weight_decay and rule.decayed is not None:
-        weights *= 1 - np.float32(rate * rule.weight_decay) * rule.decayed
+        np.multiply(rule.decayed, np.float32(rate * rule.weight_decay), out=spare)
+        weights *= np.subtract(np.float32(1), spare, out=spare)
     first, second = state["exp_avg"], state["exp_avg_sq"]
-    first += np.float32(1 - BETA1) * (gradient - first)
+    np.subtract(gradient, first, out=spare)
+    first += np.multiply(spare, np.float32(1 - BETA1), out=spare)
     second *= np.float32(BETA2)
-    second += np.float32(1 - BETA2) * np.square(gradient)
-    denominator = np.sqrt(second) / np.float32(math.sqrt(1 - BETA2**count)) + np.float32(EPSILON)
-    weights -= np.float32(rate / (1 - BETA1**count)) * (first / denominator)
+    np.square(gradient, out=spare)
+    second += np.multiply(spare, np.float32(1 - BETA2), out=spare)
+    np.sqrt(second, out=spare)
+    spare /= np.float32(math.sqrt(1 - BETA2**count))
+    spare += np.float32(EPSILON)
+    np.divide(first, spare, out=spare)
+    weights -= np.multiply(spare, np.float32(rate / (1 - BETA1**count)), out=spare)
 
 
 def _coupled(rule: Rule, weights: Vector, gradient: Vector) -> Vector:

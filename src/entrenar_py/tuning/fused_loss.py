@@ -74,6 +74,36 @@ def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return result
 
 
+def select(hidden: Tensor, places: Tensor) -> Tensor:
+    """Return the rows of `hidden`, [n, d], at `places`, int64 [m], which ascend: [m, d].
+
+    The first of equal places has the gradient of their row. Unlike `Tensor.index_select`, whose
+    deterministic derivative reads the places on the host, no pass waits for a device.
+    """
+    result: Tensor = _Select.apply(hidden, places)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Select(torch.autograd.Function):
+    """See `select`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_rows = len(hidden)
+        return hidden.index_select(0, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of `hidden`."""
+        [places] = ctx.saved_tensors
+        rows = torch.arange(ctx.num_rows, device=places.device)
+        found = torch.searchsorted(places, rows).clamp_(max=len(places) - 1)
+        is_there = places.index_select(0, found) == rows
+        return gradient.index_select(0, found) * is_there[:, None], None
+
+
 class _CrossEntropy(torch.autograd.Function):
     """See `cross_entropy`. The gradients are computed in the forward pass, at scale 1."""
 
@@ -83,21 +113,21 @@ class _CrossEntropy(torch.autograd.Function):
         loss = torch.zeros((), device=hidden.device)
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        tokens = torch.arange(len(weight), device=targets.device)
         rows = max(1, _LOGITS_MAX // len(weight))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = (hidden[part] @ weight.t()).float()
-            counts = targets[part, None] >= 0
-            wanted = targets[part, None].clamp(min=0)
-            norms = logits.logsumexp(-1, keepdim=True)
-            loss += ((norms - logits.gather(1, wanted)) * counts).sum()
-            shares = logits.sub_(norms).exp_()
-            ones = torch.full_like(wanted, -1, dtype=shares.dtype)
-            gradient = shares.scatter_add_(1, wanted, ones).mul_(counts).to(hidden.dtype)
+            logits = hidden[part] @ weight.t()
+            shares = logits.log_softmax(-1, dtype=torch.float32)
+            wanted, counts = targets[part, None], targets[part, None] >= 0
+            loss -= (shares.gather(1, wanted.clamp(min=0)) * counts).sum()
+            # Not by scatter: a kernel of it that is deterministic reads the targets on the host.
+            gradient = shares.exp_().sub_((tokens == wanted).view(torch.uint8)).to(hidden.dtype)
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[part])
+                of_hidden[part] *= counts
             if of_weight is not None:
-                of_weight += gradient.t() @ hidden[part]
+                of_weight += gradient.t() @ (hidden[part] * counts)
         ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
         return loss
 

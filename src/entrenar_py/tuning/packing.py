@@ -6,7 +6,8 @@ is computed. Positions begin anew with each sample: transformers makes masks by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,6 +35,27 @@ def rows_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         rows[row].append(index)
         room[row] -= length
     return rows
+
+
+@contextlib.contextmanager
+def one_sample_a_row() -> Iterator[None]:
+    """Let transformers take each row for one sample, without reading positions on the host.
+
+    Else it waits for the device in every forward pass. While operations are recorded, when it
+    can't read anything, it would make a mask, with which attention has other kernels.
+    """
+    from transformers import masking_utils
+
+    looked = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _nowhere
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = looked
+
+
+def _nowhere(position_ids: Tensor) -> None:
+    return None
 
 
 def require_apart(module: nn.Module, products: torch.dtype, name: object) -> None:

@@ -206,7 +206,8 @@ class Finetuning(Workload):
         room = -len(places) % _PLACES
         wanted = F.pad(after[places], (0, room), value=IGNORED)
         positions = (mask,) if self.is_packed else ()
-        return tokens, F.pad(places, (0, room)), wanted, *positions
+        # In the last place there is no target.
+        return tokens, F.pad(places, (0, room), value=tokens.numel() - 1), wanted, *positions
 
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction
@@ -347,7 +348,7 @@ class _Tokens(_Objective):
         """Return a batch of `kind` with rows of `length` tokens."""
         is_alone, is_packed = kind
         tokens = torch.ones(1 if is_alone else 2, length, dtype=torch.int64)
-        places = torch.arange(_PLACES) % tokens.numel()
+        places = torch.arange(_PLACES).clamp(max=tokens.numel() - 1)
         batch = tokens, places, torch.ones_like(places)
         positions = torch.arange(length).expand_as(tokens) // 2
         return (*batch, positions) if is_packed else batch
@@ -366,14 +367,15 @@ class _Tokens(_Objective):
         """
         [head] = self._head
         if head is None or type(tokens) is not Tensor:  # such as a tensor of a graph's capture
-            logits = self._logits(tokens, places, positions).float()
+            logits = self._logits(tokens, positions).index_select(0, places).float()
             return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        with fused_loss.replaced_by_identity(head):
-            hidden = self._logits(tokens, places, positions)
-        return fused_loss.cross_entropy(hidden, head.weight, targets)
+        rows = packing.one_sample_a_row() if positions is None else nullcontext()
+        with rows, fused_loss.replaced_by_identity(head):
+            hidden = self._logits(tokens, positions)
+        return fused_loss.cross_entropy(fused_loss.select(hidden, places), head.weight, targets)
 
-    def _logits(self, tokens: Tensor, places: Tensor, positions: Tensor | None) -> Tensor:
-        """Return the logits at `places`: [m, vocabulary]."""
+    def _logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the logits of all tokens: [n * t, vocabulary]."""
         named = {} if positions is None else {"position_ids": positions}
         logits: Tensor = self.module(input_ids=tokens, use_cache=False, **named).logits
-        return logits.flatten(0, 1).index_select(0, places)
+        return logits.flatten(0, 1)

@@ -278,6 +278,7 @@ class Server(Replicas):
             self._beside = self.new_worker(_NOBODY, self.replica.replica.arrays)
         self._beside.follow(self.replica)
         self.move(self._beside, average)
+        _ = average.record  # of the vector, which now changes
         self._beside.replica.copy_to(self._vector)
         return self._total
 
