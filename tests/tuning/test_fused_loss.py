@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from entrenar_py.training import dropout
@@ -129,9 +130,17 @@ class ReadsNothing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("name", ["Qwen3Config", "LlamaConfig", "MistralConfig", "Phi3Config"])
-def test_a_step_reads_nothing_on_the_host(small: Path, tmp_path: Path, name: str) -> None:
-    """Else it could not be recorded on a GPU, and would wait for it."""
+def test_a_step_reads_nothing_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, small: Path, tmp_path: Path, name: str
+) -> None:
+    """Else it could not be recorded on a GPU, and would wait for it. No mask is made meanwhile."""
     transformers = pytest.importorskip("transformers")
+    attended, attend = [], F.scaled_dot_product_attention
+
+    def attention(*args: Any, **named: Any) -> Tensor:
+        attended.append(args[3] if args[3:] else named.get("attn_mask"))
+        return attend(*args, **named)
+
     shutil.copytree(small / "model", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     tokens = len(transformers.AutoTokenizer.from_pretrained(small / "model"))
@@ -148,6 +157,11 @@ def test_a_step_reads_nothing_on_the_host(small: Path, tmp_path: Path, name: str
         if one.requires_grad
     }
     batch = workload.batch([0, 1, 2, 3])
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    # As while a GPU's operations are recorded.
+    monkeypatch.setattr(transformers.utils.import_utils, "is_cuda_stream_capturing", lambda: True)
     with ReadsNothing():
         loss = workload.loss_of(tensors, batch, linear=F.linear, drop=dropout.none)
         torch.autograd.grad(loss, list(tensors.values()))
+    assert attended
+    assert all(mask is None for mask in attended)

@@ -39,23 +39,33 @@ def rows_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @contextlib.contextmanager
 def one_sample_a_row() -> Iterator[None]:
-    """Let transformers take each row for one sample, without reading positions on the host.
+    """Let transformers take each row for one sample, which needs no mask, without looking.
 
-    Else it waits for the device in every forward pass. While operations are recorded, when it
-    can't read anything, it would make a mask, with which attention has other kernels.
+    It would read positions on the host in every forward pass. While operations are recorded, when
+    it can't read anything, it would make a mask, with which attention has other kernels.
     """
     from transformers import masking_utils
 
-    looked = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _nowhere
+    looked = {name: getattr(masking_utils, name) for name in _LOOKS}
+    for name, told in _LOOKS.items():
+        setattr(masking_utils, name, told)
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = looked
+        for name, function in looked.items():
+            setattr(masking_utils, name, function)
 
 
 def _nowhere(position_ids: Tensor) -> None:
-    return None
+    """Return where packed samples end: there are none."""
+
+
+def _never(tensor: Tensor | None = None) -> bool:
+    """Return whether a graph is traced, whose operations must not depend on a mask's values."""
+    return False
+
+
+_LOOKS = {"find_packed_sequence_indices": _nowhere, "is_tracing": _never}
 
 
 def require_apart(module: nn.Module, products: torch.dtype, name: object) -> None:
