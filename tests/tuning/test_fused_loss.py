@@ -160,7 +160,7 @@ def test_a_step_reads_nothing_on_the_host(
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
     # As while a GPU's operations are recorded.
     monkeypatch.setattr(transformers.utils.import_utils, "is_cuda_stream_capturing", lambda: True)
-    with ReadsNothing():
+    with ReadsNothing():  # type: ignore[no-untyped-call]
         loss = workload.loss_of(tensors, batch, linear=F.linear, drop=dropout.none)
         torch.autograd.grad(loss, list(tensors.values()))
     assert attended

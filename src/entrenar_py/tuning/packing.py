@@ -56,11 +56,11 @@ def one_sample_a_row() -> Iterator[None]:
             setattr(masking_utils, name, function)
 
 
-def _nowhere(position_ids: Tensor) -> None:
+def _nowhere(*_: Tensor) -> None:
     """Return where packed samples end: there are none."""
 
 
-def _never(tensor: Tensor | None = None) -> bool:
+def _never(*_: Tensor | None) -> bool:
     """Return whether a graph is traced, whose operations must not depend on a mask's values."""
     return False
 
