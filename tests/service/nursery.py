@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import resource
@@ -124,6 +125,8 @@ def _nursery() -> Nursery:
 def serve(asked: socket.socket) -> None:
     """Fork on request until the socket is closed."""
     from entrenar_py.service import coordinator, retraining, worker  # noqa: F401  (bring torch)
+
+    gc.freeze()  # collections in forked processes pass over all modules
 
     woken, wakes = socket.socketpair()
     wakes.setblocking(False)

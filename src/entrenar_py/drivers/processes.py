@@ -7,6 +7,7 @@ that started it.
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -150,4 +151,5 @@ def _run(main: Callable[[Connection], None], pipe: Connection) -> None:
     _forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    gc.freeze()  # of modules nothing is garbage; looking at their objects would copy their pages
     main(pipe)
