@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,14 @@ TINY: dict[str, Any] = {
 
 
 def settings(folder: Path, config: dict[str, Any], **changes: Any) -> Settings:
-    """Return settings for a checkpoint without weights: the folder has a config.json alone."""
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    """Return settings for a checkpoint without weights: its folder has a config.json alone."""
+    text = json.dumps(config)
+    model = folder / hashlib.sha256(text.encode()).hexdigest()  # a folder may hold several models
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(text, encoding="utf-8")
     given: dict[str, Any] = {
         "task": "instruct",
         "data": Data(train=folder / "rows.jsonl"),
         "training": Training(batch_size=16, num_shards=4),
     }
-    return Settings(model=folder, output=folder / "out", **(given | changes))
+    return Settings(model=model, output=folder / "out", **(given | changes))
