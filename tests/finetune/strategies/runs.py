@@ -21,7 +21,6 @@ from entrenar_py.training import reduction, sharding
 from entrenar_py.training.tensors import Array
 from entrenar_py.tuning import prepared as preparing
 
-NUM_ROWS = 20
 NUM_VALIDATED = 70  # three batches: one of two ranks has one more
 VALIDATION = "validation.jsonl"
 LORA = {"rank": 2, "alpha": 4, "targets": ["q_proj", "v_proj", "o_proj", "down_proj"]}
@@ -59,6 +58,7 @@ class Case:
     folder: Path
     model: Path
     small: Path
+    num_rows: int = 12  # a step of 8 and one of 4
     method: str = "lora"
     task: str = "text"
     training: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +70,8 @@ class Case:
         """Write the configuration whose output is the folder `name`, and return its path."""
         rows = self.folder / "rows.jsonl"
         lines = (self.small / "test.jsonl").read_text("utf-8").splitlines()
-        lines = sorted(lines, key=lambda line: "unsafe" not in line)[: NUM_ROWS // 2] + lines[:10]
+        half = self.num_rows // 2
+        lines = sorted(lines, key=lambda line: "unsafe" not in line)[:half] + lines[:half]
         rows.write_text("\n".join(lines) + "\n", "utf-8")
         shown = (self.small / "test.jsonl").read_text("utf-8").splitlines()[:NUM_VALIDATED]
         (self.folder / VALIDATION).write_text("\n".join(shown) + "\n", "utf-8")
