@@ -199,7 +199,10 @@ def one(self: tuned.Finetuning, ids: Sequence[int]) -> float:
 def mean_of_sample(self: Any, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
     """Averages over the tokens of each sample, then over samples."""
     losses = F.cross_entropy(
-        self._logits(tokens, places, None), targets, ignore_index=tuned.IGNORED, reduction="none"
+        self._logits(tokens, None).index_select(0, places),
+        targets,
+        ignore_index=tuned.IGNORED,
+        reduction="none",
     )
     rows = F.one_hot(places // tokens.shape[1], tokens.shape[0]).to(losses)
     rows = rows * (targets != tuned.IGNORED).unsqueeze(1)

@@ -90,8 +90,8 @@ LIST = json.dumps(ROWS, indent=2, ensure_ascii=False).encode()
         ("rows.json", LINES),
         ("rows.json", LIST),
         ("rows.json", b"\xef\xbb\xbf" + LIST),
-        ("rows.jsonl.gz", gzip.compress(LINES)),
-        ("rows.json.gz", gzip.compress(LIST)),
+        ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)),
+        ("rows.json.gz", gzip.compress(LIST, mtime=0)),
     ],
 )
 def test_files_of_the_same_rows(tmp_path: Path, name: str, content: bytes) -> None:
@@ -115,7 +115,11 @@ def test_a_pattern_names_files_in_order(tmp_path: Path) -> None:
         ("rows.json", b'[{"a": 1},]', "is not JSON"),
         ("rows.json", b"[" * 100_000, "is not JSON \\(nested too deeply\\)"),
         ("rows.jsonl.gz", LINES, "can't be read \\(Not a gzipped file"),
-        ("rows.jsonl.gz", gzip.compress(LINES)[:-9], "can't be read \\(Compressed file ended"),
+        (
+            "rows.jsonl.gz",
+            gzip.compress(LINES, mtime=0)[:-9],
+            "can't be read \\(Compressed file ended",
+        ),
     ],
 )
 def test_a_file_that_is_damaged(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
