@@ -134,3 +134,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     importlib.import_module("examples.finetune.make_small").make(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    """Restore handlers that a command left behind, which ends with its process elsewhere."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)

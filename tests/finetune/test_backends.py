@@ -150,7 +150,7 @@ def test_one_copy_of_frozen_weights(
         ("xpu", "backend='xpu': allowed are cuda, wgpu, cpu, cuda:N, wgpu:N"),
         ("cpu,", "backend='': allowed are cuda, wgpu, cpu, cuda:N, wgpu:N"),
         ("cpu,wgpu:99", "backend wgpu:99: this machine has wgpu:0"),
-        ("cpu,wgpu,cpu,cpu,cpu", "world_size=5 with num_shards=4"),
+        ("cpu,wgpu,cpu,cpu,cpu", "training.num_shards=4, so a worker would have no shard"),
     ],
 )
 def test_what_cannot_compute(

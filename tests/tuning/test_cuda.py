@@ -31,6 +31,7 @@ def digests(process: subprocess.Popen[str]) -> dict[str, set[str]]:
     """Return the digests of each batch's gradient."""
     told, problem = process.communicate()
     assert process.returncode == 0, problem
+    assert "can't be recorded" not in problem
     found: dict[str, set[str]] = {}
     for line in told.splitlines():
         number, _, digest = line.partition(" ")

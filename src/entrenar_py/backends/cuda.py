@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor
 from entrenar_py.backends import Pair, linear
 from entrenar_py.backends.steps import Array, DropFunction, Model, Stepper
 from entrenar_py.errors import BackendUnavailable
+from entrenar_py.untrusted import printing
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -70,7 +70,7 @@ class ResidentStep:
     Each call uploads the tensors that training changes as one vector, and downloads loss and
     gradients as one. The operations of a static workload are recorded once for each shape of a
     batch, and then replayed by one call: launching them takes longer than running them. If they
-    can't be recorded, a RuntimeWarning says why.
+    can't be recorded, a line on standard error says why.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ResidentStep:
         except RuntimeError as error:  # such as a read of data on the host
             reason = str(error).partition("\n")[0]
             told = f"a step can't be recorded and launches its operations one by one: {reason}"
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            printing.warn(told)
             return None
         return _Recorded(graph, places, flat)
 
