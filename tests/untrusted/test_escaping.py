@@ -341,8 +341,8 @@ PRINTERS = {
     *("untrusted.printing", "cli.console", "systems.probes.memory"),
     "observing.auto.startup.sitecustomize",
 }
-# TOML has escapes of its own. What is read back as YAML can have no pairs of surrogates. A model
-# reads what rows have in place of text as it is.
+# TOML has escapes of its own. What is read back as YAML can have no pairs of surrogates. Rows are
+# written to find out that they can be, and then forgotten.
 WRITERS = {"untrusted.escaping", "project.init", "finetune.settings_file", "tuning.rows"}
 FORBIDDEN = ("print", "Console", "rich.print", "traceback.print_exc", "warnings.warn")
 
