@@ -42,13 +42,14 @@ def one_sample_a_row() -> Iterator[None]:
     """Let transformers take each row for one sample, which needs no mask, without looking.
 
     It would read positions on the host in every forward pass. While operations are recorded, when
-    it can't read anything, it would make a mask, with which attention has other kernels.
+    it can't read anything, it would make a mask, with which attention has other kernels. A release
+    that looks by other functions does look.
     """
     from transformers import masking_utils
 
-    looked = {name: getattr(masking_utils, name) for name in _LOOKS}
-    for name, told in _LOOKS.items():
-        setattr(masking_utils, name, told)
+    looked = {name: getattr(masking_utils, name) for name in _LOOKS if hasattr(masking_utils, name)}
+    for name in looked:
+        setattr(masking_utils, name, _LOOKS[name])
     try:
         yield
     finally:
