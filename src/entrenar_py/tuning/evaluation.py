@@ -69,13 +69,17 @@ class Scores:
         for number, label in enumerate(self.labels):
             found, all_of_it = self.confusion[number, number], self.confusion[number].sum()
             yield (
-                f"{label}: recall {self.recall(number):.3f} ({found} of {all_of_it}), "
-                f"precision {self.precision(number):.3f}, F1 {self.f1(number):.3f}"
+                f"{label}: recall {_told(self.recall(number))} ({found} of {all_of_it}), "
+                f"precision {_told(self.precision(number))}, F1 {_told(self.f1(number))}"
             )
 
 
 def _share(part: int, whole: int) -> float:
     return float(part / whole) if whole else math.nan
+
+
+def _told(share: float) -> str:
+    return "-" if math.isnan(share) else f"{share:.3f}"
 
 
 class Examination:
