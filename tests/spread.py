@@ -31,6 +31,7 @@ TOGETHER = {
     "tests/command/test_user_trainers.py": "zygote",
     "tests/docs/test_tutorial.py": "zygote",
     "tests/examples/test_canonical_all_reduce.py": "zygote",
+    "tests/planning/test_plan.py": "plans",
     "tests/pytest_plugin/test_plugin.py": "plugin",
     "tests/service/test_coordinator.py": "service",
     "tests/service/test_file_locks.py": "service",
