@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from entrenar_py.drivers.processes import Crew, Hand
+from entrenar_py.errors import SystemFailure
 from entrenar_py.finetune import foresight, local, worker_process
 from entrenar_py.service import cli, exit_codes
 from tests.finetune import runs
@@ -140,6 +142,28 @@ def test_a_run_ends_when_no_worker_is_left(
     assert cli.main(["finetune", str(config)]) == exit_codes.STOPPED
     told = capsys.readouterr().out
     assert "worker 1 died (exit code 3) and is started again" in told
+    assert "no worker is left" in told
+
+
+def test_a_worker_that_cannot_start_again_is_told(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each look tries once more, until the worker is given up."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(worker_process, "main", runs.die)
+    give, given = Crew.give, list[bytes]()
+
+    def refuse(crew: Crew, job: bytes) -> Hand:
+        given.append(job)
+        if len(given) > 1:
+            raise SystemFailure("no worker process starts")
+        return give(crew, job)
+
+    monkeypatch.setattr(Crew, "give", refuse)
+    assert cli.main(["finetune", str(runs.configured(tmp_path, small))]) == exit_codes.STOPPED
+    told = capsys.readouterr().out
+    assert told.count("worker 0: no worker process starts") == len(given) - 1 > 0
     assert "no worker is left" in told
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 import signal
@@ -169,8 +168,10 @@ class _Workers:
             self._stay_away(rank, f"worker {rank} died {DEATHS_MAX} times ({how})")
             return
         printing.say(f"worker {rank} died ({how}) and is started again")
-        with contextlib.suppress(SystemFailure):  # the next look finds it dead again
+        try:
             self._begin(rank)
+        except SystemFailure as error:  # the next look finds it dead again
+            printing.say(f"worker {rank}: {error}")
 
     def _stay_away(self, rank: int, why: str) -> None:
         """Tell that a worker is not started again; end the run if it was the last."""
