@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,20 @@ def test_what_is_small_enough_is_not_clipped() -> None:
     assert optimizer.clip(gradient, 5.0, None) is gradient
     assert optimizer.clip(gradient, 5.0, 5.1) is gradient
     assert optimizer.clip(gradient, 5.0, 4.9) is not gradient
+
+
+@pytest.mark.parametrize(
+    "length", [1, 2**15 - 1, 2**15 + 1, 2**18 + 5, 2**20 + 3 * 2**15, 2**21 + 7]
+)
+def test_threads_change_no_bit(length: int) -> None:
+    """The norm adds squares by 2^15, and these sums, whichever thread computes them."""
+    gradient = np.random.default_rng(length).standard_normal(length, np.float32)
+    parts = np.split(gradient, range(2**15, length, 2**15))
+    sums = np.array([np.square(part, dtype=np.float64).sum() for part in parts])
+    norm = optimizer.norm_l2(gradient)
+    assert norm == math.sqrt(sums.sum())
+    clipped = optimizer.clip(gradient, norm, norm / 3)
+    assert clipped.tobytes() == (gradient * np.float32(norm / 3 / (norm + 1e-6))).tobytes()
 
 
 def test_the_norm_of_huge_gradients_is_finite() -> None:

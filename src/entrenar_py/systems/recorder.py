@@ -14,6 +14,7 @@ from entrenar_py.systems import environment
 from entrenar_py.training import in_threads
 
 _ALONE = 2**22  # bytes up to which one thread is as fast
+_THREADS_MAX = 4
 
 
 class Recorder:
@@ -37,7 +38,7 @@ class Recorder:
         if sum(array.nbytes for array in arrays.values()) < _ALONE:
             of(names)
         else:
-            in_threads.share_out(names, of)
+            in_threads.share_out(names, of, threads_max=_THREADS_MAX)
         return {name: records[name] for name in names}
 
     def slices(self, vector: NDArray[np.float32], parts: Mapping[str, slice]) -> trace.Tensors:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from entrenar_py import faults, trace
 from entrenar_py.backends import Backend
 from entrenar_py.errors import ProtocolError
@@ -64,7 +66,7 @@ class Average:
     """One step's average: `mean` is the averaged vector, `clipped` the gradient in it, clipped.
 
     `loss` is the batch's summed loss divided by its `weight`, and `rate` the learning rate.
-    `norm` is the gradient's L2 norm before clipping, `applied_norm` that of `clipped`.
+    `norm` is the gradient's L2 norm before clipping.
     """
 
     mean: Array
@@ -73,8 +75,14 @@ class Average:
     rate: float
     clipped: Array
     norm: float
-    applied_norm: float
     recorded: Callable[[], trace.Tensors]
+
+    @cached_property
+    def applied_norm(self) -> float:
+        """The L2 norm of `clipped`, computed when this is first asked for."""
+        gradient = self.mean[: len(self.clipped)]
+        is_same = np.shares_memory(gradient, self.clipped)
+        return self.norm if is_same else optimizer.norm_l2(self.clipped)
 
     @cached_property
     def record(self) -> trace.Tensors:
@@ -195,7 +203,6 @@ class Replicas:
             rate=self.rate(),
             clipped=clipped,
             norm=norm,
-            applied_norm=norm if clipped is gradient else optimizer.norm_l2(clipped),
             recorded=lambda: self.recorder.slices(gradient, self.layout.trainable),
         )
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PROJECTIONS = 32  # of a sketch
 SAMPLES = 16  # elements in a sketch
+_LARGE, _THREADS = 2**22, 4  # bytes from which a digest takes so many threads, which end with it
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -142,7 +143,8 @@ def record_sketch(sketch: Sketch, dtype: str, digest: str | None = None) -> Tens
 def record_tensor(tensor: np.ndarray[Any, Any], *, values: bool = False) -> TensorRecord:
     """Return the record of a C-contiguous array of any shape. The array is not kept."""
     data = tensor.data.cast("B") if tensor.size else b""
-    digest = blake3(data).hexdigest(16)
+    threads = _THREADS if tensor.nbytes >= _LARGE else 1
+    digest = blake3(data, max_threads=threads).hexdigest(16)
     if not values:
         return TensorRecord(digest)
     return TensorRecord(digest, base64.b64encode(data).decode(), tensor.dtype.name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ Vector = NDArray[np.float32]
 State = dict[str, Vector]
 
 # Elements of a step that are taken at a time. With fewer, threads wait for the interpreter.
-_BLOCK = 2**17
+_BLOCK = 2**18
 _SQUARES = 2**15  # elements whose squares are added before these sums are
 _ALONE = 2**20  # elements up to which one thread is as fast
 MOMENTUM = 0.9
@@ -61,16 +62,19 @@ def mean(total: Vector, weight: float) -> Vector:
 
 def norm_l2(gradient: Vector) -> float:
     """Return the L2 norm of float32 [num_trainable], accumulated in float64."""
+    whole = len(gradient) // _SQUARES
     sums = np.zeros(-(-len(gradient) // _SQUARES))
 
-    def of(part: slice, _: Vector) -> None:
-        squares = np.empty(_SQUARES)
-        for start in range(part.start, part.stop, _SQUARES):
-            here = gradient[start : min(start + _SQUARES, part.stop)]
-            room = squares[: len(here)]
-            sums[start // _SQUARES] = np.square(here, dtype=np.float64, out=room).sum()
+    def of(part: slice, spare: NDArray[Any]) -> None:
+        here = gradient[part]
+        squares = np.square(here, dtype=np.float64, out=spare[: len(here)])
+        first, last = part.start // _SQUARES, min(part.stop // _SQUARES, whole)
+        rows = squares[: (last - first) * _SQUARES].reshape(-1, _SQUARES)
+        rows.sum(axis=1, out=sums[first:last])
+        if part.stop == len(gradient) and whole < len(sums):
+            sums[whole] = squares[rows.size :].sum()
 
-    _for_blocks(len(gradient), of)
+    _for_blocks(len(gradient), of, dtype=np.float64)
     return math.sqrt(sums.sum())
 
 
@@ -81,7 +85,13 @@ def clip(gradient: Vector, norm: float, clip_norm: float | None) -> Vector:
     """
     if clip_norm is None or clip_norm / (norm + 1e-6) >= 1:
         return gradient
-    return gradient * np.float32(clip_norm / (norm + 1e-6))
+    clipped, factor = np.empty_like(gradient), np.float32(clip_norm / (norm + 1e-6))
+
+    def of(part: slice, _: Vector) -> None:
+        np.multiply(gradient[part], factor, out=clipped[part])
+
+    _for_blocks(len(gradient), of)
+    return clipped
 
 
 def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: float) -> None:
@@ -103,16 +113,18 @@ def step(rule: Rule, weights: Vector, gradient: Vector, state: State, rate: floa
     _for_blocks(len(weights), of)
 
 
-def _for_blocks(length: int, work: Callable[[slice, Vector], None]) -> None:
+def _for_blocks(
+    length: int, work: Callable[[slice, NDArray[Any]], None], *, dtype: Any = np.float32
+) -> None:
     """Call `work` for each block of a vector, in any order; large vectors get threads.
 
-    It gets memory of a block's size, too: pages that are new for each result cost more than to
+    It gets memory for a block of `dtype`, too: pages that are new for each result cost more than to
     fill them.
     """
     blocks = [slice(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
 
     def of(share: Sequence[slice]) -> None:
-        spare = np.empty(min(_BLOCK, length), np.float32)
+        spare = np.empty(min(_BLOCK, length), dtype)
         for block in share:
             work(block, spare)
 
