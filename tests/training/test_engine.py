@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -97,6 +99,26 @@ def test_a_replica_owns_its_memory() -> None:
         assert np.array_equal(replica.tensors[name].detach().numpy(), replica.arrays[name])
     for name, array in replica.arrays.items():
         assert not np.shares_memory(array, initial[name])
+
+
+def test_gradients_in_one_piece_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that returns parts of one vector, in their order, has them taken as that."""
+    replica = _engine("decoder")
+    expected, _, _ = _shard(replica, [1, 2])
+    shapes = [spec.shape for spec in replica.workload.specs if spec.role == "trainable"]
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    whole = np.append(expected, np.float32(7))
+    pieces = np.split(whole, ends)[:-1]
+    parts = [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    given = iter([parts, [parts[0].copy(), *parts[1:]], [part.copy() for part in parts]])
+    monkeypatch.setattr(replica, "_step", lambda ids, drop: (1.0, [*next(given)]))
+    vector, _, _ = _shard(replica, [1, 2])
+    assert vector.tobytes() == expected.tobytes()
+    assert np.shares_memory(vector, whole)
+    for _ in range(2):
+        vector, _, _ = _shard(replica, [1, 2])
+        assert vector.tobytes() == whole[:-1].tobytes()
+        assert not np.shares_memory(vector, whole)
 
 
 def test_a_shard_changes_nothing() -> None:

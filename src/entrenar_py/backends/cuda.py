@@ -21,6 +21,7 @@ from entrenar_py.untrusted import printing
 Shapes = tuple[tuple[int, ...], ...]
 
 _RECORDED_MAX = 16  # shapes of a batch whose operations stay recorded
+_PINNED_BYTES_MAX = 2**28  # of one result; torch keeps such memory, and rounds it up to 2^n
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ class ResidentStep:
         batch = self._workload.batch(ids)
         with self._backend.failures():
             self._upload()
-            flat = self._computed(batch, drop).cpu().numpy()
+            flat = _on_host(self._computed(batch, drop))
         sizes = [self._copies[name].numel() for name in self._trainable]
-        loss, *parts = np.split(flat, np.cumsum([1, *sizes[:-1]]))
+        *parts, loss = np.split(flat, np.cumsum(sizes))
         shapes = [tuple(self._copies[name].shape) for name in self._trainable]
         gradients = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
         return float(loss[0]), gradients
@@ -149,11 +150,11 @@ class ResidentStep:
         return _Recorded(graph, places, flat)
 
     def _on_device(self, inputs: Sequence[Tensor], drop: DropFunction) -> Tensor:
-        """Return the loss and all gradients as one vector on the GPU."""
+        """Return all gradients and the loss as one vector on the GPU."""
         loss = self._workload.loss_of(self._copies, inputs, linear=F.linear, drop=drop)
         leaves = [self._copies[name] for name in self._trainable]
         gradients = torch.autograd.grad(loss, leaves, grad_outputs=self._scale)
-        return torch.cat([loss.detach().reshape(1), *(one.reshape(-1) for one in gradients)])
+        return torch.cat([*(one.reshape(-1) for one in gradients), loss.detach().reshape(1)])
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,13 @@ def _as_one(tensors: Sequence[Tensor]) -> Tensor:
             return torch.cat([one.reshape(-1) for one in tensors])
         place += one.nbytes
     return first.as_strided((sum(one.numel() for one in tensors),), (1,))
+
+
+def _on_host(vector: Tensor) -> Array:
+    """Return a copy in memory of its own, which the GPU can write to if that is not much."""
+    host = torch.empty(vector.shape, pin_memory=vector.nbytes <= _PINNED_BYTES_MAX)
+    array: Array = host.copy_(vector).numpy()
+    return array
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ to a finite mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -80,7 +80,7 @@ class Engine:
         loss, parts = self._step(ids, drop)
         scale = np.float32(self._scale)
         parts += [total * scale for total in self.workload.statistics(ids).values()]
-        return np.concatenate(parts, axis=None), loss, float(self.workload.weight(ids))
+        return _as_one(parts), loss, float(self.workload.weight(ids))
 
     def copy_to(self, vector: Array) -> None:
         """Write the parameters and the buffers to `vector`, in the order of the layout."""
@@ -101,6 +101,17 @@ class Engine:
             running += np.float32(BUFFER_MOMENTUM) * (
                 average[part].reshape(running.shape) - running
             )
+
+
+def _as_one(parts: Sequence[Array]) -> Array:
+    """Return all float32 parts as one vector, without a copy if they follow in memory."""
+    base, place = parts[0].base, parts[0].ctypes.data
+    for part in parts:
+        if base is None or part.base is not base or part.ctypes.data != place:
+            return np.concatenate(parts, axis=None)
+        place += part.nbytes
+    length = sum(part.size for part in parts)
+    return np.lib.stride_tricks.as_strided(parts[0].reshape(-1), (length,))
 
 
 def non_finite(vector: Array) -> int | None:
