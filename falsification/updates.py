@@ -56,7 +56,7 @@ def clipped_block_by_block(self: Server, step: int) -> tuple[float, float]:
     for block in self.blocks.order():
         part = average.mean[: self.layout.num_trainable][self.blocks.part(block)]
         clipped[self.blocks.part(block)] = optimizer.clip(part, optimizer.norm_l2(part), limit)
-    self._average = replace(average, clipped=clipped)
+    self._average = lambda: replace(average, clipped=clipped)
     return _prepare(self, step)
 
 

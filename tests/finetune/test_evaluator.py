@@ -112,7 +112,7 @@ def test_no_step_waits_for_scores(evaluator: Evaluator, held: Held) -> None:
     """Steps go on while an evaluation lasts; its result is told later, in order."""
     heard: list[Happening] = []
     for made in range(1, 9):
-        evaluator.stepped(made, TENSORS, heard.append)
+        evaluator.stepped(made, lambda: TENSORS, heard.append)
     assert heard == []
     held.go_on.set()
     evaluator.settle(heard.append)
@@ -126,7 +126,7 @@ def test_copies_that_wait_are_bounded(
     monkeypatch.setattr(evaluating, "WAITING_BYTES", 2 * TENSORS["w"].nbytes)
     heard: list[Happening] = []
     for made in range(1, 7):
-        evaluator.stepped(made, TENSORS, heard.append)
+        evaluator.stepped(made, lambda: TENSORS, heard.append)
     held.go_on.set()
     evaluator.settle(heard.append)
     (note,) = [one for one in heard if isinstance(one, Noted)]
@@ -149,7 +149,7 @@ def test_too_little_memory_ends_no_run(
     monkeypatch.setattr(evaluation, "scores", scores)
     evaluator._device = torch.device("cuda")
     heard: list[Happening] = []
-    evaluator.stepped(2, TENSORS, heard.append)
+    evaluator.stepped(2, lambda: TENSORS, heard.append)
     evaluator.settle(heard.append)
     (note,) = heard
     assert isinstance(note, Noted)
@@ -161,8 +161,8 @@ def test_too_little_memory_ends_no_run(
 def test_what_waits_is_given_up(evaluator: Evaluator) -> None:
     """A run that is stopped does not wait for scores."""
     heard: list[Happening] = []
-    evaluator.stepped(2, TENSORS, heard.append)
-    evaluator.stepped(4, TENSORS, heard.append)
+    evaluator.stepped(2, lambda: TENSORS, heard.append)
+    evaluator.stepped(4, lambda: TENSORS, heard.append)
     evaluator.close()
     evaluator.settle(heard.append)
     assert heard == []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -46,16 +46,19 @@ class Evaluator:
         self._waiting: deque[tuple[int, int, Future[Scores]]] = deque()  # made, bytes, scores
         self._is_stopped = False
 
-    def stepped(self, made: int, tensors: Mapping[str, Array], tell: Listener) -> None:
-        """Tell `tell` what is scored, and score `tensors`, those after `made` steps, if it is due.
+    def stepped(
+        self, made: int, present: Callable[[], Mapping[str, Array]], tell: Listener
+    ) -> None:
+        """Tell `tell` what is scored, and score the `present` tensors, if it is due.
 
-        `tensors` are copied. One that is due is left out, and said to be, only if copies of more
-        than WAITING_BYTES wait already.
+        They are those after `made` steps, and are copied. If it is due, they are left out, and
+        said to be, only if copies of more than WAITING_BYTES wait already.
         """
         self._tell(tell, wait=False)
         rows = self._prepared.validation
         if rows is None or made % self._every or made == self._num_steps:
             return
+        tensors = present()
         size = sum(array.nbytes for array in tensors.values())
         if self._waiting and size + sum(held for _, held, _ in self._waiting) > WAITING_BYTES:
             text = f"validation after step {made} is left out: the one before is not done"

@@ -30,7 +30,8 @@ from entrenar_py.training.tensors import Array, Workload
 UNLIKE = 1.25  # workers are, if one takes so many times longer for a shard than another
 SHARDS_A_WORKER = 2  # fewer can't be dealt in proportion to speeds
 Traffic = Callable[[], tuple[int, int]]
-Stepped = Callable[[int, Mapping[str, Array], Listener], None]
+Tensors = Callable[[], Mapping[str, Array]]
+Stepped = Callable[[int, Tensors, Listener], None]
 
 
 class Host:
@@ -111,7 +112,7 @@ class Host:
                 self._held_step = step + 1
                 average = self.server.average_held()
                 self._tell_made(step, average.loss, average.rate, average.norm)
-                self._stepped(step + 1, self.server.replica.replica.arrays, self.tell)
+                self._stepped(step + 1, lambda: self.server.replica.replica.arrays, self.tell)
             case do.Send(_, Commit()):
                 self._watch.exchanged()
             case do.Dealt():

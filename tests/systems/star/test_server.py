@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,9 @@ from entrenar_py.protocol.messages import (
     Welcome,
 )
 from entrenar_py.scenario import Scenario
+from entrenar_py.systems import replicas
+from entrenar_py.systems.replicas import Worker
+from entrenar_py.systems.star import server
 from entrenar_py.systems.star.server import Server
 from entrenar_py.trace import Halt, Membership, Saved, Update
 from entrenar_py.training import blocks
@@ -63,9 +67,57 @@ def test_steps_by_hand_are_the_reference(workload: str, block_bytes: int) -> Non
         for rank, shards in reversed(by_hand.shards_of(hands).items()):
             by_hand.deliver(hands, rank, step, shards)
         by_hand.make(hands, step)
-        server, member = hands.server, hands.members[2]
-        assert server.state(server.replica) == member.state(member.workers[2])
+        held, member = hands.server, hands.members[2]
+        assert held.state(held.replica) == member.state(member.workers[2])
     assert _held(hands) == stars.expected(scenario)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1e-3])
+def test_a_step_made_aside_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, clip_norm: float | None
+) -> None:
+    """The next average waits for it, for it overwrites the gradient. So does who reads the state.
+
+    The server's own step begins late here.
+    """
+    monkeypatch.setattr(server, "_LARGE", 0)
+    begun: list[float] = []
+    move = Server.move
+
+    def late(self: Server, worker: Worker, average: replicas.Average) -> None:
+        if worker.rank < 0:
+            time.sleep(0.05)
+            begun.append(time.monotonic())
+        move(self, worker, average)
+
+    monkeypatch.setattr(Server, "move", late)
+    scenario = _subject(num_steps=3, clip_norm=clip_norm, options={"block_bytes": 64})
+    hands = by_hand.met(scenario)
+    for step in range(3):
+        for rank, shards in by_hand.shards_of(hands).items():
+            by_hand.deliver(hands, rank, step, shards)
+        by_hand.make(hands, step)
+        assert len(begun) == step, "it isn't waited for"
+    member = hands.members[2]
+    assert hands.server.state(hands.server.replica) == member.state(member.workers[2])
+    assert _held(hands) == stars.expected(scenario)
+
+
+def test_what_fails_aside_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is by whoever needs the state next."""
+    monkeypatch.setattr(server, "_LARGE", 0)
+    hands = by_hand.met(_subject(num_steps=1))
+    for rank, shards in by_hand.shards_of(hands).items():
+        by_hand.deliver(hands, rank, 0, shards)
+
+    def fails(self: Server, worker: Worker, average: replicas.Average) -> None:
+        if worker.rank < 0:
+            raise MemoryError
+
+    monkeypatch.setattr(Server, "move", fails)
+    by_hand.make(hands, 0)
+    with pytest.raises(MemoryError):
+        _ = hands.server.replica
 
 
 def test_a_shard_at_a_time_is_the_same() -> None:

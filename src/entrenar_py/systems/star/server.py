@@ -14,7 +14,7 @@ import numpy as np
 
 from entrenar_py import backends, trace
 from entrenar_py.drivers.served_pieces import ReadPiece, no_piece
-from entrenar_py.errors import ProtocolError, UsageError
+from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol.effects import Conclude, Joined, Left, Stop
 from entrenar_py.protocol.frames import Buffer, new_room
 from entrenar_py.protocol.messages import (
@@ -35,12 +35,13 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.systems import replicas, updates
 from entrenar_py.systems.replicas import Replicas
 from entrenar_py.systems.star import audited, topology, worker_records
-from entrenar_py.training import blocks, checkpoint, reduction, sharding, state
+from entrenar_py.training import blocks, checkpoint, in_threads, reduction, sharding, state
 from entrenar_py.training.tensors import Workload
 
 # Room for the events of a message: names, numbers and digests, of each shard and tensor.
 _EVENTS_BYTES = 2**20
 _NOBODY = -1
+_LARGE = 2**20  # elements from which the server's own step is made aside
 
 
 class Server(Replicas):
@@ -74,7 +75,7 @@ class Server(Replicas):
         self.save = save or self.write_checkpoint
         self.piece = piece
         self.notes: Mapping[str, Any] = {}
-        self.replica = self.new_worker(_NOBODY, self.initial())
+        self._replica = self.new_worker(_NOBODY, self.initial())
         self.reduce_s = 0.0
         self.drawn: sharding.Ids = []
         self._objection = objection
@@ -82,7 +83,9 @@ class Server(Replicas):
         self._topology = topology.of(scenario)
         self._updates = updates.by_server(scenario)
         self._beside: replicas.Worker | None = None  # the replica on which steps are prepared
-        self.blocks = blocks.Blocks(self.layout.num_elements, self._num_blocks())
+        self.blocks = blocks.Blocks(
+            self.layout.num_elements, topology.num_blocks(scenario, self.layout.num_elements)
+        )
         self._sums = blocks.Sums(scenario.num_shards)
         self._copies = audited.Copies()
         self._checked: tuple[Message, list[trace.Event]] | None = None  # what `require` read last
@@ -90,20 +93,23 @@ class Server(Replicas):
         # The vector sent to workers: the average as far as it is reduced, later the new weights.
         self._vector = np.empty(self.layout.num_elements, np.float32)
         self._total = (0.0, 0.0)  # the step's summed loss and its weight
-        self._average: replicas.Average | None = None
+        self._average: Callable[[], replicas.Average] | None = None
+        self._moved: Callable[[], None] = lambda: None  # waits for the step made last
+        self._start = in_threads.Aside().start
+        if self.layout.num_elements < _LARGE:
+            self._start = in_threads.at_once
         self._reduced: set[int] = set()  # blocks of the current step
 
-    def _num_blocks(self) -> int:
-        """Return the number of blocks of the vector; option `block_bytes` limits their size."""
-        if "block_bytes" not in self.scenario.options:
-            owners = self._topology.num_owners(self.scenario.world_size)
-            return blocks.num_blocks(self.layout.num_elements, owners)
-        block_bytes = self.scenario.options["block_bytes"]
-        if type(block_bytes) is not int or block_bytes < 4:
-            raise UsageError(
-                f"options block_bytes={block_bytes!r}: use a whole number of bytes >= 4"
-            )
-        return min(-(-self.vector_bytes // (block_bytes // 4 * 4)), self.layout.num_elements)
+    @property
+    def replica(self) -> replicas.Worker:
+        """The state before the next step. A large one is made while workers compute already."""
+        self._moved()
+        return self._replica
+
+    @replica.setter
+    def replica(self, worker: replicas.Worker) -> None:
+        self._moved()
+        self._replica = worker
 
     def run_between(self, first: int, last: int) -> Run:
         """Return the run from step `first` to before step `last`, as the scenario describes it.
@@ -254,6 +260,7 @@ class Server(Replicas):
 
     def reduce(self, block: int) -> tuple[float, float] | str:
         """Add and average `block`; return the summed loss and its weight, or why training halts."""
+        self._moved()  # with the average before, which lies where this one will
         since, mean = self._clock(), self._vector[self.blocks.part(block)]
         averaged = self._sums.average(block, self.scale, out=mean)
         if averaged is None:
@@ -261,15 +268,16 @@ class Server(Replicas):
         self._total = averaged
         self.reduce_s += self._clock() - since
         self._reduced.add(block)
-        if self._objection is not None and len(self._reduced) == self.blocks.count:
-            return self._objection(self.average_held().norm) or averaged
+        if len(self._reduced) == self.blocks.count:
+            self._average = self._start(partial(self.averaged, self._vector, *self._total))
+            if self._objection is not None:
+                return self._objection(self._average().norm) or averaged
         return averaged
 
     def average_held(self) -> replicas.Average:
         """Return the average of the current step; all its blocks must be reduced."""
-        if self._average is None:
-            self._average = self.averaged(self._vector, *self._total)
-        return self._average
+        assert self._average is not None, "it is reduced"
+        return self._average()
 
     def prepare(self, step: int) -> tuple[float, float]:
         """Make `step` on a second replica, from any thread; return summed loss and its weight."""
@@ -288,7 +296,7 @@ class Server(Replicas):
             assert self._beside is not None, "what is applied was prepared"
             self.replica, self._beside = self._beside, self.replica
         else:
-            self.move(self.replica, self.average_held())
+            self._moved = self._start(partial(self.move, self._replica, self.average_held()))
         self.drawn = self.batch()
         self.advance(len(self.drawn))
 

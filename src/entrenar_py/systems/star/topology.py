@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from entrenar_py.drivers.tcp import WorkerClient
 from entrenar_py.drivers.tcp_mesh import MeshClient
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.mesh_worker import MeshWorker
@@ -17,6 +18,7 @@ from entrenar_py.protocol.ring_worker import RingWorker
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.star.exchanges import RingExchange, TreeExchange
+from entrenar_py.training import blocks
 
 _SIMULATED = "_simulated"
 
@@ -74,3 +76,16 @@ _BY_SYSTEM = {topology.system: topology for topology in BY_NAME.values()}
 def of(scenario: Scenario) -> Topology:
     """Return the topology of the scenario's system; STAR if the system has none."""
     return _BY_SYSTEM.get(scenario.system.removesuffix(_SIMULATED), STAR)
+
+
+def num_blocks(scenario: Scenario, num_elements: int) -> int:
+    """Return the number of blocks of a vector; option `block_bytes` limits their size.
+
+    Raises UsageError if that is not a size.
+    """
+    if "block_bytes" not in scenario.options:
+        return blocks.num_blocks(num_elements, of(scenario).num_owners(scenario.world_size))
+    block_bytes = scenario.options["block_bytes"]
+    if type(block_bytes) is not int or block_bytes < 4:
+        raise UsageError(f"options block_bytes={block_bytes!r}: use a whole number of bytes >= 4")
+    return min(-(-4 * num_elements // (block_bytes // 4 * 4)), num_elements)
