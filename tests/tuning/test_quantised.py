@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entrenar_py.errors import UsageError
+from entrenar_py.training import in_threads
 from entrenar_py.tuning import model, quantised
 from entrenar_py.tuning.settings import Classes, Data, Lora, Settings
 from tests.tuning import nf4
@@ -174,3 +176,29 @@ def test_a_model_with_nothing_to_quantise(small: Path, tmp_path: Path) -> None:
     chosen = settings(small, tmp_path, config, target="q_proj", task="text")
     with pytest.raises(UsageError, match=r"no linear layer .* multiple of 64 weights"):
         model.load(chosen, 0)
+
+
+def test_threads_change_no_bit(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's blocks are quantised in pieces, and its scales as ever."""
+    given = settings(small, tmp_path, qwen(), target="q_proj", task="instruct")
+    monkeypatch.setattr(quantised, "InThreads", contextlib.nullcontext)
+    expected = [layer.weight for _, layer in quantised.layers(model.load(given, 0))]
+    monkeypatch.undo()
+    shared: list[int] = []
+
+    def share_out(items: Any, work: Any) -> None:
+        shared.append(len(items))
+        for item in reversed(items):
+            work([item])
+
+    monkeypatch.setattr(quantised, "_PIECE", 2**10)
+    monkeypatch.setattr(in_threads, "share_out", share_out)
+    found = [layer.weight for _, layer in quantised.layers(model.load(given, 0))]
+    assert set(shared) == {2, 4, 8}, "rows of 64 or 128, and 32, 64 or 128 of them"
+    assert len(shared) == len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.data, other.data)
+        assert torch.equal(one.quant_state.absmax, other.quant_state.absmax)
+        assert torch.equal(one.quant_state.offset, other.quant_state.offset)

@@ -161,11 +161,13 @@ def _base(settings: Settings) -> tuple[nn.Module, list[str]]:
     fitting.require_checkpoint(settings.model)
     kind, options = _kind(settings)
     config = _config(settings)
+    quantising: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if settings.method == "qlora":
+        quantising = quantised.InThreads()  # type: ignore[no-untyped-call]
         with _reading(settings.model, "model"), torch.device("meta"):
             empty = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
         options |= quantised.loading(empty, precision.of_products(settings))
-    with _reading(settings.model, "model"):
+    with _reading(settings.model, "model"), quantising:
         module, loading = kind.from_pretrained(
             settings.model,
             dtype=precision.of_checkpoint(settings),
