@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,15 +105,23 @@ def settle(module: nn.Module) -> None:
         second = [state.state2.code, state.offset.reshape(1), state.state2.absmax]
         layer.register_buffer(TABLES[0], state.absmax, persistent=False)
         layer.register_buffer(TABLES[1], torch.cat(second), persistent=False)
-        layer.forward = partial(_forward, layer)
+        layer.__class__ = _kind()
 
 
-def _forward(layer: Any, x: Tensor) -> Tensor:
-    if type(x) is not Tensor:  # a tensor of a graph's capture
-        stored = (layer.weight, layer.nf4_scales, layer.nf4_second)
-        return nf4.linear(x, layer.bias, stored, layer.out_features)
-    result: Tensor = type(layer).forward(layer, x)
-    return result
+@cache
+def _kind() -> Any:
+    """Return the class of settled layers: one for all, so that blocks compile to one program."""
+    import bitsandbytes
+
+    class Settled(bitsandbytes.nn.Linear4bit):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x) is not Tensor:  # a tensor of a graph's capture
+                stored = (self.weight, self.nf4_scales, self.nf4_second)
+                return nf4.linear(x, self.bias, stored, self.out_features)
+            result: Tensor = super().forward(x)
+            return result
+
+    return Settled
 
 
 def layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
