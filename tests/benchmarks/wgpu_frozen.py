@@ -6,7 +6,7 @@
 Loss and gradients of one shard of a Qwen3 with random weights, adapters of rank 16 on q_proj and
 v_proj. `frozen_mb` is the device memory of the weights that aren't trained, `intermediate_mb` that
 of all results in between. `cuda` is torch's step in float32 without TF32, where there is a device.
-Prints one JSON object; CI does not run it.
+Prints one JSON object a line, as soon as it is known; CI does not run it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -83,25 +84,27 @@ def on_wgpu(folder: Path, kind: str, given: argparse.Namespace) -> tuple[dict[st
     return record, gradient
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
-    """Return all figures."""
-    record: dict[str, Any] = {"adapter": open_wgpu().device, "tokens": given.batch * given.tokens}
+def measure(given: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Yield each figure's name and value."""
+    yield "adapter", open_wgpu().device
+    yield "tokens", given.batch * given.tokens
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+        folder, expected = Path(made), None
         os.environ["XDG_CACHE_HOME"] = made
         gpu_finetune.checkpoint(folder, given.shape)
         gpu_finetune.rows(folder / "rows.jsonl", given.batch, given.tokens)
-        for kind in KINDS:
-            record[kind], gradient = on_wgpu(folder, kind, given)
-            if kind == "float32":
-                ours = gradient
         if torch.cuda.is_available():
-            torch.backends.cuda.matmul.allow_tf32 = False
             workload = workload_of(folder, "float32", given.tokens)
-            found, theirs = timed(workload, backends.open_backend("cuda"), given.batch)
-            record["cuda"] = found
-            record["difference"] = float(np.abs(ours - theirs).max() / np.abs(theirs).max())
-    return record
+            found, expected = timed(workload, backends.open_backend("cuda"), given.batch)
+            yield "cuda", found
+        for kind in KINDS:
+            record, gradient = on_wgpu(folder, kind, given)
+            yield kind, record
+            if kind == "float32" and expected is not None:
+                yield (
+                    "difference",
+                    float(np.abs(gradient - expected).max() / np.abs(expected).max()),
+                )
 
 
 def main() -> None:
@@ -109,7 +112,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=gpu_finetune.SHAPES, default="tiny")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=32)
-    print(json.dumps(measure(parser.parse_args()), indent=1))
+    for name, value in measure(parser.parse_args()):
+        print(json.dumps({name: value}), flush=True)
 
 
 if __name__ == "__main__":
