@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from entrenar_py.backends.wgpu import program
+from entrenar_py.checks import device_steps
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import End, Event, Explained, Stepped, Trace, record_tensor
 from entrenar_py.verdict import Verdict
@@ -113,6 +115,7 @@ def test_nothing_to_compare_is_inconclusive(
     ("changed", "message"),
     [
         ({"submissions": 6}, "submissions"),
+        ({"dispatches": 257}, "submissions"),
         ({"submissions": 0}, "submissions"),
         ({"read_backs": 5}, "read-backs"),
         ({"uploads": 2}, "uploads"),
@@ -129,6 +132,15 @@ def test_a_step_that_costs_more_is_found(changed: dict[str, Any], message: str) 
         traces.judge("device_cost", [trace(FIRST, AGAIN, replace(wrong, step=2))])
     )
     assert (found.step, message in found.message) == (2, True), found
+
+
+@pytest.mark.parametrize(("dispatches", "submissions"), [(256, 1), (257, 2), (1817, 8)])
+def test_many_dispatches_are_submitted_in_parts(dispatches: int, submissions: int) -> None:
+    """The backend submits as many together as the check allows, so that it isn't waited for."""
+    assert program.DISPATCHES == device_steps.DISPATCHES
+    long = replace(AGAIN, step=2, dispatches=dispatches, submissions=submissions)
+    right = traces.judge("device_cost", [trace(FIRST, AGAIN, long)])
+    assert right.verdict is Verdict.HELD
 
 
 @pytest.mark.parametrize("changed", [{"compiled": 2}, {"traced": 60}])

@@ -20,7 +20,7 @@ ROWS = (
     Check(
         name="device_cost",
         id="F-WGPU-002",
-        decides="a step on a device is one upload, one submission, one read-back, nothing else",
+        decides="a step on a device is one upload, few submissions, one read-back, nothing else",
         spoken_of="submission read-back transfers synchronize launches",
         judge=probes.judge(device_steps.compare_cost, device_steps.NOTHING),
         plan=device_steps.plan,

@@ -1,4 +1,4 @@
-"""A whole step in one submission: its costs, its results and its refusals."""
+"""A whole step in few submissions: its costs, its results and its refusals."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from entrenar_py.backends.wgpu import WgpuBackend
+from entrenar_py.backends.wgpu import program as programs
 from entrenar_py.backends.wgpu.capture import capture
 from entrenar_py.backends.wgpu.device import Device, open_device
 from entrenar_py.backends.wgpu.lower import lower
 from entrenar_py.backends.wgpu.program import Program, compile_step
 from entrenar_py.backends.wgpu.uploads import Array
 from entrenar_py.errors import BackendUnavailable, UsageError
-from tests.backends.wgpu.whole_steps import check_step
+from entrenar_py.training import workload
+from tests.backends.wgpu.whole_steps import arrays, check_step, step_of
 
 pytestmark = pytest.mark.wgpu
 
@@ -27,6 +29,32 @@ pytestmark = pytest.mark.wgpu
 def test_a_step_of_a_workload(device: Device) -> None:
     """A step gives torch's gradients in one submission. `whole_steps` has the other workloads."""
     check_step(device, "mlp")
+
+
+@pytest.mark.parametrize("dispatches", [1, 3, 10**6])
+def test_a_step_in_parts_is_the_same(
+    device: Device, monkeypatch: pytest.MonkeyPatch, dispatches: int
+) -> None:
+    """The results are read once, after the last part."""
+    model = workload.build("mlp", num_samples=8, width=16, data=np.random.default_rng(0))
+    step, inputs, resident = step_of(model, range(3))
+    program = compile_step(device, step, inputs, resident)
+    whole = program.run(arrays(inputs))
+    monkeypatch.setattr(programs, "DISPATCHES", dispatches)
+    parts = program.run(arrays(inputs))
+    submissions = 1 + -(-len(program.dispatches) // dispatches)
+    assert (program.counts.submissions, program.counts.read_backs) == (submissions, 2)
+    for one, other in zip(parts, whole, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_nothing_to_dispatch_is_submitted_once(device: Device) -> None:
+    """A function that returns what it is given has its results copied."""
+    program = compile_step(device, lambda x: (x,), [torch.ones(3)])
+    assert not program.dispatches
+    (result,) = program.run([np.arange(3, dtype=np.float32)])
+    assert result.tolist() == [0, 1, 2]
+    assert program.counts.submissions == 1
 
 
 def test_equal_kernels_are_compiled_once(device: Device) -> None:

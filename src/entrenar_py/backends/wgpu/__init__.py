@@ -53,7 +53,7 @@ class WgpuBackend:
     def stepper(
         self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float
     ) -> ResidentStep:
-        """Return a function that computes a step in one submission and one read-back."""
+        """Return a function that computes a step with one upload and one read-back."""
         return ResidentStep(self.programs, workload, tensors, scale)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

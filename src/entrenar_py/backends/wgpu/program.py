@@ -1,10 +1,10 @@
-"""A captured step compiled for one device. A run is one upload, submission and read-back."""
+"""A captured step compiled for one device. A run is one upload, few submissions, one read-back."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from entrenar_py.backends.wgpu.uploads import HOST, Array, Uploaded, device_arra
 from entrenar_py.backends.wgpu.values import Step
 from entrenar_py.errors import BackendUnavailable, UsageError
 
+# That are submitted together. The device computes them while the host records the next ones, which
+# takes about 20 us each.
+DISPATCHES = 256
 _RESULT = {torch.float32: np.float32, torch.int64: np.int64, torch.int32: np.int32}
 
 
@@ -142,11 +145,10 @@ class Program:
         self._fill(inputs)
         with self.device.failures():
             self._upload()
-            encoder = self.device.handle.create_command_encoder()
-            self.encode(encoder, self.dispatches)
-            self._collect(encoder)
-            self.counts.encode_s += time.perf_counter() - started
-            self.submit(encoder)
+            for encoder in self._encoded():
+                self.counts.encode_s += time.perf_counter() - started
+                self.submit(encoder)
+                started = time.perf_counter()
             data = self._read()
         results = [
             _unpack(data, start, one.shape, one.dtype)
@@ -154,6 +156,15 @@ class Program:
         ]
         self.counts.runs += 1
         return results
+
+    def _encoded(self) -> Iterator[Any]:
+        """Yield encoders with all dispatches, in order; the last one copies the results, too."""
+        for start in range(0, max(1, len(self.dispatches)), DISPATCHES):
+            encoder = self.device.handle.create_command_encoder()
+            self.encode(encoder, self.dispatches[start : start + DISPATCHES])
+            if start + DISPATCHES >= len(self.dispatches):
+                self._collect(encoder)
+            yield encoder
 
     def encode(self, encoder: Any, dispatches: Sequence[Dispatch]) -> None:
         """Record `dispatches`, in order, as one compute pass."""
