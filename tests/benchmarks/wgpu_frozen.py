@@ -5,7 +5,8 @@
 
 Loss and gradients of one shard of a Qwen3 with random weights, adapters of rank 16 on q_proj and
 v_proj. `frozen_mb` is the device memory of the weights that aren't trained, `intermediate_mb` that
-of all results in between. `cuda` is torch's step in float32 without TF32, where there is a device.
+of all results in between. Where there is a CUDA device, `torch` is the model's own loss and its
+gradients in float32 without TF32, and `cuda` our backend's: blocks compiled, operations recorded.
 Prints one JSON object a line, as soon as it is known; CI does not run it.
 """
 
@@ -68,6 +69,22 @@ def timed(workload: Finetuning, backend: Any, batch: int) -> tuple[dict[str, Any
     return {"first_s": round(times[0], 2), "step_ms": median(steps), "all_ms": steps}, gradient
 
 
+def by_torch(workload: Finetuning, batch: int) -> dict[str, Any]:
+    """Return the times of the model's own loss and its gradients on CUDA, as torch runs them."""
+    module = workload.module.to("cuda")
+    tokens = workload.batch(range(batch))[0].to("cuda")
+    leaves = [one for one in module.parameters() if one.requires_grad]
+    times = []
+    for _ in range(RUNS + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = module(input_ids=tokens, labels=tokens, use_cache=False).loss
+        for gradient in torch.autograd.grad(loss, leaves):
+            gradient.cpu()
+        times.append(round(1000 * (time.perf_counter() - start), 2))
+    return {"step_ms": median(times[1:]), "all_ms": times[1:]}
+
+
 def on_wgpu(folder: Path, kind: str, given: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Return the times on wgpu with the memory that the device holds, and the gradient."""
     try:
@@ -94,6 +111,7 @@ def measure(given: argparse.Namespace) -> Iterator[tuple[str, Any]]:
         gpu_finetune.checkpoint(folder, given.shape)
         gpu_finetune.rows(folder / "rows.jsonl", given.batch, given.tokens)
         if torch.cuda.is_available():
+            yield "torch", by_torch(workload_of(folder, "float32", given.tokens), given.batch)
             workload = workload_of(folder, "float32", given.tokens)
             found, expected = timed(workload, backends.open_backend("cuda"), given.batch)
             yield "cuda", found
