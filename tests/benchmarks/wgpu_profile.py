@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.backends.wgpu import WgpuBackend, adapters
-from entrenar_py.backends.wgpu.device import LIMITS, Device, limits_of
+from entrenar_py.backends.wgpu import WgpuBackend
+from entrenar_py.backends.wgpu.device import open_device
 from entrenar_py.backends.wgpu.program import Program
 from entrenar_py.training import dropout
 from entrenar_py.training.engine import Engine
@@ -31,22 +31,6 @@ from tests.benchmarks import gpu_finetune, wgpu_frozen
 
 RUNS = 5
 QUERIES = 4096  # of one query set, at most
-
-
-def device() -> Device:
-    """Open the best adapter with timestamps."""
-    adapter = adapters.choose(adapters.found(), 0)
-    handle = adapter.request_device_sync(
-        required_features=["timestamp-query"],
-        required_limits={name: adapter.limits[name] for name in LIMITS},
-    )
-    return Device(
-        handle=handle,
-        name=adapters.title(adapter),
-        software=adapters.is_software(adapter),
-        limits=limits_of(handle),
-        buffer_bytes_max=handle.limits["max-buffer-size"],
-    )
 
 
 def times(program: Program) -> list[float]:
@@ -93,7 +77,7 @@ def measure(given: argparse.Namespace) -> None:
         gpu_finetune.checkpoint(folder, given.shape)
         gpu_finetune.rows(folder / "rows.jsonl", given.batch, given.tokens)
         workload = wgpu_frozen.workload_of(folder, given.kind, given.tokens)
-        backend = WgpuBackend(device(), name="wgpu")
+        backend = WgpuBackend(open_device(0, ["timestamp-query"]), name="wgpu")
         engine = Engine(workload, backend, workload.initial(np.random.default_rng(0)), scale=1.0)
         steps, encoded = [], []
         for number in range(RUNS + 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,8 +72,10 @@ class Device:
         self.handle.queue.submit([commands])
 
 
-def open_device(index: int) -> Device:
+def open_device(index: int, features: Sequence[str] = ()) -> Device:
     """Open the adapter with this index, 0 for the best one, with its largest limits.
+
+    `features` are WebGPU's names of what it has to have beyond that, such as `timestamp-query`.
 
     Raises BackendUnavailable if wgpu-py or the adapter is missing, or if it does not start.
     """
@@ -82,7 +84,8 @@ def open_device(index: int) -> Device:
 
     try:
         handle = adapter.request_device_sync(
-            required_limits={name: adapter.limits[name] for name in LIMITS}
+            required_features=list(features),
+            required_limits={name: adapter.limits[name] for name in LIMITS},
         )
     except (wgpu.GPUError, RuntimeError) as error:
         raise BackendUnavailable(f"backend wgpu: {error}") from error
