@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from entrenar_py.errors import UsageError
 from entrenar_py.training import in_threads
-from entrenar_py.tuning import model, quantised
+from entrenar_py.tuning import compiled, model, quantised
 from entrenar_py.tuning.settings import Classes, Data, Lora, Settings
 from tests.tuning import nf4
 
@@ -137,6 +138,35 @@ def test_evaluation_changes_neither_bits_nor_gradients(small: Path, tmp_path: Pa
     module.train()
     after = loss_and_gradient(module)
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+# torch's compiler makes an object of the class of bitsandbytes' product, and asks each block's
+# input for its gradient.
+@pytest.mark.filterwarnings(
+    "ignore:.*should not be instantiated:DeprecationWarning",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+)
+def test_blocks_compile_to_the_same_programs(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third block has no program of its own: only the first one's input needs no gradient."""
+    from torch._dynamo.testing import CompileCounter
+
+    compile_block = torch.nn.Module.compile
+    made = []
+    for blocks in (2, 4):
+        folder = tmp_path / str(blocks)
+        config = qwen(num_hidden_layers=blocks)
+        module = model.load(settings(small, folder, config, target="q_proj", task="text"), 0)
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        monkeypatch.setattr(
+            torch.nn.Module, "compile", partialmethod(compile_block, backend=counter)
+        )
+        compiled.compile_blocks(module)
+        module(input_ids=TOKENS, use_cache=False)
+        made.append(counter.frame_count)
+    assert made == [2, 2]
 
 
 def loss_and_gradient(module: Any) -> list[torch.Tensor]:
