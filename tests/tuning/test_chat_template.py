@@ -80,6 +80,27 @@ def test_both_turns_are_learned_in_a_text_as_stock_renders_it(
     assert learned(small, template, *messages) == (text, predicted)
 
 
+@pytest.mark.parametrize(
+    ("template", "predicted"),
+    [
+        (PLAIN, "ls<|end|>\nls<|end|>\n"),
+        (THINKING, "ls<|end|>\n<think></think>ls<|end|>\n"),
+        (MARKED, "ls<|end|>ls<|end|>"),
+    ],
+    ids=["plain", "thinking", "marked"],
+)
+def test_the_assistant_may_speak_first(small: Path, template: str, predicted: str) -> None:
+    assert learned(small, template, ANSWER, USER, ANSWER)[1] == predicted
+
+
+def test_a_template_that_wants_a_user_first_refuses_an_assistant_by_its_own_words(
+    small: Path,
+) -> None:
+    strict = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+    with pytest.raises(BadConversationError, match="user first"):
+        learned(small, strict + PLAIN, ANSWER, USER, ANSWER)
+
+
 @pytest.mark.parametrize("template", [PLAIN, THINKING, ENDED, MARKED, OPENED])
 def test_a_turn_of_weight_0_is_not_learned(small: Path, template: str) -> None:
     """Its content is another one, which would be seen."""

@@ -111,6 +111,8 @@ class Rendering:
         for index, message in enumerate(self._messages):
             if message["role"] != "assistant":
                 continue
+            if not index:  # no template writes a prompt of no messages
+                return None
             before = self.tokens(self._messages[:index], add_generation_prompt=True)
             after = self.tokens(self._messages[: index + 1])
             if before[: len(tokens)] != tokens or after[: len(before)] != before:
@@ -144,9 +146,9 @@ class Rendering:
     def _part(self, text: str, index: int) -> tuple[int, int]:
         """Return where the turn of message `index` begins and ends in the whole `text`."""
         begin, rest = self._around(self._messages, index, text)
-        prompt = self.text(self._messages[:index], add_generation_prompt=True)
-        if text.startswith(prompt):
-            begin = len(prompt)
+        if index:
+            prompt = self.text(self._messages[:index], add_generation_prompt=True)
+            begin = len(prompt) if text.startswith(prompt) else begin
         so_far = self._messages[: index + 1]
         rendered = self.text(so_far)
         _, closing = self._around(so_far, index, rendered)
