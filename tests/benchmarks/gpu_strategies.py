@@ -4,8 +4,9 @@
 
 Random weights, rows of a fixed length, adapters of rank 16 on q_proj and v_proj. Each strategy
 trains by `torchrun -m entrenar_py.finetune`, and the first steps don't count. `--check` compares
-each output's logits with those of `ddp_canonical` on one rank. Prints a JSON line a strategy. It
-runs on CPUs, too, with `--shape tiny`. CI does not run it.
+each output's logits with those of `ddp_canonical` on one rank. Beside each peak stands that of
+`entrenar plan`, which on CPUs is without the interpreter. Prints a JSON line a strategy. It runs on
+CPUs, too, with `--shape tiny`. CI does not run it.
 """
 
 from __future__ import annotations
@@ -68,8 +69,26 @@ def run(folder: Path, strategy: str, ranks: int, given: argparse.Namespace) -> d
         check=False,
     )
     if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[:3]}
-    return measured(output, given)
+        lines = done.stderr.strip().splitlines()
+        return {"error": [one for one in lines if "Error" in one or "entrenar: " in one][:3]}
+    found = measured(output, given)
+    if ranks > 1:  # else there is nothing to plan
+        found["planned_gb"] = round(planned_gb(config, strategy, ranks), 3)
+        found["measured_to_planned"] = round(max(found["peak_gb"]) / found["planned_gb"], 3)
+    return found
+
+
+def planned_gb(config: Path, strategy: str, ranks: int) -> float:
+    """Return the peak that `entrenar plan` foresees for a rank of `strategy`."""
+    device = "h100:80GB:25GB/s" if torch.cuda.is_available() else "cpu:24GB"
+    told = config.with_suffix(".json")
+    options = ["--device", f"{ranks} x {device}", "--json", str(told)]
+    command = [sys.executable, "-m", "entrenar_py.service.cli", "plan", str(config), *options]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    plans = json.loads(told.read_text("utf-8"))["options"]
+    needs = next(plan for plan in plans if plan["strategy"] == strategy)["workers"][0]
+    recomputes = "recompute: blocks" in config.read_text("utf-8")
+    return float(needs["needs_recomputed" if recomputes else "needs"]["peak"]) / 1e9
 
 
 def measured(output: Path, given: argparse.Namespace) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from entrenar_py.service import cli, exit_codes, gradient_norms
 from tests.finetune import runs
@@ -28,30 +29,55 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.cuda,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ],
+)
+def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The options that choose the backend of all workers; on one GPU they share it."""
+    return "--backend", request.param
+
+
 @pytest.fixture(scope="module")
-def alone(cache: None, small: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def alone(
+    options: tuple[str, ...], cache: None, small: Path, tmp_path_factory: pytest.TempPathFactory
+) -> bytes:
     """The adapters of a run of EPOCHS on one worker."""
     folder = tmp_path_factory.mktemp("alone")
-    assert cli.main(["finetune", str(runs.configured(folder, small, **LONG))]) == exit_codes.DONE
+    config = runs.configured(folder, small, **LONG)
+    assert cli.main(["finetune", str(config), *options]) == exit_codes.DONE
     return runs.adapters(folder / "out")
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_any_number_of_workers(workers: int, alone: bytes, small: Path, tmp_path: Path) -> None:
+def test_any_number_of_workers(
+    workers: int, options: tuple[str, ...], alone: bytes, small: Path, tmp_path: Path
+) -> None:
     config = runs.configured(tmp_path, small, workers=workers, **LONG)
-    assert cli.main(["finetune", str(config)]) == exit_codes.DONE
+    assert cli.main(["finetune", str(config), *options]) == exit_codes.DONE
     taking_part = {tuple(step["workers"]) for step in runs.told(tmp_path / "out", "step")}
     assert taking_part == {tuple(range(workers))}
     assert runs.adapters(tmp_path / "out") == alone
 
 
-def test_a_worker_that_is_killed(alone: bytes, small: Path, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed(
+    options: tuple[str, ...], alone: bytes, small: Path, tmp_path: Path
+) -> None:
     """It leaves in the middle, and the other one computes its shards."""
     config, over = runs.configured(tmp_path, small, workers=2, **LONG), threading.Event()
     killer = threading.Thread(target=_kill_a_worker, args=(tmp_path / "out", over))
     killer.start()
     try:
-        assert cli.main(["finetune", str(config)]) == exit_codes.DONE
+        assert cli.main(["finetune", str(config), *options]) == exit_codes.DONE
     finally:
         over.set()
         killer.join()
@@ -70,22 +96,27 @@ def _kill_a_worker(output: Path, over: threading.Event) -> None:
 
 
 def test_a_coordinator_that_is_killed(
-    alone: bytes, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: tuple[str, ...],
+    alone: bytes,
+    small: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`--resume` goes on from the last checkpoint."""
     config = runs.configured(tmp_path, small, workers=2, **LONG)
-    process = Process(["finetune", config])
+    process = Process(["finetune", config, *options])
     try:
         process.until("checkpoint before step")
     finally:
         process.kill()
-    assert cli.main(["finetune", str(config), "--resume"]) == exit_codes.DONE
+    assert cli.main(["finetune", str(config), *options, "--resume"]) == exit_codes.DONE
     first = int(capsys.readouterr().out.partition("from step ")[2].partition(" ")[0])
     assert 0 < first < 5 * EPOCHS
     assert runs.adapters(tmp_path / "out") == alone
 
 
 def test_a_halt_at_a_spike(
+    options: tuple[str, ...],
     alone: bytes,
     small: Path,
     tmp_path: Path,
@@ -96,11 +127,11 @@ def test_a_halt_at_a_spike(
     config = runs.configured(tmp_path, small, workers=2, **LONG)
     with monkeypatch.context() as patched:
         patched.setattr(gradient_norms, "FACTOR", 1.0)  # some norm is above the median
-        code = cli.main(["finetune", str(config), "--halt-on-spike"])
+        code = cli.main(["finetune", str(config), *options, "--halt-on-spike"])
     assert code == exit_codes.WRONG
     assert "training halted before any update (--halt-on-spike)" in capsys.readouterr().out
     assert not (tmp_path / "out" / "run.json").exists()
-    assert cli.main(["finetune", str(config), "--resume"]) == exit_codes.DONE
+    assert cli.main(["finetune", str(config), *options, "--resume"]) == exit_codes.DONE
     first = int(capsys.readouterr().out.partition("from step ")[2].partition(" ")[0])
     assert gradient_norms.STEPS_LEAST <= first < 5 * EPOCHS
     assert runs.adapters(tmp_path / "out") == alone

@@ -45,11 +45,12 @@ def torchrun(
     *options: str,
     dies_before: int | None = None,
     spike_factor: float | None = None,
+    on_gpus: bool = False,
 ) -> tuple[list[int | None], str]:
     """Run the configuration by `world_size` ranks; return their exit codes, and what they said.
 
     All ranks die before step `dies_before`. A rank that died has no exit code. A norm of more than
-    `spike_factor` medians is a spike.
+    `spike_factor` medians is a spike. Ranks see no GPU unless they are to run `on_gpus`.
     """
     with tempfile.TemporaryDirectory(prefix="entrenar-ranks-") as folder:
         jobs = [
@@ -64,7 +65,10 @@ def torchrun(
                     "WORLD_SIZE": str(world_size),
                     "LOCAL_WORLD_SIZE": str(world_size),
                 },
-                "variables": {"XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", folder)},
+                "variables": {
+                    "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", folder),
+                    **({} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}),
+                },
             }
             for rank in range(world_size)
         ]

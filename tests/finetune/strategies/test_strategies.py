@@ -36,6 +36,8 @@ SCORED = {"evaluate_every": 2}
 # AdamW's first steps have the size of the rate wherever a gradient is not 0: where one is near 0,
 # rounding decides their direction. So later losses differ by more than their own rounding.
 TOLERANCE = 2e-5
+# Of a loss whose products are rounded to the 8 bits of bfloat16, in another order on each side.
+TOLERANCE_BFLOAT16 = 2.0**-7
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,39 @@ CASES = [
     pytest.param({"model": "llama", "method": "full"}, id="llama-full"),
     pytest.param({"task": "classify", "data": VALIDATED, "more": SCORED}, id="qwen3-classes"),
 ]
+
+
+BFLOAT16 = {"precision": "bfloat16"}
+
+
+@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize("case", [{"more": BFLOAT16}], indirect=True)
+def test_products_in_bfloat16(case: Case, strategy: str) -> None:
+    """Adapters are float32 and all others bfloat16, so that products convert their operands."""
+    output = run(case, strategy)
+    steps, _ = case.alone()
+    losses = [one.loss for one in runs.steps(output)]
+    assert losses == pytest.approx([one.loss for one in steps], rel=TOLERANCE_BFLOAT16)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize("case", [{}, {"more": BFLOAT16}, {"method": "full"}], indirect=True)
+def test_two_gpus_train_as_one_process_does(case: Case, strategy: str) -> None:
+    """What they write infers as what one process wrote."""
+    codes, told = ranks.torchrun(case.write("out", strategy), 2, on_gpus=True)
+    assert codes == [exit_codes.DONE] * 2, told
+    steps, tensors = case.alone()
+    found, is_short = runs.steps(case.folder / "out"), case.more == BFLOAT16
+    tolerance = TOLERANCE_BFLOAT16 if is_short else 10 * TOLERANCE  # a GPU has other kernels
+    losses = [one.loss for one in steps]
+    assert [one.loss for one in found] == pytest.approx(losses, rel=tolerance)
+    assert runs.noted(case.folder / "out", "step")[-1]["backends"] == {"0": "cuda:0", "1": "cuda:1"}
+    prepared = preparing.prepare(settings_file.load(case.folder / "alone.yaml"))
+    alone = export.write(prepared, prepared.workload(), tensors)
+    ours, theirs = runs.logits(case, case.folder / "out"), runs.logits(case, alone)
+    torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.05 if is_short else 5e-3)
 
 
 @pytest.mark.parametrize("case", [{"method": "qlora"}], indirect=True)

@@ -39,12 +39,12 @@ class PipelineParallel(Strategy):
         tokens = probe.tokens()
         with probe.filled(module):
             place = next(module.parameters()).device
+            before = probe.reference(workload, place)
             with in_evaluation(module), workload.formats(place):
-                before = module(input_ids=tokens.to(place), use_cache=False).logits.float().cpu()
                 ends = Ends(module, layers, tokens.to(place))
+                self._head = _Head(workload.objective, module)
             self._dtypes = [ends.dtypes[cut.stop - 1] for cut in cuts]
             self._width = ends.width
-            self._head = _Head(workload.objective, module)
             stage = Stage(layer_plan.decoder_of(module), layers, cuts[self._rank])
             self._keep(module, ends)
             workload.objective.to(self.device)
@@ -90,7 +90,7 @@ class PipelineParallel(Strategy):
         self._first_of = {name: ranks[0] for name, ranks in copied.items()}
         return {name: dist.new_group(ranks) for name, ranks in copied.items()}
 
-    def _require_same(self, before: Tensor, tokens: Tensor) -> None:
+    def _require_same(self, before: probe.Reference, tokens: Tensor) -> None:
         """Raise UsageError on the last rank unless all stages together do what the model did."""
         workload = self._shards.workload
         with in_evaluation(workload.module), workload.formats(self.device):
@@ -98,8 +98,9 @@ class PipelineParallel(Strategy):
             if hidden is None:
                 return
             after = self._head.logits(hidden)
-        after = after[:, -1] if before.dim() == 2 else after
-        probe.require_same(before, after.float().cpu(), workload, "pipeline_parallel")
+        after = after[:, -1] if before.logits.dim() == 2 else after
+        kind = type(workload.module).__name__
+        probe.require_same(before, after.float().cpu(), "pipeline_parallel", kind)
 
     def _passed(self, tokens: Tensor, **named: Tensor) -> Tensor | None:
         """Pass rows of tokens, int64 [n, t], through all stages, in evaluation mode.

@@ -30,12 +30,12 @@ class TensorParallel(Strategy):
         workload, module = shards.workload, shards.workload.module
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
         with probe.filled(module):
-            before = probe.logits(workload, _logits(module), next(module.parameters()).device)
+            before = probe.reference(workload, next(module.parameters()).device)
             self._terms = self._cut(module, mesh)
             workload.objective.to(self.device)
             cut_layers.complete_gradients(module)
-            after = probe.logits(workload, _logits(module), self.device)
-        probe.require_same(before, after, workload, self.name)
+            after = probe.logits(workload, self.device)
+        probe.require_same(before, after, self.name, type(module).__name__)
         self._objective = cast("Any", workload.objective)
         self.trainable = trainable_of(module)
 
@@ -78,7 +78,3 @@ class SequenceParallel(TensorParallel):
         )
         layers[-1].register_forward_hook(lambda *call: cut_layers.gathered(call[2], mesh))
         return list(cut_layers.terms(plan, module, in_blocks=layers))
-
-
-def _logits(module: nn.Module) -> Any:
-    return lambda tokens: module(input_ids=tokens, use_cache=False).logits
