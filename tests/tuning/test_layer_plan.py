@@ -39,6 +39,17 @@ def test_the_plan_names_every_layer_of_every_block() -> None:
     assert not plan.problem
 
 
+def test_tables_of_tokens_stay_whole() -> None:
+    """Some releases of transformers add a rule for tables that are tied to the head."""
+    module: Any = model("Qwen3", head_dim=8)
+    styles = layer_plan.plan_of(module).styles
+    module.config.base_model_tp_plan = {
+        **module.config.base_model_tp_plan,
+        "embed_tokens": "embedding_rowwise",
+    }
+    assert layer_plan.plan_of(module).styles == styles
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "size", "problem"),
     [

@@ -43,6 +43,8 @@ def plan_of(module: nn.Module) -> Plan:
             if style == _WHOLE or not _matches(pattern, name):
                 continue
             kind = type(base_of(layer))
+            if issubclass(kind, nn.Embedding):
+                continue  # some releases add tied tables; ours stay whole, on all ranks
             if style not in (COLUMNS, ROWS) or kind is not nn.Linear:
                 problem = f"{named} would have {name} cut by {style}, a {kind.__name__}"
                 return Plan(decoder, {}, problem)

@@ -26,7 +26,7 @@ def workload(
 ) -> Finetuning:
     """The small Qwen3 with adapters, in one process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     case = Case(
         folder=tmp_path, model=small / "model", small=small, more={"precision": request.param}
     )

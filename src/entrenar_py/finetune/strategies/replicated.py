@@ -67,6 +67,8 @@ class Canonical(_Whole):
     def __init__(self, shards: Shards) -> None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # read at the first product
         torch.use_deterministic_algorithms(True)
+        # As `backends.cuda`: each new tensor would be filled first, by a kernel of its own.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         super().__init__(shards)
         self._model = DistributedDataParallel(self._objective, gradient_as_bucket_view=True)
         num_shards = shards.scenario.num_shards
