@@ -11,6 +11,7 @@ import pytest
 
 from entrenar_py.planning import advice, devices, plan, text
 from entrenar_py.planning.plan import Option, Run
+from entrenar_py.planning.shape import Cut, Shape
 from entrenar_py.tuning.settings import Data, Settings, Training
 from tests.planning.qwen3 import QWEN3_4B, TINY, settings
 
@@ -170,7 +171,24 @@ def test_sharing_layers_leaves_less_to_each(folder: Path) -> None:
     options = planned(settings(folder, TINY), "2 x gpu:4GB")[1]
     peaks = {name: one.peak(recompute=False) for name, one in options.items()}
     assert peaks["sequence_parallel"] < peaks["tensor_parallel"] < peaks["ddp"]
-    assert peaks["pipeline_parallel"] < peaks["ddp"]
+    # The first of two stages has half of the blocks, and two micro-batches at a time.
+    assert peaks["pipeline_parallel"] == pytest.approx(peaks["ddp"], rel=0.01)
+    weights = {name: one.workers[0].memory.weights for name, one in options.items()}
+    assert weights["pipeline_parallel"] < 0.6 * weights["ddp"]
+
+
+def test_a_stage_has_the_table_or_the_head(folder: Path) -> None:
+    """An untied model's first stage has no head, its last no table; of a tied one both have it."""
+    shapes = [
+        Shape(settings(folder, {**TINY, "tie_word_embeddings": is_tied}))
+        for is_tied in (False, True)
+    ]
+    table = TINY["vocab_size"] * TINY["hidden_size"]
+    for shape, is_spared in zip(shapes, (True, False), strict=True):
+        width = 4  # bytes of a frozen weight, in float32
+        both = shape.counts(Cut(blocks=2)).frozen_bytes
+        for cut in (Cut(blocks=2, has_table=False), Cut(blocks=2, has_head=False)):
+            assert both - shape.counts(cut).frozen_bytes == width * table * is_spared
 
 
 def test_a_stage_may_be_one_block(folder: Path) -> None:

@@ -6,7 +6,7 @@ Persistent bytes are counted by tensors. Those of a micro-batch come from its re
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from entrenar_py.planning.rehearsal import Rehearsal
 from entrenar_py.planning.shape import FLOAT_BYTES, WHOLE, Counts, Cut, Shape
@@ -159,19 +159,23 @@ def _sequence_parallel(shape: Shape, load: Load) -> Memory:
 
 
 def _pipeline_parallel(shape: Shape, load: Load) -> Memory:
-    """Blocks in stages, 1F1B: the first stage holds a micro-batch for each stage, the last one."""
+    """Blocks in stages, 1F1B: the first stage holds a micro-batch for each stage, the last one.
+
+    Only the last computes the loss.
+    """
     size = load.num_workers
-    cut = Cut(blocks=-(-shape.num_blocks // size))
-    last = _rehearsed(shape, load, cut)
+    num_blocks = -(-shape.num_blocks // size)
+    end = Cut(blocks=num_blocks, has_table=size == 1)
+    last = _part(shape, load, end, _rehearsed(shape, load, replace(end, has_table=True)))
+    start = Cut(blocks=num_blocks, has_head=size == 1)
     # What a block keeps, as a difference: a model without blocks may have nothing to train.
     two = _rehearsed(shape, load, Cut(blocks=min(2, shape.num_blocks)))
     one = _rehearsed(shape, load, Cut(blocks=1))
-    blocks_kept = (two.kept - one.kept if shape.num_blocks > 1 else one.kept) * (cut.blocks or 0)
-    in_flight = min(size, load.shards)
-    first = Rehearsal(
-        kept=in_flight * blocks_kept, peak=in_flight * blocks_kept + (last.peak - last.kept)
-    )
-    return _part(shape, load, cut, max(first, last, key=lambda one: one.peak))
+    kept = (two.kept - one.kept if shape.num_blocks > 1 else one.kept) * num_blocks
+    kept *= min(size, load.shards)
+    block = _rehearsed(shape, load, Cut(blocks=1, has_head=size == 1))
+    step = Rehearsal(kept=kept, peak=kept + block.peak - block.kept)
+    return max(_part(shape, load, start, step), last, key=lambda stage: stage.peak)
 
 
 def _part(shape: Shape, load: Load, cut: Cut, step: Rehearsal) -> Memory:

@@ -34,11 +34,15 @@ class Cut:
     """The part of a model that one rank holds.
 
     With `tensor` > 1 each layer that can be cut is shared by so many ranks. With `blocks` given,
-    only so many of the model's blocks are held.
+    only so many of the model's blocks are held. Without `has_table` another rank has the table of
+    tokens, and without `has_head` what comes after the last block. A table that is tied to the head
+    is held with either.
     """
 
     tensor: int = 1
     blocks: int | None = None
+    has_table: bool = True
+    has_head: bool = True
 
 
 WHOLE = Cut()
@@ -99,8 +103,10 @@ class Shape:
         """Return the numbers of a part of the model."""
         part = self._part(cut)
         blocks = [self._bytes(block) for block in _stack(part)]
-        trained = sum(one.numel() for one in part.parameters() if one.requires_grad)
-        everything = self._bytes(part)
+        elsewhere = _elsewhere(part, cut)
+        trained = sum(p.numel() for p in part.parameters() if p.requires_grad)
+        trained -= sum(p.numel() for p in elsewhere if p.requires_grad)
+        everything = self._bytes(part) - sum(p.numel() * p.element_size() for p in elsewhere)
         return Counts(
             frozen_bytes=everything - FLOAT_BYTES * trained,
             trained=trained,
@@ -118,12 +124,13 @@ class Shape:
         """Return what a micro-batch of `rows` x `length` tokens takes on a device of a `kind`."""
         key = rows, length, kind, recompute, cut
         if key not in self._rehearsed:
-            self._rehearsed[key] = self._rehearse(
-                rows, length, kind, self._part(cut, recompute=recompute)
-            )
+            part = self._part(cut, recompute=recompute)
+            self._rehearsed[key] = self._rehearse(rows, length, kind, part, cut.has_head)
         return self._rehearsed[key]
 
-    def _rehearse(self, rows: int, length: int, kind: str, part: nn.Module) -> Rehearsal:
+    def _rehearse(
+        self, rows: int, length: int, kind: str, part: nn.Module, has_head: bool
+    ) -> Rehearsal:
         labels = self.settings.classes.labels if self.settings.task == "classify" else ()
         samples = _samples(rows, length)
         cast("Any", part).config.pad_token_id = 0
@@ -139,8 +146,16 @@ class Shape:
                 )
             batch = [one.to(META) for one in work.batch(range(rows))]
             drop = draws.Keyed(torch.zeros(2, dtype=torch.int32, device=META))
+
+            def loss() -> Tensor:
+                return work.loss_of(tensors, batch, linear=F.linear, drop=drop)
+
+            def hidden() -> Tensor:
+                found = layer_plan.decoder_of(part)(input_ids=batch[0], use_cache=False)
+                return cast("Tensor", found.last_hidden_state)
+
             step = rehearsal.rehearse(
-                lambda: work.loss_of(tensors, batch, linear=F.linear, drop=drop),
+                loss if has_head else hidden,
                 [*tensors.values()],
                 module=part,
                 kind=kind,
@@ -191,6 +206,19 @@ def _samples(rows: int, length: int) -> Samples:
         starts=np.arange(rows + 1, dtype=np.int64) * length,
         labels=np.zeros(rows, np.int32),
     )
+
+
+def _elsewhere(part: nn.Module, cut: Cut) -> list[nn.Parameter]:
+    """Return the table or the head of `part` that another rank has: neither if they are tied."""
+    model = cast("Any", part)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = [set() if end is None else set(end.parameters()) for end in (table, head)]
+    if ends[0] & ends[1]:
+        return []
+    away = [
+        end for end, is_here in zip(ends, (cut.has_table, cut.has_head), strict=True) if not is_here
+    ]
+    return [parameter for end in away for parameter in end]
 
 
 def _stack(module: nn.Module) -> nn.ModuleList:
