@@ -34,6 +34,11 @@ ENDED = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% else %}<|pad|>{% endif %}"
 )
+# Only the last turn ends with this token, as gpt-oss writes them.
+RETURNED = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{{ '<|pad|>' if m.role == 'assistant' and loop.last else '<|end|>' }}{% endfor %}" + ASKED
+)
 MARKED = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{%- generation -%}{{ m.content }}<|end|>{%- endgeneration -%}"
@@ -46,6 +51,10 @@ JOINED = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content or '' }}"
     "{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
     "<|end|>\n{% endfor %}" + ASKED
+)
+NO_USER = (
+    "{% if 'user' not in messages | map(attribute='role') | list %}"
+    "{{ raise_exception('no user') }}{% endif %}"
 )
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
@@ -68,8 +77,9 @@ def learned(small: Path, template: str, *messages: Any) -> tuple[str, str]:
         (ENDED, "ls<|end|>ls<|end|><|pad|>"),
         (MARKED, "ls<|end|>ls<|end|>"),
         (OPENED, "ls<|end|>\nls<|end|>\n"),
+        (RETURNED, "ls<|end|>ls<|pad|>"),
     ],
-    ids=["plain", "thinking", "ended", "marked", "opened"],
+    ids=["plain", "thinking", "ended", "marked", "opened", "returned"],
 )
 def test_both_turns_are_learned_in_a_text_as_stock_renders_it(
     small: Path, template: str, predicted: str
@@ -86,8 +96,10 @@ def test_both_turns_are_learned_in_a_text_as_stock_renders_it(
         (PLAIN, "ls<|end|>\nls<|end|>\n"),
         (THINKING, "ls<|end|>\n<think></think>ls<|end|>\n"),
         (MARKED, "ls<|end|>ls<|end|>"),
+        (NO_USER + PLAIN, "ls<|end|>ls<|end|>\n"),
+        (RETURNED, "ls<|end|>ls<|pad|>"),
     ],
-    ids=["plain", "thinking", "marked"],
+    ids=["plain", "thinking", "marked", "no user", "returned"],
 )
 def test_the_assistant_may_speak_first(small: Path, template: str, predicted: str) -> None:
     assert learned(small, template, ANSWER, USER, ANSWER)[1] == predicted

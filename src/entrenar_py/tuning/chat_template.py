@@ -149,11 +149,29 @@ class Rendering:
         if index:
             prompt = self.text(self._messages[:index], add_generation_prompt=True)
             begin = len(prompt) if text.startswith(prompt) else begin
-        so_far = self._messages[: index + 1]
-        rendered = self.text(so_far)
-        _, closing = self._around(so_far, index, rendered)
         end = len(text) - rest
-        return begin, end + _shared(text[end:], rendered[len(rendered) - closing :])
+        return begin, end + self._closing(text[end:], self._messages[: index + 1])
+
+    def _closing(self, rest: str, so_far: Sequence[Message]) -> int:
+        """Return how many characters at the beginning of `rest` close the last turn of `so_far`.
+
+        That is what closes it where it is the last of all. A template may close earlier turns by
+        another token, or refuse a conversation that ends there: one special token closes it then.
+        """
+        try:
+            rendered = self.text(so_far)
+            _, length = self._around(so_far, len(so_far) - 1, rendered)
+        except BadConversationError:
+            return self._special(rest)
+        closing = rendered[len(rendered) - length :]
+        shared = _shared(rest, closing)
+        return self._special(rest) if shared < self._special(closing) else shared
+
+    def _special(self, text: str) -> int:
+        """Return the length of the special token that `text` begins with, 0 without one."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        names = [token.content for token in added if token.special]
+        return max((len(name) for name in names if text.startswith(name)), default=0)
 
     def _around(self, messages: Sequence[Message], index: int, text: str) -> tuple[int, int]:
         """Return how many characters of `text` come before and after the message `index`."""
