@@ -153,7 +153,7 @@ def test_too_little_memory_ends_no_run(
     evaluator.settle(heard.append)
     (note,) = heard
     assert isinstance(note, Noted)
-    assert "step 2 is left out: too little memory (CUDA out of memory)" in note.text
+    assert "step 2 is left out: it failed (CUDA out of memory)" in note.text
     assert evaluator.finish(4, TENSORS, heard.append) is NO_SCORES
     assert places == ["cuda", "cuda", "cpu"]
 

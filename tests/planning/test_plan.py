@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.planning import advice, devices, plan, text
+from entrenar_py.errors import UsageError
+from entrenar_py.planning import advice, devices, plan, room, text
 from entrenar_py.planning.plan import Option, Run
 from entrenar_py.planning.shape import Cut, Shape
 from entrenar_py.tuning.settings import Data, Settings, Training
@@ -86,7 +87,17 @@ def test_unlike_devices_take_the_reference_trainer(folder: Path) -> None:
     run, options = planned(settings(folder, TINY), "gpu:4GB", "wgpu-amd:4GB", "cpu:4GB")
     assert chosen(run, options)[0] == "star"  # a mesh would be faster, and no run has one
     assert options["mesh"].seconds < options["star"].seconds
-    assert options["ddp"].problem == "its devices must be alike"
+    assert options["ddp"].problem == "its devices must be of one kind"
+
+
+def test_gpus_of_which_one_has_less_left_are_planned_for(folder: Path) -> None:
+    """What is free differs by a few bytes on every machine; each rank is held to its own GPU."""
+    run, options = planned(settings(folder, TINY), "gpu:4GB", "gpu:3.9GB")
+    assert not options["ddp"].problem
+    assert [one.device.memory for one in options["ddp"].workers] == [4 * 10**9, 39 * 10**8]
+    run, _ = planned(settings(folder, TINY), "gpu:4GB", "gpu:1MB")
+    with pytest.raises(UsageError, match=r"F-HET-002: .* of gpu, which has 1\.00 MB"):
+        room.require(run, "ddp")
 
 
 def test_quantised_weights_are_cut_by_no_strategy(folder: Path) -> None:

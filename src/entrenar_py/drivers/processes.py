@@ -98,7 +98,10 @@ class Crew:
         hand = alive[0] if alive else self._new()
         self._idle = alive[1:]
         hand.answer = None
-        hand.pipe.send_bytes(job)
+        try:
+            hand.pipe.send_bytes(job)
+        except OSError as error:
+            raise SystemFailure(f"a process died before it had its job ({error})") from error
         self._busy.append(hand)
         return hand
 

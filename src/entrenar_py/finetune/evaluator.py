@@ -22,10 +22,12 @@ from entrenar_py.tuning.evaluation import Scores
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.workload import Finetuning
+from entrenar_py.untrusted import escaping
 
 # Copies that may wait to be scored. Adapters fit in many times; one copy may always wait.
 WAITING_BYTES = 2**30
-_OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
+# What torch raises for too little memory, on the CPU too, and for a device that fails.
+_FAILED = (RuntimeError, MemoryError)
 
 
 class Evaluator:
@@ -74,7 +76,8 @@ class Evaluator:
     def finish(self, made: int, tensors: Mapping[str, Array], tell: Listener) -> Scores | None:
         """Score and tell the result of the run; return None if there are no validation rows.
 
-        What a device has too little memory for is scored on the CPU.
+        What a device has too little memory for is scored on the CPU. What can't be scored there is
+        left out, and said to be: the run itself is over.
         """
         rows = self._prepared.validation
         if rows is None:
@@ -83,7 +86,14 @@ class Evaluator:
             scores = self._scores(rows, tensors)
         except torch.OutOfMemoryError:  # of a GPU
             self._device = torch.device("cpu")
-            scores = self._scores(rows, tensors)
+            try:
+                scores = self._scores(rows, tensors)
+            except _FAILED as error:
+                tell(_left_out(made, error))
+                return None
+        except _FAILED as error:
+            tell(_left_out(made, error))
+            return None
         tell(event(scores, made))
         return scores
 
@@ -98,9 +108,8 @@ class Evaluator:
             made, _, future = self._waiting.popleft()
             try:
                 scores = future.result()
-            except _OUT_OF_MEMORY as error:
-                text = f"validation after step {made} is left out: too little memory ({error})"
-                tell(Noted(what="not_scored", step=made, text=text))
+            except _FAILED as error:
+                tell(_left_out(made, error))
             else:
                 tell(event(scores, made))
 
@@ -125,6 +134,12 @@ class Evaluator:
     def _require_running(self) -> None:
         if self._is_stopped:
             raise SystemFailure("the evaluation was given up")
+
+
+def _left_out(made: int, error: Exception) -> Noted:
+    told = escaping.shortened(" ".join(str(error).split()))
+    text = f"validation after step {made} is left out: it failed ({told})"
+    return Noted(what="not_scored", step=made, text=text)
 
 
 def event(scores: Scores, made: int) -> Scored:

@@ -31,9 +31,10 @@ def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Pa
         yield partial
         names = sorted(path.name for path in partial.iterdir())
         mode = partial.stat().st_mode & 0o666  # as the user's umask has it; safetensors' is 0600
-        for name in names:
-            (partial / name).chmod(mode)
-            _sync(partial / name)
+        for path in partial.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
+            _sync(path)
         _move(partial, folder, [name for name in names if name not in marks], marks)
     except (
         Exception
@@ -50,6 +51,8 @@ def _move(partial: Path, folder: Path, names: Sequence[str], marks: Sequence[str
             path.unlink()
     _sync(folder)
     for name in (*names, *(mark for mark in marks if (partial / mark).exists())):
+        if (folder / name).is_dir():  # such as a tokenizer's additional chat templates
+            shutil.rmtree(folder / name)
         (partial / name).replace(folder / name)
         _sync(folder)
     partial.rmdir()

@@ -97,8 +97,11 @@ def checkpoint_files(settings: Settings) -> list[str]:
 
 
 def shared_settings(settings: Settings) -> dict[str, object]:
-    """Return the settings that a worker needs, as a record. It names no path of this machine."""
-    plain = replace(settings, coordinator=None, workers=1)
+    """Return the settings that a worker needs, as a record. It names no path of this machine.
+
+    What is for the coordinator alone has its default: a worker has no rows to evaluate on.
+    """
+    plain = replace(settings, coordinator=None, workers=1, evaluate_every=Settings.evaluate_every)
     record = settings_file.to_record(plain)
     return {**record, "model": "model", "output": "output", "data": _data(record["data"])}
 

@@ -59,12 +59,7 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
         )
     new_tokens = new_tokens or NEW_TOKENS
     if settings.task == "instruct":
-        given = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
+        given = _asked(tokenizer, prompt)
     else:
         given = tokenizer(prompt, return_tensors="pt")
     given.pop("token_type_ids", None)
@@ -85,6 +80,19 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
             pad_token_id=model.padding(tokenizer),
         )
     yield tokenizer.decode(made[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _asked(tokenizer: Any, prompt: str) -> Any:
+    """Return a question as the chat template writes it. Raises UsageError if it refuses that."""
+    try:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+    except Exception as error:  # templates raise what they like
+        raise UsageError(f"--prompt: the chat template refuses it: {error}") from error
 
 
 def _require_room(output: Output, tokens: Sequence[int], new_tokens: int) -> None:

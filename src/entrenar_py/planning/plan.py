@@ -197,8 +197,8 @@ def _problem(run: Run, strategy: str) -> str:
         return ""
     if size == 1:
         return "it needs two devices or more"
-    if len({(one.kind, one.memory) for one in run.devices}) > 1:
-        return "its devices must be alike"
+    if len({one.kind for one in run.devices}) > 1:
+        return "its devices must be of one kind"
     if run.devices[0].kind == "wgpu":
         return "torch's collectives know no wgpu"
     if run.settings.method == "qlora" and strategy not in WHOLE_LAYERS:

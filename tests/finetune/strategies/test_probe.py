@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import settings_file
@@ -70,3 +72,20 @@ def test_adapters_are_part_of_it(workload: Finetuning) -> None:
         with pytest.raises(UsageError, match="computes something else"):
             require_same(before, workload)
     assert not any(p.any() for n, p in workload.module.named_parameters() if "lora_B" in n)
+
+
+def test_what_is_no_number_is_left_alone() -> None:
+    """A router of experts returns a tuple, with the experts that it chose."""
+
+    class Router(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            scores = super().forward(x)
+            return scores, scores.argmax(-1)
+
+    module, x = nn.Sequential(Router(3, 4)), torch.ones(2, 3)
+    exact, chosen = module(x)
+    with probe._rounded(module, torch.Generator().manual_seed(0)):
+        other, same = module(x)
+    assert torch.equal(chosen, same)
+    assert 0 < float((exact - other).detach().abs().max()) < 1e-5
+    assert not module[0]._forward_hooks

@@ -120,6 +120,17 @@ def test_two_gpus_train_as_one_process_does(case: Case, strategy: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.05 if is_short else 5e-3)
 
 
+@pytest.mark.parametrize(
+    "case", [{"lora": {"targets": ["layers.0.self_attn.q_proj"]}}], indirect=True
+)
+def test_a_stage_without_anything_to_train_is_told(case: Case) -> None:
+    """By all ranks, once; and what was refused leaves nothing that blocks the next attempt."""
+    codes, told = ranks.torchrun(case.write("out", "pipeline_parallel"), 2)
+    assert codes == [exit_codes.INVALID] * 2, told
+    assert told.count("rank 1 has nothing to train in blocks 1 to 1") == 1
+    run(case, "ddp")
+
+
 @pytest.mark.parametrize("case", [{"method": "qlora"}], indirect=True)
 def test_stages_keep_quantised_weights(case: Case) -> None:
     codes, told = ranks.torchrun(case.write("out", "pipeline_parallel"), 2)

@@ -17,6 +17,8 @@ def together(action: Callable[[], Result]) -> Result:
     """Return the result of `action` on this rank, once all ranks have theirs.
 
     If one or more raise an error of this package, or an OSError, all raise that of the lowest rank.
+    A collective within `action` must come before anything that can fail on some ranks alone, or
+    after that was agreed on: a rank that has left waits for the others here.
     """
     problem: tuple[str, object] | None = None
     try:

@@ -199,10 +199,11 @@ def _run(
     def opened() -> State | None:
         return None if record is None else _opened(record, prepared, resume=resume)
 
+    # First, so that a strategy that is refused leaves no ledger behind.
+    strategy = together(lambda: table.STRATEGIES[shards.scenario.system](shards))
     state = together(opened)
     resumes = [state is not None]
     dist.broadcast_object_list(resumes, 0)
-    strategy = together(lambda: table.STRATEGIES[shards.scenario.system](shards))
     if shards.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(shards.device)  # loading is not training
     loop = Loop(

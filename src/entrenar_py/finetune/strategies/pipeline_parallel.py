@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune.strategies import probe
+from entrenar_py.finetune.strategies.agreement import together
 from entrenar_py.finetune.strategies.stages import Ends, Stage, in_evaluation
 from entrenar_py.finetune.strategies.step import Shards, Step
 from entrenar_py.finetune.strategies.strategy import Arrays, Strategy, ValueOf, gradient_of
@@ -49,18 +50,13 @@ class PipelineParallel(Strategy):
             self._keep(module, ends)
             workload.objective.to(self.device)
             self._stage = _Drawing(stage, shards, self._rank)
-            self._require_same(before, tokens)
+            together(lambda: self._require_same(before, tokens))
         self.trainable = {
             names[parameter]: parameter
             for parameter in module.parameters()
             if parameter.requires_grad
         }
-        if not self.trainable:
-            raise UsageError(
-                f"strategy=pipeline_parallel: rank {self._rank} has nothing to train in blocks "
-                f"{cuts[self._rank].start} to {cuts[self._rank].stop - 1}; use lora.targets within "
-                "blocks, or fewer ranks"
-            )
+        together(lambda: self._require_trainable(cuts[self._rank]))
         self._copied = self._find_copies()
         self._schedule: tuple[_Shape, Any] | None = None
 
@@ -77,6 +73,13 @@ class PipelineParallel(Strategy):
         for table in tables:
             if table.weight not in here:
                 table.weight.data = table.weight.data.new_empty(0)
+
+    def _require_trainable(self, own: range) -> None:
+        if not self.trainable:
+            raise UsageError(
+                f"strategy=pipeline_parallel: rank {self._rank} has nothing to train in blocks "
+                f"{own.start} to {own.stop - 1}; use lora.targets within blocks, or fewer ranks"
+            )
 
     def _find_copies(self) -> dict[str, dist.ProcessGroup]:
         """Return the groups of ranks that train copies of the same tensor, by its name."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune.strategies.strategy import local
@@ -71,12 +72,14 @@ def reference(workload: Finetuning, device: torch.device) -> Reference:
 
 @contextmanager
 def _rounded(module: nn.Module, draw: torch.Generator) -> Iterator[None]:
-    def off(_: nn.Module, __: object, output: Tensor) -> Tensor:
+    def off(output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output  # such as the experts that a router chose
         noise = torch.rand(output.shape, generator=draw, device=output.device) * 2 - 1
         return output + (output * noise * torch.finfo(output.dtype).eps).to(output.dtype)
 
     hooks = [
-        layer.register_forward_hook(off)
+        layer.register_forward_hook(lambda _, __, output: tree_map(off, output))
         for layer in module.modules()
         if any(tensor.dim() > 1 for tensor in layer.parameters(recurse=False))
     ]

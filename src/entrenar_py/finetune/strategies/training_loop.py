@@ -89,7 +89,14 @@ class Loop:
         self._stopping = _Stopping()
 
     def run(self, state: State | None, *, resumes: bool) -> Ended:
-        """Train from the beginning, or from rank 0's `state`, to the end, and score the result."""
+        """Train from the beginning, or from rank 0's `state`, to the end, and score the result.
+
+        A signal waits for what is saved and scored, too.
+        """
+        with self._stopping:
+            return self._run(state, resumes=resumes)
+
+    def _run(self, state: State | None, *, resumes: bool) -> Ended:
         if resumes:
             self._restore(state)
         whole = self._state()
@@ -97,20 +104,20 @@ class Loop:
         self._saved = self._step if resumes else -1
         status, reason = "completed", ""
         why: tuple[trace.Event, ...] = ()
-        with self._stopping:
-            while self._step < self._scenario.num_steps:
-                try:
-                    is_stopped = self._train()
-                except Halted as error:
-                    status, reason, why = "halted", str(error), error.events
-                    break
-                if is_stopped:
-                    status, reason = "stopped", "a rank was stopped by a signal"
-                    break
-                if self._step % self._save_every == 0:
-                    self._save()
-                if self._scoring.is_due(self._step) and self._step < self._scenario.num_steps:
-                    self._score()
+        num_steps = self._scenario.num_steps
+        while self._step < num_steps:
+            try:
+                is_stopped = self._train()
+            except Halted as error:
+                status, reason, why = "halted", str(error), error.events
+                break
+            if is_stopped and self._step < num_steps:
+                status, reason = "stopped", "a rank was stopped by a signal"
+                break
+            if self._step % self._save_every == 0:
+                self._save()
+            if self._scoring.is_due(self._step) and self._step < num_steps:
+                self._score()
         self._save()
         step, peaks = self._step, self._peaks()
         self._on_record(lambda record: record.note("memory", step, f"peak memory: {peaks}"))
