@@ -100,6 +100,15 @@ def test_gpus_of_which_one_has_less_left_are_planned_for(folder: Path) -> None:
         room.require(run, "ddp")
 
 
+def test_a_device_that_is_named_twice_has_twice_the_workers(folder: Path) -> None:
+    """As by --backend cpu,cpu,cpu,wgpu with four workers."""
+    found = settings(folder, TINY, workers=4)
+    pair = devices.described(["cpu:4GB", "wgpu:4GB"])
+    run = plan.of(found, pair, longest=8, bandwidth=1e9, turns=[0, 0, 0, 1])
+    workers = plan.option(run, "star").workers
+    assert [(one.device.kind, one.sharing) for one in workers] == [("cpu", 3)] * 3 + [("wgpu", 1)]
+
+
 def test_quantised_weights_are_cut_by_no_strategy(folder: Path) -> None:
     """As the configuration's reader refuses them; and no other method's advice is that."""
     found = settings(folder, {**TINY, "hidden_size": 64}, method="qlora")

@@ -16,7 +16,10 @@ PROG = "entrenar_py.finetune"
 
 
 def main(argv: Sequence[str], environment: Mapping[str, str], init_method: str = "env://") -> int:
-    """Train as the rank that `environment` names; return the exit code. Only rank 0 prints."""
+    """Train as the rank that `environment` names; return the exit code.
+
+    Rank 0 prints. What goes wrong before ranks have joined is told by the first rank of each host.
+    """
     given = _parser().parse_args(argv)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP warns of what is meant so
     is_first = environment.get("RANK", "0") == "0"
@@ -24,6 +27,11 @@ def main(argv: Sequence[str], environment: Mapping[str, str], init_method: str =
         from entrenar_py.finetune.strategies import launch  # brings torch
 
         here = launch.world(environment)
+    except EntrenarError as error:  # of one host alone: the others wait for it
+        if environment.get("LOCAL_RANK", "0") == "0":
+            _tell(error)
+        return _code(error)
+    try:
         with launch.joined(here, init_method):
             return launch.train(
                 given.config,
@@ -35,8 +43,12 @@ def main(argv: Sequence[str], environment: Mapping[str, str], init_method: str =
     except EntrenarError as error:
         if is_first:
             _tell(error)
-        is_invalid = isinstance(error, ContractError | UsageError | CheckpointError)
-        return exit_codes.INVALID if is_invalid else exit_codes.FAILED
+        return _code(error)
+
+
+def _code(error: EntrenarError) -> int:
+    is_invalid = isinstance(error, ContractError | UsageError | CheckpointError)
+    return exit_codes.INVALID if is_invalid else exit_codes.FAILED
 
 
 def _tell(error: EntrenarError) -> None:

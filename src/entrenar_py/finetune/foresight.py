@@ -27,8 +27,8 @@ def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
     said to be so, and runs. Raises ContractError for values that can't train anything, and
     UsageError for a device with too little memory.
     """
-    devices = room.of_backends(names, prepared.settings.devices)
-    _look(path, prepared, devices, "star")
+    devices, places = room.of_backends(names, prepared.settings.devices), list(dict.fromkeys(names))
+    _look(path, prepared, devices, "star", turns=[places.index(name) for name in names])
 
 
 def look_as_ranks(
@@ -54,9 +54,20 @@ def remark(path: Path, prepared: Prepared, shape: Shape | None = None) -> None:
     remarks.show(path, Facts(settings=settings, num_parameters=number, rows=rows))
 
 
-def _look(path: Path, prepared: Prepared, devices: Sequence[Device], strategy: str) -> None:
-    longest = _longest(prepared)
-    run = plan.of(prepared.settings, devices, longest=longest, bandwidth=_BANDWIDTH)
+def _look(
+    path: Path,
+    prepared: Prepared,
+    devices: Sequence[Device],
+    strategy: str,
+    turns: Sequence[int] = (),
+) -> None:
+    run = plan.of(
+        prepared.settings,
+        devices,
+        longest=_longest(prepared),
+        bandwidth=_BANDWIDTH,
+        turns=turns,
+    )
     remark(path, prepared, run.shape)
     try:
         plan.rehearse(run, strategy)

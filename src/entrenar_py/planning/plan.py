@@ -70,7 +70,8 @@ class Run:
 
     `longest` is the number of tokens of the longest row, and `length` that of the sequences that
     are computed, which is more if rows are packed. `bandwidth` in bytes a second is that of links
-    for which a device states none.
+    for which a device states none. Workers compute on `turns` in turns, which are indices of
+    devices: on each device equally often, if none are given.
     """
 
     settings: Settings
@@ -78,6 +79,12 @@ class Run:
     devices: tuple[Device, ...]
     longest: int
     bandwidth: float
+    turns: tuple[int, ...] = ()
+
+    def place(self, rank: int) -> int:
+        """Return the index of the device of worker `rank`."""
+        turns = self.turns or range(len(self.devices))
+        return turns[rank % len(turns)]
 
     @property
     def length(self) -> int:
@@ -114,9 +121,14 @@ class Run:
 
 
 def of(
-    settings: Settings, devices: Sequence[Device], *, longest: int | None, bandwidth: float
+    settings: Settings,
+    devices: Sequence[Device],
+    *,
+    longest: int | None,
+    bandwidth: float,
+    turns: Sequence[int] = (),
 ) -> Run:
-    """Return the run of `settings` on `devices`.
+    """Return the run of `settings` on `devices`, on which workers compute in `turns`.
 
     `longest` is the number of tokens of the longest row; without it rows have data.max_tokens.
     """
@@ -127,6 +139,7 @@ def of(
         devices=tuple(devices),
         longest=most if longest is None else min(longest, most),
         bandwidth=bandwidth,
+        turns=tuple(turns),
     )
 
 
@@ -169,7 +182,7 @@ def option(run: Run, strategy: str) -> Option:
 
 
 def _worker(run: Run, strategy: str, rank: int) -> Worker:
-    number = rank % len(run.devices)
+    number = run.place(rank)
     device = run.devices[number]
     shards = run.settings.training.num_shards
     load = Load(
@@ -184,7 +197,7 @@ def _worker(run: Run, strategy: str, rank: int) -> Worker:
         device=device,
         memory=memory.of(strategy, run.shape, load),
         recomputed=memory.of(strategy, run.shape, replace(load, recompute=True)),
-        sharing=len(range(number, run.num_workers, len(run.devices))),
+        sharing=sum(run.place(other) == number for other in range(run.num_workers)),
     )
 
 
