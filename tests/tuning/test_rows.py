@@ -32,15 +32,21 @@ def test_rows_have_their_lines_as_places(tmp_path: Path) -> None:
         (b"[" * 100_000, "is nested too deeply"),
         (b'{"a": %s}' % (b"9" * 5000), "can't be read (Exceeds the limit (4300 digits) for "),
         (b'{"a": "\\ud83d"}', "has half of a character (\\ud83d)"),
+        (b'{"a": "\0"}', "is not JSON (Invalid control character at column 8)"),
+        ('{"a": 1}'.encode("utf-16-le"), "is not JSON (Expecting property name enclosed in double"),
+        (b'{"a": "\xed\xa0\xbd"}', "is not UTF-8 (invalid continuation byte at byte 7)"),
     ],
-    ids=["cut off", "a list", "a text", "Latin-1", "deep", "digits", "half a pair"],
+    ids=[
+        *("cut off", "a list", "a text", "Latin-1", "deep", "digits", "half a pair"),
+        *("a control character", "UTF-16", "half a pair as bytes"),
+    ],
 )
 def test_a_bad_row_is_told_and_the_next_one_read(tmp_path: Path, line: bytes, problem: str) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(line + b'\n{"a": 2}\n')
-    bad, good = rows.read(path)
+    path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
+    _, bad, good = rows.read(path)
     assert isinstance(bad, BadRow)
-    assert bad.place == f"{path}:1"
+    assert bad.place == f"{path}:2"
     assert bad.problem.startswith(problem)
     assert isinstance(good, Row)
 
@@ -89,6 +95,10 @@ LIST = json.dumps(ROWS, indent=2, ensure_ascii=False).encode()
         ("rows.jsonl", b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n")),
         ("rows.json", LINES),
         ("rows.json", LIST),
+        ("rows.jsonl", LIST),
+        ("rows.jsonl", LIST.replace(b"\n", b"")),
+        ("rows.jsonl.gz", gzip.compress(b"\n" + LIST, mtime=0)),
+        ("rows.jsonl", LINES.replace(b"\n", b"\n\xef\xbb\xbf")),
         ("rows.json", b"\xef\xbb\xbf" + LIST),
         ("rows.jsonl.gz", gzip.compress(LINES, mtime=0)),
         ("rows.json.gz", gzip.compress(LIST, mtime=0)),
@@ -111,7 +121,13 @@ def test_a_pattern_names_files_in_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("rows.json", b'{\n"data": []}', "use a list of objects, or an object a line"),
+        ("rows.json", b'{\n"data": []}', "or an object a line; its first line is not JSON"),
+        (
+            "rows.json",
+            LIST.decode().encode("utf-16"),
+            "an object a line; its first line is not UTF",
+        ),
+        ("rows.jsonl", b'[\n{"a": 1},\n{"a": 2},\n]', r"as a list, and is not JSON \(.*: line "),
         ("rows.json", b'[{"a": 1},]', "is not JSON"),
         ("rows.json", b"[" * 100_000, "is not JSON \\(nested too deeply\\)"),
         ("rows.jsonl.gz", LINES, "can't be read \\(Not a gzipped file"),

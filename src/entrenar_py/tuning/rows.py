@@ -70,8 +70,7 @@ def read(path: Path) -> Iterator[Row | BadRow]:
     Raises UsageError if a file can't be read, or is of another kind.
     """
     readers = {
-        **dict.fromkeys(_LINES, _of_lines),
-        **dict.fromkeys(_LISTS, _of_list),
+        **dict.fromkeys((*_LINES, *_LISTS), _of_json),
         **dict.fromkeys(_TABLES, _of_parquet),
     }
     for file in files(path):
@@ -99,41 +98,55 @@ def _opened(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
+def _of_json(path: Path) -> Iterator[Row | BadRow]:
+    """Yield objects, each in its line; or those of one list, whatever the file's name ends with."""
+    with _opened(path) as file:
+        first = next((line for line in map(_unmarked, file) if line.strip()), b"{}")
+    if first.lstrip().startswith(b"["):
+        yield from _of_list(path)
+        return
+    if _kind(path) in _LISTS and isinstance(bad := _row(path, 1, first), BadRow):
+        told = f"its first line {bad.problem}"
+        raise UsageError(f"data {path}: use a list of objects, or an object a line; {told}")
+    yield from _of_lines(path)
+
+
 def _of_lines(path: Path) -> Iterator[Row | BadRow]:
     with _opened(path) as file:
-        for number, line in enumerate(file, 1):
-            text = line.removeprefix(_MARK) if number == 1 else line
-            if text.strip():
-                yield _row(path, number, text)
+        for number, line in enumerate(map(_unmarked, file), 1):
+            if line.strip():
+                yield _row(path, number, line)
 
 
 def _of_list(path: Path) -> Iterator[Row | BadRow]:
-    """Yield the objects of one list, by their numbers in it; or objects, each in its line."""
     with _opened(path) as file:
-        content = file.read().removeprefix(_MARK)
-    if not content.lstrip().startswith(b"["):
-        first = next((line for line in content.splitlines() if line.strip()), b"{}")
-        if isinstance(_row(path, 1, first), BadRow):
-            raise UsageError(f"data {path}: use a list of objects, or an object a line")
-        yield from _of_lines(path)
-        return
+        content = file.read()
     try:
-        rows = json.loads(content)
+        rows = json.loads(_unmarked(content).decode())
     except (ValueError, RecursionError) as error:
         told = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UsageError(f"data {path}: is not JSON ({told}); mend it") from error
+        raise UsageError(
+            f"data {path}: begins as a list, and is not JSON ({told}); mend it"
+        ) from error
     for number, fields in enumerate(rows, 1):
         yield _checked(path, number, fields)
+
+
+def _unmarked(line: bytes) -> bytes:
+    """Return a line without the mark that it has where a file begins, or once began."""
+    return line.removeprefix(_MARK)
 
 
 def _row(path: Path, number: int, line: bytes) -> Row | BadRow:
     place = f"{path}:{number}"
     try:
-        fields = json.loads(line.rstrip())
+        fields = json.loads(line.decode().rstrip())
     except UnicodeDecodeError as error:
         return BadRow(place, f"is not UTF-8 ({error.reason} at byte {error.start})")
     except json.JSONDecodeError as error:
-        return BadRow(place, f"is not JSON ({error.msg} at column {error.colno})")
+        return BadRow(
+            place, f"is not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+        )
     except ValueError as error:  # a number of too many digits
         return BadRow(place, f"can't be read ({error})")
     except RecursionError:

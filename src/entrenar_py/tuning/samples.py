@@ -21,7 +21,7 @@ from entrenar_py.tuning.encoding import Encoder, Sample
 from entrenar_py.tuning.rows import BadRow
 from entrenar_py.tuning.settings import Settings
 
-VERSION = 2  # of the file; another one is made anew
+VERSION = 3  # of the file; another one is made anew
 _SHOWN = 20  # bad rows in a message
 
 
