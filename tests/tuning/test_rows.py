@@ -66,6 +66,34 @@ def test_parquet(tmp_path: Path) -> None:
         list(rows.read(path))
 
 
+def test_objects_in_parquet_have_the_fields_that_they_were_given(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    calls = [[{"name": "w", "arguments": {"city": "Rome"}}], [{"arguments": {"days": [1, None]}}]]
+    parquet.write_table(pyarrow.table({"calls": calls}), tmp_path / "rows.parquet")
+    found = list(rows.read(tmp_path / "rows.parquet"))
+    assert [row.fields["calls"] for row in found if isinstance(row, Row)] == calls
+
+
+def test_values_that_python_has_none_for_are_told_where_they_are_used(tmp_path: Path) -> None:
+    """A column of times that are finer, or later, than Python's is no harm to the others."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    times = pyarrow.array([1_234_567_891, 0], pyarrow.timestamp("ns"))
+    days = pyarrow.array([10**8, 0], pyarrow.date32())
+    (offsets,) = pyarrow.array([0, 3, 6], pyarrow.int32()).buffers()[1:]
+    texts = pyarrow.StringArray.from_buffers(2, offsets, pyarrow.py_buffer(b"ab\xffdef"))
+    table = pyarrow.table({"text": ["ls", "cat"], "time": times, "day": days, "bad": texts})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    found = list(rows.read(tmp_path / "rows.parquet"))
+    first, second = (row.fields for row in found if isinstance(row, Row))
+    assert (first["text"], second["text"], second["bad"]) == ("ls", "cat", "def")
+    assert repr(first["bad"]).startswith("(can't be read: 'utf-8' codec can't decode byte 0xff")
+    assert "out of range" in repr(first["day"])
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

@@ -167,6 +167,16 @@ def _checked(path: Path, number: int, fields: object) -> Row | BadRow:
     return Row(str(path), number, fields)
 
 
+@dataclass(frozen=True)
+class _Unreadable:
+    """A value of a Parquet file that Python has none for. No harm in fields that are not used."""
+
+    problem: str
+
+    def __repr__(self) -> str:
+        return f"(can't be read: {self.problem})"
+
+
 def _of_parquet(path: Path) -> Iterator[Row | BadRow]:
     try:
         from pyarrow import ArrowException, parquet
@@ -178,10 +188,36 @@ def _of_parquet(path: Path) -> Iterator[Row | BadRow]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(_BATCH_ROWS):
-                for fields in batch.to_pylist():
+                columns = [_values(column) for column in batch.columns]
+                for values in zip(*columns, strict=True):
                     number += 1
-                    yield Row(str(path), number, fields)
+                    fields = zip(batch.schema.names, values, strict=True)
+                    yield Row(str(path), number, {name: _given(one) for name, one in fields})
     except ArrowException as error:
         raise UsageError(
             f"data {path}: not a Parquet file, or a damaged one, after row {number} ({error})"
         ) from error
+
+
+def _values(column: Any) -> list[Any]:
+    """Return the values of a column; of some times, or of text that is not UTF-8, what is wrong."""
+    try:
+        return cast("list[Any]", column.to_pylist())
+    except (ValueError, OverflowError):
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError) as error:
+        return _Unreadable(str(error))
+
+
+def _given(value: Any) -> Any:
+    """Return a value without the fields that objects in it lack, which Arrow fills with null."""
+    if isinstance(value, dict):
+        return {name: _given(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_given(one) for one in value]
+    return value
