@@ -68,13 +68,33 @@ def test_what_comes_with_a_pair() -> None:
             "role": "assistant",
             "tool_calls": {"function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
         },
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": "weather", "arguments": '{"city": "Rome"}'},
+        },
     ],
 )
-def test_calls_of_functions(turn: Mapping[str, Any]) -> None:
-    row = {"messages": [USER, turn], "tools": '[{"name": "weather"}]'}
+@pytest.mark.parametrize("tools", ["tools", "functions"])
+def test_calls_of_functions(turn: Mapping[str, Any], tools: str) -> None:
+    row = {"messages": [USER, turn], tools: '[{"name": "weather"}]'}
     found = conversations.read(row, "messages")
     assert found.messages[1]["tool_calls"] == [CALL]
+    assert "function_call" not in found.messages[1]
     assert found.tools == [{"type": "function", "function": {"name": "weather"}}]
+
+
+@pytest.mark.parametrize("field", ["messages", "conversations"])
+def test_what_a_row_has_as_system_comes_before_its_messages(field: str) -> None:
+    own = {"role": "developer", "content": "Be kind."}
+    said = {"role": "system", "content": "Be brief."}
+    assert read({"system": "Be brief.", field: [USER, ANSWER]}) == [said, USER, ANSWER]
+    assert read({"system": "", field: [USER, ANSWER]}) == [USER, ANSWER]
+    assert read({"system": "Be brief.", field: [own, USER, ANSWER]}) == [
+        {**own, "role": "system"},
+        USER,
+        ANSWER,
+    ]
 
 
 def test_turns_of_weight_0_are_not_learned() -> None:
@@ -95,6 +115,9 @@ def test_turns_of_weight_0_are_not_learned() -> None:
         ({"messages": [USER, {**ANSWER, "content": "\n"}]}, "the assistant's message 2 is empty"),
         ({"instruction": "list", "output": ""}, "the assistant's message 2 is empty"),
         ({"prompt": 3, "completion": "ls"}, "prompt=3: use a text"),
+        ({"system": 3, "messages": [USER, ANSWER]}, "system=3: use a text"),
+        ({"prompt": "list", "completion": "ls", "history": 3}, "history is no list of [prompt, "),
+        ({"messages": [{**USER, "content": 3}, ANSWER]}, "no text as its content (3)"),
         ({"messages": [USER, ANSWER], "images": ["a.jpg"]}, "has images; only text is learned"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]},

@@ -32,7 +32,8 @@ _ROLES = {
     **dict.fromkeys(("function", "observation", "tool_response", "ipython"), "tool"),
     "function_call": "assistant",
 }
-_CALL = "function_call"  # ShareGPT's role of an assistant that calls a function
+# ShareGPT's role of an assistant that calls a function, and OpenAI's earlier field with the call.
+_CALL = "function_call"
 _MEDIA = ("images", "image", "videos", "audios", "audio")
 _PREFERENCES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
 _WEIGHTS = ("weight", "loss_weight", "train")  # of a message: 0 or false is not learned
@@ -69,7 +70,9 @@ def read(fields: Mapping[str, Any], field: str) -> Conversation:
     _require_good(fields, field)
     name, given = _given(fields, field)
     if not isinstance(given, list) or not given:
-        raise BadConversationError(f"{name} is no list of messages; use [{{role, content}}, ...]")
+        raise BadConversationError(
+            f"{name} is no list of messages ({given!r}); use [{{role, content}}, ...]"
+        )
     pairs = [_message(name, number, one) for number, one in enumerate(given, 1)]
     messages = [message for message, _ in pairs]
     turns = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
@@ -80,8 +83,12 @@ def read(fields: Mapping[str, Any], field: str) -> Conversation:
     for index in learned:
         if not ((messages[index]["content"] or "").strip() or messages[index].get("tool_calls")):
             raise BadConversationError(f"{name}: the assistant's message {index + 1} is empty")
-    last = max(learned)
-    return Conversation(messages=messages[: last + 1], tools=_tools(fields), learned=learned)
+    before = [] if messages[0]["role"] == "system" else _system(fields)
+    return Conversation(
+        messages=[*before, *messages[: max(learned) + 1]],
+        tools=_tools(fields),
+        learned=[len(before) + index for index in learned],
+    )
 
 
 def _require_good(fields: Mapping[str, Any], field: str) -> None:
@@ -120,15 +127,14 @@ def _of_pair(
         yield from (*fields[prompt], *fields[answer])  # TRL: both are messages
         return
     parts = [fields[name] for name in (prompt, more) if name and fields[name]]
-    texts = {"system": fields.get("system"), prompt: fields[prompt], answer: fields[answer]}
+    texts = {prompt: fields[prompt], answer: fields[answer]}
     if more:
         texts[more] = fields[more]
     for name, text in texts.items():
         if text is not None and not isinstance(text, str):
             raise BadConversationError(f"{name}={text!r}: use a text")
-    if fields.get("system"):
-        yield {"role": "system", "content": fields["system"]}
-    for pair in fields.get("history") or ():
+    history = fields.get("history") or []
+    for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list) or len(pair) != len(("user", "assistant")):
             raise BadConversationError("history is no list of [prompt, answer]")
         yield {"role": "user", "content": pair[0]}
@@ -154,6 +160,8 @@ def _message(name: str, number: int, given: Any) -> tuple[Message, bool]:
     if any(weight not in (0, 1) for weight in weights):
         raise BadConversationError(f"{place} has weight {weights[0]!r}; use 0 or 1")
     content = message.pop("content", message.pop("value", None))
+    if _CALL in message and "tool_calls" not in message:
+        message["tool_calls"] = message.pop(_CALL)
     if said == _CALL:
         message["tool_calls"], content = [_parsed(place, content)], ""
     message |= {"role": role, **_content(place, content, calls="tool_calls" in message)}
@@ -169,7 +177,7 @@ def _content(place: str, content: object, *, calls: bool) -> Message:
     if isinstance(content, str):
         return {"content": content}
     if not isinstance(content, list):
-        raise BadConversationError(f"{place} has no text as its content")
+        raise BadConversationError(f"{place} has no text as its content ({content!r})")
     texts, found = list[str](), dict[str, Any]()
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
@@ -212,9 +220,17 @@ def _call(place: str, call: Any) -> Message:
     return {"type": "function", **about, "function": {**function, **named}}
 
 
+def _system(fields: Mapping[str, Any]) -> list[Message]:
+    """Return what a row has as `system`, as a message, if it has that."""
+    said = fields.get("system")
+    if said is not None and not isinstance(said, str):
+        raise BadConversationError(f"system={said!r}: use a text")
+    return [{"role": "system", "content": said}] if said else []
+
+
 def _tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return the functions that a row lets the assistant call, as templates take them."""
-    given = fields.get("tools")
+    given = fields.get("tools") or fields.get("functions")  # the latter is OpenAI's earlier field
     if isinstance(given, str):
         try:
             given = json.loads(given) if given.strip() else None
