@@ -125,9 +125,24 @@ def test_labels_that_are_no_texts(
     assert found.labels.tolist() == expected
 
 
-def test_a_label_that_is_a_place(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"a number is a name, not a place: say labels: \[0, 1\]"):
-        load(small, tmp_path, "classify", [{"text": "ls", "label": 1}])
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        (1, r"a number is a name, not a place: say labels: \[0, 1\]"),
+        (1.0, r"a number is a name, not a place: say labels: \[0, 1\]"),
+        (True, r"a truth value is a name, not a place: say labels: \[false, true\]"),
+    ],
+)
+def test_a_label_that_is_a_place(small: Path, tmp_path: Path, label: object, problem: str) -> None:
+    with pytest.raises(UsageError, match=f"label={label}: .*{problem}"):
+        load(small, tmp_path, "classify", [{"text": "ls", "label": label}])
+
+
+@pytest.mark.parametrize("label", ["x" * 10**5, ["safe"] * 10**5])
+def test_a_long_value_is_told_shortened(small: Path, tmp_path: Path, label: object) -> None:
+    with pytest.raises(UsageError, match=r"characters left out .*: classes.labels has s") as told:
+        load(small, tmp_path, "classify", [{"text": "ls", "label": label}])
+    assert len(str(told.value)) < 1000
 
 
 def test_rows_of_several_files(small: Path, tmp_path: Path) -> None:

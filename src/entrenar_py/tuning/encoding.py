@@ -15,6 +15,7 @@ from entrenar_py.tuning import chat_template, conversations
 from entrenar_py.tuning.conversations import BadConversationError
 from entrenar_py.tuning.rows import BadRow, Row
 from entrenar_py.tuning.settings import Settings
+from entrenar_py.untrusted import escaping
 
 NO_LABEL = -1
 _LONG = "has "  # how the problem of a row begins that has too many tokens
@@ -64,7 +65,7 @@ class Encoder:
         try:
             sample = self._encode(row.fields)
         except (_BadValueError, BadConversationError) as problem:
-            return BadRow(row.place, str(problem))
+            return BadRow(row.place, escaping.shortened(str(problem)))
         most = self._settings.data.max_tokens
         if len(sample.tokens) > most:
             return BadRow(
@@ -86,10 +87,8 @@ class Encoder:
         tokens = self._tokens(self._text(fields))
         label = _name_of(self._field(fields, name))
         if label not in labels:
-            told = ", ".join(labels)
-            if isinstance(fields[name], int) and 0 <= fields[name] < len(labels):
-                told += f"; a number is a name, not a place: say labels: {_numbers(len(labels))}"
-            raise _BadValueError(f"{name}={fields[name]!r}: classes.labels has {told}")
+            told = f"classes.labels has {', '.join(labels)}{_hint(label, len(labels))}"
+            raise _BadValueError(f"{name}={fields[name]!r}: {told}")
         return Sample(tokens, [False] * len(tokens), labels.index(label))
 
     def _instructed(self, fields: Mapping[str, Any]) -> Sample:
@@ -127,5 +126,11 @@ def _name_of(label: object) -> str:
     return str(label) if isinstance(label, str | int | float) else ""
 
 
-def _numbers(count: int) -> str:
-    return f"[{', '.join(map(str, range(count)))}]"
+def _hint(label: str, num_labels: int) -> str:
+    """Return what to say about a label that is none of `num_labels` others."""
+    if label in ("false", "true"):
+        return "; a truth value is a name, not a place: say labels: [false, true]"
+    places = [str(place) for place in range(num_labels)]
+    if label in places:
+        return f"; a number is a name, not a place: say labels: [{', '.join(places)}]"
+    return ""
