@@ -148,9 +148,14 @@ def test_arguments_of_calls_are_texts_where_a_template_needs_them_so(small: Path
             (USER, THOUGHT),
             "leaves out a part of message 2 (assistant)",
         ),
+        (
+            PLAIN,
+            (USER, {**ANSWER, "reasoning_content": "hm"}),
+            "leaves out a part of message 2 (assistant)",
+        ),
         (PLAIN, (USER, {**CALL, "content": ""}), "leaves out the call in message 2"),
     ],
-    ids=["refuses", "without a system", "without thoughts", "without calls"],
+    ids=["refuses", "without a system", "without thoughts", "nor in their field", "without calls"],
 )
 def test_nothing_is_left_out_unsaid(
     small: Path, template: str, messages: tuple[Any, ...], problem: str
@@ -158,3 +163,14 @@ def test_nothing_is_left_out_unsaid(
     with pytest.raises(BadConversationError) as raised:
         learned(small, template, *messages)
     assert problem in str(raised.value)
+
+
+def test_no_tool_is_left_out_unsaid(small: Path) -> None:
+    tokenizer = model.tokenizer(settings(small, small, "instruct"))
+    row = {"messages": [USER, ANSWER], "tools": [{"name": "weather", "parameters": {}}]}
+    conversation = conversations.read(row, "messages")
+    tokenizer.chat_template = "{{ tools | tojson }}" + PLAIN
+    assert any(chat_template.encode(tokenizer, conversation)[1])
+    tokenizer.chat_template = PLAIN
+    with pytest.raises(BadConversationError, match="leaves out the tool 'weather'; take tools out"):
+        chat_template.encode(tokenizer, conversation)

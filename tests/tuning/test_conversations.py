@@ -126,7 +126,12 @@ def test_turns_of_weight_0_are_not_learned() -> None:
         ({"prompt": "list", "chosen": "ls", "rejected": "rm"}, "no preference is learned"),
         ({"messages": [USER, ANSWER], "label": False}, "marks a bad answer"),
         ({"messages": [USER, {"from": "function_call", "value": "w("}]}, "a call that is not JSON"),
+        (
+            {"messages": [USER, {"from": "function_call", "value": "[" * 10**5}]},
+            "a call that is not JSON (nested too deeply)",
+        ),
         ({"messages": [USER, ANSWER], "tools": "["}, "tools are not JSON"),
+        ({"messages": [USER, ANSWER], "tools": "[" * 10**5}, "tools are not JSON (nested"),
         ({"messages": [USER, ANSWER], "tools": [1]}, "tools are no list of objects"),
     ],
 )

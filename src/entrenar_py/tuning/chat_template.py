@@ -12,7 +12,7 @@ import contextlib
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,6 +63,13 @@ def _with_texts(messages: Sequence[Message]) -> list[Message]:
     return changed
 
 
+def _name_of(tool: Mapping[str, Any]) -> str:
+    """Return the name of a function that may be called; "" if it has none."""
+    function = tool["function"]
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
 def _bare(text: str) -> str:
     return "".join(text.split())
 
@@ -83,9 +90,17 @@ class Rendering:
     def require_kept(self) -> None:
         """Require that the template writes all it is given, but for earlier turns' thoughts."""
         conversation, text = self._conversation, _bare(self.text(self._messages))
+        for name in map(_name_of, conversation.tools or ()):
+            if _bare(name) not in text:
+                raise BadConversationError(
+                    f"the chat template leaves out the tool {name!r}; take tools out of the row, "
+                    "or use the checkpoint of a model that calls functions"
+                )
         for number, message in enumerate(conversation.messages, 1):
             if message["role"] in ("system", "user") or number == len(self._messages):
-                parts = (message["content"] or "").replace("<think>", _THOUGHT).split(_THOUGHT)
+                thought = message.get("reasoning_content") if number == len(self._messages) else ""
+                said = f"{message['content'] or ''}{_THOUGHT}{thought or ''}"
+                parts = said.replace("<think>", _THOUGHT).split(_THOUGHT)
                 if not all(_bare(part) in text for part in parts):
                     raise BadConversationError(
                         f"the chat template leaves out a part of message {number} "

@@ -198,9 +198,17 @@ def _content(place: str, content: object, *, calls: bool) -> Message:
 def _parsed(place: str, text: object) -> Any:
     """Return the object that `text` holds as JSON."""
     try:
-        return json.loads(text) if isinstance(text, str) else text
+        return _of_json(text) if isinstance(text, str) else text
     except ValueError as error:
         raise BadConversationError(f"{place} has a call that is not JSON ({error})") from error
+
+
+def _of_json(text: str) -> Any:
+    """Return what `text` holds; raises ValueError."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def _listed(value: Any) -> list[Any]:
@@ -233,7 +241,7 @@ def _tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
     given = fields.get("tools") or fields.get("functions")  # the latter is OpenAI's earlier field
     if isinstance(given, str):
         try:
-            given = json.loads(given) if given.strip() else None
+            given = _of_json(given) if given.strip() else None
         except ValueError as error:
             raise BadConversationError(f"tools are not JSON ({error})") from error
     if not given:
