@@ -146,6 +146,19 @@ def test_a_pattern_names_files_in_order(tmp_path: Path) -> None:
     assert [row.fields["a"] for row in found if isinstance(row, Row)] == [1, 2, 10]
 
 
+@pytest.mark.parametrize("pattern", ["[v1]/*/rows.jsonl", "[v1]/**/*.jsonl", "[v1]/?/r*.jsonl"])
+def test_a_pattern_may_name_folders(
+    tmp_path: Path, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ba":
+        (tmp_path / "[v1]" / name).mkdir(parents=True)
+        (tmp_path / "[v1]" / name / "rows.jsonl").write_text(f'{{"a": "{name}"}}\n', "utf-8")
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / pattern, Path(pattern)):
+        found = list(rows.read(path))
+        assert [row.fields["a"] for row in found if isinstance(row, Row)] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [

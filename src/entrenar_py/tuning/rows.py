@@ -49,11 +49,14 @@ class BadRow:
 def files(path: Path) -> list[Path]:
     """Return the files that `path` names: one, or those that fit it as a pattern, by name.
 
+    Folders that are there are no patterns, whatever signs their names have.
+
     Raises UsageError if there are none, or for one that holds no rows.
     """
     found = [path]
-    if not path.exists() and any(sign in path.name for sign in _PATTERN):
-        found = sorted(path.parent.glob(path.name))
+    if not path.exists() and any(sign in str(path) for sign in _PATTERN):
+        folder = next((one for one in path.parents if one.is_dir()), Path())
+        found = sorted(folder.glob(str(path.relative_to(folder))))
         if not found:
             raise UsageError(f"data {path}: no file fits the pattern; give another one")
     if path.is_dir():
