@@ -3,6 +3,7 @@
     EntrenarError
     ├── ContractError        a contract file is wrong (carries every problem found)    exit 2
     ├── UsageError           the command line or a scenario asks for the impossible    exit 2
+    │   ├── RowsError        rows to learn from can't be used (a line for each)         exit 2
     │   └── TraceError       a stored trace or replay file can't be trusted            exit 2
     │       └── ForeignTrace a file that is no trace, or of another version            exit 2
     ├── CheckpointError      a checkpoint is missing, damaged or of another run
@@ -46,6 +47,10 @@ class UsageError(EntrenarError):
     def of(cls, field: str, value: object, advice: str) -> Self:
         """Return the error of one field: `field=value: advice`."""
         return cls(f"{field}={value!r}: {advice}", field=field)
+
+
+class RowsError(UsageError):
+    """Raised when rows of a file can't be used. The message has a line for each of the first."""
 
 
 class TraceError(UsageError):

@@ -162,6 +162,21 @@ def test_rows_that_can_not_be_used(
     assert told in refusal(config, capsys)
 
 
+def test_each_row_that_can_not_be_used_has_its_line(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names of fields that have line ends don't look like other rows."""
+    config = runs.configured(tmp_path, small)
+    rows = [{**ROW, "label": "  fine"}, ROW, {"a\n\x1b[1mrows.jsonl:9": 1}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
+    told = refusal(config, capsys).splitlines()
+    assert [line.partition(" ")[0] for line in told] == ["entrenar:", "", ""]
+    assert "2 of 3 rows can't be used" in told[0]
+    assert told[1].endswith("rows.jsonl:1: label='  fine': classes.labels has safe, unsafe")
+    assert r"rows.jsonl:3: has no field 'text'; it has a\n\x1b[1mrows.jsonl:9; " in told[2]
+
+
 def refusal(config: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Return the message with which `entrenar finetune` refuses a configuration before it runs."""
     assert cli.main(["finetune", str(config)]) == exit_codes.INVALID

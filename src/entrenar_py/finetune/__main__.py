@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, UsageError
+from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, RowsError, UsageError
 from entrenar_py.service import exit_codes, following
 from entrenar_py.untrusted import printing
 
@@ -54,6 +54,8 @@ def _code(error: EntrenarError) -> int:
 def _tell(error: EntrenarError) -> None:
     if isinstance(error, ContractError):  # its lines start with file:line:column
         printing.warn_lines(str(error))
+    elif isinstance(error, RowsError):
+        printing.warn_lines(f"entrenar: {error}")
     else:
         printing.warn(f"entrenar: {error}")
 

@@ -37,7 +37,7 @@ def keep_skipped(prepared: Prepared) -> None:
     path, skipped = prepared.settings.output / SKIPPED, _skipped(prepared)
     try:
         if skipped:
-            lines = [escaping.line(str(one)) for one in skipped]
+            lines = [escaping.exact(one) for one in skipped]
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         else:
             path.unlink(missing_ok=True)

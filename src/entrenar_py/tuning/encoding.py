@@ -65,7 +65,7 @@ class Encoder:
         try:
             sample = self._encode(row.fields)
         except (_BadValueError, BadConversationError) as problem:
-            return BadRow(row.place, escaping.shortened(str(problem)))
+            return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
         most = self._settings.data.max_tokens
         if len(sample.tokens) > most:
             return BadRow(

@@ -14,7 +14,7 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from entrenar_py.errors import CheckpointError, UsageError
+from entrenar_py.errors import CheckpointError, RowsError, UsageError
 from entrenar_py.training import checkpoint
 from entrenar_py.tuning import rows
 from entrenar_py.tuning.encoding import Encoder, Sample
@@ -94,8 +94,8 @@ class Samples:
 def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samples:
     """Return the samples of the file at `path`, from the folder `cache` if they are there.
 
-    Raises UsageError for a file without a usable row, and unless rows are skipped, for each that
-    can't be used.
+    Raises UsageError for a file without a usable row, and RowsError, unless rows are skipped, for
+    rows that can't be used.
     """
     kept = cache / f"{_key(settings, path, tokenizer)}.samples"
     found = read_kept(kept)
@@ -103,7 +103,7 @@ def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samp
         found = _encoded(settings, path, Encoder(settings, tokenizer))
         _keep(kept, found)
     if found.skipped and settings.data.on_error == "stop":
-        raise UsageError(_told(path, found))
+        raise RowsError(_told(path, found))
     if not len(found):
         told = f"; the first is {found.skipped[0]}" if found.skipped else ""
         raise UsageError(f"data {path}: has no row that can be used{told}")

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, UsageError
+from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, RowsError, UsageError
 from entrenar_py.service import exit_codes
 from entrenar_py.service.cli import options
 from entrenar_py.untrusted import printing
@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.STOPPED
     except ContractError as error:  # its lines start with file:line:column
         printing.warn_lines(str(error))
+        return exit_codes.INVALID
+    except RowsError as error:
+        printing.warn_lines(f"{options.PROG}: {error}")
         return exit_codes.INVALID
     except (UsageError, CheckpointError) as error:
         _say(error)
