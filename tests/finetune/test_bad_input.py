@@ -142,7 +142,7 @@ def test_a_tokenizer_without_a_chat_template(
 @pytest.mark.parametrize(
     ("rows", "data", "told"),
     [
-        ("", {}, "has no row that can be used"),
+        ("", {}, "has no row that can be used; give one that has rows"),
         ("\n \n", {}, "has no row that can be used"),
         (json.dumps({"text": "ls", "label": "fine"}), {}, "rows.jsonl:1: label='fine'"),
         (json.dumps({**ROW, "text": "ls " * 70}), {}, "tokens; data.max_tokens allows 64"),

@@ -105,8 +105,8 @@ def load(settings: Settings, path: Path, tokenizer: Any, *, cache: Path) -> Samp
     if found.skipped and settings.data.on_error == "stop":
         raise RowsError(_told(path, found))
     if not len(found):
-        told = f"; the first is {found.skipped[0]}" if found.skipped else ""
-        raise UsageError(f"data {path}: has no row that can be used{told}")
+        told = f"the first is {found.skipped[0]}" if found.skipped else "give one that has rows"
+        raise UsageError(f"data {path}: has no row that can be used; {told}")
     return found
 
 
