@@ -102,6 +102,7 @@ def test_values_that_python_has_none_for_are_told_where_they_are_used(tmp_path: 
         ("rows-*.jsonl", "no file fits the pattern"),
         (".", "is a folder; name its files, such as"),
         ("none.jsonl", r"can't be read \(No such file or directory\)"),
+        (f"{'a' * 300}.jsonl", r"can't be read \(File name too long\)"),
     ],
 )
 def test_a_file_that_is_none(tmp_path: Path, name: str, problem: str) -> None:

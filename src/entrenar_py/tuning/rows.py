@@ -53,6 +53,17 @@ def files(path: Path) -> list[Path]:
 
     Raises UsageError if there are none, or for one that holds no rows.
     """
+    try:
+        found = _files(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    for file in found:
+        if not _kind(file):
+            raise UsageError(f"data {file}: use a file whose name ends with {_KINDS}")
+    return found
+
+
+def _files(path: Path) -> list[Path]:
     found = [path]
     if not path.exists() and any(sign in str(path) for sign in _PATTERN):
         folder = next((one for one in path.parents if one.is_dir()), Path())
@@ -61,10 +72,12 @@ def files(path: Path) -> list[Path]:
             raise UsageError(f"data {path}: no file fits the pattern; give another one")
     if path.is_dir():
         raise UsageError(f"data {path}: is a folder; name its files, such as {path / '*.jsonl'}")
-    for file in found:
-        if not _kind(file):
-            raise UsageError(f"data {file}: use a file whose name ends with {_KINDS}")
     return found
+
+
+def _unreadable(path: Path, error: Exception) -> UsageError:
+    told = getattr(error, "strerror", None) or error
+    return UsageError(f"data {path}: can't be read ({told}); give a file that can be read")
 
 
 def read(path: Path) -> Iterator[Row | BadRow]:
@@ -80,10 +93,7 @@ def read(path: Path) -> Iterator[Row | BadRow]:
         try:
             yield from readers[_kind(file)](file)
         except (OSError, EOFError, zlib.error) as error:
-            told = getattr(error, "strerror", None) or error
-            raise UsageError(
-                f"data {file}: can't be read ({told}); give a file that can be read"
-            ) from error
+            raise _unreadable(file, error) from error
 
 
 def _kind(path: Path) -> str:
