@@ -35,10 +35,20 @@ def read(row: Mapping[str, Any], field: str = "messages") -> list[dict[str, Any]
         {"prompt": "list", "completion": "ls"},
         {"prompt": [USER], "completion": [ANSWER]},
         {"question": "list", "answer": "ls"},
+        {"question": "list", "response": "ls"},
     ],
 )
 def test_forms_of_the_same_conversation(row: Mapping[str, Any]) -> None:
     assert read(row) == [USER, ANSWER]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"), [("instruction", "response"), ("question", "answer")]
+)
+@pytest.mark.parametrize("more", ["input", "context"])
+def test_no_field_of_a_pair_is_left_out(prompt: str, answer: str, more: str) -> None:
+    found = read({"system_prompt": "Be brief.", prompt: "count", more: "a b", answer: "2"})
+    assert [one["content"] for one in found] == ["Be brief.", "count\n\na b", "2"]
 
 
 def test_what_comes_with_a_pair() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.errors import UsageError
+from entrenar_py.training import checkpoint
 from entrenar_py.tuning import model, samples
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Classes, Data, Settings
@@ -176,6 +177,35 @@ def test_another_tokenizer_has_another_cache(small: Path) -> None:
     assert samples.tokenizer_digest(first) == samples.tokenizer_digest(other)
     other.chat_template = "{{ messages }}"
     assert samples.tokenizer_digest(first) != samples.tokenizer_digest(other)
+
+
+def test_nothing_predicts_a_first_token(small: Path, tmp_path: Path) -> None:
+    """Of an assistant that speaks first, by a template that begins with its words."""
+    row = {"messages": [{"role": "assistant", "content": "ls -la"}]}
+    chosen = settings(small, tmp_path / "rows.jsonl", "instruct")
+    chosen.data.train.write_text(json.dumps(row), encoding="utf-8")
+    tokenizer = model.tokenizer(chosen)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    found = samples.load(chosen, chosen.data.train, tokenizer, cache=tmp_path / "cache")
+    assert not found.is_target[0]
+    assert found.is_target[1:].all()
+
+
+def test_two_processes_may_fill_the_cache_at_once(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each writes a file of its own before it gives it the name; here the other one is first."""
+    path = tmp_path / "cache" / "rows.samples"
+    save = checkpoint.save
+
+    def slow(own: Path, *rest: Any) -> None:
+        monkeypatch.setattr(checkpoint, "save", save)
+        save(own, *rest)
+        samples._keep(path, made([0, 1]))
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    samples._keep(path, made([0, 1]))
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
 def test_a_chat_needs_a_template(small: Path, tmp_path: Path) -> None:

@@ -13,17 +13,17 @@ from typing import Any, TypeAlias
 
 USUAL = "messages"  # the field with messages, unless settings name another
 _SHAREGPT = "conversations"
-# Pairs of a prompt and an answer: the prompt's field, one that is put after it, the answer's field.
+# Pairs of a prompt and an answer, by their fields.
 _PAIRS = (
-    ("instruction", "input", "output"),  # Alpaca
-    ("instruction", "context", "response"),  # Dolly
-    ("instruction", "", "output"),
-    ("instruction", "", "response"),
-    ("prompt", "", "completion"),
-    ("prompt", "", "response"),
-    ("question", "", "answer"),
-    ("query", "", "response"),
+    ("instruction", "output"),  # Alpaca
+    ("instruction", "response"),  # Dolly
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("question", "response"),  # OpenOrca
+    ("query", "response"),
 )
+_MORE = ("input", "context")  # what a prompt is about, put after it
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
     "developer": "system",
@@ -38,8 +38,8 @@ _MEDIA = ("images", "image", "videos", "audios", "audio")
 _PREFERENCES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
 _WEIGHTS = ("weight", "loss_weight", "train")  # of a message: 0 or false is not learned
 _FORMS = (
-    f"{USUAL}, {_SHAREGPT}, instruction and output (with input), instruction and response (with "
-    "context), prompt and completion, question and answer"
+    f"{USUAL}, {_SHAREGPT}, instruction and output, instruction and response, prompt and "
+    "completion, question and answer (each with input or context)"
 )
 
 Message: TypeAlias = dict[str, Any]
@@ -113,26 +113,22 @@ def _given(fields: Mapping[str, Any], field: str) -> tuple[str, Any]:
         return field, fields[field]
     if field == USUAL and _SHAREGPT in has:
         return _SHAREGPT, fields[_SHAREGPT]
-    for prompt, more, answer in _PAIRS if field == USUAL else ():
-        if prompt in has and answer in has and (not more or more in fields):
-            return answer, list(_of_pair(fields, prompt, more, answer))
+    for prompt, answer in _PAIRS if field == USUAL else ():
+        if prompt in has and answer in has:
+            return answer, list(_of_pair(fields, prompt, answer))
     told = f"has no field {field!r}; it has {', '.join(fields) or 'none'}"
     raise BadConversationError(f"{told}; use {_FORMS}" if field == USUAL else told)
 
 
-def _of_pair(
-    fields: Mapping[str, Any], prompt: str, more: str, answer: str
-) -> Iterator[Mapping[str, Any]]:
+def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Mapping[str, Any]]:
     if isinstance(fields[prompt], list) and isinstance(fields[answer], list):
         yield from (*fields[prompt], *fields[answer])  # TRL: both are messages
         return
-    parts = [fields[name] for name in (prompt, more) if name and fields[name]]
-    texts = {prompt: fields[prompt], answer: fields[answer]}
-    if more:
-        texts[more] = fields[more]
-    for name, text in texts.items():
-        if text is not None and not isinstance(text, str):
-            raise BadConversationError(f"{name}={text!r}: use a text")
+    asked = [name for name in (prompt, *_MORE) if fields.get(name) is not None]
+    for name in (*asked, answer):
+        if not isinstance(fields[name], str):
+            raise BadConversationError(f"{name}={fields[name]!r}: use a text")
+    parts = [fields[name] for name in asked if fields[name]]
     history = fields.get("history") or []
     for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list) or len(pair) != len(("user", "assistant")):
@@ -229,10 +225,11 @@ def _call(place: str, call: Any) -> Message:
 
 
 def _system(fields: Mapping[str, Any]) -> list[Message]:
-    """Return what a row has as `system`, as a message, if it has that."""
-    said = fields.get("system")
+    """Return what a row has as `system` or `system_prompt`, as a message, if it has one."""
+    name = "system" if fields.get("system") else "system_prompt"
+    said = fields.get(name)
     if said is not None and not isinstance(said, str):
-        raise BadConversationError(f"system={said!r}: use a text")
+        raise BadConversationError(f"{name}={said!r}: use a text")
     return [{"role": "system", "content": said}] if said else []
 
 

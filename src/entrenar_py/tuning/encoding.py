@@ -93,7 +93,11 @@ class Encoder:
 
     def _instructed(self, fields: Mapping[str, Any]) -> Sample:
         conversation = conversations.read(fields, self._settings.data.messages_field)
-        return Sample(*chat_template.encode(self._tokenizer, conversation))
+        tokens, is_target = chat_template.encode(self._tokenizer, conversation)
+        is_target = [False, *is_target[1:]]  # nothing stands before the first to predict it from
+        if not any(is_target):
+            raise _BadValueError("has one token, and nothing to predict")
+        return Sample(tokens, is_target)
 
     def _text(self, fields: Mapping[str, Any]) -> str:
         name = self._settings.data.text_field

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -191,9 +192,12 @@ def read_kept(path: Path) -> Samples | None:
 def _keep(path: Path, found: Samples) -> None:
     arrays = {name: getattr(found, name) for name in ("tokens", "starts", "labels")}
     arrays["is_target"] = found.is_target.astype(np.uint8)
+    # A name of its own: another process, or another host, may make the same samples meanwhile.
+    own = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(path, arrays, {"skipped": [asdict(one) for one in found.skipped]})
+        checkpoint.save(own, arrays, {"skipped": [asdict(one) for one in found.skipped]})
+        own.replace(path)
     except OSError as error:
         raise UsageError(
             f"tokenised rows can't be kept in {path.parent} ({error.strerror or error}); make room "
