@@ -119,6 +119,17 @@ def test_ranks_share_the_memory_of_their_own_host(small: Path, config: Path) -> 
         foresight.look_as_ranks(config, run, names=["cpu"], num_ranks=2, num_hosts=1)
 
 
+def test_each_rank_has_its_own_gpu(small: Path, config: Path) -> None:
+    """The one with too little left is named."""
+    text = CONFIG.format(small=small, decay=0, more="strategy: ddp").replace("workers: 2\n", "")
+    config.write_text(text, encoding="utf-8")
+    run = prepared.prepare(settings_file.load(config))
+    names, free = ["cuda:0", "cuda:1"], [10**10, 10**7]
+    with pytest.raises(UsageError, match=r"F-HET-002: a worker needs .* of cuda:1, which has 10"):
+        foresight.look_as_ranks(config, run, names=names, num_ranks=2, num_hosts=1, free=free)
+    foresight.look_as_ranks(config, run, names=names, num_ranks=2, num_hosts=1, free=[10**10] * 2)
+
+
 def test_rows_that_cannot_be_read_are_said_to_be_so(
     small: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

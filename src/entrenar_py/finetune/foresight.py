@@ -32,15 +32,28 @@ def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
 
 
 def look_as_ranks(
-    path: Path, prepared: Prepared, *, names: Sequence[str], num_ranks: int, num_hosts: int
+    path: Path,
+    prepared: Prepared,
+    *,
+    names: Sequence[str],
+    num_ranks: int,
+    num_hosts: int,
+    free: Sequence[int] = (),
 ) -> None:
     """Do what `look` does for `num_ranks` ranks of torchrun, as many on each of `num_hosts`.
 
-    On this host they compute on `names` in turns. Others are taken to have the same devices.
+    On this host they compute on `names` in turns. Others are taken to have the same devices. With
+    `free` each rank has a GPU of its own, and so many bytes left there.
     """
     settings = replace(prepared.settings, workers=num_ranks)
     assert settings.strategy is not None, "ranks of torchrun have one"
-    devices = num_hosts * room.of_backends(names, settings.devices)
+    if free and not settings.devices:
+        devices = [
+            Device(name=names[rank % len(names)], kind="cuda", memory=num_bytes)
+            for rank, num_bytes in enumerate(free)
+        ]
+    else:
+        devices = num_hosts * room.of_backends(names, settings.devices)
     _look(path, replace(prepared, settings=settings), devices, settings.strategy)
 
 

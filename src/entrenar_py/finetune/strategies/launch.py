@@ -103,7 +103,8 @@ def train(
         torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     settings = together(lambda: _settings(path))
     prepared = _prepare(settings, here)
-    together(lambda: _look(path, prepared, here))
+    free = _free_bytes(here)
+    together(lambda: _look(path, prepared, here, free))
     shards = _shards(settings, prepared, here)
     scenario, specs = shards.scenario, shards.workload.specs
     with ExitStack() as stack:
@@ -144,8 +145,20 @@ def _finish(prepared: Prepared, scenario: Scenario, record: Record, ended: Ended
     tasks.draw(prepared, scenario.num_steps, whole)
 
 
-def _look(path: Path, prepared: Prepared, here: World) -> None:
-    """On rank 0, say what was read, and look at hyper-parameters and at this machine's memory."""
+def _free_bytes(here: World) -> list[int]:
+    """Return what each rank's GPU has left, nothing for CPUs. Looking opens a context on a GPU.
+
+    So each rank looks at its own.
+    """
+    if here.device.type != "cuda":
+        return []
+    free = [0] * here.size
+    dist.all_gather_object(free, torch.cuda.mem_get_info(here.device)[0])
+    return free
+
+
+def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
+    """On rank 0, say what was read, and look at hyper-parameters and at all ranks' memory."""
     if here.rank:
         return
     rows_read.say(prepared)
@@ -157,6 +170,7 @@ def _look(path: Path, prepared: Prepared, here: World) -> None:
         names=names if is_gpu else ["cpu"],
         num_ranks=here.size,
         num_hosts=-(-here.size // here.on_host),
+        free=free,
     )
 
 
