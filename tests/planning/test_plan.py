@@ -109,6 +109,16 @@ def test_a_device_that_is_named_twice_has_twice_the_workers(folder: Path) -> Non
     assert [(one.device.kind, one.sharing) for one in workers] == [("cpu", 3)] * 3 + [("wgpu", 1)]
 
 
+def test_faster_strategies_that_are_not_taken_are_named(folder: Path) -> None:
+    """Alike CPUs take the reference trainer for its bits, not for its speed."""
+    run, options = planned(settings(folder, TINY), "2 x cpu:4GB")
+    strategy, why = chosen(run, options)
+    assert strategy == "star"
+    assert "ddp" in why.partition("faster on the wire")[0].split(". ")[1]
+    assert "same bits" in why
+    assert why.count(". ") == 1
+
+
 def test_quantised_weights_are_cut_by_no_strategy(folder: Path) -> None:
     """As the configuration's reader refuses them; and no other method's advice is that."""
     found = settings(folder, {**TINY, "hidden_size": 64}, method="qlora")

@@ -63,11 +63,15 @@ def _others(run: Run, found: Sequence[Option], chosen: Option) -> str:
             f"There is no room for {names}: the least of them peaks at "
             f"{size(least.peak(recompute=run.recompute))}."
         )
-    slower = [
-        one
-        for one in found
-        if one is not chosen and not one.problem and one.seconds > chosen.seconds
-    ]
+    able = [one for one in found if one is not chosen and not one.problem]
+    faster = [one.strategy for one in able if one.seconds < chosen.seconds]
+    if faster and chosen.strategy in BY_PROTOCOL:
+        are = "is" if len(faster) == 1 else "are"
+        return (
+            f"{wording.listed(faster, most=len(faster))} {are} faster on the wire; weights of "
+            f"{chosen.strategy} have the same bits however many workers take part."
+        )
+    slower = [one for one in able if one.seconds > chosen.seconds]
     if slower:
         next_best = min(slower, key=lambda one: one.seconds)
         return (
