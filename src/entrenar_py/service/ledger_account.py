@@ -20,7 +20,8 @@ from entrenar_py.untrusted import files
 class Account:
     """The summary of a ledger of `num_lines`, from digest `first` to digest `last`.
 
-    `weights` has a digest for each step (`weights_digest`), `averages` one of its average where the
+    `weights` has a digest for each step after which weights were recorded (`weights_digest`): ranks
+    of torchrun record them with a checkpoint. `averages` has one of a step's average where the
     coordinator has no weights. `devices` holds (backend, device) pairs
     that were used. `quarrel` says where weights after the same step differ first, or is None.
     `made` lists stretches of steps, as (first, last), in the order they were made. A resume begins
@@ -65,7 +66,11 @@ class Account:
                     self.averages[event.step] = weights_digest(event.gradient, {})
                 case trace.Update():
                     self._extend(event.step)
-                    self._compare(event)
+                    if event.weights:
+                        self._compare(event)
+                case trace.Saved() if event.weights and event.step > 0:
+                    digest = weights_digest(event.weights, event.buffers)
+                    self.weights.setdefault(event.step - 1, digest)
 
     def _extend(self, step: int) -> None:
         begun, last = self.made[-1] if self.made else (step, -1)
@@ -124,9 +129,11 @@ class Account:
         digests, of = (self.weights, "weights") if self.weights else (self.averages, "average")
         if not digests:
             return "no step in it"
-        first, last = min(digests), max(digests)
+        known = max(digests)
+        first = min(begun for begun, _ in self.made) if self.made else known
+        last = max((last for _, last in self.made), default=known)
         stands = f"steps {first} to {last} of 0 to {self.scenario.num_steps - 1}"
-        stands += f", {of} {digests[last]} {'after' if self.weights else 'of'} step {last}"
+        stands += f", {of} {digests[known]} {'after' if self.weights else 'of'} step {known}"
         if self.end is None:
             return f"{stands}; the run is not over"
         reason = f" ({self.end.reason})" if self.end.reason else ""

@@ -243,7 +243,15 @@ def test_a_run_that_died_goes_on_with_the_same_bits(
     assert runs.digest(undisturbed(strategy)) == runs.digest(case.folder / "broken")
     ledger = case.folder / "broken" / "ledger.jsonl"
     assert cli.main(["ledger", "verify", str(ledger)]) == exit_codes.DONE
-    assert "step 2 is in it twice" in capsys.readouterr().out
+    verified = capsys.readouterr().out
+    assert "step 2 is in it twice" in verified
+    weights = told.partition("completed: step 4, weights ")[2][:16]
+    assert f"steps 0 to 3 of 0 to 3, weights {weights} after step 3; completed" in verified
+    if strategy == "ddp":  # nothing is left to be made, and the ledger stays as it is
+        codes, told = ranks.torchrun(broken, 2, "--resume")
+        assert codes == [exit_codes.DONE] * 2, told
+        assert cli.main(["ledger", "verify", str(ledger)]) == exit_codes.DONE
+        assert "; completed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

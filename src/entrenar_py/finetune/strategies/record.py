@@ -174,6 +174,18 @@ class Record:
         if self._since is not None and self._standing.is_new:
             self._write(self._since)
         self._watch.begin()
+        if not self._is_over:
+            self._write_start(state)
+        size = self._scenario.world_size
+        text = f"{self._scenario.system}: {size} ranks, from step {state.step} on"
+        self.note("began", state.step, text)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether the ledger ends with a run that was completed, so that nothing is to be made."""
+        return self._standing.end is not None and self._standing.end.status == "completed"
+
+    def _write_start(self, state: State) -> None:
         names = tuple(spec.name for spec in self._layout.specs)
         decayed = tuple(spec.name for spec in self._layout.specs if spec.decayed)
         self._write(
@@ -188,9 +200,6 @@ class Record:
                 optimizer=_records(self._flat_moments(state)),
             )
         )
-        size = self._scenario.world_size
-        text = f"{self._scenario.system}: {size} ranks, from step {state.step} on"
-        self.note("began", state.step, text)
 
     def made(self, step: Step, made: Made) -> None:
         """Record a step."""
@@ -299,7 +308,7 @@ class Record:
     ) -> None:
         """Record how the run ended, before step `step`; `why` are the events of a halt."""
         self._write(*why)
-        if self._standing.end is None or self._standing.end.status != "completed":
+        if not self._is_over:
             ended = "failed" if status == "stopped" else status
             self._write(trace.End(status=ended, reason=reason))
         weights = self.digest(tensors)
