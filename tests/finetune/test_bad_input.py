@@ -23,6 +23,7 @@ from tests.finetune import runs
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
+UP = "model.layers.1.mlp.up_proj.weight"
 ROW = {"text": "ls", "label": "safe"}
 
 
@@ -59,10 +60,41 @@ def half_a_file(model: Path) -> None:
     (model / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
+def quantised_weights(model: Path) -> None:
+    """Store a weight as codes, which config.json doesn't say."""
+    torch = pytest.importorskip("torch")
+    change(model, UP, lambda weight: weight.to(torch.float8_e4m3fn))
+
+
+def another_shape(model: Path) -> None:
+    change(model, UP, lambda weight: weight[:100].clone())
+
+
+def change(model: Path, name: str, changed: Callable[[Any], Any]) -> None:
+    torch_files = pytest.importorskip("safetensors.torch")
+    tensors = torch_files.load_file(model / "model.safetensors")
+    tensors[name] = changed(tensors[name])
+    torch_files.save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+
+def adapters_beside(model: Path) -> None:
+    (model / "adapter_config.json").write_text("{}", encoding="utf-8")
+
+
+def no_record(model: Path) -> None:
+    (model / "config.json").write_text("[]", encoding="utf-8")
+
+
+def no_words(model: Path) -> None:
+    """Lose the tokenizer's files: transformers then makes one of special tokens."""
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+
+
 def a_weight_less(model: Path) -> None:
     torch_files = pytest.importorskip("safetensors.torch")
     tensors = torch_files.load_file(model / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
+    del tensors[UP]
     torch_files.save_file(tensors, model / "model.safetensors", {"format": "pt"})
 
 
@@ -90,7 +122,18 @@ def few_positions(model: Path) -> None:
             "model-00002-of-00003.safetensors is missing, of the 3 files that "
             "model.safetensors.index.json names; copy the whole checkpoint",
         ),
-        (half_a_file, "its model can't be loaded"),
+        (half_a_file, "model.safetensors is no whole file of safetensors (Error while deseriali"),
+        (quantised_weights, f"model.safetensors has {UP} in F8_E4M3, so its weights are quantised"),
+        (another_shape, f"{UP} has the shape [100, 64] in its files, and [192, 64] by config.json"),
+        (
+            adapters_beside,
+            "it has adapters (adapter_config.json), and only whole models are",
+        ),
+        (
+            no_record,
+            "config.json can't be read (it is no object of JSON); copy the checkpoint",
+        ),
+        (no_words, "its tokenizer has no words, since no file with them is there"),
         (
             a_weight_less,
             "its files lack 1 of the model's weights, model.layers.1.mlp.up_proj.weight is missing",

@@ -17,21 +17,40 @@ from entrenar_py.untrusted import escaping, files
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _POOLER = "pooler."
-_INDEX_BYTES_MAX = 2**26
+_JSON_BYTES_MAX = 2**26
+_NUMBERS = ("F64", "F32", "F16", "BF16")  # formats of safetensors that hold weights as they are
 _SHOWN = 3  # missing files or weights in a message
 
 
 def require_config(folder: Path) -> None:
-    """Raise UsageError unless `folder` has a model's configuration."""
+    """Raise UsageError unless `folder` has a model's configuration, and no adapters."""
     if not folder.is_dir():
         raise UsageError(
             f"model={folder}: no such folder; give one with a checkpoint in Hugging Face's format "
             "(nothing is downloaded)"
         )
+    if (folder / "adapter_config.json").is_file():
+        raise UsageError(
+            f"model={folder}: it has adapters (adapter_config.json), and only whole models are "
+            "trained; give the model below them, or add them to it by entrenar merge"
+        )
     if not (folder / "config.json").is_file():
         raise UsageError(
             f"model={folder}: no config.json there; give the folder of a checkpoint in Hugging "
             "Face's format"
+        )
+    _require_record(folder / "config.json")
+
+
+def _require_record(path: Path) -> None:
+    try:
+        record = json.loads(files.read(path, bytes_max=_JSON_BYTES_MAX))
+        problem = "" if isinstance(record, dict) else "it is no object of JSON"
+    except (OSError, ValueError, RecursionError) as error:
+        problem = str(error)
+    if problem:
+        raise UsageError(
+            f"model={path.parent}: {path.name} can't be read ({problem}); copy the checkpoint again"
         )
 
 
@@ -68,6 +87,41 @@ def weight_files(folder: Path) -> list[str]:
     return shards
 
 
+def require_numbers(folder: Path) -> None:
+    """Raise UsageError unless all files of the weights can be read, and none is quantised.
+
+    transformers would take codes for the weights that they stand for, if config.json says nothing.
+    Only the beginnings of files are read.
+    """
+    import safetensors
+
+    for name in weight_files(folder):
+        try:
+            with safetensors.safe_open(folder / name, "pt") as opened:
+                kinds = {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+        except (OSError, safetensors.SafetensorError) as error:
+            raise UsageError(
+                f"model={folder}: {name} is no whole file of safetensors ({error}); copy the "
+                "checkpoint again"
+            ) from error
+        for key, kind in kinds.items():
+            if key.endswith(".weight") and kind not in _NUMBERS:
+                raise UsageError(
+                    f"model={folder}: {name} has {escaping.shortened(key)} in {kind}, so its "
+                    "weights are quantised already; give the checkpoint that they were made from, "
+                    "with method: qlora"
+                )
+
+
+def require_shapes(folder: Path, mismatched: Collection[tuple[str, Any, Any]]) -> None:
+    """Raise UsageError if there is a weight with a shape in `folder` and another in the model."""
+    for name, found, expected in sorted(mismatched):
+        raise UsageError(
+            f"model={folder}: {escaping.shortened(name)} has the shape {list(found)} in its files, "
+            f"and {list(expected)} by config.json and the settings; use what fits together"
+        )
+
+
 def digest(folder: Path) -> str:
     """Return 32 hex digits over a checkpoint's configuration and weights; reads all of it.
 
@@ -88,7 +142,7 @@ def digest(folder: Path) -> str:
 def _shards(index: Path) -> list[str]:
     """Return the names of the files that an index names, in order."""
     try:
-        named = json.loads(files.read(index, bytes_max=_INDEX_BYTES_MAX))["weight_map"].values()
+        named = json.loads(files.read(index, bytes_max=_JSON_BYTES_MAX))["weight_map"].values()
         names = sorted({str(name) for name in named})
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(

@@ -23,6 +23,7 @@ from entrenar_py.untrusted import escaping
 
 _HEADS = ("classifier", "score")  # peft adds these to what is trained whole
 _EXTRA = "pip install 'entrenar-py[finetune]'"
+_MARKERS = ("▁",)  # of a word's beginning, which tokenizers without files have
 _SHOWN = 12  # layers in a message
 _TOLD_CHARS = 300
 _ROUNDED = 1e-4  # largest share of logits that rounding changes; what an encoder sees changes more
@@ -44,6 +45,11 @@ def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
         raise UsageError(
             f"{folder}: its tokenizer has neither a padding nor an end token; give "
             "it one of them (tokenizer_config.json)"
+        )
+    if not set(found.get_vocab()) - {*found.all_special_tokens, *_MARKERS}:
+        raise UsageError(
+            f"{folder}: its tokenizer has no words, since no file with them is there (such as "
+            "tokenizer.json); copy the whole checkpoint"
         )
     return found
 
@@ -158,7 +164,7 @@ def _kind(settings: Settings) -> tuple[Any, dict[str, Any]]:
 
 def _base(settings: Settings) -> tuple[nn.Module, list[str]]:
     """Return the checkpoint's model, and the names of its parts that the checkpoint lacks."""
-    fitting.require_checkpoint(settings.model)
+    fitting.require_numbers(settings.model)
     kind, options = _kind(settings)
     config = _config(settings)
     quantising: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -175,8 +181,10 @@ def _base(settings: Settings) -> tuple[nn.Module, list[str]]:
             use_safetensors=True,
             trust_remote_code=settings.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, with the weight's name
             **options,
         )
+    fitting.require_shapes(settings.model, loading["mismatched_keys"])
     new = fitting.require_weights(settings.model, module, loading["missing_keys"])
     if new and settings.task != "classify":
         raise UsageError(
