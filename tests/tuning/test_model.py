@@ -152,6 +152,47 @@ def test_a_layer_that_peft_can_not_adapt(small: Path, tmp_path: Path) -> None:
         model.load(chosen, 0)
 
 
+def gemma3() -> Any:
+    """Return the configuration of a model that takes images, too."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return transformers.Gemma3Config(
+        text_config={
+            **sizes,
+            "vocab_size": 512,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        },
+        vision_config={**sizes, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=500,
+        boi_token_index=501,
+        eoi_token_index=502,
+    )
+
+
+@pytest.mark.parametrize("task", ["text", "classify"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_no_text_passes_through_stays_as_it_is(
+    method: str, task: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part for images has no gradient, although it has layers of the targets' names."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole = settings(small, tmp_path, gemma3(), task=task)
+    chosen = replace(whole, method=method, lora=Lora(rank=2, targets=("q_proj",)))
+    workload = prepared.prepare(chosen).workload()
+    assert not any("vision" in spec.name or "multi_modal" in spec.name for spec in workload.specs)
+    _, gradients = gradient(workload, 1)
+    assert len(gradients) == len(workload.specs) > 1
+    shaped = [name for name, held in model.shape(chosen).named_parameters() if held.requires_grad]
+    assert sorted(shaped) == sorted(spec.name for spec in workload.specs)
+    if method == "lora":
+        only = replace(chosen, lora=Lora(rank=2, targets=("fc1",)))
+        with pytest.raises(UsageError, match=r"lora\.targets='fc1': the model has no"):
+            model.load(only, 0)
+
+
 @pytest.mark.parametrize(
     ("kind", "task", "told"),
     [

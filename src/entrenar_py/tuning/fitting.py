@@ -169,6 +169,18 @@ def require_weights(folder: Path, module: nn.Module, missing: Collection[str]) -
     return sorted({name.removeprefix(base).partition(".")[0] for name in missing})
 
 
+def beside_text(module: nn.Module) -> list[str]:
+    """Return the names of the parts that no text passes through, such as those for images."""
+    model = cast("Any", module)
+    if model.config.get_text_config() is model.config:
+        return []
+    decoder = model.get_decoder()
+    name = next(name for name, part in module.named_modules() if part is decoder)
+    above, _, last = name.rpartition(".")
+    children = module.get_submodule(above).named_children() if above else ()
+    return [f"{above}.{child}" for child, _ in children if child != last]
+
+
 def _listed(names: list[str]) -> str:
     shown = ", ".join(escaping.shortened(name) for name in names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -7,6 +7,7 @@ say so.
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -70,6 +71,7 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
         torch.manual_seed(settings.seed)
         module, new = _base(settings)
         module.config.pad_token_id = pad_token  # type: ignore[union-attr]
+        _freeze_beside(module)
         if settings.adapts:
             module = _adapted(settings, module, new)
     precision.prepare(module, settings)
@@ -143,6 +145,7 @@ def shape(settings: Settings) -> nn.Module:
             dtype=precision.of_checkpoint(settings),
             trust_remote_code=settings.trust_remote_code,
         )
+    _freeze_beside(module)
     if settings.adapts:
         with torch.device("meta"):
             module = _adapted(settings, module, ())
@@ -238,17 +241,37 @@ def _adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
     """Return `module` with adapters. Its `new` parts are trained whole, and saved with them."""
     import peft
 
-    lora = settings.lora
+    lora, beside = settings.lora, _within(fitting.beside_text(module))
+    _require_targets(lora.targets, module, new, beside)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=cast("Any", lora.alpha),  # divided by the rank, and need not be whole
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets),
+        exclude_modules=beside,
         modules_to_save=[name for name in new if name not in _HEADS],
         task_type="SEQ_CLS" if settings.task == "classify" else "CAUSAL_LM",
     )
+    try:
+        with _quiet():
+            adapted: nn.Module = peft.get_peft_model(module, config)
+    except (TypeError, ValueError) as error:
+        told = escaping.shortened(" ".join(str(error).split()), chars_max=_TOLD_CHARS)
+        raise UsageError(
+            f"lora.targets={', '.join(lora.targets)}: peft can't adapt all of them ({told}); leave "
+            "that layer out"
+        ) from error
+    return adapted
+
+
+def _require_targets(
+    targets: Sequence[str], module: nn.Module, new: Sequence[str], beside: str | None
+) -> None:
+    """Raise UsageError unless each target is a layer of the checkpoint, not only one `beside`."""
+    outside = re.compile(beside or "")
     named = [name for name, layer in module.named_modules() if _is_matrix(layer)]
-    for target in lora.targets:
+    named = [name for name in named if not outside.fullmatch(name)]
+    for target in targets:
         if target in new:
             raise UsageError(
                 f"lora.targets={target!r}: the checkpoint lacks that layer, so all of it is "
@@ -260,16 +283,17 @@ def _adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
                 f"lora.targets={target!r}: the model has no layer of that name with a matrix of "
                 f"weights; it has {', '.join(ends[:_SHOWN])}"
             )
-    try:
-        with _quiet():
-            adapted: nn.Module = peft.get_peft_model(module, config)
-    except (TypeError, ValueError) as error:
-        told = escaping.shortened(" ".join(str(error).split()), chars_max=_TOLD_CHARS)
-        raise UsageError(
-            f"lora.targets={', '.join(lora.targets)}: peft can't adapt all of them ({told}); leave "
-            "that layer out"
-        ) from error
-    return adapted
+
+
+def _within(parts: Sequence[str]) -> str | None:
+    """Return an expression for the names of all layers within `parts`, as peft excludes them."""
+    return rf"({'|'.join(map(re.escape, parts))})\..*" if parts else None
+
+
+def _freeze_beside(module: nn.Module) -> None:
+    """Freeze what no text passes through: it would have no gradient."""
+    for name in fitting.beside_text(module):
+        module.get_submodule(name).requires_grad_(False)
 
 
 def _is_matrix(layer: nn.Module) -> bool:
