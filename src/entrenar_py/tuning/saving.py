@@ -33,8 +33,18 @@ def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder
 def merge(module: nn.Module, tokenizer: Any, folder: Path) -> None:
     """Add the adapters of `module` to their layers' weights; write that model and the tokenizer.
 
-    `module` is changed.
+    `module` is changed. A head with adapters no longer shares its weights with the embeddings.
     """
+    _untie(cast("Any", module).get_base_model())
     merged = cast("Any", module).merge_and_unload()
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _untie(model: Any) -> None:
+    """Give a head with adapters weights of its own: they are not added to the embeddings."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if hasattr(head, "base_layer") and head.base_layer.weight is table.weight:
+        head.base_layer.weight = nn.Parameter(table.weight.detach().clone(), requires_grad=False)
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
