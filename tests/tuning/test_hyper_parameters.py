@@ -198,6 +198,13 @@ def test_a_rare_class_without_weight() -> None:
         assert judged("C-HP-008", settings, rows=rows) == []
 
 
+def test_a_class_without_a_row() -> None:
+    settings, rows = classified((935, 0))
+    [found] = judged("C-HP-008", settings, rows=rows)
+    assert found.keys == ("classes", "labels")
+    assert found.message.startswith("labels has 'b', of which there is no row to train on")
+
+
 def test_a_rare_class_that_is_seen_too_often() -> None:
     settings, rows = classified((935, 65), oversample=True, epochs=3)
     [found] = judged("C-HP-008", settings, rows=rows)

@@ -236,6 +236,12 @@ def test_oversampling_copies_rare_classes_behind_all_others() -> None:
     assert copies == [[2, 2], [2, 2], [2, 2], [4, 4, 4], [6, 6, 6]]
 
 
+def test_a_class_without_rows_is_neither_weighed_nor_copied() -> None:
+    with pytest.raises(UsageError, match=r"oversample=true: class 'b' has no row to train on"):
+        samples.require_rows([3, 0], ["a", "b"], "classes.oversample=true", "use false")
+    samples.require_rows([3, 1], ["a", "b"], "classes.oversample=true", "use false")
+
+
 @pytest.mark.parametrize("kind", ["none", "inverse", "sqrt_inverse"])
 def test_class_weights(kind: str) -> None:
     found = made([0, 0, 0, 0, 1])

@@ -85,6 +85,8 @@ def rows_of(prepared: Prepared) -> Rows:
     samples, counts = prepared.train, prepared.class_counts
     too_long = [length for bad in samples.skipped if (length := encoding.length_of(bad))]
     lengths = np.diff(samples.starts).tolist()[: sum(counts) or None]  # copies come last
+    if prepared.validation is not None and prepared.settings.data.validation is None:
+        lengths += np.diff(prepared.validation.starts).tolist()  # of the same rows, as skipped ones
     return Rows(
         lengths=(*lengths, *too_long),
         num_skipped=len(too_long),
@@ -241,9 +243,17 @@ def _decay(facts: Facts) -> Iterator[Remark]:
 def _imbalance(facts: Facts) -> Iterator[Remark]:
     """C-HP-008: a rare class counts, and its few rows are not learned by heart."""
     rows, settings = facts.rows, facts.settings
-    if rows is None or not rows.class_counts or not all(rows.class_counts):
+    if rows is None or not rows.class_counts:
         return
     counts, labels, rule = rows.class_counts, settings.classes.labels, "C-HP-008"
+    if not all(counts):
+        yield Remark(
+            rule=rule,
+            keys=("classes", "labels"),
+            message=f"labels has {labels[counts.index(0)]!r}, of which there is no row to train "
+            "on: no row will be taken for it; leave it out, or add rows",
+        )
+        return
     rarest = int(np.argmin(counts))
     share, name = counts[rarest] / sum(counts), labels[rarest]
     copies = max(counts) / counts[rarest] if settings.classes.oversample else 1.0

@@ -85,6 +85,8 @@ def prepare(
     if settings.task == "classify":
         counts = samples.class_counts(train, settings.classes.labels)
         if settings.classes.oversample:
+            asked = "classes.oversample=true"
+            samples.require_rows(counts, settings.classes.labels, asked, "use false")
             train = samples.oversampled(train)
         weights = samples.class_weights(train, settings.classes.weights, settings.classes.labels)
     return Prepared(

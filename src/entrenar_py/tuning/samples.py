@@ -257,6 +257,18 @@ def class_counts(found: Samples, labels: Sequence[str]) -> tuple[int, ...]:
     return tuple(np.bincount(found.labels, minlength=len(labels)).tolist())
 
 
+def require_rows(counts: Sequence[int], labels: Sequence[str], asked: str, other: str) -> None:
+    """Raise UsageError if a class has no sample, which a setting needs that was `asked` for.
+
+    `other` says what to do where the class is to stay.
+    """
+    if not all(counts):
+        raise UsageError(
+            f"{asked}: class {labels[int(np.argmin(counts))]!r} has no row to train on; leave it "
+            f"out of classes.labels, or {other}"
+        )
+
+
 def class_weights(found: Samples, kind: str, labels: Sequence[str]) -> tuple[float, ...]:
     """Return each class's weight in the loss, whose mean over the samples is 1.
 
@@ -265,11 +277,7 @@ def class_weights(found: Samples, kind: str, labels: Sequence[str]) -> tuple[flo
     if kind == "none":
         return (1.0,) * len(labels)
     counts = np.bincount(found.labels, minlength=len(labels))
-    if not counts.all():
-        raise UsageError(
-            f"classes.weights={kind}: class {labels[int(np.argmin(counts))]!r} has no row to train "
-            "on; leave it out of classes.labels, or use none"
-        )
+    require_rows(counts.tolist(), labels, f"classes.weights={kind}", "use none")
     raw = (len(found) / counts) ** (1.0 if kind == "inverse" else 0.5)
     mean = float((raw * counts).sum() / len(found))
     return tuple(float(weight / mean) for weight in raw)
