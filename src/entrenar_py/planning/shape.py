@@ -25,6 +25,8 @@ from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning
 
 FLOAT_BYTES = 4
+# What a model of others raises on tensors without values; RuntimeError is torch's own.
+_UNFORESEEN = (RuntimeError, NotImplementedError, ValueError, TypeError, LookupError)
 _SCALES = 256  # of NF4, that share a scale
 _NF4 = "_is_planned_in_nf4"  # the mark of a layer whose weights are kept so
 
@@ -161,7 +163,7 @@ class Shape:
                 kind=kind,
                 products=precision.of_products(self.settings),
             )
-        except (RuntimeError, NotImplementedError) as error:
+        except _UNFORESEEN as error:
             told = " ".join(str(error).split())
             raise UsageError(
                 f"model={self.settings.model}: its memory can't be foreseen without weights "

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from entrenar_py.tuning import precision
+from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import IGNORED, Rows
@@ -160,13 +161,11 @@ def scores(
     """
     examination = Examination(found, module, settings=settings, pad_token=pad_token)
     device = next(module.parameters()).device
-    totals, was_training = np.zeros(examination.totals_size), module.training
-    module.eval()
-    with torch.no_grad(), precision.applied(precision.of_products(settings), device):
+    totals = np.zeros(examination.totals_size)
+    with in_evaluation(module), precision.applied(precision.of_products(settings), device):
         for number in range(len(examination)):
             go_on()
             tokens, mask, targets = (one.to(device) for one in examination.batch(number))
             logits = module(input_ids=tokens, attention_mask=mask, use_cache=False).logits
             totals += examination.totals(logits, targets)
-    module.train(was_training)
     return examination.scores(totals)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from entrenar_py.tuning import precision
+from entrenar_py.tuning.modes import in_evaluation
 
 _LOGITS_MAX = 2**26  # made at a time: 256 MiB in float32
 _PROBED = (1, 2, 3, 4)  # tokens that every vocabulary has
@@ -31,14 +32,11 @@ def head_of(module: nn.Module) -> nn.Linear | None:
         return None
     place = head.weight.device
     tokens = torch.tensor([_PROBED], device=place)
-    was_training = module.training
-    module.eval()
-    with torch.no_grad():
+    with in_evaluation(module):
         logits = module(input_ids=tokens, use_cache=False).logits
         with replaced_by_identity(head):
             hidden = module(input_ids=tokens, use_cache=False).logits
         is_last = hidden.shape[-1] == head.in_features and torch.equal(head(hidden), logits)
-    module.train(was_training)
     return cast("nn.Linear", head) if is_last else None
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning import fitting, packing, precision, quantised, recompute
+from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping
 
@@ -93,8 +94,7 @@ def _require_causal(settings: Settings, module: nn.Module) -> None:
     differ, where a later token changes how rows are grouped (experts).
     """
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
-    module.eval()
-    with torch.no_grad(), precision.applied(precision.of_products(settings), tokens.device):
+    with in_evaluation(module), precision.applied(precision.of_products(settings), tokens.device):
         one, other = module(input_ids=tokens, use_cache=False).logits[:, :3].float()
     if (one - other).norm() > _ROUNDED * one.norm():
         raise UsageError(

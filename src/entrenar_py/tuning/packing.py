@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py.errors import UsageError
+from entrenar_py.tuning.modes import in_evaluation
 
 _SAMPLES = ((1, 2, 3, 4, 5), (6, 7, 8))  # of every vocabulary
 _OTHER = (8, 3, 1, 7, 2)  # in place of the first one
@@ -76,13 +77,10 @@ def require_apart(module: nn.Module, products: torch.dtype, name: object) -> Non
     """
     place = next(module.parameters()).device
     first, second = _SAMPLES
-    was_training = module.training
-    module.eval()
-    with torch.no_grad():
+    with in_evaluation(module):
         packed = _logits(module, [first, second], place)
         other = _logits(module, [_OTHER, second], place)
         alone = torch.cat([_logits(module, [sample], place) for sample in _SAMPLES])
-    module.train(was_training)
     cut = len(first)
     seen = _distance(packed[cut:], other[cut:])
     if not seen <= _SEEN:

@@ -17,11 +17,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune.strategies import probe
 from entrenar_py.finetune.strategies.agreement import together
-from entrenar_py.finetune.strategies.stages import Ends, Stage, in_evaluation
+from entrenar_py.finetune.strategies.stages import Ends, Stage
 from entrenar_py.finetune.strategies.step import Shards, Step
 from entrenar_py.finetune.strategies.strategy import Arrays, Strategy, ValueOf, gradient_of
 from entrenar_py.training import sharding
 from entrenar_py.tuning import blocks, fused_loss, layer_plan
+from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.workload import IGNORED
 
 _Shape = tuple[int, int]  # rows of a shard, and tokens of a row

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune.strategies.strategy import local
+from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.workload import Finetuning
 
 _NUM_TOKENS = 4  # a rank, in each of two rows
@@ -93,11 +94,8 @@ def _rounded(module: nn.Module, draw: torch.Generator) -> Iterator[None]:
 def logits(workload: Finetuning, device: torch.device) -> Tensor:
     """Return what a model makes of a few tokens, in evaluation mode: float32, on the CPU."""
     module: Any = workload.module
-    was_training = module.training
-    module.eval()
-    with torch.no_grad(), workload.formats(device):
+    with in_evaluation(module), workload.formats(device):
         found: Tensor = module(input_ids=tokens().to(device), use_cache=False).logits
-    module.train(was_training)
     return found.float().cpu()
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from entrenar_py.finetune.strategies.stages import in_evaluation
 from entrenar_py.finetune.strategies.step import Shards
 from entrenar_py.finetune.strategies.strategy import Strategy
 from entrenar_py.tuning.evaluation import Examination, Scores
+from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.prepared import Prepared
 
 

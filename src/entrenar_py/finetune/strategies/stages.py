@@ -6,8 +6,6 @@ hidden states that came in at the first block of its own, and ends after the las
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -129,15 +127,3 @@ def _leave(_: nn.Module, __: object, output: Any) -> None:
 
 def _hidden_of(output: Any) -> Tensor:
     return cast("Tensor", output[0] if isinstance(output, tuple) else output)
-
-
-@contextmanager
-def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Put `module` into evaluation mode, without gradients."""
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        module.train(was_training)
