@@ -205,7 +205,7 @@ def test_which_files_a_checkpoint_has(tmp_path: Path, small: Path) -> None:
         *("config.json", "tokenizer.json", "README.md", "pytorch_model.bin", "modeling_own.py"),
         *("a.safetensors", "b.safetensors", "consolidated.safetensors", ".git"),
     ):
-        (folder / name).write_text("x")
+        (folder / name).write_text("{}")
     (folder / "empty.safetensors").touch()
     index = {"weight_map": {"w": "a.safetensors", "v": "b.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

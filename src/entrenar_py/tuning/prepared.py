@@ -135,7 +135,6 @@ def _decisive(settings: Settings, workload: Finetuning) -> dict[str, Any]:
         "task": settings.task,
         "method": settings.method,
         "precision": settings.precision,
-        "compile": settings.compile,  # compiled kernels of a GPU round in another way
         "data.packing": data.max_tokens if data.packing else False,
     }
     if settings.task == "classify":
