@@ -36,8 +36,9 @@ SCORED = {"evaluate_every": 2}
 # AdamW's first steps have the size of the rate wherever a gradient is not 0: where one is near 0,
 # rounding decides their direction. So later losses differ by more than their own rounding.
 TOLERANCE = 2e-5
-# Of a loss whose products are rounded to the 8 bits of bfloat16, in another order on each side.
-TOLERANCE_BFLOAT16 = 2.0**-7
+# Of a loss whose products are rounded to the 8 bits of bfloat16: on one kind of device in another
+# order, and on a GPU by other kernels, too.
+TOLERANCE_BFLOAT16, TOLERANCE_BFLOAT16_GPU = 2.0**-12, 2.0**-7
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +111,14 @@ def test_two_gpus_train_as_one_process_does(case: Case, strategy: str) -> None:
     assert codes == [exit_codes.DONE] * 2, told
     steps, tensors = case.alone()
     found, is_short = runs.steps(case.folder / "out"), case.more == BFLOAT16
-    tolerance = TOLERANCE_BFLOAT16 if is_short else 10 * TOLERANCE  # a GPU has other kernels
+    tolerance = TOLERANCE_BFLOAT16_GPU if is_short else 10 * TOLERANCE  # a GPU has other kernels
     losses = [one.loss for one in steps]
     assert [one.loss for one in found] == pytest.approx(losses, rel=tolerance)
     assert runs.noted(case.folder / "out", "step")[-1]["backends"] == {"0": "cuda:0", "1": "cuda:1"}
     prepared = preparing.prepare(settings_file.load(case.folder / "alone.yaml"))
     alone = export.write(prepared, prepared.workload(), tensors)
     ours, theirs = runs.logits(case, case.folder / "out"), runs.logits(case, alone)
+    # Without training, 72 % of these logits would be further away, 21 % in bfloat16.
     torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.05 if is_short else 5e-3)
 
 

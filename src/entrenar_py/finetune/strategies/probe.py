@@ -52,7 +52,7 @@ def tokens() -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a whole model makes of a few tokens.
+    """A whole model's answer to a few tokens, which it must still give once it is cut.
 
     `logits` are float32, on the CPU. `rounding` is by how much they differ, as a share of their
     norm, once the result of every product is off by as much as its format rounds.

@@ -182,7 +182,7 @@ class Record:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the ledger ends with a run that was completed, so that nothing is to be made."""
+        """The ledger ends with a run that was completed: no step is left to be made."""
         return self._standing.end is not None and self._standing.end.status == "completed"
 
     def _write_start(self, state: State) -> None:
