@@ -167,7 +167,7 @@ class Shape:
             told = " ".join(str(error).split())
             raise UsageError(
                 f"model={self.settings.model}: its memory can't be foreseen without weights "
-                f"({told}); its forward pass decides by the values of tensors"
+                f"({type(error).__name__}: {told})"
             ) from error
         return replace(step, peak=step.peak + self._decoded_bytes(part))
 
