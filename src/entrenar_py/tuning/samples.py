@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from entrenar_py.tuning.encoding import Encoder, Sample
 from entrenar_py.tuning.rows import BadRow
 from entrenar_py.tuning.settings import Settings
 
-VERSION = 3  # of the file; another one is made anew
+VERSION = 4  # of the file, and of what is learned of a row; another one is made anew
 _SHOWN = 20  # bad rows in a message
 
 
@@ -145,6 +146,7 @@ def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
         "version": VERSION,
         "files": [[str(file), _file_digest(file)] for file in rows.files(path)],
         "tokenizer": tokenizer_digest(tokenizer),
+        "transformers": metadata.version("transformers"),  # it renders chat templates
         "task": settings.task,
         "fields": [data.text_field, data.label_field, data.messages_field],
         "max_tokens": data.max_tokens,
