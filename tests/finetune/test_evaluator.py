@@ -158,6 +158,22 @@ def test_too_little_memory_ends_no_run(
     assert places == ["cuda", "cuda", "cpu"]
 
 
+def test_a_result_that_can_not_be_scored_is_told(
+    evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is over, and what it made is written: a device that fails ends nothing then."""
+
+    def fails(*_: object, **__: object) -> Scores:
+        raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(evaluation, "scores", fails)
+    heard: list[Happening] = []
+    assert evaluator.finish(4, TENSORS, heard.append) is None
+    (note,) = heard
+    assert isinstance(note, Noted)
+    assert "step 4 is left out: it failed (CUBLAS_STATUS_NOT_INITIALIZED)" in note.text
+
+
 def test_what_waits_is_given_up(evaluator: Evaluator) -> None:
     """A run that is stopped does not wait for scores."""
     heard: list[Happening] = []
