@@ -83,14 +83,7 @@ class Evaluator:
         if rows is None:
             return None
         try:
-            scores = self._scores(rows, tensors)
-        except torch.OutOfMemoryError:  # of a GPU
-            self._device = torch.device("cpu")
-            try:
-                scores = self._scores(rows, tensors)
-            except _FAILED as error:
-                tell(_left_out(made, error))
-                return None
+            scores = self._scores_somewhere(rows, tensors)
         except _FAILED as error:
             tell(_left_out(made, error))
             return None
@@ -121,6 +114,13 @@ class Evaluator:
             pad_token=self._prepared.pad_token,
             go_on=self._require_running,
         )
+
+    def _scores_somewhere(self, rows: Samples, tensors: Mapping[str, Array]) -> Scores:
+        try:
+            return self._scores(rows, tensors)
+        except torch.OutOfMemoryError:  # of a GPU
+            self._device = torch.device("cpu")
+        return self._scores(rows, tensors)
 
     def _put(self, tensors: Mapping[str, Array]) -> nn.Module:
         """Return the module on its device, with these tensors in it."""
