@@ -4,9 +4,9 @@
 
 Random weights, rows of a fixed length, adapters of rank 16 on q_proj and v_proj. Each strategy
 trains by `torchrun -m entrenar_py.finetune`, and the first steps don't count. `--check` compares
-each output's logits with those of `ddp_canonical` on one rank. Beside each peak stands that of
-`entrenar plan`, which on CPUs is without the interpreter. Prints a JSON line a strategy. It runs on
-CPUs, too, with `--shape tiny`. CI does not run it.
+each output's logits with those of `ddp_canonical` on one rank, and with each other's. Beside each
+peak stands that of `entrenar plan`, which on CPUs is without the interpreter. Prints a JSON line a
+strategy. It runs on CPUs, too, with `--shape tiny`. CI does not run it.
 """
 
 from __future__ import annotations
@@ -139,15 +139,18 @@ def main() -> None:
         gpu_finetune.checkpoint(folder / "model", given.shape)
         number = given.batch * given.shards * given.steps
         gpu_finetune.rows(folder / "rows.jsonl", number, given.tokens)
-        alone = None
+        seen: dict[str, torch.Tensor] = {}
         if given.check:
             print(json.dumps({"alone": run(folder, "ddp_canonical", 1, given)}), flush=True)
-            alone = logits(folder, folder / "ddp_canonical-1", given.method)
+            seen["alone"] = logits(folder, folder / "ddp_canonical-1", given.method)
         for strategy in given.strategies:
             found = run(folder, strategy, given.ranks, given)
-            if alone is not None and "error" not in found:
+            if given.check and "error" not in found:
                 own = logits(folder, folder / f"{strategy}-{given.ranks}", given.method)
-                found["logits_differ_by"] = float((own - alone).norm() / alone.norm())
+                found["logits_differ_by"] = {
+                    name: float((own - one).norm() / one.norm()) for name, one in seen.items()
+                }
+                seen[strategy] = own
             print(json.dumps({"strategy": strategy, "ranks": given.ranks, **found}), flush=True)
 
 
