@@ -23,6 +23,7 @@ from entrenar_py.project import keys as project_keys
 from entrenar_py.protocol import attendance, frames, messages, package, phases
 from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.protocol.messages import MESSAGES, Accept, Message
+from entrenar_py.protocol.pipeline_worker import PipelineWorker
 from entrenar_py.protocol.ring_worker import RingWorker
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import CHOICES, Scenario
@@ -101,7 +102,7 @@ WIRE_TYPES = {
     "Digest | None": "64 hex digits or null",
 }
 # Messages that a worker sends to other workers.
-AMONG_WORKERS = (Accept, *MeshWorker.parts, *RingWorker.parts)
+AMONG_WORKERS = (Accept, *MeshWorker.parts, *RingWorker.parts, *PipelineWorker.parts)
 PAYLOADS = {
     "": "",
     "state": "weights, optimizer state, position",
@@ -109,6 +110,7 @@ PAYLOADS = {
     "scenario": "one JSON object",
     "block": "float32, one per parameter of the block",
     "file": "the bytes of the piece",
+    "hidden states": "one number per row, token and feature",
 }
 
 
@@ -174,6 +176,8 @@ def protocol(page: str) -> str:
         "worker": _legal(phases.WORKER_MAY_HEAR),
         "mesh-peer": _legal(phases.MESH_PEER_MAY_SAY),
         "mesh-worker": _legal(phases.MESH_WORKER_MAY_HEAR),
+        "pipeline-peer": _legal(phases.PIPELINE_PEER_MAY_SAY),
+        "pipeline-worker": _legal(phases.PIPELINE_WORKER_MAY_HEAR),
         "applicant": _legal(phases.APPLICANT_MAY_HEAR),
         "applicant-moves": diagram(phases.APPLICANT_MOVES, phases.ApplicantPhase.CONNECTED),
         "run-moves": diagram(phases.RUN_MOVES, phases.Stage.GATHERING),
@@ -386,7 +390,11 @@ def message_table() -> str:
 def _sender(kind: type[Message]) -> str:
     """Return the sender of a message: worker, coordinator, or either."""
     by_worker = {*phases.ALWAYS, *AMONG_WORKERS}
-    for peers in (phases.PEER_MAY_SAY, phases.MESH_PEER_MAY_SAY):
+    for peers in (
+        phases.PEER_MAY_SAY,
+        phases.MESH_PEER_MAY_SAY,
+        phases.PIPELINE_PEER_MAY_SAY,
+    ):
         by_worker |= {one for row in peers.values() for one in row}
     by_coordinator = {one for row in phases.APPLICANT_MAY_HEAR.values() for one in row}
     for workers in (phases.WORKER_MAY_HEAR, phases.MESH_WORKER_MAY_HEAR):

@@ -17,10 +17,10 @@ from .subjects import MESH_COORDINATOR, RING_WORKER, vectors
 _regroup, _send = MeshCoordinator._regroup, RingWorker._send
 
 
-def backwards(self: MeshCoordinator, members: Mapping[Peer, Seen]) -> list[Effect]:
+def backwards(self: MeshCoordinator, members: Mapping[Peer, Seen], now: float) -> list[Effect]:
     """Orders the ring from the highest rank to the lowest."""
     told: list[Effect] = []
-    for effect in _regroup(self, members):
+    for effect in _regroup(self, members, now):
         assert isinstance(effect, Send)
         assert isinstance(effect.message, Group)
         group = effect.message

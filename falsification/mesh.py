@@ -61,13 +61,15 @@ def delivered_is_done(
     return effects
 
 
-def held_by_the_dead(self: MeshCoordinator, members: Mapping[Peer, Seen]) -> list[Effect]:
+def held_by_the_dead(
+    self: MeshCoordinator, members: Mapping[Peer, Seen], now: float
+) -> list[Effect]:
     """Names dead workers as the holders of their shards."""
     gone = _gone.get(self, {})
     heir = next(iter(members.values()))
     heir.delivered += gone
     effects: list[Effect] = []
-    for effect in _regroup(self, members):
+    for effect in _regroup(self, members, now):
         assert isinstance(effect, Send)
         assert isinstance(effect.message, Group)
         holders = enumerate(effect.message.holders)

@@ -107,10 +107,12 @@ def notes_who_comes(
     return _said(self, peer, message, now)
 
 
-def in_order_of_arrival(self: MeshCoordinator, members: dict[Peer, Seen]) -> list[Effect]:
+def in_order_of_arrival(
+    self: MeshCoordinator, members: dict[Peer, Seen], now: float
+) -> list[Effect]:
     """Orders the ring by the workers' arrival."""
     told: list[Effect] = []
-    for effect in _regroup(self, members):
+    for effect in _regroup(self, members, now):
         assert isinstance(effect, Send)
         assert isinstance(effect.message, Group)
         came = [members[peer] for peer in _arrived[self] if peer in members]

@@ -26,7 +26,7 @@ from tests.drivers.fakes import LOOPBACK, SECRET, TIMING, FakeServer, run_of
 from tests.drivers.test_file_fetch import source
 from tests.finetune import runs
 
-USUAL = argparse.Namespace(model=None, trust_remote_code=False)
+USUAL = argparse.Namespace(model=None, trust_remote_code=False, id=None)
 
 
 def file_of(name: str, content: bytes) -> File:
@@ -34,14 +34,14 @@ def file_of(name: str, content: bytes) -> File:
     return File(name, len(content), hashlib.sha256(content).hexdigest())
 
 
-def obtain(listed: bytes, contents: dict[str, bytes], **given: Any) -> Finetuning | Finish:
+def obtain(listed: bytes, contents: dict[str, bytes], **given: Any) -> Any:
     """Return what a worker gets from a coordinator with this list and these files by digest."""
     digest = hashlib.sha256(listed).hexdigest()
     hands = FakeServer()
     hands.files = {digest: listed, **contents}
     sizes = {name: len(content) for name, content in hands.files.items()}
 
-    async def story() -> Finetuning | Finish:
+    async def story() -> Any:
         run = run_of(package=Package(digest, sizes))
         server = CoordinatorServer(run, hands, timing=TIMING, secret=SECRET)
         _, port = await server.listen(LOOPBACK, 0)

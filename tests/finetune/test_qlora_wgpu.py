@@ -65,7 +65,7 @@ def step_of(
             array[:] = np.random.default_rng(1).normal(0, 0.1, array.shape)
     engine = Engine(workload, backend, initial, scale=1.0)
     vector, loss, _ = engine.shard(IDS, accumulation=1, drop=dropout.none)
-    step: Any = engine._step
+    step: Any = engine.stepper
     graph, inputs = step.captured(workload.batch(IDS), [])
     sizes = [tensor.numel() for tensor in engine.tensors.values()]
     parts = torch.split(torch.from_numpy(vector), sizes)

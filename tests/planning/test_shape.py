@@ -72,7 +72,7 @@ def test_qwen3_4b_has_its_real_dimensions(tmp_path: Path) -> None:
 def real(settings: Settings, *, recompute: bool) -> rehearsal.Rehearsal:
     """Return what a step on the CPU's real tensors keeps and takes at most."""
     kind, options = model._kind(settings)
-    config = model._config(settings)
+    config = model.configuration(settings)
     for name, value in options.items():
         setattr(config, name, value)
     module: Any = kind.from_config(config, dtype=precision.of_checkpoint(settings))

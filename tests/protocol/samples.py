@@ -16,6 +16,8 @@ from entrenar_py.protocol.frames import UNKEYED, Encoder
 from entrenar_py.protocol.messages import (
     VERSION,
     Accept,
+    Activation,
+    ActivationGradient,
     Applied,
     Assign,
     Average,
@@ -39,6 +41,7 @@ from entrenar_py.protocol.messages import (
     Shutdown,
     Staged,
     State,
+    Summed,
     TreeNode,
     Unreachable,
     Want,
@@ -122,6 +125,9 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
         (Leave(reason="asked to"), b""),
         (Halt(step=2**63 - 1, reason="non-finite"), b""),
         (Shutdown(problem=None), b""),
+        (Activation(step=3, round=1, shard=2, dtype="bfloat16", draws=4), VECTOR),
+        (ActivationGradient(step=3, round=1, shard=2), VECTOR),
+        (Summed(step=3, round=1, shards=(0, 1)), EVENTS),
     )
 }
 

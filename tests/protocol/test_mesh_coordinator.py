@@ -9,7 +9,7 @@ import pytest
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.applicant import Applicant
 from entrenar_py.protocol.effects import Effect
-from entrenar_py.protocol.mesh_coordinator import ROUNDS_MAX
+from entrenar_py.protocol.grouping import ROUNDS_MAX
 from entrenar_py.protocol.messages import (
     MESSAGES,
     Applied,

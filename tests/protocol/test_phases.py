@@ -8,6 +8,8 @@ from __future__ import annotations
 from entrenar_py.protocol.messages import (
     MESSAGES,
     Accept,
+    Activation,
+    ActivationGradient,
     Average,
     Heartbeat,
     Message,
@@ -24,6 +26,8 @@ from entrenar_py.protocol.phases import (
     MESH_WORKER_MAY_HEAR,
     PEER_MAY_SAY,
     PEER_MOVES,
+    PIPELINE_PEER_MAY_SAY,
+    PIPELINE_WORKER_MAY_HEAR,
     WORKER_MAY_HEAR,
     WORKER_MOVES,
     ApplicantPhase,
@@ -35,22 +39,28 @@ SAID_BY_WORKERS: set[type[Message]] = {
     *ALWAYS,
     *(kind for kinds in PEER_MAY_SAY.values() for kind in kinds),
     *(kind for kinds in MESH_PEER_MAY_SAY.values() for kind in kinds),
+    *(kind for kinds in PIPELINE_PEER_MAY_SAY.values() for kind in kinds),
 }
 HEARD_BY_WORKERS: set[type[Message]] = {
     kind
-    for table in (WORKER_MAY_HEAR, MESH_WORKER_MAY_HEAR, APPLICANT_MAY_HEAR)
+    for table in (
+        *(WORKER_MAY_HEAR, MESH_WORKER_MAY_HEAR, PIPELINE_WORKER_MAY_HEAR),
+        APPLICANT_MAY_HEAR,
+    )
     for kinds in table.values()
     for kind in kinds
 }
-# In a mesh or a ring they say these to each other, and to the coordinator never.
-SAID_AMONG_WORKERS: set[type[Message]] = {Accept, Partial}
+# In a mesh, a ring or a pipeline they say these to each other, and to the coordinator never.
+SAID_AMONG_WORKERS: set[type[Message]] = {Accept, Partial, Activation, ActivationGradient}
 
 
 def test_every_phase_has_its_row() -> None:
     """Each table has every phase of its kind of run; members are past loading."""
     assert set(PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.GIVING, PeerPhase.ASKED}
     assert set(MESH_PEER_MAY_SAY) == set(PeerPhase) - {PeerPhase.STAGING}
+    assert set(PIPELINE_PEER_MAY_SAY) == set(PEER_MAY_SAY)
     assert set(WORKER_MAY_HEAR) == set(MESH_WORKER_MAY_HEAR) == set(WorkerPhase)
+    assert set(PIPELINE_WORKER_MAY_HEAR) == set(WorkerPhase)
     assert set(APPLICANT_MAY_HEAR) == set(ApplicantPhase)
     outside = {PeerPhase.CHALLENGED, PeerPhase.FETCHING, PeerPhase.WAITING}
     outside |= {PeerPhase.ASKED, PeerPhase.LOADING}

@@ -207,7 +207,9 @@ def test_a_worker_without_a_certificate(mesh: Cluster) -> None:
     authority = Authority(mesh.folder, "ca")
     line = ["worker", "--coordinator", "h:1", "--secret-file", "s", "--tls-ca", str(authority.ca)]
     stay = worker.Stay(options.parse(line), b"", None, *worker.opened("cpu"), joining.obtain)
-    with pytest.raises(UsageError, match=r"this run is a mesh.* give --tls-cert and --tls-key"):
+    with pytest.raises(
+        UsageError, match=r"in this run workers connect.* give --tls-cert and --tls-key"
+    ):
         stay.join(told)
 
 

@@ -24,9 +24,7 @@ from entrenar_py.protocol.frames import FROM_COORDINATOR, TO_COORDINATOR, Buffer
 from entrenar_py.protocol.messages import (
     Average,
     Message,
-    NonFinite,
     Piece,
-    TreeNode,
     Weights,
     Welcome,
 )
@@ -324,7 +322,7 @@ class WorkerEnd(End):
         hands: MemberHands,
         wire: Wire,
         clock: Callable[[], float],
-        compute: Callable[[do.Compute], None],
+        compute: Callable[[Any], None],
         speak: Speak = truthfully,
         *,
         proved: Callable[[Peer], None] = lambda peer: None,
@@ -343,9 +341,17 @@ class WorkerEnd(End):
         )
         self._do(machine.connected(peer, nonce, self._clock()))
 
-    def computed(self, asked: do.Compute, outcome: list[TreeNode] | NonFinite) -> None:
+    def work(self, asked: Any) -> Any:
+        """Do what the effect `asked` requests, in any thread, and return its outcome."""
+        return self.hands.work(asked.step, asked.shards)
+
+    def computed(self, asked: Any, outcome: Any) -> None:
         """Take the `outcome` of the effect `asked`."""
         self._do(self.machine.computed(asked, outcome))
+
+    def wants(self, asked: Any) -> bool:
+        """Return whether the effect `asked` is still to be done."""
+        return self.machine.wants(asked)
 
     def leave(self, reason: str) -> None:
         """Leave for good, and tell the coordinator why if it is connected."""

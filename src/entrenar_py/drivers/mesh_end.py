@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from entrenar_py.drivers.endpoints import (
     Beside,
@@ -76,7 +76,7 @@ class MeshEnd(WorkerEnd):
         hands: MeshHands,
         wire: Wire,
         clock: Callable[[], float],
-        compute: Callable[[do.Compute], None],
+        compute: Callable[[Any], None],
         dial: Callable[[do.Dial], None],
         beside: Beside,
         speak: Speak = truthfully,

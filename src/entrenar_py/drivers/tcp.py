@@ -34,7 +34,7 @@ from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.handshake import NONCE_BYTES
-from entrenar_py.protocol.messages import Message, NonFinite, TreeNode
+from entrenar_py.protocol.messages import Message
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.protocol.worker import Worker
 
@@ -238,7 +238,7 @@ class WorkerClient:
         self._link: Link | None = None
         self._reason = ""  # why the last connection ended
         self._error: BaseException | None = None
-        self._computing: asyncio.Future[list[TreeNode] | NonFinite] | None = None
+        self._computing: asyncio.Future[Any] | None = None
         self._thread = ThreadPoolExecutor(1)
 
     async def run(
@@ -333,17 +333,16 @@ class WorkerClient:
             return sock
         return await tls.secured(sock, context, server_side=False, host=host, patience_s=patience_s)
 
-    def compute(self, asked: do.Compute) -> None:
-        """Compute `asked` in a thread."""
-        work: Callable[[int, tuple[int, ...]], list[TreeNode] | NonFinite] = self.end.hands.work
+    def compute(self, asked: Any) -> None:
+        """Do the work of the effect `asked` in a thread."""
 
-        def computed(outcome: asyncio.Future[list[TreeNode] | NonFinite]) -> None:
+        def computed(outcome: asyncio.Future[Any]) -> None:
             self._computing = None
             if not outcome.cancelled():  # as it is when the run is over
                 self.end.computed(asked, outcome.result())
 
         loop = asyncio.get_running_loop()
-        self._computing = loop.run_in_executor(self._thread, work, asked.step, asked.shards)
+        self._computing = loop.run_in_executor(self._thread, self.end.work, asked)
         self._computing.add_done_callback(computed)
 
     def _tick(self) -> None:

@@ -21,7 +21,7 @@ from entrenar_py.tuning import evaluation
 from entrenar_py.tuning.evaluation import Scores
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.samples import Samples
-from entrenar_py.tuning.workload import Finetuning
+from entrenar_py.tuning.workload import Tuned
 from entrenar_py.untrusted import escaping
 
 # Copies that may wait to be scored. Adapters fit in many times; one copy may always wait.
@@ -38,7 +38,7 @@ class Evaluator:
     """
 
     def __init__(
-        self, prepared: Prepared, workload: Finetuning, *, device: torch.device, num_steps: int
+        self, prepared: Prepared, workload: Tuned, *, device: torch.device, num_steps: int
     ) -> None:
         """Evaluate on `device`; the run has `num_steps`."""
         self._prepared, self._module, self._device = prepared, workload.module, device

@@ -11,7 +11,7 @@ from entrenar_py.training.tensors import Array
 from entrenar_py.tuning import saving
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
-from entrenar_py.tuning.workload import Finetuning
+from entrenar_py.tuning.workload import Tuned
 
 SETTINGS = "run.json"  # in the output folder: the settings, for later commands
 MARKS = ("config.json", "adapter_config.json")  # without them nobody loads the weights
@@ -21,7 +21,7 @@ _WEIGHTS = (".safetensors", ".bin")
 _ADVICE = "make room or give access, and export it with --resume"
 
 
-def write(prepared: Prepared, workload: Finetuning, tensors: Mapping[str, Array]) -> Path:
+def write(prepared: Prepared, workload: Tuned, tensors: Mapping[str, Array]) -> Path:
     """Write adapters (or the whole model) and tokenizer to the output folder, and return it.
 
     Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors. Raises

@@ -15,27 +15,30 @@ from pathlib import Path
 
 from entrenar_py.drivers import file_fetch
 from entrenar_py.drivers.file_fetch import Source
-from entrenar_py.errors import ContractError, SystemFailure, UsageError
-from entrenar_py.finetune import package, settings_file
+from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.finetune import package, received_run, stage_joining
 from entrenar_py.finetune.package import Contents, File
 from entrenar_py.finetune.received_files import ReceivedFiles
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.package import PIECE_BYTES, Part
-from entrenar_py.tuning import fitting, model, samples
+from entrenar_py.service.worker import Joining
+from entrenar_py.tuning import fitting
 from entrenar_py.tuning import prepared as preparing
-from entrenar_py.tuning.prepared import Prepared
-from entrenar_py.tuning.settings import Settings
+from entrenar_py.tuning.settings import LAYER_PIPELINE
 from entrenar_py.tuning.workload import Finetuning
 
-SETTINGS = "the settings"  # in messages
 MODEL = "model"
 
 Say = Callable[[str], None]
 
 
-async def obtain(source: Source, given: argparse.Namespace, say: Say) -> Finetuning | Finish:
+async def obtain(
+    source: Source, given: argparse.Namespace, say: Say
+) -> Finetuning | Joining | Finish:
     """Return the workload of the run at `source`, or why it can't be had.
+
+    If the run is a layer pipeline, return what joins it: the stage is known later.
 
     Raises UsageError for a model of another content, a cache that can't be written, and code that
     is not allowed; SystemFailure for a coordinator that sends what it did not announce.
@@ -49,6 +52,12 @@ async def obtain(source: Source, given: argparse.Namespace, say: Say) -> Finetun
         _require_same(given.model, listed.model)
         wanted = [listed.samples]
     files = ReceivedFiles(preparing.cache() / "files", say)
+    if listed.settings.get("strategy") == LAYER_PIPELINE:
+        return await stage_joining.obtain(listed, files, source, given)
+    if given.id is not None:
+        raise UsageError(
+            "--id: the run is no layer pipeline, whose stages have names; leave it out"
+        )
     finish = await files.get(wanted, partial(file_fetch.fetch, source))
     if finish is not None:
         return finish
@@ -107,37 +116,16 @@ def _require_same(folder: Path, files: Sequence[File]) -> None:
 
 def _workload(listed: Contents, files: ReceivedFiles, folder: Path, own: Path | None) -> Finetuning:
     """Return the model with its samples. `folder` is needed only until then."""
-    try:
-        settings = settings_file.of_text(settings_file.to_text(listed.settings), SETTINGS)
-    except ContractError as error:
-        raise SystemFailure(
-            f"the coordinator's settings can't be read: use one release on both ends\n{error}"
-        ) from error
+    settings = received_run.settings_of(listed)
     settings = replace(settings, model=_checkpoint(listed, files, folder) if own is None else own)
-    found = samples.read_kept(files.path(listed.samples))
-    if found is None or not _fits(found, listed, settings):
-        raise SystemFailure("the coordinator's rows can't be read: use one release on both ends")
+    train = received_run.rows(listed, files, settings)
     fitting.require_checkpoint(settings.model)
-    prepared = Prepared(
-        settings=settings,
-        tokenizer=model.tokenizer(settings),
-        train=found,
-        validation=None,
-        class_weights=tuple(listed.class_weights),
-    )
-    return prepared.workload()
+    return received_run.prepared(listed, train, settings).workload()
 
 
 def _checkpoint(listed: Contents, files: ReceivedFiles, folder: Path) -> Path:
     """Make a folder with links to the checkpoint's files, under the names that these have."""
     made = folder / MODEL
     made.mkdir()
-    for file in listed.model:
-        (made / file.name).symlink_to(files.path(file).absolute())
+    received_run.link(listed.model, files, made)
     return made
-
-
-def _fits(found: samples.Samples, listed: Contents, settings: Settings) -> bool:
-    """Return whether samples and class weights are consistent; they come from another machine."""
-    num_labels = len(settings.classes.labels) if settings.task == "classify" else 0
-    return found.is_consistent and len(listed.class_weights) == num_labels

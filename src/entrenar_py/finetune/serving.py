@@ -23,11 +23,16 @@ from entrenar_py.errors import UsageError
 from entrenar_py.finetune import export, foresight, rows_read, settings_file
 from entrenar_py.finetune import task as tasks
 from entrenar_py.finetune.offered_files import OfferedFiles
+from entrenar_py.pipeline import coordinated, cut, staged_run
+from entrenar_py.pipeline.cut import Cut
+from entrenar_py.pipeline.server import PipelineServer
+from entrenar_py.protocol.pipeline_coordinator import PipelineCoordinator
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.service import address, config, config_keys, coordinator
 from entrenar_py.service.config import Checkpoint, Config
 from entrenar_py.tuning import prepared as preparing
-from entrenar_py.tuning.settings import Serving, Settings
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.settings import LAYER_PIPELINE, Serving, Settings
 from entrenar_py.untrusted import printing
 
 SECTION = "coordinator"
@@ -86,13 +91,20 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     prepared = preparing.prepare(settings)
     rows_read.say(prepared)
     foresight.remark(path, prepared)  # but not at memory: what workers have is not known here
-    workload = prepared.workload()
-    offered = OfferedFiles(prepared)
+    is_pipeline = settings.strategy == LAYER_PIPELINE
+    workload = coordinated.workload(prepared) if is_pipeline else prepared.workload()
+    stages = cut.of(settings, workload.module) if is_pipeline else None
+    planned = prepared if stages is None else _planned(prepared, stages)
+    offered = OfferedFiles(planned)
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
     output = export.make_folder(prepared)
     scenario = preparing.scenario(settings, workload)
     if share := service.section.audit_share:
         scenario = scenario.with_(options={**scenario.options, "audit_share": share})
+    if stages is not None:
+        scenario = staged_run.scenario(scenario)
+        for line in staged_run.lines(stages):
+            printing.say(line)
     served = Config(
         scenario=scenario,
         listen=service.listen,
@@ -115,7 +127,15 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
         tensorboard=tensorboard,
     ) as task:
         offering = replace(task, package=offered.package, piece=offered.read)
+        if stages is not None:
+            make_server = partial(PipelineServer, cut=stages)
+            offering = replace(offering, make_server=make_server, machine=PipelineCoordinator)
         return coordinator.serve(served, offering, resume=resume)
+
+
+def _planned(prepared: Prepared, stages: Cut) -> Prepared:
+    """Return the run with its stages in its settings, which workers read."""
+    return replace(prepared, settings=replace(prepared.settings, stages=stages.plan()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +170,14 @@ class _Reader:
             )
             self._problems.settle(strict=True)
         assert section is not None, "without it there is a problem"
-        if settings.strategy is not None:
+        if settings.strategy not in (None, LAYER_PIPELINE):
             self._error("strategy: it is for ranks of torchrun; leave it out", "strategy")
+        if settings.strategy == LAYER_PIPELINE and section.audit_share:
+            self._error(
+                f"audit_share={section.audit_share:g} with strategy: {LAYER_PIPELINE}: a stage has "
+                "no second worker to compare with; leave it out",
+                *(SECTION, "audit_share"),
+            )
         if section.wait_for > settings.workers:
             self._error(
                 f"wait_for={section.wait_for}: workers is {settings.workers}; wait for no more",

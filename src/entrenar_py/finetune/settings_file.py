@@ -12,13 +12,13 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, cast, get_args, get_origin, get_type_hints
 
 from entrenar_py.contract import composer
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
-from entrenar_py.tuning.settings import WHOLE_LAYERS, Key, Settings
+from entrenar_py.tuning.settings import LAYER_PIPELINE, WHOLE_LAYERS, Key, Settings
 
 _UNREAD: Any = object()  # the value of a key that has a problem
 _FORM = "a configuration is a mapping (model, task, output, data, ...)"
@@ -29,6 +29,7 @@ _NAMES: Mapping[Any, str] = {
     str: "text",
     Path: "a path",
     tuple[str, ...]: "a list of texts",
+    tuple[int, int]: "a list of two whole numbers",
 }
 
 
@@ -45,6 +46,13 @@ class Field(NamedTuple):
     def is_section(self) -> bool:
         """True for a section of its own."""
         return dataclasses.is_dataclass(self.kind)
+
+    @property
+    def member(self) -> type[Any] | None:
+        """The section that each item of a list is; None for a value of another kind."""
+        members = get_args(self.kind) if get_origin(self.kind) is tuple else ()
+        is_section = bool(members) and dataclasses.is_dataclass(members[0])
+        return cast("type[Any]", members[0]) if is_section else None
 
     @property
     def is_required(self) -> bool:
@@ -119,6 +127,8 @@ def to_record(section: Any) -> dict[str, Any]:
             value = to_record(value)
         elif isinstance(value, Path):
             value = str(value.absolute())
+        elif field.member is not None:
+            value = [to_record(one) for one in value]
         record[field.name] = list(value) if isinstance(value, tuple) else value
     return record
 
@@ -157,9 +167,17 @@ class _Reader:
             return field.default
         if field.is_section and isinstance(node, MapNode):
             return self.section(field.kind, node, field.name)
-        value = _UNREAD if field.is_section else _converted(node, field.kind, self._folder)
+        if (member := field.member) is not None and _are_sections(node):
+            found = tuple(
+                self.section(member, cast("MapNode", item), f"{field.name}[{index}]")
+                for index, item in enumerate(cast("ListNode", node).items)
+            )
+            return _UNREAD if _UNREAD in found else found
+        is_nested = field.is_section or field.member is not None
+        value = _UNREAD if is_nested else _converted(node, field.kind, self._folder)
         if value is _UNREAD:
-            advice = f"use {_NAMES.get(field.kind, 'a mapping')}"
+            other = "a mapping" if field.member is None else "a list of mappings"
+            advice = f"use {_NAMES.get(field.kind, other)}"
         else:
             advice = _advice(value, field.key)
         if not advice:
@@ -168,12 +186,22 @@ class _Reader:
         return _UNREAD
 
 
+def _are_sections(node: Node) -> bool:
+    items = node.items if isinstance(node, ListNode) else ()
+    return bool(items) and all(isinstance(item, MapNode) for item in items)
+
+
 def _converted(node: Node, kind: Any, folder: Path) -> Any:
     """Return the value of `node` as `kind`; `_UNREAD` if it is none."""
     if kind == tuple[str, ...]:
         items = node.items if isinstance(node, ListNode) else (node,)
         texts = [item.text for item in items if isinstance(item, ScalarNode) and item.text]
         return tuple(texts) if len(texts) == len(items) else _UNREAD
+    if kind == tuple[int, int]:
+        items = node.items if isinstance(node, ListNode) else ()
+        numbers = [item.value for item in items if isinstance(item, ScalarNode)]
+        is_pair = len(items) == len(numbers) == 2 and all(type(one) is int for one in numbers)
+        return tuple(numbers) if is_pair else _UNREAD
     if not isinstance(node, ScalarNode):
         return _UNREAD
     if kind is Path:
@@ -259,7 +287,8 @@ class _Conflicts:
                 "compile",
             )
         self._of_strategy()
-        if settings.workers > training.num_shards:
+        is_pipeline = settings.strategy == LAYER_PIPELINE
+        if settings.workers > training.num_shards and not is_pipeline:
             self._error(
                 f"workers={settings.workers} with num_shards={training.num_shards}: a worker would "
                 "have no shard; use workers <= num_shards",
@@ -269,7 +298,14 @@ class _Conflicts:
     def _of_strategy(self) -> None:
         """Report keys that a strategy would not read, or can't do."""
         strategy, num_shards = self._settings.strategy, self._settings.training.num_shards
+        if strategy != LAYER_PIPELINE and "stages" in self._root.fields:
+            self._error(
+                f"stages: they are for strategy: {LAYER_PIPELINE}; leave them out", "stages"
+            )
         if strategy is None:
+            return
+        if strategy == LAYER_PIPELINE:
+            self._of_pipeline()
             return
         if "workers" in self._root.fields:
             self._error(
@@ -295,6 +331,51 @@ class _Conflicts:
                 "use 1, 2, 4, 8 ...",
                 *("training", "num_shards"),
             )
+
+    def _of_pipeline(self) -> None:
+        """Report what a layer pipeline does not read, or can't do."""
+        settings = self._settings
+        for is_given, what, keys in (
+            (settings.data.packing, "data.packing", ("data", "packing")),
+            (settings.data.validates, "rows to evaluate on", ("data",)),
+            (settings.trust_remote_code, "trust_remote_code", ("trust_remote_code",)),
+            (bool(settings.stages) and "workers" in self._root.fields, "workers", ("workers",)),
+        ):
+            if is_given:
+                beside = " with stages" if what == "workers" else ""
+                self._error(
+                    f"strategy: {LAYER_PIPELINE}{beside} does not read {what}; leave it out", *keys
+                )
+        names = [name for stage in settings.stages for name in stage.worker]
+        for name in sorted({one for one in names if names.count(one) > 1}):
+            self._error(f"stages: worker {name} is named twice; a worker has one stage", "stages")
+        self._of_stages()
+
+    def _of_stages(self) -> None:
+        """Report gaps and overlaps of stages; the number of blocks is not known here."""
+        node = self._root.fields.get("stages")
+        items = node.items if isinstance(node, ListNode) else ()
+        at = 0
+        for index, (stage, item) in enumerate(zip(self._settings.stages, items, strict=True)):
+            start, stop = stage.layers
+            if start >= stop:
+                problem = "it has no blocks; use [first, last + 1]"
+            elif start > at:
+                problem = f"no stage has blocks {at} to {start - 1}; let it begin at {at}"
+            elif start < at:
+                problem = f"block {start} is in the stage before, too; let it begin at {at}"
+            else:
+                problem = ""
+            if len(stage.worker) > self._settings.training.num_shards:
+                problem = (
+                    f"{len(stage.worker)} workers share training.num_shards="
+                    f"{self._settings.training.num_shards} shards; use more shards"
+                )
+            if problem:
+                self._problems.error(
+                    item.at, f"stages[{index}] layers=[{start}, {stop}]: {problem}"
+                )
+            at = stop
 
     def _unread(self) -> None:
         task = self._settings.task

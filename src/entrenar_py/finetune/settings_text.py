@@ -26,6 +26,12 @@ _JSON: Mapping[Any, Mapping[str, Any]] = {
     str: {"type": "string"},
     Path: {"type": "string"},
     tuple[str, ...]: {"type": "array", "items": {"type": "string"}},
+    tuple[int, int]: {
+        "type": "array",
+        "items": {"type": "integer"},
+        "minItems": 2,
+        "maxItems": 2,
+    },
 }
 
 
@@ -47,6 +53,11 @@ def _lines(section: type[Any], *, is_hidden: bool) -> Iterator[str]:
         else:
             value = _EXAMPLES[field.name] if field.is_required else _yaml(field.default)
             yield f"{mark}{field.name}: {value}"
+            if field.member is not None:
+                keys = ", ".join(
+                    f"{one.name} ({one.key.meaning})" for one in fields_of(field.member)
+                )
+                yield f"# each of them has {keys}"
 
 
 def _yaml(value: Any) -> str:
@@ -69,7 +80,10 @@ def schema(section: type[Any] = Settings) -> dict[str, Any]:
 
 
 def _schema_of(field: Field) -> dict[str, Any]:
-    one = schema(field.kind) if field.is_section else dict(_JSON[field.kind])
+    if field.member is not None:
+        one: dict[str, Any] = {"type": "array", "items": schema(field.member)}
+    else:
+        one = schema(field.kind) if field.is_section else dict(_JSON[field.kind])
     if field.is_optional:
         one["type"] = [one["type"], "null"]
     choices = [*field.key.choices, *([None] if field.is_optional else [])]

@@ -16,7 +16,7 @@ from entrenar_py.service import coordinator, memory_peak
 from entrenar_py.service.coordinator import Ended, Listening, Task
 from entrenar_py.service.memory_peak import Memory
 from entrenar_py.tuning.prepared import Prepared
-from entrenar_py.tuning.workload import Finetuning
+from entrenar_py.tuning.workload import Tuned
 from entrenar_py.untrusted import printing
 
 CHECKPOINT, LEDGER, METRICS = "state.checkpoint", "ledger.jsonl", "metrics.jsonl"  # in the output
@@ -25,7 +25,7 @@ CHECKPOINT, LEDGER, METRICS = "state.checkpoint", "ledger.jsonl", "metrics.jsonl
 @contextmanager
 def opened(
     prepared: Prepared,
-    workload: Finetuning,
+    workload: Tuned,
     *,
     num_steps: int,
     device: torch.device,
@@ -52,7 +52,7 @@ def opened(
 
 
 def _end(
-    prepared: Prepared, workload: Finetuning, evaluator: Evaluator, num_steps: int, ended: Ended
+    prepared: Prepared, workload: Tuned, evaluator: Evaluator, num_steps: int, ended: Ended
 ) -> None:
     """Export a run that is complete, tell how it does on the validation rows, and draw it."""
     if ended.finish.status == "completed":

@@ -216,6 +216,26 @@ class Compute(Effect):
     shards: tuple[int, ...]
 
 
+class Pass(Effect):
+    """Compute `shard` of `step` in one direction in the background; then call `passed`.
+
+    A backward pass also adds the gradient to this worker's sum. The last stage does both in its
+    forward pass. After a pass that `is_last` the sum is whole. `ticket` is as in `Compute`.
+    """
+
+    ticket: int
+    step: int
+    shard: int
+    is_forward: bool
+    is_last: bool
+
+
+class Receive(Effect):
+    """Keep the tensor in the message just received for the pass that it is an input of."""
+
+    message: Message
+
+
 class Hold(Effect):
     """Hold the block in the message just received: of the average of `step`, or of new weights."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from entrenar_py.errors import ProtocolError
-from entrenar_py.protocol.messages import Challenge, Computed, NonFinite, TreeNode
+from entrenar_py.protocol.messages import Challenge, Computed, NonFinite, Summed, TreeNode
 from entrenar_py.protocol.phases import PeerPhase as Phase
 
 
@@ -58,25 +58,27 @@ class Member:
 
     # --- a delivery -------------------------------------------------------------------------------
 
-    def require_assigned(self, computed: Computed) -> None:
+    def require_assigned(self, computed: Computed | Summed) -> None:
         """Raise ProtocolError unless `computed` is for the first assignment, and not repeated."""
-        if computed.shards != self.assigned[0] or self.delivering:
+        if [computed.shards] != self.assigned[:1] or self.delivering:
             raise ProtocolError(
-                f"Computed shards={computed.shards}: not the next assignment, or already reported"
+                f"{type(computed).__name__} shards={computed.shards}: not the next assignment, or "
+                "already reported"
             )
 
-    def begin_delivery(self, computed: Computed) -> None:
+    def begin_delivery(self, computed: Computed | Summed) -> None:
         """Begin the delivery that `computed` announces; ProtocolError if it is out of turn."""
         self.require_assigned(computed)
         self.delivering = True
 
-    def take(self, node: TreeNode, under: range, num_blocks: int) -> None:
+    def take(self, node: TreeNode, under: range, blocks: range) -> None:
         """Count a node with the shards `under` it as delivered; ProtocolError if it is out of turn.
 
-        The last block must come first and block 0 last, which completes the delivery.
+        The last one of `blocks` must come first, and the first one last, which completes the
+        delivery.
         """
         block = node.block
-        if block != num_blocks - 1 and not self.is_whole(block + 1):
+        if block != blocks[-1] and not self.is_whole(block + 1):
             raise ProtocolError(f"TreeNode block={block}: it comes when block {block + 1} is whole")
         came = self.covered.setdefault(block, set())
         # A node may not reach into the next one: an assignment counts, or is void, as a whole.
@@ -91,6 +93,14 @@ class Member:
     def is_whole(self, block: int) -> bool:
         """Return whether `block` has come for every shard of the first assignment."""
         return len(self.covered.get(block, ())) == len(self.assigned[0])
+
+    def start_over(self) -> None:
+        """Forget the assignments, and what was delivered of them."""
+        self.assigned.clear()
+        self.delivered.clear()
+        self.covered.clear()
+        self.delivering, self.num_computing = False, 0
+        self.phase = Phase.READY
 
     def end_delivery(self) -> tuple[int, ...]:
         """Remove the first assignment, which is completely delivered, and return its shards."""

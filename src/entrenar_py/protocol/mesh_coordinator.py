@@ -9,49 +9,31 @@ whether they still hold the state.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import messages as say
-from entrenar_py.protocol import terms
-from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Effect, Peer
+from entrenar_py.protocol.grouping import Grouping
 from entrenar_py.protocol.member import Member
 from entrenar_py.protocol.phases import MEMBERS, MESH_PEER_MAY_SAY, Stage
 from entrenar_py.protocol.phases import PeerPhase as Phase
 from entrenar_py.protocol.terms import Run, Timing
 
-ROUNDS_MAX = 3  # complaints in one step, at which the worker with the most of them is thrown out
 
-
-class MeshCoordinator(Coordinator):
+class MeshCoordinator(Grouping):
     """The state machine. Times are seconds on a monotonic clock."""
 
     may_say = MESH_PEER_MAY_SAY
 
     def __init__(self, run: Run, *, secret: bytes, timing: Timing, now: float) -> None:
         super().__init__(run, secret=secret, timing=timing, now=now)
-        self._round = 0
-        self._group: list[Peer] = []  # the workers of this round
         self._holders: dict[int, int] = {}  # shard -> rank, as the workers were told
         self._held = run.first_step  # the state before this step is here
         self._may_hold: set[int] = set()  # ranks lost since the step was handed out
         self._committed = False  # all were told to make the current step, then all were lost
-        self._complaints: Counter[Peer] = Counter()  # by and about each worker, in this step
-        self._num_rounds = 0  # complaints in this step, those of both ends of a link as one
-        self._told: tuple[int, int] | None = None  # the last complaint: its sender, and about whom
-
-    def _hello(self, peer: Peer, member: Member, hello: say.Hello, now: float) -> list[Effect]:
-        ours, secret = self.run.terms, self.secret
-        entitled = terms.refusal(hello, member.challenge, ours, secret=secret) is None
-        if entitled and hello.port is None:  # `super` answers strangers and applicants
-            raise ProtocolError("Hello port=null: in a mesh every worker has to listen")
-        host = f"[{member.host}]" if ":" in member.host else member.host
-        member.address = f"{host}:{hello.port}"
-        return super()._hello(peer, member, hello, now)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -93,32 +75,6 @@ class MeshCoordinator(Coordinator):
         reason = "the average gradient or loss is not finite, though each worker's is finite"
         return self._halt(do.Stop(said.step, None, reason))
 
-    def _unreachable(
-        self, peer: Peer, member: Member, said: say.Unreachable, now: float
-    ) -> list[Effect]:
-        """Begin another round; at the third complaint throw out the worker that most involve.
-
-        Both ends may complain about one broken connection, the second end in the round that began
-        with the first end's complaint. Such a pair counts once.
-        """
-        if said.round != self._round:
-            return []
-        if self.stage is not Stage.COMPUTING:
-            self._group = []  # so the next step begins a new round
-            return []
-        rank_of = {member.in_rank(): peer for peer, member in self._members().items()}
-        self._complaints.update([peer, rank_of.get(said.rank)])
-        del self._complaints[None]
-        ends = member.in_rank(), said.rank
-        is_second = self._told == ends[::-1]
-        self._told = None if is_second else ends
-        self._num_rounds += not is_second
-        if self._num_rounds < ROUNDS_MAX:
-            return self._regroup(self._members())
-        worst = max(rank_of, key=lambda rank: (self._complaints[rank_of[rank]], rank))
-        reason = f"worker {member.in_rank()} can't reach worker {said.rank}: {said.reason}"
-        return self._throw_out(rank_of[worst], reason, now)
-
     def _state(self, peer: Peer, member: Member, said: say.State, now: float) -> list[Effect]:
         self._require_step(said.step)
         member.phase = Phase.WAITING if member.phase is Phase.ASKED else Phase.READY
@@ -133,13 +89,11 @@ class MeshCoordinator(Coordinator):
         return super()._leave(peer, member, said, now)
 
     _turns: ClassVar[Mapping[type[say.Message], Callable[..., list[Effect]]]] = {
-        **Coordinator._turns,
-        say.Hello: _hello,
+        **Grouping._turns,
         say.Computed: _computed,
         say.Staged: _staged,
         say.Applied: _applied,
         say.Overflow: _overflow,
-        say.Unreachable: _unreachable,
         say.State: _state,
         say.Leave: _leave,
     }
@@ -155,8 +109,6 @@ class MeshCoordinator(Coordinator):
 
     def _gather(self, step: int, now: float) -> list[Effect]:
         self._committed = step == self.step and self.stage is Stage.APPLYING
-        self._complaints.clear()
-        self._num_rounds, self._told = 0, None
         for member in self.peers.values():
             member.delivered.clear()
         return super()._gather(step, now)
@@ -204,33 +156,22 @@ class MeshCoordinator(Coordinator):
         self._may_hold.clear()
         assigned = super()._hand_out(members, now)
         is_told = list(members) == self._group and _holders(members) == self._holders
-        return assigned if is_told else [*self._regroup(members), *assigned]
+        return assigned if is_told else [*self._regroup(members, now), *assigned]
 
     def _replace(self, lost: Member, members: Mapping[Peer, Member], now: float) -> list[Effect]:
         if self.stage is not Stage.COMPUTING:
             return []
         orphaned = [*lost.delivered, *(shard for shards in lost.assigned for shard in shards)]
         assigned = self._assign(sorted(orphaned), members, now)
-        return [*self._regroup(members), *assigned]
+        return [*self._regroup(members, now), *assigned]
 
-    def _regroup(self, members: Mapping[Peer, Member]) -> list[Effect]:
-        """Begin a new round with `members`."""
-        self._round += 1
-        self._group = list(members)
+    def _regroup(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
         for member in members.values():
             if member.phase is Phase.STAGED:
                 member.phase = Phase.READY
-        addresses = {member.in_rank(): member.address for member in members.values()}
-        ranks = sorted(addresses)
         self._holders = _holders(members)
-        group = say.Group(
-            step=self.step,
-            round=self._round,
-            holders=tuple(self._holders[shard] for shard in range(self.run.num_shards)),
-            ranks=tuple(ranks),
-            addresses=tuple(addresses[rank] for rank in ranks),
-        )
-        return [do.Send(peer, group) for peer in members]
+        holders = [self._holders[shard] for shard in range(self.run.num_shards)]
+        return self._begin_round(members, holders)
 
 
 def _holders(members: Mapping[Peer, Member]) -> dict[int, int]:

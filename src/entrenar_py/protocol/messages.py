@@ -187,7 +187,8 @@ class TreeNode(Message):
 
     `loss` is the summed loss of the shards under it, `weight` their number of samples (or tokens).
     Sent to the process that averages the block: the coordinator, or in a mesh one of the workers.
-    `round` is that of `Group`; 0 in a star.
+    `round` is that of `Group`; 0 in a star. In a pipeline the shards under the node have a loss in
+    the last stage only.
     """
 
     tag: ClassVar[int] = 12
@@ -277,6 +278,8 @@ class Group(Message):
     A new `round` begins when a worker joins, leaves or loses a link: messages of earlier rounds are
     void, and all workers send their nodes again. `holders` has the rank of each shard, in this step
     and in later ones until the next Group. Worker number b mod n of the n `ranks` averages block b.
+    In a pipeline `holders` has the ranks of the first stage for all shards, then those of the next,
+    and a new round begins the step anew.
     """
 
     tag: ClassVar[int] = 30
@@ -320,6 +323,51 @@ class Overflow(Message):
     block: int
 
 
+# --- a pipeline of stages ---------------------------------------------------------------------
+
+
+class Activation(Message):
+    """Worker of a pipeline, to the next stage: the hidden states of `shard` that it computed.
+
+    `dtype` is their format. The next stage draws random numbers from number `draws` on. `round` is
+    that of `Group`.
+    """
+
+    tag: ClassVar[int] = 40
+    carries: ClassVar[str] = "hidden states"
+    step: int
+    round: int
+    shard: int
+    dtype: str
+    draws: int
+
+
+class ActivationGradient(Message):
+    """Worker of a pipeline, to the stage before: the gradient of the hidden states of `shard`.
+
+    It has their shape and format.
+    """
+
+    tag: ClassVar[int] = 41
+    carries: ClassVar[str] = "hidden states"
+    step: int
+    round: int
+    shard: int
+
+
+class Summed(Message):
+    """Worker of a pipeline: `shards` of `step` passed through its stage, and their nodes follow.
+
+    The payload records each shard. `round` is that of `Group`.
+    """
+
+    tag: ClassVar[int] = 42
+    carries: ClassVar[str] = "events"
+    step: int
+    round: int
+    shards: tuple[int, ...]
+
+
 # --- any time ---------------------------------------------------------------------------------
 
 
@@ -358,6 +406,7 @@ MESSAGES: dict[int, type[Message]] = {
         *(Assign, Computed, TreeNode, NonFinite, Average, Weights, Staged, Commit, Applied),
         *(Group, Partial, Unreachable, Overflow),
         *(Heartbeat, Leave, Halt, Shutdown),
+        *(Activation, ActivationGradient, Summed),
     )
 }
 

@@ -31,6 +31,7 @@ from entrenar_py.protocol.messages import (
     Shutdown,
     Staged,
     State,
+    Summed,
     TreeNode,
     Unreachable,
     Want,
@@ -92,6 +93,18 @@ MESH_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.GIVING: (State, Unreachable),
     PeerPhase.ASKED: (State, Applied),
 }
+# In a pipeline a step may begin anew while reports of its last round are on their way.
+PIPELINE_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
+    PeerPhase.CHALLENGED: (Hello,),
+    PeerPhase.FETCHING: (Want,),
+    PeerPhase.WAITING: (),
+    PeerPhase.LOADING: (Loaded,),
+    PeerPhase.READY: (Summed, TreeNode, NonFinite, Staged, Unreachable),
+    PeerPhase.COMPUTING: (Summed, TreeNode, NonFinite, Staged, Unreachable),
+    PeerPhase.STAGING: (Staged, Unreachable),
+    PeerPhase.STAGED: (Unreachable,),
+    PeerPhase.APPLYING: (Applied, Unreachable),
+}
 ALWAYS = (Heartbeat, Leave)
 MEMBERS = (
     PeerPhase.READY,
@@ -133,6 +146,14 @@ MESH_WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
     WorkerPhase.READY: (Assign, Group, Fetch, Heartbeat, Refuse, Halt, Shutdown),
     WorkerPhase.COMPUTING: (Assign, Group, Heartbeat, Refuse, Halt, Shutdown),
     WorkerPhase.STAGED: (Assign, Group, Commit, Heartbeat, Refuse, Halt, Shutdown),
+}
+
+
+PIPELINE_WORKER_MAY_HEAR: Mapping[WorkerPhase, tuple[type[Message], ...]] = {
+    **WORKER_MAY_HEAR,
+    WorkerPhase.READY: (Assign, Group, Weights, Heartbeat, Refuse, Halt, Shutdown),
+    WorkerPhase.COMPUTING: (Group, Heartbeat, Refuse, Halt, Shutdown),
+    WorkerPhase.STAGED: (Group, Commit, Heartbeat, Refuse, Halt, Shutdown),
 }
 
 

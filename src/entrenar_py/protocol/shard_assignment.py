@@ -147,7 +147,7 @@ class Dealing(Attendance):
     def _node(self, peer: Peer, member: Member, node: TreeNode, now: float) -> list[Effect]:
         self._require_step(node.step)
         under = reduction.shards_under(node.level, node.index, self.run.num_shards)
-        member.take(node, under, self.run.num_blocks)
+        member.take(node, under, range(self.run.num_blocks))
         if (shard := self._copied(member)) is not None:
             copy = do.Copy(member.in_rank(), node)
             return [copy, *self._end_copy(member, shard, now)] if member.is_whole(0) else [copy]

@@ -11,6 +11,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.protocol import handshake
 from entrenar_py.protocol.messages import VERSION, Challenge, Hello, Offer, Refuse
 from entrenar_py.protocol.package import Package
+from entrenar_py.protocol.pipeline import Places
 
 # Shows a digest in full, and shortens longer texts: they may be a stranger's.
 _SHOWN = reprlib.Repr()
@@ -44,7 +45,8 @@ class Run:
     started from a checkpoint. `audited(step)` returns shards that a second worker computes, too.
     `server_updates`: the coordinator makes the steps and sends new weights in place of averages.
     `by_speed`: a worker gets shards in proportion to its measured speed, else all get equally many.
-    `package` has the files that workers may fetch, if there are any.
+    `package` has the files that workers may fetch, if there are any. `places` are those of a layer
+    pipeline.
     """
 
     terms: Terms
@@ -61,6 +63,7 @@ class Run:
     server_updates: bool = False
     by_speed: bool = False
     package: Package | None = None
+    places: Places | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from entrenar_py.cli import console
 from entrenar_py.drivers.served_pieces import ReadPiece, no_piece
 from entrenar_py.drivers.tcp import CoordinatorServer
 from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.package import Package
 from entrenar_py.protocol.terms import Run
@@ -31,6 +32,7 @@ from entrenar_py.service.metrics import Metrics
 from entrenar_py.service.run_events import Listener
 from entrenar_py.systems import environment
 from entrenar_py.systems.star import topology
+from entrenar_py.systems.star.server import Server
 from entrenar_py.trace import writer
 from entrenar_py.trace.writer import Mark
 from entrenar_py.training.tensors import Array, Workload
@@ -90,7 +92,8 @@ class Task:
     `ended` is called when the run is over, before the listeners are closed. `halt_on_spike` halts a
     star's run before a step whose gradient is far larger than those before it. Event files go to
     the folder `tensorboard`, if there is one. `package` has the files that workers may fetch, which
-    `piece` reads.
+    `piece` reads. `make_server` makes what does the coordinator's arithmetic, and `machine` is its
+    state machine, by default that of the scenario's topology.
     """
 
     workload: Workload | None = None
@@ -102,6 +105,8 @@ class Task:
     tensorboard: Path | None = None
     package: Package | None = None
     piece: ReadPiece = no_piece
+    make_server: Callable[..., Server] = Server
+    machine: type[Coordinator] | None = None
 
 
 def serve(settings: Config, task: Task, *, resume: bool) -> int:
@@ -161,6 +166,7 @@ def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume:
         halt_on_spike=task.halt_on_spike,
         stepped=task.stepped,
         piece=task.piece,
+        make_server=task.make_server,
     )
     with closing(host):
         first = host.resume() if resume else 0
@@ -192,7 +198,7 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
         host.server,
         timing=settings.timing,
         secret=settings.secret,
-        kind=topology.of(settings.scenario).coordinator,
+        kind=task.machine or topology.of(settings.scenario).coordinator,
         notify=host.notify,
     )
     _open_ledger(settings, host, resume=resume)
@@ -234,6 +240,8 @@ def _run_of(settings: Config, host: Host, first: int, *, resume: bool) -> Run:
         saves = {*range(first, scenario.num_steps, settings.checkpoint.every_steps)} - {first}
         saves.add(scenario.num_steps)
     run = host.server.run_between(first, scenario.num_steps)
+    if run.places is not None:
+        return replace(run, resumed=resume, saves=saves)
     return replace(run, resumed=resume, num_awaited=settings.wait_for, saves=saves, by_speed=True)
 
 

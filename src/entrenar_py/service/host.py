@@ -13,7 +13,15 @@ from entrenar_py import trace
 from entrenar_py.drivers.served_pieces import ReadPiece, no_piece
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Effect, Finish, Left
-from entrenar_py.protocol.messages import Applied, Commit, Computed, Message, State, TreeNode
+from entrenar_py.protocol.messages import (
+    Applied,
+    Commit,
+    Computed,
+    Message,
+    State,
+    Summed,
+    TreeNode,
+)
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import gradient_norms, ledger_continuity, memory_peak
 from entrenar_py.service.figures import digits
@@ -55,10 +63,11 @@ class Host:
         halt_on_spike: bool = False,
         stepped: Stepped = lambda made, tensors, tell: None,
         piece: ReadPiece = no_piece,
+        make_server: Callable[..., Server] = Server,
     ) -> None:
-        """`stepped` is called after each step of a star (`coordinator.Task`)."""
+        """`stepped` and `make_server` are those of `coordinator.Task`."""
         self.scenario = scenario
-        self.server = Server(
+        self.server = make_server(
             scenario,
             checkpoint_path=checkpoint_path,
             save=self.save,
@@ -125,7 +134,7 @@ class Host:
 
     def _kept(self, rank: int, message: Message) -> None:
         """Record when a gradient was computed and delivered, and each step that a mesh made."""
-        if isinstance(message, Computed):
+        if isinstance(message, Computed | Summed):
             self._watch.computed(rank)
             if not self._in_star:  # a mesh's gradients don't pass the coordinator
                 self._watch.delivered(rank)

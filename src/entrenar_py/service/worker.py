@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -32,8 +32,20 @@ from entrenar_py.systems.star.member import Member
 from entrenar_py.training.tensors import Workload
 from entrenar_py.untrusted import printing
 
+
+class Joining(Protocol):
+    """Joins a run in a way of its own, such as with a stage of its model."""
+
+    def client(self, told: Told, stay: Stay) -> WorkerClient:
+        """Return the client for the run that the coordinator described."""
+        ...
+
+
 # Gets from a coordinator what its run is made of; a Finish if that can't be had.
-Obtain = Callable[[Source, argparse.Namespace, Callable[[str], None]], Awaitable[Workload | Finish]]
+Obtain = Callable[
+    [Source, argparse.Namespace, Callable[[str], None]],
+    Awaitable[Workload | Joining | Finish],
+]
 
 
 def run(given: argparse.Namespace, obtain: Obtain) -> int:
@@ -105,12 +117,12 @@ class Stay:
                 backend=self.backend.name,
                 context=self.context,
                 patience_s=self.given.patience_s,
-                alone=self._alone,
+                alone=self.alone,
             )
         )
         if isinstance(told, Finish):
             return told
-        workload: Workload | None = None
+        workload: Workload | Joining | None = None
         if told.package is not None:
             source = self._source(told, told.package)
             got = await self._unless_stopped(self.obtain(source, self.given, _say))
@@ -122,7 +134,10 @@ class Stay:
                 "--model: the coordinator trains a model of the trainer's own, which needs no "
                 "checkpoint; leave it out"
             )
-        self._client = self.join(told, workload)
+        if workload is None or isinstance(workload, Workload):
+            self._client = self.join(told, workload)
+        else:
+            self._client = workload.client(told, self)
         return await self._client.run(
             host, port, context=self.context, patience_s=self.given.patience_s
         )
@@ -147,7 +162,7 @@ class Stay:
             timing=Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
             package=package,
             patience_s=self.given.patience_s,
-            alone=self._alone,
+            alone=self.alone,
         )
 
     def join(self, told: Told, workload: Workload | None = None) -> WorkerClient:
@@ -155,12 +170,7 @@ class Stay:
 
         Without a `workload` it is built from the scenario.
         """
-        try:
-            scenario = Scenario.from_dict(json.loads(told.scenario))
-        except (UsageError, ValueError) as error:
-            raise SystemFailure(
-                f"the coordinator's scenario can't be read ({error}): use one release on both ends"
-            ) from error
+        scenario = scenario_of(told)
         if scenario.system not in {topology.BY_NAME[one].system for one in config_keys.TOPOLOGIES}:
             raise SystemFailure(
                 f"the coordinator's run is of system {scenario.system}, which is not known here: "
@@ -179,17 +189,17 @@ class Stay:
         if kind is topology.STAR:
             if self.given.listen_port is not None:
                 _say("this run is a star, in which no worker listens: --listen-port is ignored")
-            return WorkerClient(machine, member, alone=self._alone, notify=notify)
+            return WorkerClient(machine, member, alone=self.alone, notify=notify)
         return MeshClient(
             machine,
             member,
-            alone=self._alone,
+            alone=self.alone,
             notify=notify,
-            door_context=self._door_context(),
+            door_context=self.door_context(),
             listen_port=self.given.listen_port or 0,
         )
 
-    def _door_context(self) -> ssl.SSLContext | None:
+    def door_context(self) -> ssl.SSLContext | None:
         """Return the TLS context for connections from other workers, or None without TLS.
 
         Raises UsageError if there is no certificate.
@@ -199,8 +209,8 @@ class Stay:
             return None
         if given.tls_cert is None or given.tls_key is None:
             raise UsageError(
-                "this run is a mesh, in which workers connect to each other: give --tls-cert "
-                "and --tls-key, of a certificate that names the address of this machine"
+                "in this run workers connect to each other: give --tls-cert and --tls-key, of a "
+                "certificate that names the address of this machine"
             )
         return tls.server_context(cert=given.tls_cert, key=given.tls_key, ca=given.tls_ca)
 
@@ -209,9 +219,17 @@ class Stay:
         if isinstance(effect, Load):
             for attempt in self.attempts:
                 member.recorder.emit(attempt)
-            _say(f"takes part as rank {effect.rank}, from step {effect.step} on")
+            self.tell_rank(effect.rank, effect.step)
 
-    def _alone(self, problem: str) -> None:
+    def tell_rank(self, rank: int, step: int) -> None:
+        """Print the rank of this worker, which takes part."""
+        _say(f"takes part as rank {rank}, from step {step} on")
+
+    def tell(self, text: str) -> None:
+        """Print a line of this worker's, from any thread."""
+        _say(text)
+
+    def alone(self, problem: str) -> None:
         """Print why the coordinator can't be reached, if the reason is a new one."""
         if problem != self._problem:
             self._problem = problem
@@ -224,6 +242,16 @@ class Stay:
             self._client.leave(f"stopped by {number.name}")
         elif self._asking is not None:
             self._asking.cancel()
+
+
+def scenario_of(told: Told) -> Scenario:
+    """Return the scenario of a run; SystemFailure if it can't be read."""
+    try:
+        return Scenario.from_dict(json.loads(told.scenario))
+    except (UsageError, ValueError) as error:
+        raise SystemFailure(
+            f"the coordinator's scenario can't be read ({error}): use one release on both ends"
+        ) from error
 
 
 def _say(text: str) -> None:

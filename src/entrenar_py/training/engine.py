@@ -30,6 +30,7 @@ class Engine:
     `parameters` is float32 [num_trainable]. `arrays` are views of all tensors by name, for reading,
     split into `weights` and `buffers`. `tensors` are the same memory as torch tensors; the values
     passed are copied. `scale` (`scale_of`) multiplies gradients and statistics, not losses.
+    `stepper` computes them on the backend.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Engine:
         self.buffers = {name: self.arrays[name] for name in self.layout.buffers}
         self.weights = {n: array for n, array in self.arrays.items() if n not in self.buffers}
         self._scale = scale
-        self._step = backend.stepper(workload, self.tensors, scale=scale)
+        self.stepper = backend.stepper(workload, self.tensors, scale=scale)
 
     def shard(
         self, ids: sharding.Ids, *, accumulation: int, drop: DropFunction
@@ -77,10 +78,10 @@ class Engine:
     def _micro_batch(self, ids: sharding.Ids, drop: DropFunction) -> tuple[Array, float, float]:
         if len(ids) == 0:
             return np.zeros(self.layout.num_elements, np.float32), 0.0, 0.0
-        loss, parts = self._step(ids, drop)
+        loss, parts = self.stepper(ids, drop)
         scale = np.float32(self._scale)
         parts += [total * scale for total in self.workload.statistics(ids).values()]
-        return _as_one(parts), loss, float(self.workload.weight(ids))
+        return as_one(parts), loss, float(self.workload.weight(ids))
 
     def copy_to(self, vector: Array) -> None:
         """Write the parameters and the buffers to `vector`, in the order of the layout."""
@@ -103,7 +104,7 @@ class Engine:
             )
 
 
-def _as_one(parts: Sequence[Array]) -> Array:
+def as_one(parts: Sequence[Array]) -> Array:
     """Return all float32 parts as one vector, without a copy if they follow in memory."""
     base, place = parts[0].base, parts[0].ctypes.data
     for part in parts:

@@ -43,6 +43,10 @@ class Masks(TorchFunctionMode):
         """The number of the next draw."""
         return self._number
 
+    def go_on_at(self, number: int) -> None:
+        """Let `number` be the number of the next draw."""
+        self._number = number
+
     def again(self) -> Masks:
         """Return masks that repeat those from here on, to compute a block once more."""
         return Masks(self._key, self._number)
@@ -59,11 +63,16 @@ class Masks(TorchFunctionMode):
         return torch.where(kept, x * factor, 0.0)  # for the backward pass it keeps a byte each
 
 
+def entered() -> Masks | None:
+    """Return the masks that are entered now; None without any."""
+    modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return next((mode for mode in reversed(modes) if isinstance(mode, Masks)), None)
+
+
 def repetition() -> Masks:
     """Return masks that repeat those entered now, from here on; without any, that drop nothing."""
-    modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    entered = [mode for mode in modes if isinstance(mode, Masks)]
-    return entered[-1].again() if entered else Masks(None)
+    found = entered()
+    return Masks(None) if found is None else found.again()
 
 
 def _dropout(

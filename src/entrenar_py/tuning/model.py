@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import fitting, packing, precision, quantised, recompute
+from entrenar_py.tuning import blocks, fitting, packing, precision, quantised, recompute
 from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping
@@ -87,6 +88,84 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
     return module.train()
 
 
+def part(
+    settings: Settings,
+    pad_token: int,
+    shorten: Callable[[nn.Module], None],
+    trains: Container[str],
+    *,
+    unties: bool,
+) -> nn.Module:
+    """Return what `shorten` leaves of the model, with its adapters, as `load` does the whole.
+
+    Nothing else is read of the checkpoint's weights. Only parameters whose name `trains` has are
+    trained, and their values are not those that a run begins with. What only the whole model can
+    show is not checked.
+    """
+    module, new = _base(settings, shorten, unties=unties)
+    module.config.pad_token_id = pad_token  # type: ignore[union-attr]
+    _freeze_beside(module)
+    if settings.adapts:
+        targets = tuple(one for one in settings.lora.targets if _has_target(module, one))
+        if targets:
+            lora = replace(settings.lora, targets=targets)
+            module = _adapted(replace(settings, lora=lora), module, new)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in trains)
+    precision.prepare(module, settings)
+    if settings.recompute == "blocks":
+        recompute.install(module)
+    return module.train()
+
+
+def without_weights(settings: Settings, pad_token: int) -> nn.Module:
+    """Return the model with adapters and new parts as `load` draws them, and no other weights.
+
+    Frozen weights have their shape, and are all zeros in the memory of one number.
+    """
+    aside = list[Callable[[], None]]()  # puts back what was taken out
+
+    def shorten(module: nn.Module) -> None:
+        model = cast("Any", module)
+        _, layers = blocks.place_of(module)
+        for index, block in enumerate(layers):
+            aside.append(partial(layers.__setitem__, index, block))
+            layers[index] = nn.Identity()
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        aside.append(partial(model.set_input_embeddings, table))
+        model.set_input_embeddings(nn.Identity())
+        if head is not None:
+            aside.append(partial(model.set_output_embeddings, head))
+            model.set_output_embeddings(nn.Identity())
+
+    plain = replace(settings, method="lora") if settings.method == "qlora" else settings
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        module, new = _base(plain, shorten, unties=True)
+        for put_back in aside:
+            put_back()
+        for above in module.modules():
+            for name, tensor in list(above.named_parameters(recurse=False)):
+                if tensor.device.type == "meta":
+                    zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                    setattr(above, name, nn.Parameter(zero, requires_grad=tensor.requires_grad))
+        module.config.pad_token_id = pad_token  # type: ignore[union-attr]
+        _freeze_beside(module)
+        module = _adapted(settings, module, new)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return module.train()
+
+
+def _has_target(module: nn.Module, target: str) -> bool:
+    """Return whether an adapter can stand on a layer whose name ends in `target`."""
+    return any(
+        (name == target or name.endswith(f".{target}")) and _is_matrix(layer)
+        for name, layer in module.named_modules()
+    )
+
+
 def _require_causal(settings: Settings, module: nn.Module) -> None:
     """Raise UsageError if the model predicts a token from itself or later ones.
 
@@ -136,7 +215,7 @@ def shape(settings: Settings) -> nn.Module:
     can show.
     """
     kind, options = _kind(settings)
-    config = _config(settings)
+    config = configuration(settings)
     for name, value in options.items():
         setattr(config, name, value)
     with torch.device("meta"), _reading(settings.model, "model"):
@@ -165,11 +244,19 @@ def _kind(settings: Settings) -> tuple[Any, dict[str, Any]]:
     return kind, options
 
 
-def _base(settings: Settings) -> tuple[nn.Module, list[str]]:
-    """Return the checkpoint's model, and the names of its parts that the checkpoint lacks."""
+def _base(
+    settings: Settings, shorten: Callable[[nn.Module], None] | None = None, *, unties: bool = False
+) -> tuple[nn.Module, list[str]]:
+    """Return the checkpoint's model, and the names of its parts that the checkpoint lacks.
+
+    `shorten` removes parts of the model before any weights are read; those are not loaded. With
+    `unties` one of them may be a table that is also the head, or the head.
+    """
     fitting.require_numbers(settings.model)
     kind, options = _kind(settings)
-    config = _config(settings)
+    config = configuration(settings)
+    if shorten is not None:
+        kind = _shortened(kind, config, shorten, unties=unties)
     quantising: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if settings.method == "qlora":
         quantising = quantised.InThreads()  # type: ignore[no-untyped-call]
@@ -199,7 +286,26 @@ def _base(settings: Settings) -> tuple[nn.Module, list[str]]:
     return module, new
 
 
-def _config(settings: Settings) -> Any:
+def _shortened(
+    kind: Any, config: Any, shorten: Callable[[nn.Module], None], *, unties: bool
+) -> Any:
+    """Return the class of models with `config`, whose constructor calls `shorten` at its end."""
+    whole: Any = kind._model_mapping[type(config)]
+
+    def made(self: Any, config: Any, *given: Any, **named: Any) -> None:
+        if unties:
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        whole.__init__(self, config, *given, **named)
+        shorten(self)
+
+    names = {"__init__": made, "__module__": whole.__module__, "__qualname__": whole.__qualname__}
+    found: Any = type(whole.__name__, (whole,), names)
+    # An Auto class makes a model from a configuration; this class has another name for it.
+    found.from_config = found._from_config
+    return found
+
+
+def configuration(settings: Settings) -> Any:
     """Return the checkpoint's configuration. Raises UsageError for a model of another kind."""
     fitting.require_config(settings.model)
     with _reading(settings.model, "model"):

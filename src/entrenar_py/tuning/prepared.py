@@ -12,7 +12,7 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.tuning import fitting, model, precision, samples
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
-from entrenar_py.tuning.workload import Finetuning
+from entrenar_py.tuning.workload import Finetuning, Tuned
 
 SYSTEM = "parameter_server"  # the trainer of a run
 
@@ -105,7 +105,7 @@ def cache() -> Path:
     return Path(home) / "entrenar-py"
 
 
-def scenario(settings: Settings, workload: Finetuning) -> Scenario:
+def scenario(settings: Settings, workload: Tuned) -> Scenario:
     """Return the run of the reference trainer that `settings` ask for."""
     training = settings.training
     batch_size = min(training.batch_size, workload.num_samples)
@@ -126,7 +126,7 @@ def scenario(settings: Settings, workload: Finetuning) -> Scenario:
     )
 
 
-def _decisive(settings: Settings, workload: Finetuning) -> dict[str, Any]:
+def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
     """Return what else decides what a run learns. One that is resumed must have the same."""
     data, lora, classes = settings.data, settings.lora, settings.classes
     found: dict[str, Any] = {

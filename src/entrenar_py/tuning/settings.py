@@ -25,6 +25,7 @@ STRATEGIES = (
     "sequence_parallel",
     "pipeline_parallel",
 )
+LAYER_PIPELINE = "layer_pipeline"  # whose stages are workers of `entrenar coordinator`
 BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # in which a rank computes some shards, alone
 WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
@@ -175,6 +176,20 @@ class Serving:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """A stage of `strategy: layer_pipeline`."""
+
+    layers: Annotated[tuple[int, int], Key("its first block, and the one after its last")]
+    worker: Annotated[
+        tuple[str, ...],
+        Key("the worker that has it, by `entrenar worker --id`; several share its shards"),
+    ] = ()
+    backend: Annotated[str | None, Key("what its workers have to compute on: cpu, cuda, wgpu")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """One run."""
 
@@ -204,8 +219,16 @@ class Settings:
     ] = "none"
     strategy: Annotated[
         str | None,
-        Key("how alike GPUs share the work: for ranks that torchrun starts", choices=STRATEGIES),
+        Key(
+            "how alike GPUs share the work: for ranks that torchrun starts; or layer_pipeline: "
+            "workers of `entrenar coordinator` that have a stage of the model each",
+            choices=(*STRATEGIES, LAYER_PIPELINE),
+        ),
     ] = None
+    stages: Annotated[
+        tuple[StagePlan, ...],
+        Key("the stages of `layer_pipeline`, in order; by default one a worker, of equal size"),
+    ] = ()
     workers: Annotated[
         int,
         Key(

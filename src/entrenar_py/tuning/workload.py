@@ -29,7 +29,7 @@ from entrenar_py.tuning.masks import Masks
 from entrenar_py.tuning.samples import Samples
 
 IGNORED = -100  # the target that cross entropy leaves out
-_LENGTHS = 8  # rows are filled up to a multiple of this
+LENGTHS = 8  # rows are filled up to a multiple of this
 _UNPACKED = 3  # tensors of a batch of a language model; packed rows have their positions, too
 _PLACES = 64  # and so are the places with a target: few shapes are to be compiled
 
@@ -59,7 +59,7 @@ class Rows:
         longest = max(sum(lengths[number] for number in row) for row in rows)
         # Not beyond the longest sample of all: a model may have no position for what fills up.
         most = max(self._capacity or 0, self._longest)
-        length = min(-(-longest // _LENGTHS) * _LENGTHS, most)
+        length = min(-(-longest // LENGTHS) * LENGTHS, most)
         shape = (len(rows), -(-length // self.multiple) * self.multiple)
         tokens = np.full(shape, self._pad_token, np.int64)
         mask, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
@@ -77,8 +77,8 @@ class Rows:
         return torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(targets)
 
 
-class Finetuning(Workload):
-    """Next tokens, or classes, learned by the trainable tensors of `module`.
+class Tuned(Workload):
+    """Samples, and the trainable tensors of `module` that learn from them.
 
     The weight of a sample is its number of tokens to predict, or its class's weight.
     """
@@ -93,16 +93,11 @@ class Finetuning(Workload):
         *,
         pad_token: int,
         class_weights: Sequence[float] = (),
-        products: torch.dtype = torch.float32,
         packed_tokens: int | None = None,
-        compiles: bool = False,
     ) -> None:
         """With `class_weights` the classes are learned, without them the next tokens.
 
         With `packed_tokens`, samples are packed into rows of so many tokens (`packing`).
-        `products` is the format in which the model's products are computed. A model that `compiles`
-        does so where it is moved to a CUDA device, unless it drops something. The module
-        `objective` returns the summed loss of what `batch` returns.
         """
         self.module = module
         self.specs = tuple(
@@ -121,41 +116,7 @@ class Finetuning(Workload):
         else:
             self._weights = samples.num_targets.astype(np.float64)
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
-        self._device = torch.device("cpu")
-        self.products, self._compiles, self._is_compiled = products, compiles, False
-        self._shown: set[tuple[bool, ...]] = set()  # kinds of batches that are compiled
         self._longest = max(samples.length(index) for index in range(len(samples)))
-        self._dropout_key: Tensor | None = None
-        with precision.applied(products, next(module.parameters()).device):
-            self.objective = _Classes(module, class_weights) if class_weights else _Tokens(module)
-        self.objective.train()
-        self.drops = self._has_drawn()
-
-    @property
-    def is_static(self) -> bool:
-        """See `Workload`. A recorded step would drop the same again, or pack rows the same."""
-        return self.objective.is_static and not self.drops and not self.is_packed
-
-    def _has_drawn(self) -> bool:
-        """Return whether the model draws anything, which its forward pass on an example shows."""
-        device = next(self.module.parameters()).device
-        batch = self.objective.example((False, False), _LENGTHS)
-        before, masks = torch.get_rng_state(), Masks(torch.zeros(2, dtype=torch.int32).to(device))
-        with torch.no_grad(), self.formats(device), masks:
-            self.objective(*(one.to(device) for one in batch))
-        return masks.num_drawn > 0 or not torch.equal(before, torch.get_rng_state())
-
-    @property
-    def constants(self) -> Tensors:
-        """The weights of the module that are not trained, and what codes of them are decoded with.
-
-        They have the format in which they are stored.
-        """
-        frozen = [pair for pair in self.module.named_parameters() if not pair[1].requires_grad]
-        buffers = self.module.named_buffers()
-        tables = [pair for pair in buffers if pair[0].endswith(quantised.TABLES)]
-        # Codes have a class of their own, which no graph can hold.
-        return {name: held.detach().as_subclass(Tensor) for name, held in (*frozen, *tables)}
 
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return the module's own values, which `model.load` drew from the run's seed."""
@@ -208,6 +169,68 @@ class Finetuning(Workload):
         positions = (mask,) if self.is_packed else ()
         # In the last place there is no target.
         return tokens, F.pad(places, (0, room), value=tokens.numel() - 1), wanted, *positions
+
+
+class Finetuning(Tuned):
+    """Next tokens, or classes, learned by the trainable tensors of `module`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        samples: Samples,
+        *,
+        pad_token: int,
+        class_weights: Sequence[float] = (),
+        products: torch.dtype = torch.float32,
+        packed_tokens: int | None = None,
+        compiles: bool = False,
+    ) -> None:
+        """Take the arguments of `Tuned`, and the format of products.
+
+        `products` is the format in which the model's products are computed. A model that `compiles`
+        does so where it is moved to a CUDA device, unless it drops something. The module
+        `objective` returns the summed loss of what `batch` returns.
+        """
+        super().__init__(
+            *(module, samples),
+            pad_token=pad_token,
+            class_weights=class_weights,
+            packed_tokens=packed_tokens,
+        )
+        self._device = torch.device("cpu")
+        self.products, self._compiles, self._is_compiled = products, compiles, False
+        self._shown: set[tuple[bool, ...]] = set()  # kinds of batches that are compiled
+        self._dropout_key: Tensor | None = None
+        with precision.applied(products, next(module.parameters()).device):
+            self.objective = _Classes(module, class_weights) if class_weights else _Tokens(module)
+        self.objective.train()
+        self.drops = self._has_drawn()
+
+    @property
+    def is_static(self) -> bool:
+        """See `Workload`. A recorded step would drop the same again, or pack rows the same."""
+        return self.objective.is_static and not self.drops and not self.is_packed
+
+    def _has_drawn(self) -> bool:
+        """Return whether the model draws anything, which its forward pass on an example shows."""
+        device = next(self.module.parameters()).device
+        batch = self.objective.example((False, False), LENGTHS)
+        before, masks = torch.get_rng_state(), Masks(torch.zeros(2, dtype=torch.int32).to(device))
+        with torch.no_grad(), self.formats(device), masks:
+            self.objective(*(one.to(device) for one in batch))
+        return masks.num_drawn > 0 or not torch.equal(before, torch.get_rng_state())
+
+    @property
+    def constants(self) -> Tensors:
+        """The weights of the module that are not trained, and what codes of them are decoded with.
+
+        They have the format in which they are stored.
+        """
+        frozen = [pair for pair in self.module.named_parameters() if not pair[1].requires_grad]
+        buffers = self.module.named_buffers()
+        tables = [pair for pair in buffers if pair[0].endswith(quantised.TABLES)]
+        # Codes have a class of their own, which no graph can hold.
+        return {name: held.detach().as_subclass(Tensor) for name, held in (*frozen, *tables)}
 
     def loss_of(
         self, tensors: Tensors, batch: Batch, *, linear: LinearFunction, drop: DropFunction

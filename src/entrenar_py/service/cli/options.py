@@ -192,10 +192,16 @@ def _add_worker(commands: _Commands) -> None:
         help="the rank to request (default: the lowest free one)",
     )
     command.add_argument(
+        "--id",
+        metavar="NAME",
+        help="in a layer pipeline, the name by which the configuration gives this worker a stage",
+    )
+    command.add_argument(
         "--listen-port",
         metavar="N",
         type=_port,
-        help="in a mesh, the port where other workers connect (default: any free one)",
+        help="in a mesh or a layer pipeline, the port where other workers connect (default: any "
+        "free one)",
     )
     command.add_argument(
         "--patience-s",

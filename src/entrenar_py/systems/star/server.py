@@ -26,6 +26,7 @@ from entrenar_py.protocol.messages import (
     NonFinite,
     Offer,
     State,
+    Summed,
     TreeNode,
     Weights,
     Welcome,
@@ -136,6 +137,7 @@ class Server(Replicas):
         """Return the largest payload, in bytes, that a message of each kind may have."""
         events = _EVENTS_BYTES + 8 * (self.scenario.num_shards + 2) * self._state_bytes
         return {
+            Summed: events,
             TreeNode: self.blocks.num_bytes_max,
             Loaded: events,
             Computed: events,
@@ -181,7 +183,7 @@ class Server(Replicas):
             self.replica = self.take_over(_NOBODY, payload)
             return
         events = self._events_in(rank, message, payload)
-        if isinstance(message, Computed):
+        if isinstance(message, Computed | Summed):
             self._events.setdefault(rank, []).extend(events)
         else:
             self._record(map(self._completed, events) if self._updates else events)
@@ -265,7 +267,7 @@ class Server(Replicas):
         averaged = self._sums.average(block, self.scale, out=mean)
         if averaged is None:
             return "the average gradient or loss is not finite, though each worker's is finite"
-        self._total = averaged
+        self._total = self._total_after(block, *averaged)
         self.reduce_s += self._clock() - since
         self._reduced.add(block)
         if len(self._reduced) == self.blocks.count:
@@ -273,6 +275,10 @@ class Server(Replicas):
             if self._objection is not None:
                 return self._objection(self._average().norm) or averaged
         return averaged
+
+    def _total_after(self, block: int, loss: float, weight: float) -> tuple[float, float]:
+        """Return the step's summed loss and its weight, now that `block` was reduced with these."""
+        return loss, weight
 
     def average_held(self) -> replicas.Average:
         """Return the average of the current step; all its blocks must be reduced."""

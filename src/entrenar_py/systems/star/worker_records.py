@@ -8,12 +8,20 @@ from collections.abc import Iterable
 from entrenar_py import trace
 from entrenar_py.errors import ProtocolError, TraceError
 from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Applied, Computed, Loaded, Message, NonFinite
+from entrenar_py.protocol.messages import (
+    Applied,
+    Computed,
+    Loaded,
+    Message,
+    NonFinite,
+    Summed,
+)
 
 # The kinds of events that each message may carry.
 _RECORDS: dict[type[Message], tuple[type[trace.Event], ...]] = {
     Loaded: (trace.Attempt, trace.Start),
     Computed: (trace.Shard, trace.Injected),
+    Summed: (trace.Shard, trace.Injected),
     NonFinite: (trace.Shard, trace.Injected),
     Applied: (trace.Update, trace.Reduced),
 }

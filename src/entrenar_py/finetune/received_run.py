@@ -1,0 +1,62 @@
+"""A run as a worker has it: settings and rows from the coordinator, and links to its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from entrenar_py.errors import ContractError, SystemFailure
+from entrenar_py.finetune import settings_file
+from entrenar_py.finetune.package import Contents, File
+from entrenar_py.finetune.received_files import ReceivedFiles
+from entrenar_py.tuning import model, samples
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.settings import Settings
+
+SETTINGS = "the settings"  # in messages
+_ADVICE = "use one release on both ends"
+
+
+def settings_of(listed: Contents) -> Settings:
+    """Return the settings of a run; its model is a name. Raises SystemFailure for unknown ones."""
+    try:
+        return settings_file.of_text(settings_file.to_text(listed.settings), SETTINGS)
+    except ContractError as error:
+        raise SystemFailure(
+            f"the coordinator's settings can't be read: {_ADVICE}\n{error}"
+        ) from error
+
+
+def rows(listed: Contents, files: ReceivedFiles, settings: Settings) -> Samples:
+    """Return the run's samples, which are among `files`.
+
+    Raises SystemFailure for samples that are not what a coordinator of this release writes.
+    """
+    found = samples.read_kept(files.path(listed.samples))
+    if found is None or not _fits(found, listed, settings):
+        raise SystemFailure(f"the coordinator's rows can't be read: {_ADVICE}")
+    return found
+
+
+def prepared(listed: Contents, train: Samples, settings: Settings) -> Prepared:
+    """Return the run with its samples and the tokenizer of its checkpoint."""
+    return Prepared(
+        settings=settings,
+        tokenizer=model.tokenizer(settings),
+        train=train,
+        validation=None,
+        class_weights=tuple(listed.class_weights),
+    )
+
+
+def link(wanted: Iterable[File], files: ReceivedFiles, folder: Path) -> None:
+    """Put links to the `wanted` files into `folder`, under the names that these have."""
+    for file in wanted:
+        (folder / file.name).symlink_to(files.path(file).absolute())
+
+
+def _fits(found: Samples, listed: Contents, settings: Settings) -> bool:
+    """Return whether samples and class weights are consistent; they come from another machine."""
+    num_labels = len(settings.classes.labels) if settings.task == "classify" else 0
+    return found.is_consistent and len(listed.class_weights) == num_labels

@@ -1,0 +1,207 @@
+"""What a worker does to join a layer pipeline: it learns the stages, then loads the one it gets.
+
+Of the checkpoint's weights it fetches only the files with blocks of its stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from entrenar_py.drivers import file_fetch
+from entrenar_py.drivers.file_fetch import Source
+from entrenar_py.drivers.run_query import Told
+from entrenar_py.drivers.tcp_pipeline import PipelineClient
+from entrenar_py.errors import SystemFailure
+from entrenar_py.finetune import received_run
+from entrenar_py.finetune.package import WEIGHTS, Contents, File
+from entrenar_py.finetune.received_files import ReceivedFiles
+from entrenar_py.pipeline import cut as cutting
+from entrenar_py.pipeline import stage_files, stage_model
+from entrenar_py.pipeline.cut import Cut
+from entrenar_py.pipeline.member import StageMember
+from entrenar_py.pipeline.stage_hands import StageHands
+from entrenar_py.pipeline.stage_model import Stage
+from entrenar_py.pipeline.stage_workload import StageWorkload, hidden_bytes_max, width_of
+from entrenar_py.protocol.effects import Effect, Finish, Load
+from entrenar_py.protocol.pipeline_worker import PipelineWorker
+from entrenar_py.protocol.terms import Terms, Timing
+from entrenar_py.scenario import Scenario
+from entrenar_py.service import worker
+from entrenar_py.service.worker import Stay
+from entrenar_py.training.layout import Layout
+from entrenar_py.tuning import blocks, model, precision
+from entrenar_py.tuning.prepared import Prepared
+
+
+async def obtain(
+    listed: Contents, files: ReceivedFiles, source: Source, given: argparse.Namespace
+) -> StageJoining | Finish:
+    """Return what joins the run; a Finish if its files can't be had.
+
+    Raises UsageError for an `--id` that the plan does not have.
+    """
+    small = [file for file in listed.model if not file.name.endswith(WEIGHTS)]
+    wanted = [*(() if given.model else small), listed.samples]
+    finish = await files.get(wanted, partial(file_fetch.fetch, source))
+    if finish is not None:
+        return finish
+    return await asyncio.to_thread(StageJoining.of, listed, files, source, given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageJoining:
+    """Joins one run.
+
+    `stack` is the name of the list of the model's blocks, and `width` the size of its hidden
+    states.
+    """
+
+    listed: Contents
+    files: ReceivedFiles
+    source: Source
+    own: Path | None  # this machine's copy of the checkpoint
+    prepared: Prepared
+    cut: Cut
+    stack: str
+    width: int
+    manifest: str
+    rank: int | None
+
+    @classmethod
+    def of(
+        cls, listed: Contents, files: ReceivedFiles, source: Source, given: argparse.Namespace
+    ) -> StageJoining:
+        """Return what joins the run that `listed` describes, by the model's configuration."""
+        settings = received_run.settings_of(listed)
+        with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
+            folder = given.model
+            if folder is None:
+                folder = Path(name)
+                small = [file for file in listed.model if not file.name.endswith(WEIGHTS)]
+                received_run.link(small, files, folder)
+            settings = replace(settings, model=folder)
+            train = received_run.rows(listed, files, settings)
+            prepared = received_run.prepared(listed, train, settings)
+            module = model.shape(settings)
+        cut = cutting.of(settings, module)
+        specs = [spec for own in cut.specs for spec in own]
+        rank = given.rank if given.id is None else cut.rank_of(given.id)
+        return cls(
+            listed=listed,
+            files=files,
+            source=source,
+            own=given.model,
+            prepared=prepared,
+            cut=cut,
+            stack=blocks.place_of(module)[0].rpartition(".")[2],
+            width=width_of(module),
+            manifest=Layout(tuple(specs)).digest,
+            rank=rank,
+        )
+
+    def client(self, told: Told, stay: Stay) -> PipelineClient:
+        """Return the client for the run that the coordinator described."""
+        scenario = worker.scenario_of(told)
+        terms = self.cut.terms(
+            Terms(run=scenario.digest, manifest=self.manifest, data=self.prepared.train.digest)
+        )
+        hands = StageHands(
+            self.cut,
+            partial(self._member, scenario, terms, stay),
+            hidden_bytes=hidden_bytes_max(self.width, self.prepared.train, scenario),
+        )
+        machine = PipelineWorker(
+            terms,
+            places=self.cut.places,
+            secret=stay.secret,
+            backend=stay.backend.name,
+            rank=self.rank,
+            timing=Timing(heartbeat_s=told.heartbeat_s, dead_after_s=told.dead_after_s),
+        )
+        return PipelineClient(
+            machine,
+            hands,
+            alone=stay.alone,
+            notify=partial(self._welcomed, stay),
+            door_context=stay.door_context(),
+            listen_port=stay.given.listen_port or 0,
+        )
+
+    def _welcomed(self, stay: Stay, effect: Effect) -> None:
+        if isinstance(effect, Load):
+            stay.tell_rank(effect.rank, effect.step)
+
+    def _member(self, scenario: Scenario, terms: Terms, stay: Stay, stage: int) -> StageMember:
+        """Load `stage`, in a thread; its files are fetched if they are not here."""
+        own = self.cut.stages[stage]
+        stay.tell(f"loads stage {stage}: blocks {own.start} to {own.stop - 1}")
+        with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
+            folder = self.own or self._checkpoint(own, Path(name))
+            prepared = replace(
+                self.prepared, settings=replace(self.prepared.settings, model=folder)
+            )
+            workload = _stage(prepared, self.cut, stage)
+        return StageMember(
+            scenario,
+            stay.backend,
+            workload,
+            terms=terms,
+            every=self.cut.blocks,
+            stage=stage,
+            attempts=stay.attempts,
+        )
+
+    def _checkpoint(self, own: range, folder: Path) -> Path:
+        """Put links to the files that a stage needs into `folder`, and return it."""
+        weights = {file.name for file in self.listed.model if file.name.endswith(WEIGHTS)}
+        index = next((one for one in self.listed.model if one.name == stage_files.INDEX), None)
+        narrowed: str | None = None
+        if index is not None:
+            content = json.loads(self.files.path(index).read_text("utf-8"))
+            weights &= stage_files.of_stage(content, self.stack, own)
+            narrowed = stage_files.narrowed(content, weights)
+        wanted = [
+            file
+            for file in self.listed.model
+            if file.name in weights or not file.name.endswith(WEIGHTS)
+        ]
+        self._fetch([file for file in wanted if file.name in weights])
+        received_run.link([file for file in wanted if file is not index], self.files, folder)
+        if narrowed is not None:
+            (folder / stage_files.INDEX).write_text(narrowed, "utf-8")
+        return folder
+
+    def _fetch(self, wanted: Sequence[File]) -> None:
+        """Fetch files in this thread. Raises SystemFailure if the coordinator refuses them."""
+        finish = asyncio.run(self.files.get(wanted, partial(file_fetch.fetch, self.source)))
+        if finish is not None:
+            raise SystemFailure(f"the stage's files can't be fetched: {finish.reason}")
+
+
+def _stage(prepared: Prepared, cut: Cut, number: int) -> StageWorkload:
+    """Return a stage of the model as a workload; loads its part of the checkpoint."""
+    own, settings = cut.stages[number], prepared.settings
+    module = model.part(
+        settings,
+        prepared.pad_token,
+        partial(stage_model.shorten, own=own),
+        {spec.name for spec in cut.specs[number]},
+        unties=number < len(cut.stages) - 1,
+    )
+    workload = StageWorkload(
+        module,
+        Stage(module, own),
+        prepared.train,
+        pad_token=prepared.pad_token,
+        class_weights=prepared.class_weights,
+        products=precision.of_products(settings),
+    )
+    workload.require_separate()
+    return workload

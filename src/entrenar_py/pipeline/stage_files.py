@@ -1,0 +1,30 @@
+"""Which files of a checkpoint a stage needs, by the names of the weights in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+INDEX = "model.safetensors.index.json"
+
+
+def of_stage(index: Mapping[str, Any], stack: str, own: range) -> set[str]:
+    """Return the names of the files that have weights of the blocks `own`, or of no block.
+
+    `index` is the content of INDEX, and `stack` the last part of the name of the list of blocks.
+    """
+    block = re.compile(rf"(?:^|\.){re.escape(stack)}\.(\d+)\.")
+    needed = set[str]()
+    for name, file in index["weight_map"].items():
+        found = block.search(name)
+        if found is None or int(found[1]) in own:
+            needed.add(file)
+    return needed
+
+
+def narrowed(index: Mapping[str, Any], files: set[str]) -> str:
+    """Return the content of INDEX for a folder that has only `files` of the weights."""
+    weights = {name: file for name, file in index["weight_map"].items() if file in files}
+    return json.dumps({**index, "weight_map": weights})

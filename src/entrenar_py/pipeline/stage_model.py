@@ -1,0 +1,156 @@
+"""A stage of a model: it has some of the blocks, and loads no weights of the others.
+
+The model's own forward pass runs in each stage. It leaves out the blocks of others, takes the
+hidden states that came in at the first block of its own, and ends after the last one of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from entrenar_py.errors import UsageError
+from entrenar_py.tuning import blocks, masks
+
+
+class Skipped(nn.Module):
+    """Stands for a block of another stage."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.attention_type = getattr(block, "attention_type", None)  # read by some models
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return `hidden`."""
+        return hidden
+
+
+class Table(nn.Module):
+    """Stands for the table of tokens, which another stage has: all its rows are 0."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
+        self.fill = 0.0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return hidden states [n, t, d], all the same, for tokens int64 [n, t]."""
+        shape = (*tokens.shape, self.embedding_dim)
+        return torch.full(shape, self.fill, device=tokens.device)
+
+
+class Head(nn.Module):
+    """Stands for the head, which another stage has."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return `hidden`."""
+        return hidden
+
+
+class Reached(Exception):
+    """The last block of a stage has computed `hidden`."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+def shorten(module: nn.Module, own: range) -> None:
+    """Remove from `module` what a stage with the blocks `own` does not need.
+
+    That is all other blocks, the table of tokens but in the first stage, and the head but in the
+    last one. A table that is tied to the head stays with it. Raises UsageError for a model that has
+    no list of blocks.
+    """
+    _place, layers = blocks.place_of(module)
+    is_first, is_last = own.start == 0, own.stop == len(layers)
+    for index in range(len(layers)):
+        if index not in own:
+            layers[index] = Skipped(layers[index])
+    model = cast("Any", module)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = model.config.get_text_config().tie_word_embeddings and head is not None
+    if not is_last and head is not None:
+        model.set_output_embeddings(Head())
+    if not is_first and not (is_last and is_tied):
+        model.set_input_embeddings(Table(table))
+
+
+class Stage:
+    """Runs the forward pass of one stage of `module`, which `shorten` has cut to the blocks `own`.
+
+    Within `receiving`, the first block of its own gets what was received. A forward pass of any but
+    the last stage raises Reached.
+    """
+
+    def __init__(self, module: nn.Module, own: range) -> None:
+        layers = blocks.of(module)
+        self.own, self.is_first, self.is_last = own, own.start == 0, own.stop == len(layers)
+        self.draws_at_end = 0  # the number of the next draw of random numbers, after the last pass
+        self._received: tuple[Tensor, int] | None = None
+        if not self.is_first:
+            layers[own.start].register_forward_pre_hook(self._enter, with_kwargs=True)
+        if not self.is_last:
+            layers[own.stop - 1].register_forward_hook(self._leave)
+
+    def receive(self, hidden: Tensor | None, first_draw: int = 0) -> None:
+        """Let the next passes begin with `hidden`, [n, t, d], and draw from `first_draw` on."""
+        self._received = None if hidden is None else (hidden, first_draw)
+
+    def _enter(
+        self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = inputs[0] if inputs else named["hidden_states"]
+        hidden, first_draw = self._received or (_example(own), 0)
+        drawing = masks.entered()
+        if drawing is not None:
+            drawing.go_on_at(first_draw)
+        if inputs:
+            return (hidden, *inputs[1:]), named
+        return inputs, {**named, "hidden_states": hidden}
+
+    def _leave(self, _: nn.Module, __: object, output: Any) -> None:
+        raise Reached(hidden_of(output))
+
+
+def hidden_of(output: Any) -> Tensor:
+    """Return the hidden states among what a block returned."""
+    return cast("Tensor", output[0] if isinstance(output, tuple) else output)
+
+
+def _example(hidden: Tensor) -> Tensor:
+    """Return values of the shape of `hidden`, not all alike, in place of what none has sent."""
+    count = hidden.numel()
+    return torch.linspace(-1, 1, count, device=hidden.device).sin().reshape(hidden.shape).to(hidden)
+
+
+def require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:
+    """Raise UsageError if blocks of a later stage read more of the embeddings than they are sent.
+
+    `tokens` are int64 [n, t]. The stage runs twice, with other values in the place of embeddings.
+    """
+    table = cast("Any", module).get_input_embeddings()
+    if stage.is_first or not isinstance(table, Table):
+        return
+    seen = []
+    for fill in (0.0, 1.0):
+        table.fill = fill
+        seen.append(output_of(module, tokens))
+    table.fill = 0.0
+    if not torch.equal(*seen):
+        raise UsageError(
+            f"strategy=layer_pipeline: blocks of {type(module).__name__} read the embeddings of "
+            "tokens beside the hidden states, so it can't be cut; use coordinator and workers "
+            "without stages"
+        )
+
+
+def output_of(module: nn.Module, tokens: Tensor) -> Tensor:
+    """Return what a stage makes of `tokens`: hidden states, or logits in the last one."""
+    try:
+        found: Tensor = module(input_ids=tokens, use_cache=False).logits
+    except Reached as reached:
+        return reached.hidden
+    return found
