@@ -195,13 +195,12 @@ def _stage(prepared: Prepared, cut: Cut, number: int) -> StageWorkload:
         {spec.name for spec in cut.specs[number]},
         unties=number < len(cut.stages) - 1,
     )
-    workload = StageWorkload(
+    products = precision.of_products(settings)
+    return StageWorkload(
         module,
-        Stage(module, own),
+        Stage(module, own, products),
         prepared.train,
         pad_token=prepared.pad_token,
         class_weights=prepared.class_weights,
-        products=precision.of_products(settings),
+        products=products,
     )
-    workload.require_separate()
-    return workload

@@ -12,19 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import blocks, masks
+from entrenar_py.tuning import blocks, layer_plan, masks, precision
+from entrenar_py.tuning.modes import in_evaluation
+
+PROBED = (1, 2, 3, 4)  # tokens that every vocabulary has
+HIDDEN_DIMS = 3  # rows, tokens, features
 
 
 class Skipped(nn.Module):
-    """Stands for a block of another stage."""
+    """Stands for a block of another stage; blocks of some models return a tuple."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.attention_type = getattr(block, "attention_type", None)  # read by some models
+        self.returns_tuple = False
 
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
         """Return `hidden`."""
-        return hidden
+        return (hidden,) if self.returns_tuple else hidden
 
 
 class Table(nn.Module):
@@ -33,12 +38,13 @@ class Table(nn.Module):
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
+        self._dtype = table.weight.dtype  # which others take over, such as rotary positions
         self.fill = 0.0
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return hidden states [n, t, d], all the same, for tokens int64 [n, t]."""
         shape = (*tokens.shape, self.embedding_dim)
-        return torch.full(shape, self.fill, device=tokens.device)
+        return torch.full(shape, self.fill, dtype=self._dtype, device=tokens.device)
 
 
 class Head(nn.Module):
@@ -78,14 +84,19 @@ def shorten(module: nn.Module, own: range) -> None:
         model.set_input_embeddings(Table(table))
 
 
-class Stage:
-    """Runs the forward pass of one stage of `module`, which `shorten` has cut to the blocks `own`.
+class _InTuples(Exception):
+    """What came to a stage's first block is a part of the hidden states: blocks return tuples."""
 
-    Within `receiving`, the first block of its own gets what was received. A forward pass of any but
-    the last stage raises Reached.
+
+class Stage:
+    """The way through one stage of `module`, which `shorten` has cut to the blocks `own`.
+
+    Its first block gets what `receive` was given. A forward pass of any stage but the last one
+    raises Reached.
     """
 
-    def __init__(self, module: nn.Module, own: range) -> None:
+    def __init__(self, module: nn.Module, own: range, products: torch.dtype) -> None:
+        """Run the stage on four tokens, with products in the format `products`."""
         layers = blocks.of(module)
         self.own, self.is_first, self.is_last = own, own.start == 0, own.stop == len(layers)
         self.draws_at_end = 0  # the number of the next draw of random numbers, after the last pass
@@ -94,6 +105,16 @@ class Stage:
             layers[own.start].register_forward_pre_hook(self._enter, with_kwargs=True)
         if not self.is_last:
             layers[own.stop - 1].register_forward_hook(self._leave)
+        place = next(module.parameters()).device
+        tokens = torch.tensor([PROBED], device=place)
+        with in_evaluation(module), precision.applied(products, place):
+            try:
+                output_of(module, tokens)
+            except _InTuples:
+                for block in layers:
+                    if isinstance(block, Skipped):
+                        block.returns_tuple = True
+            _require_separate(module, self, tokens)
 
     def receive(self, hidden: Tensor | None, first_draw: int = 0) -> None:
         """Let the next passes begin with `hidden`, [n, t, d], and draw from `first_draw` on."""
@@ -103,6 +124,8 @@ class Stage:
         self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own = inputs[0] if inputs else named["hidden_states"]
+        if own.dim() != HIDDEN_DIMS:
+            raise _InTuples
         hidden, first_draw = self._received or (_example(own), 0)
         drawing = masks.entered()
         if drawing is not None:
@@ -126,10 +149,10 @@ def _example(hidden: Tensor) -> Tensor:
     return torch.linspace(-1, 1, count, device=hidden.device).sin().reshape(hidden.shape).to(hidden)
 
 
-def require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:
+def _require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:
     """Raise UsageError if blocks of a later stage read more of the embeddings than they are sent.
 
-    `tokens` are int64 [n, t]. The stage runs twice, with other values in the place of embeddings.
+    The stage runs on `tokens`, int64 [n, t], twice, with other values in the place of embeddings.
     """
     table = cast("Any", module).get_input_embeddings()
     if stage.is_first or not isinstance(table, Table):
@@ -141,7 +164,7 @@ def require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:
     table.fill = 0.0
     if not torch.equal(*seen):
         raise UsageError(
-            f"strategy=layer_pipeline: blocks of {type(module).__name__} read the embeddings of "
+            f"strategy=layer_pipeline: blocks of {type(layer_plan.decoder_of(module)).__name__} read the embeddings of "
             "tokens beside the hidden states, so it can't be cut; use coordinator and workers "
             "without stages"
         )

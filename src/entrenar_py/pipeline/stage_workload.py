@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from entrenar_py.errors import UsageError
-from entrenar_py.pipeline import stage_model
 from entrenar_py.pipeline.stage_model import Reached, Stage
 from entrenar_py.scenario import Scenario
 from entrenar_py.training.tensors import Batch, DropFunction, Tensors
+from entrenar_py.tuning import layer_plan
 from entrenar_py.tuning.masks import Masks
-from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.workload import LENGTHS, Finetuning
 
@@ -52,21 +51,13 @@ class StageWorkload(Finetuning):
         with contextlib.suppress(Reached), torch.no_grad(), formats, masks:
             self.objective(*batch)
         if not torch.equal(before, torch.get_rng_state()):
+            named = type(layer_plan.decoder_of(self.module)).__name__
             raise UsageError(
-                f"strategy=layer_pipeline: {type(self.module).__name__} draws random numbers that "
+                f"strategy=layer_pipeline: {named} draws random numbers that "
                 "don't follow from a shard and a layer alone, so stages can't draw them alike; use "
                 "a model without them"
             )
         return masks.num_drawn > 0
-
-    def require_separate(self) -> None:
-        """Raise UsageError if this stage's blocks read more than the hidden states they are sent.
-
-        Such as embeddings of the tokens, which another stage has.
-        """
-        tokens = self.objective.example((False, False), LENGTHS)[0]
-        with in_evaluation(self.module), self.formats(torch.device("cpu")):
-            stage_model.require_separate(self.module, self.stage, tokens)
 
     @property
     def width(self) -> int:
