@@ -163,8 +163,9 @@ def _require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:
         seen.append(output_of(module, tokens))
     table.fill = 0.0
     if not torch.equal(*seen):
+        named = type(layer_plan.decoder_of(module)).__name__
         raise UsageError(
-            f"strategy=layer_pipeline: blocks of {type(layer_plan.decoder_of(module)).__name__} read the embeddings of "
+            f"strategy=layer_pipeline: blocks of {named} read the embeddings of "
             "tokens beside the hidden states, so it can't be cut; use coordinator and workers "
             "without stages"
         )
