@@ -29,7 +29,8 @@ from entrenar_py.pipeline.member import StageMember
 from entrenar_py.pipeline.stage_hands import StageHands
 from entrenar_py.pipeline.stage_model import Stage
 from entrenar_py.pipeline.stage_workload import StageWorkload, hidden_bytes_max, width_of
-from entrenar_py.protocol.effects import Effect, Finish, Load
+from entrenar_py.protocol.effects import Effect, Finish, Send
+from entrenar_py.protocol.messages import Loaded
 from entrenar_py.protocol.pipeline_worker import PipelineWorker
 from entrenar_py.protocol.terms import Terms, Timing
 from entrenar_py.scenario import Scenario
@@ -129,14 +130,10 @@ class StageJoining:
             machine,
             hands,
             alone=stay.alone,
-            notify=partial(self._welcomed, stay),
+            notify=partial(_loaded, machine, stay),
             door_context=stay.door_context(),
             listen_port=stay.given.listen_port or 0,
         )
-
-    def _welcomed(self, stay: Stay, effect: Effect) -> None:
-        if isinstance(effect, Load):
-            stay.tell_rank(effect.rank, effect.step)
 
     def _member(self, scenario: Scenario, terms: Terms, stay: Stay, stage: int) -> StageMember:
         """Load `stage`, in a thread; its files are fetched if they are not here."""
@@ -183,6 +180,12 @@ class StageJoining:
         finish = asyncio.run(self.files.get(wanted, partial(file_fetch.fetch, self.source)))
         if finish is not None:
             raise SystemFailure(f"the stage's files can't be fetched: {finish.reason}")
+
+
+def _loaded(machine: PipelineWorker, stay: Stay, effect: Effect) -> None:
+    """Print this worker's rank once it has loaded its stage."""
+    if isinstance(effect, Send) and isinstance(effect.message, Loaded) and machine.rank is not None:
+        stay.tell_rank(machine.rank, effect.message.step)
 
 
 def _stage(prepared: Prepared, cut: Cut, number: int) -> StageWorkload:
