@@ -127,7 +127,7 @@ SAMPLES: dict[type[Message], tuple[Message, bytes]] = {
         (Shutdown(problem=None), b""),
         (Activation(step=3, round=1, shard=2, dtype="bfloat16", draws=4), VECTOR),
         (ActivationGradient(step=3, round=1, shard=2), VECTOR),
-        (Summed(step=3, round=1, shards=(0, 1)), EVENTS),
+        (Summed(step=3, round=1, shards=(0, 1), times_us=(1, 5, 9, 3, 9, 12)), EVENTS),
     )
 }
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from entrenar_py.finetune import timeline
+from entrenar_py.protocol.pipeline import Timed
 from entrenar_py.untrusted import files
 
 POINTS_MAX = 400  # of a curve of steps
@@ -26,7 +28,8 @@ class History:
 
     `losses` are means and `norms` the largest of stretches of equal length. `alerts` are the words
     of the last NOTES_MAX notes that are no routine; `num_alerts` counts all of them by name.
-    `evaluations` are records of `run_events.Scored`, by step.
+    `evaluations` are records of `run_events.Scored`, by step. `passes` are those of each rank of a
+    layer pipeline in the last step.
     """
 
     num_steps: int
@@ -35,6 +38,7 @@ class History:
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
     alerts: list[str] = field(default_factory=list)
     num_alerts: Counter[str] = field(default_factory=Counter)
+    passes: dict[int, list[Timed]] = field(default_factory=dict)
     _sums: dict[int, tuple[float, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
 
     def take(self, record: dict[str, Any]) -> None:
@@ -53,6 +57,7 @@ class History:
     def _take_step(self, made: int, record: dict[str, Any]) -> None:
         length = -(-self.num_steps // POINTS_MAX) or 1
         place = min(-(-made // length) * length, self.num_steps)  # the end of the step's stretch
+        self.passes = timeline.passes_of(record)
         loss, norm = record.get("loss"), record.get("grad_norm")
         if _is_finite(loss):
             total, count = self._sums[place]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
+from entrenar_py.finetune import timeline
 from entrenar_py.finetune.history import History
 from entrenar_py.reports import document
 from entrenar_py.reports.charts import Line, chart
@@ -63,6 +64,7 @@ def _document(settings: Settings, outcome: Outcome, history: History) -> Iterato
     if history.evaluations:
         last = max(history.evaluations)
         yield from _scores(last, history.evaluations[last])
+    yield from timeline.draw(history.passes, settings.training.num_shards)
     yield from _alerts(history)
     yield "<section><h2>Settings</h2>"
     yield from _facts(_flat(asdict(settings)))

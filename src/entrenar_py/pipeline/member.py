@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -106,14 +107,18 @@ class StageMember(Member):
         every: StageBlocks,
         stage: int,
         attempts: Sequence[trace.Attempt] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`attempts` to open a backend are recorded whenever the stage is loaded."""
+        """`attempts` to open a backend are recorded whenever the stage is loaded.
+
+        `clock` is that of the worker's driver.
+        """
         self._terms, self._own = terms, OwnBlocks(every, stage)
         backend_of: Callable[[int], Backend] = lambda rank: StageBackend(backend)  # noqa: E731
         super().__init__(scenario, backend_of, cast(Workload, workload))
         self.held = HeldStage(self.layout.num_elements, self._own)
         self._round = _Round(0)
-        self._attempts = attempts
+        self._attempts, self._clock = attempts, clock
         self._out: dict[tuple[type[Message], int], Buffer] = {}  # tensors that are to be sent
 
     @property
@@ -177,6 +182,13 @@ class StageMember(Member):
 
     def run(self, asked: do.Pass) -> Passed | NonFinite:
         """Make the pass `asked`, in any thread."""
+        began_s = self._clock()
+        found = self._run(asked)
+        if isinstance(found, Passed):
+            found = replace(found, began_s=began_s, ended_s=self._clock())
+        return found
+
+    def _run(self, asked: do.Pass) -> Passed | NonFinite:
         current, shard = self._round, asked.shard
         worker, ids = self.workers[self.rank], self._shards[shard]
         step = cast(StageStep, worker.replica.stepper)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from entrenar_py.errors import ProtocolError
 from entrenar_py.training import sharding
 
 
@@ -60,6 +62,48 @@ class Places:
             rank_of = {shard: rank for rank, shards in runs.items() for shard in shards}
             holders += [rank_of[shard] for shard in range(num_shards)]
         return holders
+
+
+class Timed(NamedTuple):
+    """When a stage made a pass, in microseconds since it was told to begin the step."""
+
+    shard: int
+    is_forward: bool
+    began: int
+    ended: int
+
+
+def encode(passes: Iterable[Timed]) -> tuple[int, ...]:
+    """Return passes as `Summed` has them."""
+    return tuple(
+        number
+        for one in passes
+        for number in (2 * one.shard + one.is_forward, one.began, one.ended)
+    )
+
+
+def decode(times_us: Sequence[int]) -> list[Timed]:
+    """Return the passes that `encode` wrote. Raises ProtocolError for anything else."""
+    triples = list(zip(*[iter(times_us)] * 3, strict=False))
+    if len(times_us) % 3 or any(ended < began for _, began, ended in triples):
+        raise ProtocolError("Summed times_us: use three numbers a pass, of which none ends early")
+    return [Timed(code // 2, bool(code % 2), began, ended) for code, began, ended in triples]
+
+
+def idle_share(passes: Mapping[int, Sequence[Timed]]) -> float | None:
+    """Return the share of the time in which stages waited, while any of them computed.
+
+    `passes` are those of each rank in one step; None without any. Each rank's clock starts when it
+    is told to begin the step, so what its message takes is not seen.
+    """
+    every = [one for of_rank in passes.values() for one in of_rank]
+    window = max((one.ended for one in every), default=0) - min(
+        (one.began for one in every), default=0
+    )
+    if window <= 0:
+        return None
+    busy = sum(one.ended - one.began for one in every)
+    return 1 - busy / (len(passes) * window)
 
 
 def order(shards: Sequence[int], *, stage: int, num_stages: int) -> list[tuple[int, bool]]:

@@ -14,6 +14,7 @@ from typing import ClassVar
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import messages as say
+from entrenar_py.protocol import pipeline
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.grouping import Grouping
 from entrenar_py.protocol.member import Member
@@ -64,6 +65,7 @@ class PipelineCoordinator(Grouping):
         if said.round != self._round:
             return []  # was on its way when the round ended
         self._require_step(said.step)
+        pipeline.decode(said.times_us)
         member.begin_delivery(said)
         return [do.Keep(member.in_rank(), said)]
 

@@ -27,12 +27,15 @@ class Passed:
     """The result of a pass.
 
     `dtype` is the format of hidden states that go on to the next stage, which draws random numbers
-    from number `draws` on. `nodes` are those of all blocks, after the last pass of the step.
+    from number `draws` on. `nodes` are those of all blocks, after the last pass of the step. The
+    pass began and ended at these seconds of the driver's clock.
     """
 
     dtype: str = ""
     draws: int = 0
     nodes: Sequence[say.TreeNode] = ()
+    began_s: float = 0.0
+    ended_s: float = 0.0
 
 
 class PipelineWorker(MeshWorker):
@@ -59,6 +62,8 @@ class PipelineWorker(MeshWorker):
         self._shards: tuple[int, ...] = ()
         self._arrived: set[tuple[int, bool]] = set()  # the passes of which the input is here
         self._running: do.Pass | None = None
+        self._assigned_s = 0.0  # when the step's shards were assigned
+        self._times: list[pipeline.Timed] = []  # of the step's passes so far
 
     # --- joining ----------------------------------------------------------------------------------
 
@@ -90,19 +95,33 @@ class PipelineWorker(MeshWorker):
         self._running = None
         if isinstance(outcome, say.NonFinite):
             return [do.Send(self._peer, outcome)]
+        self._note_time(asked, outcome)
         effects = self._forward(asked, outcome)
         if self._passes:
             return [*effects, *self._go_on()]
         self.phase = Phase.READY
         assert self._group is not None, "passes belong to a round"
         number = self._group.round
-        summed = say.Summed(step=asked.step, round=number, shards=self._shards)
+        summed = say.Summed(
+            step=asked.step,
+            round=number,
+            shards=self._shards,
+            times_us=pipeline.encode(self._times),
+        )
         nodes = [replace(node, round=number) for node in outcome.nodes]
         return [*effects, do.Send(self._peer, summed), *(do.Send(self._peer, n) for n in nodes)]
 
     def wants_pass(self, asked: do.Pass) -> bool:
         """Return whether `asked` is still to be done; after its round it is not."""
         return asked == self._running
+
+    def _note_time(self, asked: do.Pass, outcome: Passed) -> None:
+        if 3 * len(self._times) + 3 <= say.LIST_MAX:
+            began, ended = (
+                max(0, round(1e6 * (at - self._assigned_s)))
+                for at in (outcome.began_s, outcome.ended_s)
+            )
+            self._times.append(pipeline.Timed(asked.shard, asked.is_forward, began, ended))
 
     def _forward(self, asked: do.Pass, outcome: Passed) -> list[Effect]:
         """Send what a pass made to the worker that needs it."""
@@ -146,7 +165,7 @@ class PipelineWorker(MeshWorker):
             raise ProtocolError(f"Assign shards={assign.shards}: no round, or one is in work")
         if any(self._holder(self.stage, shard) != self.rank for shard in assign.shards):
             raise ProtocolError(f"Assign shards={assign.shards}: others hold them in this round")
-        self._shards = assign.shards
+        self._shards, self._assigned_s = assign.shards, self._heard
         self._passes = pipeline.order(
             assign.shards, stage=self.stage, num_stages=self.places.num_stages
         )
@@ -165,6 +184,7 @@ class PipelineWorker(MeshWorker):
     def _clear(self) -> None:
         self._passes, self._shards, self._running, self._loading = [], (), None, None
         self._arrived.clear()
+        self._times.clear()
         self._held.clear()
 
     def _exchanged(self, peer: Peer, rank: int, message: say.Message) -> list[Effect]:

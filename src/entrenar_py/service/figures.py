@@ -26,6 +26,8 @@ def summary(step: StepMade) -> str:
     if longest is not None and len(step.waits_ms) > 1:
         waited_ms = step.waits_ms[longest]
         parts.append(f"worker {longest} waited {digits(waited_ms)} ms")
+    if step.idle_share is not None:
+        parts.append(f"idle {step.idle_share:.0%}")
     if step.last is not None:
         parts.append(f"last worker {step.last.rank}, {digits(step.last.behind_ms)} ms behind")
     return "  ".join(parts)

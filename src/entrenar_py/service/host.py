@@ -12,6 +12,7 @@ from pathlib import Path
 from entrenar_py import trace
 from entrenar_py.drivers.served_pieces import ReadPiece, no_piece
 from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import pipeline
 from entrenar_py.protocol.effects import Effect, Finish, Left
 from entrenar_py.protocol.messages import (
     Applied,
@@ -97,6 +98,7 @@ class Host:
         self._has_warned = False  # that there are too few shards for unlike workers
         self._norms = GradientNorms()
         self._spike: trace.Spike | None = None  # that `_objection` halts for
+        self._passes: dict[int, tuple[int, ...]] = {}  # of the step in work, by rank
         self._told = (0, 0)  # the traffic at the last step that listeners were told of
 
     # --- what the protocol wants done -------------------------------------------------------------
@@ -113,6 +115,7 @@ class Host:
                 self.note("left", f"worker {rank} left in step {step}: {reason}")
             case do.Gather(step):
                 self._step = step
+                self._passes.clear()
                 self._write()
                 self._watch.begin()
             case do.Keep(rank, message) | do.Copy(rank, message):
@@ -134,6 +137,8 @@ class Host:
 
     def _kept(self, rank: int, message: Message) -> None:
         """Record when a gradient was computed and delivered, and each step that a mesh made."""
+        if isinstance(message, Summed):
+            self._passes[rank] = message.times_us
         if isinstance(message, Computed | Summed):
             self._watch.computed(rank)
             if not self._in_star:  # a mesh's gradients don't pass the coordinator
@@ -307,8 +312,13 @@ class Host:
                 backends=dict(sorted(self.backends().items())),
                 memory_bytes=memory.host_bytes,
                 device_bytes=memory.device_bytes,
+                idle_share=pipeline.idle_share(
+                    {rank: pipeline.decode(times) for rank, times in self._passes.items()}
+                ),
+                passes_us=dict(sorted(self._passes.items())),
             )
         )
+        self._passes.clear()
 
     def tell(self, happening: Happening) -> None:
         """Send an event to the listeners."""

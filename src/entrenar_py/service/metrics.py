@@ -14,6 +14,8 @@ from entrenar_py.untrusted import escaping, printing
 
 _NAMES = {StepMade: "step", StepAveraged: "step", Scored: "evaluation"}
 
+_OF_PIPELINES = ("passes_us", "idle_share")  # keys that other runs' lines don't have
+
 
 class Metrics:
     """Appends to the file at `path`; UsageError if it can't be opened.
@@ -41,6 +43,9 @@ class Metrics:
         """Write the line of one event."""
         what = {} if isinstance(happening, Noted) else {"what": _NAMES[type(happening)]}
         record = {"time": round(time.time(), 3), **what, **asdict(happening)}
+        for key in _OF_PIPELINES:
+            if not record.get(key):
+                record.pop(key, None)
         if not isinstance(happening, Noted) and not math.isfinite(happening.loss):
             record["loss"] = None  # JSON has no NaN
         self._write(escaping.dump_json(record) + "\n")

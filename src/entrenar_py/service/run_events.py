@@ -27,8 +27,9 @@ class StepMade:
     long each rank waited for others to compute their shards. `grad_norm` is the L2 norm of the
     gradient before clipping. `tokens_per_s` is over the last few steps, too. `backends` has the
     backend of each worker. `memory_bytes` is the peak of the run's processes on the coordinator's
-    machine, `device_bytes` that of what torch holds on its GPUs. What is not known is None, or
-    empty.
+    machine, `device_bytes` that of what torch holds on its GPUs. In a layer pipeline `passes_us`
+    has the times of each rank's passes (`protocol.messages.Summed`), and `idle_share` is the part
+    of the time in which stages waited. What is not known is None, or empty.
     """
 
     step: int
@@ -49,6 +50,8 @@ class StepMade:
     backends: Mapping[int, str] = field(default_factory=dict)
     memory_bytes: int | None = None
     device_bytes: int | None = None
+    idle_share: float | None = None
+    passes_us: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
