@@ -5,7 +5,8 @@
 Both train adapters of one random Llama on rows of a fixed length, in stages of equally many blocks,
 a process with one thread each. Torch's stages are `strategy: pipeline_parallel` under torchrun,
 which is PipelineStage with Schedule1F1B. Runs alternate; a run's time is the median of its steps
-after the first ones. Prints a JSON line a run, and the ratio. CI does not run it.
+after the first ones, and `idle` the share of it in which stages waited. Prints a JSON line a run,
+and the ratio. CI does not run it.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ def measured(output: Path) -> dict[str, Any]:
     records = [json.loads(line) for line in (output / "metrics.jsonl").open()]
     steps = [one for one in records if one["what"] == "step"]
     times = [one["step_ms"] for one in steps[UNCOUNTED:]]
-    return {"step_ms": round(median(times), 1), "loss": steps[-1]["loss"]}
+    idle = [one["idle_share"] for one in steps[UNCOUNTED:] if "idle_share" in one]
+    found = {"step_ms": round(median(times), 1), "loss": steps[-1]["loss"]}
+    return found | ({"idle": round(median(idle), 3)} if idle else {})
 
 
 def main() -> None:
@@ -129,7 +132,8 @@ def main() -> None:
                 found[kind].append(record["step_ms"])
                 print(json.dumps({"kind": kind, "run": run, **record}), flush=True)
         ratio = median(found["ours"]) / median(found["torch"])
-        print(json.dumps({"ratio": round(ratio, 3)}))
+        formula = (given.stages - 1) / (given.shards + given.stages - 1)
+        print(json.dumps({"ratio": round(ratio, 3), "idle_by_formula": round(formula, 3)}))
 
 
 if __name__ == "__main__":
