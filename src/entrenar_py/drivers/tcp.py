@@ -28,7 +28,7 @@ from entrenar_py.drivers.endpoints import (
 from entrenar_py.drivers.hands import MemberHands, ServerHands
 from entrenar_py.drivers.link import FAREWELL_S, Link
 from entrenar_py.drivers.message_faults import Meddle, Speak, truthfully, unmeddled
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import EntrenarError, UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.effects import Peer
@@ -351,8 +351,12 @@ class WorkerClient:
         self.end.tick()
 
     def _broke(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End this worker after an exception in the loop; `run` raises it."""
-        loop.default_exception_handler(context)
+        """End this worker after an exception in the loop; `run` raises it.
+
+        Its stack is printed, unless its message was written for users.
+        """
+        if not isinstance(context.get("exception"), EntrenarError):
+            loop.default_exception_handler(context)
         self._error = self._error or context.get("exception")
         if self._link is not None:
             self._link.abort()

@@ -47,13 +47,13 @@ async def obtain(
     if isinstance(listed, Finish):
         return listed
     _require_trust(listed, is_trusting=given.trust_remote_code)
-    wanted: Sequence[File] = listed.files()
-    if given.model is not None:
-        _require_same(given.model, listed.model)
-        wanted = [listed.samples]
     files = ReceivedFiles(preparing.cache() / "files", say)
     if listed.settings.get("strategy") == LAYER_PIPELINE:
         return await stage_joining.obtain(listed, files, source, given)
+    wanted: Sequence[File] = listed.files()
+    if given.model is not None:
+        received_run.require_same(given.model, listed.model)
+        wanted = [listed.samples]
     if given.id is not None:
         raise UsageError(
             "--id: the run is no layer pipeline, whose stages have names; leave it out"
@@ -92,26 +92,6 @@ def _require_trust(listed: Contents, *, is_trusting: bool) -> None:
             "the run's checkpoint comes with Python code (trust_remote_code), which this worker "
             "would fetch and run; give --trust-remote-code if you trust who started the run"
         )
-
-
-def _require_same(folder: Path, files: Sequence[File]) -> None:
-    """Raise UsageError unless `folder` has all `files` of the run's checkpoint, unchanged."""
-    for file in files:
-        path = folder / file.name
-        try:
-            with path.open("rb") as content:
-                digest = hashlib.file_digest(content, "sha256").hexdigest()
-        except OSError as error:
-            raise UsageError(
-                f"--model {folder}: {file.name} can't be read ({error.strerror or error}), and the "
-                "run's checkpoint has it; leave --model out to fetch it"
-            ) from error
-        if digest != file.digest:
-            raise UsageError(
-                f"--model {folder}: another model than the run's: {file.name} has SHA-256 {digest},"
-                f" the run's {file.digest}; give the run's checkpoint, or leave --model out to "
-                "fetch it"
-            )
 
 
 def _workload(listed: Contents, files: ReceivedFiles, folder: Path, own: Path | None) -> Finetuning:

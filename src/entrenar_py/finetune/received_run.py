@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from entrenar_py.errors import ContractError, SystemFailure
+from entrenar_py.errors import ContractError, SystemFailure, UsageError
 from entrenar_py.finetune import settings_file
 from entrenar_py.finetune.package import Contents, File
 from entrenar_py.finetune.received_files import ReceivedFiles
@@ -50,10 +51,36 @@ def prepared(listed: Contents, train: Samples, settings: Settings) -> Prepared:
     )
 
 
-def link(wanted: Iterable[File], files: ReceivedFiles, folder: Path) -> None:
-    """Put links to the `wanted` files into `folder`, under the names that these have."""
+def require_same(folder: Path, files: Sequence[File]) -> None:
+    """Raise UsageError unless `folder` has all `files` of the run's checkpoint, unchanged."""
+    for file in files:
+        path = folder / file.name
+        try:
+            with path.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+        except OSError as error:
+            raise UsageError(
+                f"--model {folder}: {file.name} can't be read ({error.strerror or error}), and the "
+                "run's checkpoint has it; leave --model out to fetch it"
+            ) from error
+        if digest != file.digest:
+            raise UsageError(
+                f"--model {folder}: another model than the run's: {file.name} has SHA-256 {digest},"
+                f" the run's {file.digest}; give the run's checkpoint, or leave --model out to "
+                "fetch it"
+            )
+
+
+def link(
+    wanted: Iterable[File], files: ReceivedFiles, folder: Path, own: Path | None = None
+) -> None:
+    """Put links to the `wanted` files into `folder`, under the names that these have.
+
+    They are among the received `files`, or in the folder `own` if that is given.
+    """
     for file in wanted:
-        (folder / file.name).symlink_to(files.path(file).absolute())
+        place = files.path(file) if own is None else own / file.name
+        (folder / file.name).symlink_to(place.absolute())
 
 
 def _fits(found: Samples, listed: Contents, settings: Settings) -> bool:

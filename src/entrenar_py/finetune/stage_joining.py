@@ -46,9 +46,11 @@ async def obtain(
 ) -> StageJoining | Finish:
     """Return what joins the run; a Finish if its files can't be had.
 
-    Raises UsageError for an `--id` that the plan does not have.
+    Raises UsageError for an `--id` that the plan does not have, and a model of another content.
     """
     small = [file for file in listed.model if not file.name.endswith(WEIGHTS)]
+    if given.model is not None:
+        await asyncio.to_thread(received_run.require_same, given.model, small)
     wanted = [*(() if given.model else small), listed.samples]
     finish = await files.get(wanted, partial(file_fetch.fetch, source))
     if finish is not None:
@@ -82,11 +84,9 @@ class StageJoining:
         """Return what joins the run that `listed` describes, by the model's configuration."""
         settings = received_run.settings_of(listed)
         with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
-            folder = given.model
-            if folder is None:
-                folder = Path(name)
-                small = [file for file in listed.model if not file.name.endswith(WEIGHTS)]
-                received_run.link(small, files, folder)
+            folder = Path(name)
+            small = [file for file in listed.model if not file.name.endswith(WEIGHTS)]
+            received_run.link(small, files, folder, given.model)
             settings = replace(settings, model=folder)
             train = received_run.rows(listed, files, settings)
             prepared = received_run.prepared(listed, train, settings)
@@ -140,7 +140,7 @@ class StageJoining:
         own = self.cut.stages[stage]
         stay.tell(f"loads stage {stage}: blocks {own.start} to {own.stop - 1}")
         with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
-            folder = self.own or self._checkpoint(own, Path(name))
+            folder = self._checkpoint(own, Path(name))
             prepared = replace(
                 self.prepared, settings=replace(self.prepared.settings, model=folder)
             )
@@ -161,7 +161,8 @@ class StageJoining:
         index = next((one for one in self.listed.model if one.name == stage_files.INDEX), None)
         narrowed: str | None = None
         if index is not None:
-            content = json.loads(self.files.path(index).read_text("utf-8"))
+            place = self.files.path(index) if self.own is None else self.own / index.name
+            content = json.loads(place.read_text("utf-8"))
             weights &= stage_files.of_stage(content, self.stack, own)
             narrowed = stage_files.narrowed(content, weights)
         wanted = [
@@ -169,8 +170,13 @@ class StageJoining:
             for file in self.listed.model
             if file.name in weights or not file.name.endswith(WEIGHTS)
         ]
-        self._fetch([file for file in wanted if file.name in weights])
-        received_run.link([file for file in wanted if file is not index], self.files, folder)
+        of_weights = [file for file in wanted if file.name in weights]
+        if self.own is None:
+            self._fetch(of_weights)
+        else:
+            received_run.require_same(self.own, of_weights)
+        linked = [file for file in wanted if file is not index]
+        received_run.link(linked, self.files, folder, self.own)
         if narrowed is not None:
             (folder / stage_files.INDEX).write_text(narrowed, "utf-8")
         return folder

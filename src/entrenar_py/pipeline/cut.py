@@ -65,8 +65,11 @@ class Cut:
     def rank_of(self, name: str) -> int:
         """Return the place of the worker called `name`. Raises UsageError if the plan has none."""
         if name not in self.names or not name:
-            known = ", ".join(one for one in self.names if one) or "no names"
-            raise UsageError(f"--id {name}: the run's stages have {known}; use one of these")
+            known = ", ".join(one for one in self.names if one)
+            advice = f"they have {known}; use one of these" if known else "leave it out"
+            raise UsageError(
+                f"--id {name}: no stage of the run has a worker of that name; {advice}"
+            )
         return self.names.index(name)
 
     def terms(self, plain: Terms) -> Terms:
