@@ -47,13 +47,13 @@ async def obtain(
     if isinstance(listed, Finish):
         return listed
     _require_trust(listed, is_trusting=given.trust_remote_code)
-    files = ReceivedFiles(preparing.cache() / "files", say)
     if listed.settings.get("strategy") == LAYER_PIPELINE:
-        return await stage_joining.obtain(listed, files, source, given)
+        return await stage_joining.obtain(listed, _received(say), source, given)
     wanted: Sequence[File] = listed.files()
     if given.model is not None:
         received_run.require_same(given.model, listed.model)
         wanted = [listed.samples]
+    files = _received(say)
     if given.id is not None:
         raise UsageError(
             "--id: the run is no layer pipeline, whose stages have names; leave it out"
@@ -65,6 +65,10 @@ async def obtain(
         say(f"fetched {files.num_fetched} bytes, all verified")
     with tempfile.TemporaryDirectory(prefix="entrenar-") as folder:
         return _workload(listed, files, Path(folder), given.model)
+
+
+def _received(say: Say) -> ReceivedFiles:
+    return ReceivedFiles(preparing.cache() / "files", say)
 
 
 async def _list(source: Source) -> Contents | Finish:
