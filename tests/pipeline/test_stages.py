@@ -109,7 +109,7 @@ def prepared_of(
     """Return a run with a random checkpoint of the configuration `made`."""
     settings = checkpoints.settings(small, folder, made)
     lora = Lora(rank=2, targets=targets, dropout=0.2)
-    settings = replace(settings, method="lora", lora=lora, **changes)
+    settings = replace(settings, **{"method": "lora", "lora": lora, **changes})
     if settings.task == "classify":
         settings = replace(settings, classes=Classes(labels=("safe", "unsafe")))
     return preparing.prepare(settings, folder / "cache")
@@ -120,7 +120,8 @@ def stages_of(prepared: Prepared, *ends: int) -> list[TorchStage]:
     settings = prepared.settings
     starts = (0, *ends[:-1])
     plan = tuple(StagePlan(layers=pair) for pair in zip(starts, ends, strict=True))
-    shell = model.without_weights(settings, prepared.pad_token)
+    begin = model.without_weights if settings.adapts else model.load
+    shell = begin(settings, prepared.pad_token)
     first = dict(shell.named_parameters())
     cut = cutting.of(replace(settings, stages=plan), shell)
     found = []
@@ -195,6 +196,30 @@ def test_three_stages(small: Path, tmp_path: Path, kind: str) -> None:
 def test_two_stages(small: Path, tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     make, targets = MODELS[kind]
     require_same_bits(prepared_of(small, tmp_path / "model", make(), targets, **changes), 2, 4)
+
+
+@pytest.mark.parametrize("kind", ["llama-untied", "gpt-neox", "mistral"])
+def test_all_weights(small: Path, tmp_path: Path, kind: str) -> None:
+    make, targets = MODELS[kind]
+    prepared = prepared_of(small, tmp_path / "model", make(), targets, method="full")
+    require_same_bits(prepared, 1, 3, 4)
+
+
+def test_a_table_that_two_stages_would_train(small: Path, tmp_path: Path) -> None:
+    make, targets = MODELS["qwen3"]
+    made = make()
+    made.tie_word_embeddings = True
+    prepared = prepared_of(small, tmp_path / "model", made, targets, method="full")
+    with pytest.raises(UsageError, match=r"its head, too \(tie_word_embeddings\)"):
+        stages_of(prepared, 2, 4)
+
+
+def test_a_stage_without_anything_to_train(small: Path, tmp_path: Path) -> None:
+    make, _ = MODELS["llama"]
+    target = "layers.0.self_attn.q_proj"
+    prepared = prepared_of(small, tmp_path / "model", make(), (target,))
+    with pytest.raises(UsageError, match="stage 1 has nothing to train in blocks 2 to 3"):
+        stages_of(prepared, 2, 4)
 
 
 def test_a_model_that_draws_by_torchs_generator_is_refused(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -162,7 +161,7 @@ class StageJoining:
         narrowed: str | None = None
         if index is not None:
             place = self.files.path(index) if self.own is None else self.own / index.name
-            content = json.loads(place.read_text("utf-8"))
+            content = stage_files.read(place.read_text("utf-8"))
             weights &= stage_files.of_stage(content, self.stack, own)
             narrowed = stage_files.narrowed(content, weights)
         wanted = [

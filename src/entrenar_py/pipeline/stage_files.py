@@ -7,7 +7,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from entrenar_py.errors import UsageError
+
 INDEX = "model.safetensors.index.json"
+
+
+def read(text: str) -> dict[str, Any]:
+    """Return the content of INDEX. Raises UsageError unless it names a file for each weight."""
+    try:
+        index = json.loads(text)
+        weights = index["weight_map"].items()
+        is_known = all(isinstance(one, str) for pair in weights for one in pair)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+        is_known = False
+    if not is_known:
+        raise UsageError(f"{INDEX} can't be read: it has no weight_map of names; copy it again")
+    found: dict[str, Any] = index
+    return found
 
 
 def of_stage(index: Mapping[str, Any], stack: str, own: range) -> set[str]:
