@@ -61,12 +61,13 @@ def _tell_loading() -> None:
 
 def _plan(given: argparse.Namespace) -> int:
     """Print a plan; the configuration is invalid for devices on which nothing fits."""
-    from entrenar_py.finetune import foresight, remarks, settings_file
+    from entrenar_py.finetune import foresight, remarks, settings_file, stage_problems
     from entrenar_py.planning import command
     from entrenar_py.planning.shape import Shape
     from entrenar_py.tuning.hyper_parameters import Facts
 
     settings = settings_file.load(given.config)
+    stage_problems.require_other(settings, given.config, "entrenar plan")
     rows, longest = foresight.rows_and_longest(settings)
     number = Shape(settings).num_parameters
     remarks.show(given.config, Facts(settings=settings, num_parameters=number, rows=rows))

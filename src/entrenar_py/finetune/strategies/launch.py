@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.finetune import export, foresight, rows_read, settings_file
+from entrenar_py.finetune import export, foresight, rows_read, settings_file, stage_problems
 from entrenar_py.finetune import task as tasks
 from entrenar_py.finetune.strategies import table
 from entrenar_py.finetune.strategies.agreement import together
@@ -176,6 +176,7 @@ def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
 
 def _settings(path: Path) -> Settings:
     settings = settings_file.load(path)
+    stage_problems.require_other(settings, path, "torchrun")
     if settings.strategy is None:
         raise UsageError(
             f"{path}: strategy is missing, which ranks of torchrun need; add one of "
