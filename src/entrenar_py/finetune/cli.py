@@ -53,6 +53,15 @@ def run(given: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
+def pipeline(given: argparse.Namespace) -> int:
+    """Run an action of `entrenar pipeline`; return the exit code. Raises as `run` does."""
+    _tell_loading()
+    from entrenar_py.finetune import pipeline_commands
+
+    actions = {"plan": pipeline_commands.plan, "init": pipeline_commands.init}
+    return actions.get(given.action, pipeline_commands.convert)(given)
+
+
 def _tell_loading() -> None:
     """Tell a person at a terminal why nothing comes yet."""
     if sys.stderr.isatty():
