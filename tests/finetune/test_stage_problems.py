@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.errors import ContractError
+from entrenar_py.errors import ContractError, UsageError
 from entrenar_py.finetune import serving
+from entrenar_py.finetune.strategies import launch
 from entrenar_py.service import cli, exit_codes
 from entrenar_py.tuning import model
 from tests.finetune.test_settings_file import load, problems
@@ -184,3 +185,9 @@ def test_commands_that_run_no_pipeline(
         f"{path}: entrenar {command} does not run strategy: layer_pipeline; `entrenar pipeline "
         f"plan {path}` shows its stages, `entrenar coordinator {path}` trains"
     ) in capsys.readouterr().err
+
+
+def test_ranks_of_torchrun_run_no_pipeline(tmp_path: Path) -> None:
+    load(tmp_path, SMALL)
+    with pytest.raises(UsageError, match="torchrun does not run strategy: layer_pipeline; `entr"):
+        launch.settings_of(tmp_path / "run.yaml")

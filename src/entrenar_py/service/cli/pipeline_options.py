@@ -67,7 +67,9 @@ def _add_plan(actions: Any, add_command: Add, bandwidth: str) -> None:
 
 def _add_import(actions: Any, add_command: Add) -> None:
     old = add_command(
-        actions, "import", "print a configuration made from a hetero_config.json of a framework"
+        actions,
+        "import",
+        "print a configuration made from an earlier framework's hetero_config.json",
     )
     old.add_argument("old", metavar="OLD.json", type=Path, help="the hetero_config.json")
     for name, metavar, default, what in (
