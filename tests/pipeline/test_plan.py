@@ -241,7 +241,8 @@ def test_no_cut_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (
             "stages: [{layers: [0, 2]}, {layers: [2, 3]}]",
             [],
-            ":7:37: error: stages end at block 3, and the model has 4 blocks",
+            ":7:37: error: stages[1] layers=[2, 3]: the model has 4 blocks, 0 to 3; use layers: "
+            "[2, 4]",
         ),
         (
             "stages: [{layers: [0, 4], worker: z}]",

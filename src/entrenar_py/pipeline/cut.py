@@ -144,8 +144,7 @@ def of(settings: Settings, module: nn.Module) -> Cut:
     number = len(blocks.of(module))
     planned = settings.stages or equal(number, settings.workers)
     stages = tuple(range(*stage.layers) for stage in planned)
-    if stages[-1].stop != number:
-        raise _wrong_end(stages, number)
+    require_end(stages, number)
     ranks, at = list[tuple[int, ...]](), 0
     for stage in planned:
         count = max(1, len(stage.worker))
@@ -160,8 +159,10 @@ def of(settings: Settings, module: nn.Module) -> Cut:
     )
 
 
-def _wrong_end(stages: Sequence[range], number: int) -> UsageError:
-    """Return the error of stages that don't end with the last of `number` blocks."""
+def require_end(stages: Sequence[range], number: int) -> None:
+    """Raise UsageError unless consecutive `stages` end with the last of `number` blocks."""
+    if stages[-1].stop == number:
+        return
     last = next((i for i, own in enumerate(stages) if own.stop > number), len(stages) - 1)
     own = stages[last]
     advice = f"use layers: [{own.start}, {number}]"
@@ -169,7 +170,7 @@ def _wrong_end(stages: Sequence[range], number: int) -> UsageError:
         advice = "leave it out"
     elif last < len(stages) - 1:
         advice += ", and leave out what comes after it"
-    return UsageError(
+    raise UsageError(
         f"stages[{last}] layers={[own.start, own.stop]}: the model has {number} blocks, 0 to "
         f"{number - 1}; {advice}",
         field=f"stages.{last}.layers",

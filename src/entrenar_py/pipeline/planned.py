@@ -15,6 +15,7 @@ import numpy as np
 
 from entrenar_py.errors import UsageError
 from entrenar_py.pipeline import partition
+from entrenar_py.pipeline.cut import require_end
 from entrenar_py.pipeline.partition import Costs
 from entrenar_py.pipeline.stage_costs import Place, StageCosts, Terms, matrix
 from entrenar_py.pipeline.stage_workers import StageWorker
@@ -95,11 +96,7 @@ def of_settings(costs: StageCosts, workers: Sequence[StageWorker]) -> StagesPlan
     model, and for workers that are not there.
     """
     planned = costs.run.settings.stages
-    if (end := planned[-1].layers[1]) != costs.num_blocks:
-        raise UsageError(
-            f"stages end at block {end}, and the model has {costs.num_blocks} blocks",
-            field=f"stages.{len(planned) - 1}.layers",
-        )
+    require_end([range(*stage.layers) for stage in planned], costs.num_blocks)
     by_name = {one.name: one for one in workers}
     named = {name for stage in planned for name in stage.worker}
     left = iter([one for one in workers if one.name not in named])
