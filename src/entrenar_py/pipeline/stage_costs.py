@@ -7,7 +7,7 @@ num_blocks + 1] has at [a, b] the value of a stage with blocks a to b - 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
@@ -55,7 +55,8 @@ class Terms:
     @property
     def needed(self) -> Number:
         """All terms together."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        held = self.weights + self.trained + self.gradients + self.arriving
+        return held + self.kept + self.hidden + self.passing + self.runtime
 
 
 @dataclass(frozen=True, kw_only=True)
