@@ -168,7 +168,8 @@ def init(given: argparse.Namespace) -> int:
     Raises UsageError, before anything is written, for a file that is there, and if the input ends.
     """
     path: Path = given.file
-    output_file.require_writable(path, "file")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: the folder {path.parent} does not exist; create it first")
     if os.path.lexists(path):
         raise UsageError(f"{path}: it is there already, and is not overwritten; give another name")
     answers = asked.ask(Questions(sys.stdin), path.parent)
