@@ -31,6 +31,10 @@ WORKER = "worker --coordinator trainer.example:7411 --secret-file s"
         ("infer --help", "entrenar-infer-help.txt"),
         ("merge --help", "entrenar-merge-help.txt"),
         ("eval --help", "entrenar-eval-help.txt"),
+        ("pipeline --help", "entrenar-pipeline-help.txt"),
+        ("pipeline plan --help", "entrenar-pipeline-plan-help.txt"),
+        ("pipeline init --help", "entrenar-pipeline-init-help.txt"),
+        ("pipeline import --help", "entrenar-pipeline-import-help.txt"),
     ],
 )
 def test_help(

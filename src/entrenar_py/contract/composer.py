@@ -54,6 +54,24 @@ def compose(
     `form` describes the expected document in the message about one that isn't a mapping.
     Duplicate keys, unknown tags and keys that aren't text are problems too, but a tree is returned.
     """
+    root = _document(data, file, problems)
+    if root is None or isinstance(root, MapNode):
+        return root
+    _refuse(root, form, problems)
+    return None
+
+
+def compose_list(data: bytes, file: str, problems: Problems, *, form: str) -> ListNode | None:
+    """Do what `compose` does for a document that is a list."""
+    root = _document(data, file, problems)
+    if root is None or isinstance(root, ListNode):
+        return root
+    _refuse(root, form, problems)
+    return None
+
+
+def _document(data: bytes, file: str, problems: Problems) -> Node | None:
+    """Return the root of the only document in `data`; None after reporting why there is none."""
     text = _decode(data, file, problems)
     if text is None:
         return None
@@ -65,15 +83,17 @@ def compose(
         at = composer.position(error.problem_mark)
         problems.error(at, f"invalid YAML: {_words(error, text, at)}")
         return None
-    root = composer.root
-    if isinstance(root, MapNode):
-        return root
-    document_type = "a list" if isinstance(root, ListNode) else "a single value"
-    if root is None or (isinstance(root, ScalarNode) and root.value is None):
-        document_type = "nothing: the file is empty"
-    at = Position(file, 1, 1) if root is None else root.at
-    problems.error(at, f"{form}; found {document_type}")
-    return None
+    if composer.root is None:
+        return ScalarNode(at=Position(file, 1, 1), text="", value=None)
+    return composer.root
+
+
+def _refuse(root: Node, form: str, problems: Problems) -> None:
+    """Report a document of another form."""
+    found = {MapNode: "a mapping", ListNode: "a list"}.get(type(root), "a single value")
+    if isinstance(root, ScalarNode) and root.value is None:
+        found = "nothing: the file is empty"
+    problems.error(root.at, f"{form}; found {found}")
 
 
 def _decode(data: bytes, file: str, problems: Problems) -> str | None:

@@ -53,6 +53,15 @@ def run(given: argparse.Namespace) -> int:
     return exit_codes.DONE
 
 
+def pipeline(given: argparse.Namespace) -> int:
+    """Run an action of `entrenar pipeline`; return the exit code. Raises as `run` does."""
+    _tell_loading()
+    from entrenar_py.finetune import pipeline_commands
+
+    actions = {"plan": pipeline_commands.plan, "init": pipeline_commands.init}
+    return actions.get(given.action, pipeline_commands.convert)(given)
+
+
 def _tell_loading() -> None:
     """Tell a person at a terminal why nothing comes yet."""
     if sys.stderr.isatty():
@@ -61,12 +70,13 @@ def _tell_loading() -> None:
 
 def _plan(given: argparse.Namespace) -> int:
     """Print a plan; the configuration is invalid for devices on which nothing fits."""
-    from entrenar_py.finetune import foresight, remarks, settings_file
+    from entrenar_py.finetune import foresight, remarks, settings_file, stage_problems
     from entrenar_py.planning import command
     from entrenar_py.planning.shape import Shape
     from entrenar_py.tuning.hyper_parameters import Facts
 
     settings = settings_file.load(given.config)
+    stage_problems.require_other(settings, given.config, "entrenar plan")
     rows, longest = foresight.rows_and_longest(settings)
     number = Shape(settings).num_parameters
     remarks.show(given.config, Facts(settings=settings, num_parameters=number, rows=rows))

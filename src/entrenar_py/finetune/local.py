@@ -17,7 +17,14 @@ import torch
 from entrenar_py import backends
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.errors import SystemFailure, UsageError
-from entrenar_py.finetune import export, foresight, rows_read, settings_file, worker_process
+from entrenar_py.finetune import (
+    export,
+    foresight,
+    rows_read,
+    settings_file,
+    stage_problems,
+    worker_process,
+)
 from entrenar_py.finetune import task as tasks
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.service import coordinator, memory_peak
@@ -53,6 +60,7 @@ def train(
     is missing or does not start.
     """
     settings = settings_file.load(path)
+    stage_problems.require_other(settings, path, "entrenar finetune")
     if settings.strategy is not None:
         raise UsageError(
             f"{path}: strategy={settings.strategy} is for ranks of torchrun: start torchrun "

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from entrenar_py.contract import composer
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import MapNode
 from entrenar_py.drivers import tls
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import export, foresight, rows_read, settings_file
+from entrenar_py.finetune import export, foresight, rows_read, settings_file, stage_problems
 from entrenar_py.finetune import task as tasks
 from entrenar_py.finetune.offered_files import OfferedFiles
 from entrenar_py.pipeline import coordinated, cut, staged_run
@@ -93,7 +94,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     foresight.remark(path, prepared)  # but not at memory: what workers have is not known here
     is_pipeline = settings.strategy == LAYER_PIPELINE
     workload = coordinated.workload(prepared) if is_pipeline else prepared.workload()
-    stages = cut.of(settings, workload.module) if is_pipeline else None
+    stages = cut_of(path, settings, workload.module) if is_pipeline else None
     planned = prepared if stages is None else _planned(prepared, stages)
     offered = OfferedFiles(planned)
     printing.say(f"workers get {len(offered.package.sizes)} files, {offered.num_bytes} bytes")
@@ -131,6 +132,23 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
             make_server = partial(PipelineServer, cut=stages)
             offering = replace(offering, make_server=make_server, machine=PipelineCoordinator)
         return coordinator.serve(served, offering, resume=resume)
+
+
+def cut_of(path: Path, settings: Settings, module: nn.Module) -> Cut:
+    """Return the stages of `module` that the configuration at `path` asks for.
+
+    Raises ContractError, with the line, for stages that don't fit the model.
+    """
+    try:
+        return cut.of(settings, module)
+    except UsageError as error:
+        problems = Problems()
+        root = settings_file.read(path, problems)
+        if root is None:
+            raise
+        problems.error(stage_problems.place(root, error.field or "strategy"), str(error))
+        problems.settle(strict=True)
+        raise
 
 
 def _planned(prepared: Prepared, stages: Cut) -> Prepared:

@@ -18,6 +18,7 @@ from entrenar_py.contract import composer
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
+from entrenar_py.finetune import stage_problems
 from entrenar_py.tuning.settings import LAYER_PIPELINE, WHOLE_LAYERS, Key, Settings
 
 _UNREAD: Any = object()  # the value of a key that has a problem
@@ -305,7 +306,8 @@ class _Conflicts:
         if strategy is None:
             return
         if strategy == LAYER_PIPELINE:
-            self._of_pipeline()
+            for at, message in stage_problems.of_pipeline(self._settings, self._root):
+                self._problems.error(at, message)
             return
         if "workers" in self._root.fields:
             self._error(
@@ -331,51 +333,6 @@ class _Conflicts:
                 "use 1, 2, 4, 8 ...",
                 *("training", "num_shards"),
             )
-
-    def _of_pipeline(self) -> None:
-        """Report what a layer pipeline does not read, or can't do."""
-        settings = self._settings
-        for is_given, what, keys in (
-            (settings.data.packing, "data.packing", ("data", "packing")),
-            (settings.data.validates, "rows to evaluate on", ("data",)),
-            (settings.trust_remote_code, "trust_remote_code", ("trust_remote_code",)),
-            (bool(settings.stages) and "workers" in self._root.fields, "workers", ("workers",)),
-        ):
-            if is_given:
-                beside = " with stages" if what == "workers" else ""
-                self._error(
-                    f"strategy: {LAYER_PIPELINE}{beside} does not read {what}; leave it out", *keys
-                )
-        names = [name for stage in settings.stages for name in stage.worker]
-        for name in sorted({one for one in names if names.count(one) > 1}):
-            self._error(f"stages: worker {name} is named twice; a worker has one stage", "stages")
-        self._of_stages()
-
-    def _of_stages(self) -> None:
-        """Report gaps and overlaps of stages; the number of blocks is not known here."""
-        node = self._root.fields.get("stages")
-        items = node.items if isinstance(node, ListNode) else ()
-        at = 0
-        for index, (stage, item) in enumerate(zip(self._settings.stages, items, strict=True)):
-            start, stop = stage.layers
-            if start >= stop:
-                problem = "it has no blocks; use [first, last + 1]"
-            elif start > at:
-                problem = f"no stage has blocks {at} to {start - 1}; let it begin at {at}"
-            elif start < at:
-                problem = f"block {start} is in the stage before, too; let it begin at {at}"
-            else:
-                problem = ""
-            if len(stage.worker) > self._settings.training.num_shards:
-                problem = (
-                    f"{len(stage.worker)} workers share training.num_shards="
-                    f"{self._settings.training.num_shards} shards; use more shards"
-                )
-            if problem:
-                self._problems.error(
-                    item.at, f"stages[{index}] layers=[{start}, {stop}]: {problem}"
-                )
-            at = stop
 
     def _unread(self) -> None:
         task = self._settings.task

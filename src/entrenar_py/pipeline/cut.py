@@ -112,7 +112,8 @@ def specs_of(module: nn.Module, stages: Sequence[range]) -> tuple[tuple[TensorSp
             part = stages[stage]
             raise UsageError(
                 f"stages: stage {stage} has nothing to train in blocks {part.start} to "
-                f"{part.stop - 1}; use lora.targets within its blocks, or fewer stages"
+                f"{part.stop - 1}; use lora.targets within its blocks, or fewer stages",
+                field=f"stages.{stage}.layers",
             )
     return tuple(map(tuple, specs))
 
@@ -146,11 +147,7 @@ def of(settings: Settings, module: nn.Module) -> Cut:
     number = len(blocks.of(module))
     planned = settings.stages or equal(number, settings.workers)
     stages = tuple(range(*stage.layers) for stage in planned)
-    if (end := stages[-1].stop) != number:
-        raise UsageError(
-            f"stages: the last one ends at block {end}, and the model has {number}; use "
-            f"layers: [{stages[-1].start}, {number}]"
-        )
+    require_end(stages, number)
     ranks, at = list[tuple[int, ...]](), 0
     for stage in planned:
         count = max(1, len(stage.worker))
@@ -165,6 +162,24 @@ def of(settings: Settings, module: nn.Module) -> Cut:
     )
 
 
+def require_end(stages: Sequence[range], number: int) -> None:
+    """Raise UsageError unless consecutive `stages` end with the last of `number` blocks."""
+    if stages[-1].stop == number:
+        return
+    last = next((i for i, own in enumerate(stages) if own.stop > number), len(stages) - 1)
+    own = stages[last]
+    advice = f"use layers: [{own.start}, {number}]"
+    if own.start >= number:
+        advice = "leave it out"
+    elif last < len(stages) - 1:
+        advice += ", and leave out what comes after it"
+    raise UsageError(
+        f"stages[{last}] layers={[own.start, own.stop]}: the model has {number} blocks, 0 to "
+        f"{number - 1}; {advice}",
+        field=f"stages.{last}.layers",
+    )
+
+
 def equal(num_blocks: int, num_stages: int) -> tuple[StagePlan, ...]:
     """Return stages of equally many blocks, the first ones with one more where that is needed.
 
@@ -173,7 +188,8 @@ def equal(num_blocks: int, num_stages: int) -> tuple[StagePlan, ...]:
     if num_stages > num_blocks:
         raise UsageError(
             f"workers={num_stages} with strategy: layer_pipeline: the model has {num_blocks} "
-            f"blocks, so a stage would have none; use workers <= {num_blocks}"
+            f"blocks, so a stage would have none; use workers <= {num_blocks}",
+            field="workers",
         )
     parts = sharding.cut(range(num_blocks), num_stages)
     return tuple(StagePlan(layers=(part[0], part[-1] + 1)) for part in parts)

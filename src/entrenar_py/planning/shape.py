@@ -101,6 +101,25 @@ class Shape:
         """The number of the model's blocks."""
         return len(_stack(self.whole))
 
+    @property
+    def blocks(self) -> Iterator[nn.Module]:
+        """The model's blocks, in order."""
+        yield from _stack(self.whole)
+
+    def block_counts(self) -> list[Counts]:
+        """Return the numbers of each block."""
+        found = []
+        for block in self.blocks:
+            trained = sum(p.numel() for p in block.parameters() if p.requires_grad)
+            size = self._bytes(block)
+            frozen = size - FLOAT_BYTES * trained
+            found.append(
+                Counts(
+                    frozen_bytes=frozen, trained=trained, largest_block_bytes=size, outside_bytes=0
+                )
+            )
+        return found
+
     def counts(self, cut: Cut = WHOLE) -> Counts:
         """Return the numbers of a part of the model."""
         part = self._part(cut)
@@ -211,12 +230,15 @@ def _samples(rows: int, length: int) -> Samples:
 
 
 def _elsewhere(part: nn.Module, cut: Cut) -> list[nn.Parameter]:
-    """Return the table or the head of `part` that another rank has: neither if they are tied."""
+    """Return the table or the head of `part` that another rank has.
+
+    If they are tied, a rank with either has both.
+    """
     model = cast("Any", part)
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = [set() if end is None else set(end.parameters()) for end in (table, head)]
     if ends[0] & ends[1]:
-        return []
+        return [] if cut.has_table or cut.has_head else [*ends[0]]
     away = [
         end for end, is_here in zip(ends, (cut.has_table, cut.has_head), strict=True) if not is_here
     ]

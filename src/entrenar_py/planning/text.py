@@ -21,10 +21,10 @@ def lines(
     yield from _head(run, length_from)
     yield ""
     yield "bytes of a worker, each part at its largest; +: with blocks computed again (recompute)"
-    yield from _columns(_MEMORY, list(_memory_rows(found)))
+    yield from columns(_MEMORY, list(_memory_rows(found)))
     yield ""
     yield f"a step on the wire, at {size(run.link)}/s"
-    yield from _columns(_WIRE, list(_wire_rows(run, found)))
+    yield from columns(_WIRE, list(_wire_rows(run, found)))
     yield ""
     yield f"use: {chosen.strategy if chosen else 'none'}"
     yield from textwrap.wrap(why, COLUMNS, initial_indent="why: ", subsequent_indent="     ")
@@ -92,7 +92,7 @@ def _wire_rows(run: Run, found: Sequence[Option]) -> Iterator[tuple[str, ...]]:
             yield (option.strategy, *sizes, seconds(moved.seconds(run.link)))
 
 
-def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield a table: the first column to the left, others to the right; a short row is a remark."""
     whole = [row for row in (head, *rows) if len(row) == len(head)]
     widths = [max(len(row[place]) for row in whole) for place in range(len(head))]

@@ -214,11 +214,25 @@ def shape(settings: Settings) -> nn.Module:
     be in NF4 have their plain shape. Raises UsageError as `load` does, except for what only weights
     can show.
     """
+    return _of_config(settings, torch.device("meta"))
+
+
+def random(settings: Settings, *, num_blocks: int) -> nn.Module:
+    """Return a model like `shape`, with random weights on the CPU and its first blocks alone."""
+    return _of_config(settings, torch.device("cpu"), num_blocks)
+
+
+def _of_config(settings: Settings, place: torch.device, num_blocks: int | None = None) -> nn.Module:
     kind, options = _kind(settings)
     config = configuration(settings)
+    text = config.get_text_config()
+    if num_blocks is not None:
+        text.num_hidden_layers = num_blocks
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:num_blocks]
     for name, value in options.items():
         setattr(config, name, value)
-    with torch.device("meta"), _reading(settings.model, "model"):
+    with place, _reading(settings.model, "model"):
         module: nn.Module = kind.from_config(
             config,
             dtype=precision.of_checkpoint(settings),
@@ -226,7 +240,7 @@ def shape(settings: Settings) -> nn.Module:
         )
     _freeze_beside(module)
     if settings.adapts:
-        with torch.device("meta"):
+        with place:
             module = _adapted(settings, module, ())
     precision.prepare(module, settings)
     return module.train()

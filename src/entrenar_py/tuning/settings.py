@@ -28,6 +28,7 @@ STRATEGIES = (
 LAYER_PIPELINE = "layer_pipeline"  # whose stages are workers of `entrenar coordinator`
 BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # in which a rank computes some shards, alone
 WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
+KINDS = ("cpu", "cuda", "wgpu")  # of backends
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 
@@ -184,9 +185,9 @@ class StagePlan:
         tuple[str, ...],
         Key("the worker that has it, by `entrenar worker --id`; several share its shards"),
     ] = ()
-    backend: Annotated[str | None, Key("what its workers have to compute on: cpu, cuda, wgpu")] = (
-        None
-    )
+    backend: Annotated[
+        str | None, Key("the kind of backend that its workers need", choices=KINDS)
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

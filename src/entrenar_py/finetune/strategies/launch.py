@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.finetune import export, foresight, rows_read, settings_file
+from entrenar_py.finetune import export, foresight, rows_read, settings_file, stage_problems
 from entrenar_py.finetune import task as tasks
 from entrenar_py.finetune.strategies import table
 from entrenar_py.finetune.strategies.agreement import together
@@ -101,7 +101,7 @@ def train(
     """
     if here.device.type == "cpu":
         torch.set_num_threads(1)  # how a sum is split over threads is part of its order
-    settings = together(lambda: _settings(path))
+    settings = together(lambda: settings_of(path))
     prepared = _prepare(settings, here)
     free = _free_bytes(here)
     together(lambda: _look(path, prepared, here, free))
@@ -174,8 +174,10 @@ def _look(path: Path, prepared: Prepared, here: World, free: list[int]) -> None:
     )
 
 
-def _settings(path: Path) -> Settings:
+def settings_of(path: Path) -> Settings:
+    """Return the configuration of ranks. Raises UsageError if it has none of their strategies."""
     settings = settings_file.load(path)
+    stage_problems.require_other(settings, path, "torchrun")
     if settings.strategy is None:
         raise UsageError(
             f"{path}: strategy is missing, which ranks of torchrun need; add one of "

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, RowsError, UsageError
 from entrenar_py.service import exit_codes
-from entrenar_py.service.cli import options
+from entrenar_py.service.cli import options, pipeline_options
 from entrenar_py.untrusted import printing
 
 
@@ -77,6 +77,10 @@ def _run(given: argparse.Namespace) -> int:
         from entrenar_py.finetune import cli
 
         return cli.run(given)
+    if given.command == pipeline_options.NAME:
+        from entrenar_py.finetune import cli
+
+        return cli.pipeline(given)
     if given.command == "doctor":
         from entrenar_py.doctor import visit
 

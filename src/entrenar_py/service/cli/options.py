@@ -15,6 +15,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.finetune import NEW_TOKENS
 from entrenar_py.options import values
 from entrenar_py.service import address, exit_codes, following
+from entrenar_py.service.cli import pipeline_options
 
 PROG = "entrenar"
 AUTO = "auto"
@@ -51,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     _add_watch(commands)
     _add_doctor(commands)
     _add_finetune(commands)
+    pipeline_options.add(commands, _add, BANDWIDTH)
     return cli
 
 
