@@ -18,10 +18,11 @@ from entrenar_py.pipeline import stage_model
 from entrenar_py.pipeline.stage_model import Reached, Stage
 from entrenar_py.scenario import Scenario
 from entrenar_py.training.tensors import Batch, DropFunction, Tensors
+from entrenar_py.tuning import captured
 from entrenar_py.tuning.masks import Masks
 from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.samples import Samples
-from entrenar_py.tuning.workload import LENGTHS, Finetuning, named
+from entrenar_py.tuning.workload import LENGTHS, Finetuning
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class StageWorkload(Finetuning):
         self.seed(drop)
         if received is not None:
             self.stage.receive(received.hidden, received.draws)
-        objective = partial(functional_call, self.objective, named(tensors, batch))
+        objective = partial(functional_call, self.objective, captured.named(tensors, batch))
         masks = self.masks(place)
         try:
             with self.formats_of(batch, place), masks:

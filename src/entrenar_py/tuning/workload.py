@@ -24,7 +24,7 @@ from entrenar_py.training.tensors import (
     TensorSpec,
     Workload,
 )
-from entrenar_py.tuning import compiled, fused_loss, packing, precision, quantised
+from entrenar_py.tuning import captured, compiled, fused_loss, packing, precision, quantised
 from entrenar_py.tuning.masks import Masks
 from entrenar_py.tuning.samples import Samples
 
@@ -244,7 +244,7 @@ class Finetuning(Tuned):
         return self._loss(tensors, batch)
 
     def _loss(self, tensors: Tensors, batch: Batch) -> Tensor:
-        objective = partial(functional_call, self.objective, named(tensors, batch))
+        objective = partial(functional_call, self.objective, captured.named(tensors, batch))
         return self.loss(objective, batch, self._device)
 
     def seed(self, drop: DropFunction) -> None:
@@ -278,7 +278,7 @@ class Finetuning(Tuned):
 
     def formats_of(self, batch: Batch, device: torch.device) -> AbstractContextManager[Any]:
         """Return `formats`, or one without any while a graph is captured of a step on `batch`."""
-        return nullcontext() if is_captured(batch) else self.formats(device)
+        return nullcontext() if captured.is_captured(batch) else self.formats(device)
 
     def _move(self, device: torch.device, tensors: Tensors) -> None:
         """Move frozen weights to `device`, and let the model compile there if that was asked."""
@@ -297,30 +297,6 @@ class Finetuning(Tuned):
         self._shown.add(kind)
         loss = self._loss(tensors, self.objective.example(kind, self._longest))
         torch.autograd.grad(loss, [tensors[spec.name] for spec in self.specs])
-
-
-def is_captured(batch: Batch) -> bool:
-    """Return whether a graph is being captured: its tensors have a class of their own."""
-    return type(batch[0]) is not Tensor
-
-
-def named(tensors: Tensors, batch: Batch) -> dict[str, Tensor]:
-    """Return tensors by their names in an objective; in float32 while a graph is captured.
-
-    The graph is for a device that computes in float32 alone.
-    """
-    convert = _decoded if is_captured(batch) else _as_it_is
-    return {f"module.{name}": convert(tensor) for name, tensor in tensors.items()}
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _decoded(tensor: Tensor) -> Tensor:
-    """Return a tensor in 16 bits as float32, and any other as it is."""
-    is_short = tensor.is_floating_point() and tensor.dtype != torch.float32
-    return tensor.float() if is_short else tensor
 
 
 class _Objective(nn.Module):
