@@ -14,12 +14,12 @@ from torch import Tensor
 from entrenar_py.backends.steps import Array, DropFunction
 from entrenar_py.backends.wgpu import lower, product, program, tiles
 from entrenar_py.backends.wgpu.program import Dispatch, Program
-from entrenar_py.backends.wgpu.resident import ResidentStep
+from entrenar_py.backends.wgpu.resident import Resident, ResidentStep
 
 from .wgpu_subjects import DECODER, LINEAR, MLP, PACKAGE, REFUSALS, SPLIT, TRAINING, mutant, steps
 
 _encode, _read = Program.encode, Program._read
-_call, _init = ResidentStep.__call__, ResidentStep.__init__
+_call, _init = ResidentStep.__call__, Resident.__init__
 _compile_graph, _lower = program.compile_graph, lower._Lowering._lower
 _product_kernel = product.product_kernel
 
@@ -34,10 +34,10 @@ def same_digest(tensors: Sequence[Tensor]) -> str:
     return ""
 
 
-def all_moving(self: ResidentStep, *arguments: Any, **keywords: Any) -> None:
+def all_moving(self: Resident, *arguments: Any, **keywords: Any) -> None:
     """Uploads frozen tensors with every step."""
     _init(self, *arguments, **keywords)
-    self._moving, self._frozen = [*self._moving, *self._frozen], []
+    self.moving, self.frozen = [*self.moving, *self.frozen], []
 
 
 def zeros_on_failure(self: Program) -> memoryview:
@@ -70,26 +70,28 @@ def on_the_host(
     self: ResidentStep, ids: Sequence[int], drop: DropFunction
 ) -> tuple[float, list[Array]]:
     """Computes the step on the CPU, without reporting it."""
-    return self._workload.gradients(self._tensors, ids, drop=drop, scale=self._scale)
+    tensors = self._resident.tensors
+    return self._workload.gradients(tensors, ids, drop=drop, scale=self._scale)
 
 
 def first_weights(
     self: ResidentStep, ids: Sequence[int], drop: DropFunction
 ) -> tuple[float, list[Array]]:
     """Uploads the weights once, as if they were frozen."""
+    resident = self._resident
     kept = self.__dict__.setdefault(
         "_first",
         {
             name: one.detach().clone().requires_grad_(one.requires_grad)
-            for name, one in self._tensors.items()
+            for name, one in resident.tensors.items()
         },
     )
-    moved = self._tensors
-    self._tensors = {name: kept[name] for name in moved}
+    moved = resident.tensors
+    resident.tensors = {name: kept[name] for name in moved}
     try:
         return _call(self, ids, drop)
     finally:
-        self._tensors = moved
+        resident.tensors = moved
 
 
 class InTurns:
@@ -228,7 +230,7 @@ VARIANTS = (
         "uploads-frozen",
         "frozen weights are uploaded again with every step",
         "classic",
-        {"resident.ResidentStep.__init__": all_moving},
+        {"resident.Resident.__init__": all_moving},
         DECODER,
         "F-WGPU-002",
         step=1,

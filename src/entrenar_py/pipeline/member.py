@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py import trace
+from entrenar_py import backends, trace
 from entrenar_py.backends import Backend
-from entrenar_py.errors import ProtocolError
+from entrenar_py.errors import ProtocolError, UsageError
 from entrenar_py.pipeline.stage_blocks import OwnBlocks, StageBlocks
 from entrenar_py.pipeline.stage_step import Backward, Hidden, StageStep, TorchStage
 from entrenar_py.pipeline.stage_workload import Received, StageWorkload
+from entrenar_py.pipeline.wgpu_stage import WgpuStage
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import (
@@ -38,7 +39,6 @@ from entrenar_py.training.tensors import Workload
 _DTYPES = {
     str(one).removeprefix("torch."): one for one in (torch.float32, torch.bfloat16, torch.float16)
 }
-_NO_FORMAT = "float32"  # of an empty shard's hidden states
 
 
 class StageBackend:
@@ -50,9 +50,23 @@ class StageBackend:
         self.software, self.unit_roundoff = backend.software, backend.unit_roundoff
 
     def stepper(self, workload: Any, tensors: Mapping[str, Tensor], *, scale: float) -> Any:
-        """Return a `StageStep` for the stage `workload`."""
-        place = torch.device(getattr(self._backend, "place", "cpu"))
-        return TorchStage(workload, tensors, place=place, scale=scale)
+        """Return a `StageStep` for the stage `workload`, on this very device.
+
+        Raises UsageError for a backend that no `StageStep` knows.
+        """
+        backend: Any = self._backend
+        match backends.kind_of(backend.name):
+            case "cpu":
+                return TorchStage(workload, tensors, place=torch.device("cpu"), scale=scale)
+            case "cuda":
+                return TorchStage(workload, tensors, place=backend.place, scale=scale)
+            case "wgpu":
+                return WgpuStage(backend.programs, workload, tensors, scale=scale)
+            case kind:
+                raise UsageError(
+                    f"strategy=layer_pipeline with backend={backend.name}: a stage computes on "
+                    f"cuda, wgpu or cpu, and not on {kind}; use one of these"
+                )
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Backend`."""

@@ -99,7 +99,6 @@ class Stage:
         """Run the stage on four tokens, with products in the format `products`."""
         layers = blocks.of(module)
         self.own, self.is_first, self.is_last = own, own.start == 0, own.stop == len(layers)
-        self.draws_at_end = 0  # the number of the next draw of random numbers, after the last pass
         self._received: tuple[Tensor, int] | None = None
         if not self.is_first:
             layers[own.start].register_forward_pre_hook(self._enter, with_kwargs=True)

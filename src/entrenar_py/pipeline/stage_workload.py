@@ -17,7 +17,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.pipeline.stage_model import Reached, Stage
 from entrenar_py.scenario import Scenario
 from entrenar_py.training.tensors import Batch, DropFunction, Tensors
-from entrenar_py.tuning import layer_plan
+from entrenar_py.tuning import captured, layer_plan
 from entrenar_py.tuning.masks import Masks
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.workload import LENGTHS, Finetuning
@@ -34,10 +34,10 @@ class Received:
 class StageWorkload(Finetuning):
     """One stage of a model. `output_of` computes hidden states, or in the last stage the loss."""
 
-    def __init__(self, module: nn.Module, stage: Stage, samples: Samples, **named: Any) -> None:
+    def __init__(self, module: nn.Module, stage: Stage, samples: Samples, **options: Any) -> None:
         """Take the arguments of `Finetuning`; `stage` runs `module`."""
         self.stage = stage
-        super().__init__(module, samples, **named)
+        super().__init__(module, samples, **options)
 
     def _has_drawn(self) -> bool:
         """Return whether this stage or its like draw anything by key.
@@ -82,16 +82,16 @@ class StageWorkload(Finetuning):
     ) -> tuple[Tensor, int]:
         """Return hidden states [n, t, d], or the summed loss in the last stage; and the next draw.
 
-        `received` is None in the first stage, and on the device `place`, as `tensors` are.
+        `received` is None in the first stage, and on the device `place`, as `tensors` are. While a
+        graph is captured all is float32.
         """
         self.seed(drop)
         if received is not None:
             self.stage.receive(received.hidden, received.draws)
-        named = {f"module.{name}": tensor for name, tensor in tensors.items()}
-        objective = partial(functional_call, self.objective, named)
+        objective = partial(functional_call, self.objective, captured.named(tensors, batch))
         masks = self.masks(place)
         try:
-            with self.formats(place), masks:
+            with self.formats_of(batch, place), masks:
                 found: Tensor = objective(tuple(one.to(place) for one in batch))
         except Reached as reached:
             found = reached.hidden

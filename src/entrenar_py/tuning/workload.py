@@ -24,7 +24,7 @@ from entrenar_py.training.tensors import (
     TensorSpec,
     Workload,
 )
-from entrenar_py.tuning import compiled, fused_loss, packing, precision, quantised
+from entrenar_py.tuning import captured, compiled, fused_loss, packing, precision, quantised
 from entrenar_py.tuning.masks import Masks
 from entrenar_py.tuning.samples import Samples
 
@@ -244,10 +244,7 @@ class Finetuning(Tuned):
         return self._loss(tensors, batch)
 
     def _loss(self, tensors: Tensors, batch: Batch) -> Tensor:
-        named = {f"module.{name}": tensor for name, tensor in tensors.items()}
-        if is_captured(batch):  # for a device that computes in float32 alone
-            named = {name: _decoded(tensor) for name, tensor in named.items()}
-        objective = partial(functional_call, self.objective, named)
+        objective = partial(functional_call, self.objective, captured.named(tensors, batch))
         return self.loss(objective, batch, self._device)
 
     def seed(self, drop: DropFunction) -> None:
@@ -265,8 +262,7 @@ class Finetuning(Tuned):
     ) -> Tensor:
         """Return the summed loss of `batch`, 0-d, of the objective that is called with it."""
         given = tuple(one.to(device) for one in batch)
-        formats = nullcontext() if is_captured(batch) else self.formats(device)
-        with formats, self.masks(device):
+        with self.formats_of(batch, device), self.masks(device):
             return objective(given)
 
     def masks(self, device: torch.device) -> AbstractContextManager[Any]:
@@ -279,6 +275,10 @@ class Finetuning(Tuned):
     def formats(self, device: torch.device) -> AbstractContextManager[Any]:
         """Return a context in which products on `device` have the run's format."""
         return precision.applied(self.products, device)
+
+    def formats_of(self, batch: Batch, device: torch.device) -> AbstractContextManager[Any]:
+        """Return `formats`, or one without any while a graph is captured of a step on `batch`."""
+        return nullcontext() if captured.is_captured(batch) else self.formats(device)
 
     def _move(self, device: torch.device, tensors: Tensors) -> None:
         """Move frozen weights to `device`, and let the model compile there if that was asked."""
@@ -297,17 +297,6 @@ class Finetuning(Tuned):
         self._shown.add(kind)
         loss = self._loss(tensors, self.objective.example(kind, self._longest))
         torch.autograd.grad(loss, [tensors[spec.name] for spec in self.specs])
-
-
-def is_captured(batch: Batch) -> bool:
-    """Return whether a graph is being captured: its tensors have a class of their own."""
-    return type(batch[0]) is not Tensor
-
-
-def _decoded(tensor: Tensor) -> Tensor:
-    """Return a tensor in 16 bits as float32, and any other as it is."""
-    is_short = tensor.is_floating_point() and tensor.dtype != torch.float32
-    return tensor.float() if is_short else tensor
 
 
 class _Objective(nn.Module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,12 +14,16 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from entrenar_py.backends import draws
-from entrenar_py.backends.steps import Array, DropFunction, Model
+from entrenar_py.backends.steps import Array, DropFunction, Model, Tensors
 from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.program import Program, compile_graph
 from entrenar_py.backends.wgpu.scratch import Scratch
 from entrenar_py.backends.wgpu.uploads import Uploaded, upload
+
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+# (all tensors of a model by name, what a program is given) -> its results
+Body: TypeAlias = Callable[[Tensors, Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Key:
     `shapes` are those of the batch. `masked` is true if dropout masks are inputs.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: Shapes
     masked: bool
     scale: float
 
@@ -42,8 +47,8 @@ class Compiled:
     read the same copy, and use the same `scratch` for intermediate results.
     """
 
-    graphs: dict[Key, GraphModule] = field(default_factory=dict)
-    programs: dict[tuple[Key, str], Program] = field(default_factory=dict)
+    graphs: dict[Hashable, GraphModule] = field(default_factory=dict)
+    programs: dict[tuple[Hashable, str], Program] = field(default_factory=dict)
     frozen: dict[str, list[Uploaded]] = field(default_factory=dict)
     constants: list[Uploaded] | None = None
     scratch: Scratch = field(default_factory=Scratch)
@@ -61,6 +66,80 @@ class Programs:
         return self._known.setdefault(workload, Compiled())
 
 
+class Resident:
+    """The tensors of one replica of a workload, and the programs that compute with them.
+
+    Frozen tensors and the workload's constants stay on the device. All others, and what a program
+    is given, are uploaded at once for each run. `tensors` are all but the constants, by name.
+    """
+
+    def __init__(self, programs: Programs, workload: Model, tensors: Mapping[str, Tensor]) -> None:
+        self._device = programs.device
+        self._compiled = programs.of(workload)
+        self.tensors = tensors
+        self.moving = [spec.name for spec in workload.specs if spec.role != "frozen"]
+        self.frozen = [spec.name for spec in workload.specs if spec.role == "frozen"]
+        self._constants = workload.constants
+        self._digest = _digest([tensors[name] for name in self.frozen])
+
+    def run(self, key: Hashable, body: Body, given: Sequence[Tensor]) -> list[Array]:
+        """Return the results of `body`, of one upload and one read-back.
+
+        The program is compiled once for each `key`, which tells apart all that `body` depends on
+        but the values of tensors.
+        """
+        inputs = self._inputs(given)
+        programs = self._compiled.programs
+        if (key, self._digest) not in programs:
+            graph = self.graph(key, body, given)
+            uploaded, scratch = self._uploaded(), self._compiled.scratch
+            program = compile_graph(self._device, graph, inputs, uploaded, scratch)
+            programs[key, self._digest] = program
+        return programs[key, self._digest].run([x.detach().numpy() for x in inputs])
+
+    def graph(self, key: Hashable, body: Body, given: Sequence[Tensor]) -> GraphModule:
+        """Return the graph of `body`, captured once for each `key`."""
+        graphs = self._compiled.graphs
+        if key not in graphs:
+            graphs[key] = capture(self._function(body, len(given)), self.inputs(given))
+        return graphs[key]
+
+    def inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs of the graph of a function that is given `given`."""
+        return [*self._inputs(given), *self._resident()]
+
+    def _function(self, body: Body, num_given: int) -> Function:
+        """Return `body` as a function of tensors in the order of `inputs`."""
+
+        def compute(*inputs: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(inputs)
+            tensors = {name: next(rest) for name in self.moving}
+            given = [next(rest) for _ in range(num_given)]
+            tensors |= {name: next(rest) for name in (*self.frozen, *self._constants)}
+            return body(tensors, given)
+
+        return compute
+
+    def _inputs(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors that are uploaded for each run."""
+        return [*(self.tensors[name] for name in self.moving), *given]
+
+    def _resident(self) -> list[Tensor]:
+        """Return the tensors that are uploaded once."""
+        return [*(self.tensors[name] for name in self.frozen), *self._constants.values()]
+
+    def _uploaded(self) -> list[Uploaded]:
+        """Return `_resident()` on the device, the same copy for all programs."""
+        known = self._compiled
+        if self._digest not in known.frozen:
+            frozen = [(name, self.tensors[name]) for name in self.frozen]
+            known.frozen[self._digest] = [upload(self._device, one, name) for name, one in frozen]
+        if known.constants is None:
+            held = self._constants.items()
+            known.constants = [upload(self._device, one, name) for name, one in held]
+        return [*known.frozen[self._digest], *known.constants]
+
+
 class ResidentStep:
     """A `Stepper` that keeps frozen tensors and the workload's constants on the device.
 
@@ -71,39 +150,28 @@ class ResidentStep:
     def __init__(
         self, programs: Programs, workload: Model, tensors: Mapping[str, Tensor], scale: float
     ) -> None:
-        self._device = programs.device
-        self._compiled = programs.of(workload)
-        self._workload, self._tensors, self._scale = workload, tensors, scale
-        self._moving = [spec.name for spec in workload.specs if spec.role != "frozen"]
-        self._frozen = [spec.name for spec in workload.specs if spec.role == "frozen"]
+        self._resident = Resident(programs, workload, tensors)
+        self._workload, self._scale = workload, scale
         self._trainable = [spec.name for spec in workload.specs if spec.role == "trainable"]
-        self._constants = workload.constants
-        self._digest = _digest([tensors[name] for name in self._frozen])
         self._ones: dict[int, list[Tensor]] = {}  # number of samples -> ones, see `_masks`
 
     def __call__(self, ids: Sequence[int], drop: DropFunction) -> tuple[float, list[Array]]:
         batch = self._workload.batch(ids)
         masks = self._masks(batch, len(ids), drop)
-        key = self._key(batch, masks)
-        programs = self._compiled.programs
-        inputs = self._inputs(batch, masks)
-        if (key, self._digest) not in programs:
-            graph = self._graph(key, batch, masks)
-            uploaded, scratch = self._uploaded(), self._compiled.scratch
-            program = compile_graph(self._device, graph, inputs, uploaded, scratch)
-            programs[key, self._digest] = program
-        loss, *gradients = programs[key, self._digest].run([x.detach().numpy() for x in inputs])
+        body = self._step(len(batch), len(masks))
+        loss, *gradients = self._resident.run(self._key(batch, masks), body, [*batch, *masks])
         return float(loss), gradients
 
     def captured(
         self, batch: Sequence[Tensor], masks: Sequence[Tensor]
     ) -> tuple[GraphModule, list[Tensor]]:
         """Return the graph that a step on `batch` with dropout `masks` runs, and its inputs."""
-        graph = self._graph(self._key(batch, masks), batch, masks)
-        return graph, [*self._inputs(batch, masks), *self._resident()]
+        body, given = self._step(len(batch), len(masks)), [*batch, *masks]
+        graph = self._resident.graph(self._key(batch, masks), body, given)
+        return graph, self._resident.inputs(given)
 
     def _key(self, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> Key:
-        return Key(tuple(tuple(one.shape) for one in batch), bool(masks), self._scale)
+        return Key(shapes_of(batch), bool(masks), self._scale)
 
     def _masks(self, batch: Sequence[Tensor], num_samples: int, drop: DropFunction) -> list[Tensor]:
         """Return dropout's masks (`drop` applied to ones) in the order of their use.
@@ -127,46 +195,17 @@ class ResidentStep:
             shapes.append(x.shape)
             return x
 
-        tensors = {name: tensor.detach().to("meta") for name, tensor in self._tensors.items()}
+        held = self._resident.tensors.items()
+        tensors = {name: tensor.detach().to("meta") for name, tensor in held}
         inputs = [one.to("meta") for one in batch]
         self._workload.loss_of(tensors, inputs, linear=F.linear, drop=note)
         return shapes
 
-    def _inputs(self, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors that are uploaded for each step."""
-        return [*(self._tensors[name] for name in self._moving), *batch, *masks]
+    def _step(self, num_batch: int, num_masks: int) -> Body:
+        """Return the step, a function of the batch and the masks: (loss, gradients ...)."""
 
-    def _resident(self) -> list[Tensor]:
-        """Return the tensors that are uploaded once."""
-        return [*(self._tensors[name] for name in self._frozen), *self._constants.values()]
-
-    def _uploaded(self) -> list[Uploaded]:
-        """Return `_resident()` on the device, the same copy for all programs."""
-        known = self._compiled
-        if self._digest not in known.frozen:
-            frozen = [(name, self._tensors[name]) for name in self._frozen]
-            known.frozen[self._digest] = [upload(self._device, one, name) for name, one in frozen]
-        if known.constants is None:
-            held = self._constants.items()
-            known.constants = [upload(self._device, one, name) for name, one in held]
-        return [*known.frozen[self._digest], *known.constants]
-
-    def _graph(self, key: Key, batch: Sequence[Tensor], masks: Sequence[Tensor]) -> GraphModule:
-        graphs = self._compiled.graphs
-        if key not in graphs:
-            inputs = [*self._inputs(batch, masks), *self._resident()]
-            graphs[key] = capture(self._step(len(batch), len(masks)), inputs)
-        return graphs[key]
-
-    def _step(self, num_batch: int, num_masks: int) -> Function:
-        """Return the step, a function: `_inputs()`, `_resident()` -> (loss, gradients ...)."""
-
-        def compute(*inputs: Tensor) -> tuple[Tensor, ...]:
-            rest = iter(inputs)
-            tensors = {name: next(rest) for name in self._moving}
-            batch = [next(rest) for _ in range(num_batch)]
-            masks = iter([next(rest) for _ in range(num_masks)])
-            tensors |= {name: next(rest) for name in (*self._frozen, *self._constants)}
+        def compute(tensors: Tensors, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            batch, masks = given[:num_batch], iter(given[num_batch:])
             drop: DropFunction = (lambda x: x * next(masks)) if num_masks else (lambda x: x)
             if num_masks and self._workload.draws:
                 drop = draws.Keyed(next(masks))
@@ -176,6 +215,11 @@ class ResidentStep:
             return loss.detach(), *torch.autograd.grad(loss, leaves, grad_outputs=scale)
 
         return compute
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> Shapes:
+    """Return the shape of each of `tensors`."""
+    return tuple(tuple(one.shape) for one in tensors)
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:
