@@ -19,7 +19,7 @@ from entrenar_py.systems import replicas
 from entrenar_py.systems.star.server import Server
 from entrenar_py.training import optimizer, reduction, sharding
 from entrenar_py.training.tensors import Array, Batch
-from entrenar_py.tuning import chat_template, model, quantised, samples, saving
+from entrenar_py.tuning import adapters, chat_template, model, quantised, samples, saving
 from entrenar_py.tuning import workload as tuned
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
@@ -30,12 +30,12 @@ TUNING = "entrenar_py.tuning"
 WORKLOAD = f"{TUNING}.workload.Finetuning"
 ROWS = f"{TUNING}.workload.Rows.batch"
 STRATEGIES = "entrenar_py.finetune.strategies"
-ADAPTERS = f"{TUNING}.model._adapted"
+ADAPTERS = f"{TUNING}.adapters.adapted"
 FIRST = "model.layers.0.self_attn.q_proj"  # the first layer with an adapter
 FIRST_A = f"base_model.model.{FIRST}.lora_A.default.weight"
 FIRST_B = f"base_model.model.{FIRST}.lora_B.default.weight"
 
-_loss, _batch, _adapted = tuned.Finetuning.loss, tuned.Rows.batch, model._adapted
+_loss, _batch, _adapted = tuned.Finetuning.loss, tuned.Rows.batch, adapters.adapted
 _load, _merge, _restore = model.load, saving.merge, Server.restore
 _compute, _clip, _step = replicas.Replicas.compute, optimizer.clip, optimizer.step
 _class_weights, _loading = samples.class_weights, quantised.loading

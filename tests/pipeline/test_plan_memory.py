@@ -87,9 +87,8 @@ def _stage(prepared: Prepared, number: int) -> StageWorkload:
         {spec.name for spec in cut.specs[number]},
         unties=number < 2,
     )
-    return StageWorkload(
-        module, Stage(module, own, torch.float32), prepared.train, pad_token=prepared.pad_token
-    )
+    stage = Stage(module, own, torch.float32)
+    return StageWorkload(module, stage, prepared.train, pad_token=prepared.pad_token)
 
 
 def _step(workload: StageWorkload) -> tuple[TorchStage, list[torch.Tensor]]:

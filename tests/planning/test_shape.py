@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from entrenar_py.planning import rehearsal
 from entrenar_py.planning.shape import Cut, Shape
 from entrenar_py.training import dropout
-from entrenar_py.tuning import model, precision
+from entrenar_py.tuning import adapters, model, precision
 from entrenar_py.tuning import recompute as recomputing
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Classes, Settings
@@ -76,7 +76,7 @@ def real(settings: Settings, *, recompute: bool) -> rehearsal.Rehearsal:
     for name, value in options.items():
         setattr(config, name, value)
     module: Any = kind.from_config(config, dtype=precision.of_checkpoint(settings))
-    module = model._adapted(settings, module, ()) if settings.adapts else module
+    module = adapters.adapted(settings, module, ()) if settings.adapts else module
     precision.prepare(module, settings)
     module.train().config.pad_token_id = 0
     if recompute:

@@ -35,10 +35,6 @@ class Places:
         """Return the stage of `rank`."""
         return next(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)
 
-    def stage_with(self, block: int) -> int:
-        """Return the stage to which `block` belongs."""
-        return next(stage for stage, blocks in enumerate(self.blocks) if block in blocks)
-
     def unsuited(self, backend: str) -> set[int]:
         """Return the ranks that a worker on `backend`, such as cuda or wgpu:1, can't have."""
         kind = backend.partition(":")[0]

@@ -7,9 +7,7 @@ say so.
 from __future__ import annotations
 
 import contextlib
-import re
-import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +17,11 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import blocks, fitting, packing, precision, quantised, recompute
+from entrenar_py.tuning import adapters, blocks, fitting, packing, precision, quantised, recompute
 from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping
 
-_HEADS = ("classifier", "score")  # peft adds these to what is trained whole
 _EXTRA = "pip install 'entrenar-py[finetune]'"
 _MARKERS = ("▁",)  # of a word's beginning, which tokenizers without files have
 _SHOWN = 12  # layers in a message
@@ -73,9 +70,9 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
         torch.manual_seed(settings.seed)
         module, new = _base(settings)
         module.config.pad_token_id = pad_token  # type: ignore[union-attr]
-        _freeze_beside(module)
+        adapters.freeze_beside(module)
         if settings.adapts:
-            module = _adapted(settings, module, new)
+            module = adapters.adapted(settings, module, new)
     precision.prepare(module, settings)
     if settings.task != "classify":
         _require_causal(settings, module)
@@ -104,12 +101,12 @@ def part(
     """
     module, new = _base(settings, shorten, unties=unties)
     module.config.pad_token_id = pad_token  # type: ignore[union-attr]
-    _freeze_beside(module)
+    adapters.freeze_beside(module)
     if settings.adapts:
-        targets = tuple(one for one in settings.lora.targets if _has_target(module, one))
+        targets = tuple(one for one in settings.lora.targets if adapters.has_target(module, one))
         if targets:
             lora = replace(settings.lora, targets=targets)
-            module = _adapted(replace(settings, lora=lora), module, new)
+            module = adapters.adapted(replace(settings, lora=lora), module, new)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name in trains)
     precision.prepare(module, settings)
@@ -150,20 +147,12 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
                     zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
                     setattr(above, name, nn.Parameter(zero, requires_grad=tensor.requires_grad))
         module.config.pad_token_id = pad_token  # type: ignore[union-attr]
-        _freeze_beside(module)
-        module = _adapted(settings, module, new)
+        adapters.freeze_beside(module)
+        module = adapters.adapted(settings, module, new)
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return module.train()
-
-
-def _has_target(module: nn.Module, target: str) -> bool:
-    """Return whether an adapter can stand on a layer whose name ends in `target`."""
-    return any(
-        (name == target or name.endswith(f".{target}")) and _is_matrix(layer)
-        for name, layer in module.named_modules()
-    )
 
 
 def _require_causal(settings: Settings, module: nn.Module) -> None:
@@ -202,7 +191,7 @@ def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int
     if settings.adapts:
         import peft
 
-        with _reading(folder, "adapters"), _quiet():
+        with _reading(folder, "adapters"), adapters.quiet():
             module = peft.PeftModel.from_pretrained(module, str(folder))
     return cast("nn.Module", module)
 
@@ -238,10 +227,10 @@ def _of_config(settings: Settings, place: torch.device, num_blocks: int | None =
             dtype=precision.of_checkpoint(settings),
             trust_remote_code=settings.trust_remote_code,
         )
-    _freeze_beside(module)
+    adapters.freeze_beside(module)
     if settings.adapts:
         with place:
-            module = _adapted(settings, module, ())
+            module = adapters.adapted(settings, module, ())
     precision.prepare(module, settings)
     return module.train()
 
@@ -357,72 +346,6 @@ def _require_kind(settings: Settings, config: Any) -> None:
     )
 
 
-def _adapted(settings: Settings, module: Any, new: Sequence[str]) -> nn.Module:
-    """Return `module` with adapters. Its `new` parts are trained whole, and saved with them."""
-    import peft
-
-    lora, beside = settings.lora, _within(fitting.beside_text(module))
-    _require_targets(lora.targets, module, new, beside)
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=cast("Any", lora.alpha),  # divided by the rank, and need not be whole
-        lora_dropout=lora.dropout,
-        target_modules=list(lora.targets),
-        exclude_modules=beside,
-        modules_to_save=[name for name in new if name not in _HEADS],
-        task_type="SEQ_CLS" if settings.task == "classify" else "CAUSAL_LM",
-    )
-    try:
-        with _quiet():
-            adapted: nn.Module = peft.get_peft_model(module, config)
-    except (TypeError, ValueError) as error:
-        told = escaping.shortened(" ".join(str(error).split()), chars_max=_TOLD_CHARS)
-        raise UsageError(
-            f"lora.targets={', '.join(lora.targets)}: peft can't adapt all of them ({told}); leave "
-            "that layer out"
-        ) from error
-    return adapted
-
-
-def _require_targets(
-    targets: Sequence[str], module: nn.Module, new: Sequence[str], beside: str | None
-) -> None:
-    """Raise UsageError unless each target is a layer of the checkpoint, not only one `beside`."""
-    outside = re.compile(beside or "")
-    named = [name for name, layer in module.named_modules() if _is_matrix(layer)]
-    named = [name for name in named if not outside.fullmatch(name)]
-    for target in targets:
-        if target in new:
-            raise UsageError(
-                f"lora.targets={target!r}: the checkpoint lacks that layer, so all of it is "
-                "trained; leave it out of the targets"
-            )
-        if not any(name == target or name.endswith(f".{target}") for name in named):
-            ends = list(dict.fromkeys(name.rpartition(".")[2] for name in named))
-            raise UsageError(
-                f"lora.targets={target!r}: the model has no layer of that name with a matrix of "
-                f"weights; it has {', '.join(ends[:_SHOWN])}"
-            )
-
-
-def _within(parts: Sequence[str]) -> str | None:
-    """Return an expression for the names of all layers within `parts`, as peft excludes them."""
-    return rf"({'|'.join(map(re.escape, parts))})\..*" if parts else None
-
-
-def _freeze_beside(module: nn.Module) -> None:
-    """Freeze what no text passes through: it would have no gradient."""
-    for name in fitting.beside_text(module):
-        module.get_submodule(name).requires_grad_(False)
-
-
-def _is_matrix(layer: nn.Module) -> bool:
-    """Return whether a layer is a product with a matrix: nn.Linear, or GPT-2's Conv1D."""
-    weight = getattr(layer, "weight", None)
-    is_matrix = isinstance(weight, torch.Tensor) and weight.dim() == 2
-    return is_matrix and not isinstance(layer, nn.Embedding)
-
-
 def _transformers() -> Any:
     try:
         import peft  # noqa: F401
@@ -432,15 +355,6 @@ def _transformers() -> Any:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out peft's warnings of what a later transformers will lack, and of what it mends."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")
-        yield
 
 
 @contextlib.contextmanager

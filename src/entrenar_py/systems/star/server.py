@@ -136,15 +136,9 @@ class Server(Replicas):
     def sizes(self) -> dict[type[Message], int]:
         """Return the largest payload, in bytes, that a message of each kind may have."""
         events = _EVENTS_BYTES + 8 * (self.scenario.num_shards + 2) * self._state_bytes
-        return {
-            Summed: events,
-            TreeNode: self.blocks.num_bytes_max,
-            Loaded: events,
-            Computed: events,
-            NonFinite: events,
-            Applied: events,
-            State: self._state_bytes,
-        }
+        recorded = (Loaded, Computed, Summed, NonFinite, Applied)
+        sizes: dict[type[Message], int] = dict.fromkeys(recorded, events)
+        return {**sizes, TreeNode: self.blocks.num_bytes_max, State: self._state_bytes}
 
     def room(self, message: Message, num_bytes: int) -> memoryview:
         """Return memory for the payload of `message`, which may never arrive completely."""
