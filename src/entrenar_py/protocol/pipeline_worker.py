@@ -100,9 +100,9 @@ class PipelineWorker(MeshWorker):
         nodes = [replace(node, round=number) for node in outcome.nodes]
         return [*effects, do.Send(self._peer, summed), *(do.Send(self._peer, n) for n in nodes)]
 
-    def wants_pass(self, asked: do.Pass) -> bool:
-        """Return whether `asked` is still to be done; after its round it is not."""
-        return asked == self._running
+    def wants(self, asked: do.Compute | do.Pass | do.Load) -> bool:
+        """Return whether `asked` is still to be done; after its round or connection it is not."""
+        return asked is self._loading or asked == self._running
 
     def _forward(self, asked: do.Pass, outcome: Passed) -> list[Effect]:
         """Send what a pass made to the worker that needs it."""
