@@ -107,7 +107,7 @@ class PipelineCoordinator(Grouping):
     # --- how the run goes on ----------------------------------------------------------------------
 
     def _next(self, now: float) -> list[Effect] | None:
-        if self._is_void and self.stage in (Stage.COMPUTING, Stage.STAGING):
+        if self._is_void:
             return self._gather(self.step, now)
         return super()._next(now)
 
@@ -145,9 +145,14 @@ class PipelineCoordinator(Grouping):
         return []
 
     def _start_over(self) -> None:
-        """Begin the step anew, in a new round, unless it is committed."""
+        """End the round, and begin its step anew unless that is committed.
+
+        No other round gets its number, so what is still on its way has no effect, even while the
+        run waits for a worker.
+        """
         self._group = []
-        self._is_void = True
+        self._round += 1
+        self._is_void = self.stage in (Stage.COMPUTING, Stage.STAGING)
 
     def _spread(
         self, messages: Sequence[say.Average | say.Weights], *, last: bool, now: float
