@@ -133,7 +133,8 @@ class PipelineCoordinator(Grouping):
             stage = self.places.stage_of(member.in_rank())
             of_stage = holders[stage * len(shards) : (stage + 1) * len(shards)]
             own = tuple(shard for shard in shards if of_stage[shard] == member.in_rank())
-            effects += self._give(peer, own, now)
+            if own:
+                effects += self._give(peer, own, now)
         return effects
 
     def _regroup(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
