@@ -54,6 +54,7 @@ class PipelineWorker(MeshWorker):
     ) -> None:
         super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)
         self.places, self.stage = places, -1
+        self._place = rank  # the one it was started for, None for any
         self._loading: do.Load | None = None
         self._passes: list[tuple[int, bool]] = []  # that are left: a shard, and whether forward
         self._shards: tuple[int, ...] = ()
@@ -73,6 +74,12 @@ class PipelineWorker(MeshWorker):
         self.stage, self.phase = self.places.stage_of(welcome.rank), Phase.GREETED
         self._loading = load
         return [load]
+
+    def _refused(self, refuse: say.Refuse) -> list[Effect]:
+        """Ask for any place again, if it was started for none: another one may have its last."""
+        if self.phase is Phase.GREETED:
+            self.rank = self._place
+        return super()._refused(refuse)
 
     def loaded(self, asked: do.Load) -> list[Effect]:
         """Take part from now on: the stage and its state are here."""
