@@ -95,6 +95,7 @@ class Grouping(Coordinator):
         return [do.Send(peer, group) for peer in members]
 
     def _gather(self, step: int, now: float) -> list[Effect]:
-        self._complaints.clear()
-        self._num_rounds, self._told = 0, None
+        if step > self.step or not self._members():  # else the same workers may complain again
+            self._complaints.clear()
+            self._num_rounds, self._told = 0, None
         return super()._gather(step, now)
