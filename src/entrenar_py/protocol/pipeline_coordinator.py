@@ -75,6 +75,8 @@ class PipelineCoordinator(Grouping):
         blocks = self._blocks_of(member)
         if node.block not in blocks:
             raise ProtocolError(f"TreeNode block={node.block}: it is another stage's")
+        if not member.assigned:
+            raise ProtocolError(f"TreeNode block={node.block}: nothing more is due")
         member.take(node, under, blocks)
         effects = self._count(member, node, under)
         if member.is_whole(blocks[0]):
@@ -92,7 +94,7 @@ class PipelineCoordinator(Grouping):
     def _non_finite(
         self, peer: Peer, member: Member, said: say.NonFinite, now: float
     ) -> list[Effect]:
-        if not member.assigned:
+        if not any(said.shard in shards for shards in member.assigned):
             return []  # of a round that is over: its step is computed again, and says so again
         return super()._non_finite(peer, member, said, now)
 

@@ -96,6 +96,7 @@ class PipelineWorker(MeshWorker):
             return []
         self._running = None
         if isinstance(outcome, say.NonFinite):
+            self._passes.clear()
             return [do.Send(self._peer, outcome)]
         effects = self._forward(asked, outcome)
         if self._passes:
@@ -213,7 +214,8 @@ class PipelineWorker(MeshWorker):
         own, block = self.places.blocks[self.stage], message.block
         if block in self._held or block not in own:
             raise ProtocolError(f"Weights block={block}: it came before, or is another stage's")
-        assert self._group is not None, "weights follow a round"
+        if self._group is None:
+            raise ProtocolError(f"Weights block={block}: no round has begun")
         self._held.add(block)
         if len(self._held) < len(own):
             return [do.Hold(self.step, block)]
