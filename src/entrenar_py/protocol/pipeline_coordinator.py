@@ -14,6 +14,7 @@ from typing import ClassVar
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import messages as say
+from entrenar_py.protocol import terms
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.grouping import Grouping
 from entrenar_py.protocol.member import Member
@@ -41,12 +42,10 @@ class PipelineCoordinator(Grouping):
 
     def _admit(self, peer: Peer, member: Member, hello: say.Hello) -> list[Effect]:
         unsuited = self.places.unsuited(hello.backend)
-        if hello.rank in unsuited and hello.manifest == self.run.terms.manifest:
-            stage = self.places.stage_of(hello.rank)
-            reason = (
-                f"backend={hello.backend}: stage {stage} is planned for "
-                f"{self.places.backends[stage]}"
-            )
+        reason = self._mismatch(hello, unsuited)
+        ours, secret = self.run.terms, self.secret
+        # The secret comes first: a stranger is not told what the stages are planned for.
+        if reason and terms.refusal(hello, member.challenge, ours, secret=secret) is None:
             del self.peers[peer]
             refuse = say.Refuse(reason=reason, retry=False)
             return [do.Send(peer, refuse), do.Close(peer, f"refused: {reason}")]
@@ -54,6 +53,17 @@ class PipelineCoordinator(Grouping):
         effects = super()._admit(peer, member, hello)
         self._unsuited = set()
         return effects
+
+    def _mismatch(self, hello: say.Hello, unsuited: set[int]) -> str:
+        """Return why no stage that the worker may have runs on its backend; "" if one does."""
+        if hello.rank in unsuited:
+            stage = self.places.stage_of(hello.rank)
+            kind = self.places.backends[stage]
+            return f"backend={hello.backend}: stage {stage} is planned for {kind}"
+        if len(unsuited) == self.places.num_ranks:
+            kinds = " and ".join(sorted({kind for kind in self.places.backends if kind}))
+            return f"backend={hello.backend}: all stages are planned for {kinds}"
+        return ""
 
     def _barred(self) -> set[int]:
         return super()._barred() | self._unsuited
