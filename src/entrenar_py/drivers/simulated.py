@@ -130,7 +130,9 @@ class Simulation:
         self.coordinator = self._new_coordinator(run, hands)
 
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
-        machine = _coordinator_of(self._worker)(run, secret=self._secret, timing=self._timing, now=self.now)
+        machine = _coordinator_of(self._worker)(
+            run, secret=self._secret, timing=self._timing, now=self.now
+        )
         for beside in (self._reducing, self._reading):
             beside.forget()  # work of the previous process
         down, clock = SimulatedWire(self._tell, self._sent_away), self._time.clock
