@@ -42,7 +42,7 @@ Array = NDArray[np.float32]
 WIDTH, ROWS = 3, 2
 STAGE = WIDTH * WIDTH  # numbers in the weights of a stage
 CUTS = (slice(0, 5), slice(5, STAGE))  # the parts of them that travel as blocks
-RATE, MOMENTUM = np.float32(0.07), np.float32(0.9)
+MOMENTUM = np.float32(0.9)
 
 
 @dataclass(frozen=True)
@@ -119,17 +119,20 @@ def loss_of(hidden: Array) -> float:
 
 
 def moved(
-    weights: list[Array], velocity: list[Array], sums: list[Array], num_shards: int
+    weights: list[Array], velocity: list[Array], sums: list[Array]
 ) -> tuple[list[Array], list[Array]]:
-    """Return weights and velocity after a step with the sums of all gradients."""
+    """Return weights and velocity after a step with the sums of all gradients.
+
+    Their norm over all stages becomes 1, about that of weights, so that no bit is rounded away.
+    """
+    norm = np.float32(np.sqrt(sum(np.square(one.astype(np.float64)).sum() for one in sums)))
     speed: list[Array] = [
-        MOMENTUM * v + total / np.float32(num_shards)
-        for v, total in zip(velocity, sums, strict=True)
+        MOMENTUM * v + total / norm for v, total in zip(velocity, sums, strict=True)
     ]
-    return [w - RATE * v for w, v in zip(weights, speed, strict=True)], speed
+    return [w - v for w, v in zip(weights, speed, strict=True)], speed
 
 
-@lru_cache(maxsize=100)
+@lru_cache(maxsize=1000)
 def alone(plan: Plan) -> tuple[tuple[bytes, ...], ...]:
     """Return the bytes of each stage's weights after each step, as one process trains them."""
     num_stages = len(plan.ranks)
@@ -147,7 +150,7 @@ def alone(plan: Plan) -> tuple[tuple[bytes, ...], ...]:
                 own, gradient = backward(weights[stage], inputs[stage], stage, gradient)
                 leaves[stage].append(reduction.Node(0, shard, own, 0.0, 1.0))
         sums = [reduction.root(each, plan.num_shards).vector for each in leaves]
-        weights, velocity = moved(weights, velocity, sums, plan.num_shards)
+        weights, velocity = moved(weights, velocity, sums)
         after.append(tuple(one.tobytes() for one in weights))
     return tuple(after)
 
@@ -310,7 +313,7 @@ class LinearServer:
             np.concatenate([self._sums[block] for block in blocks])
             for blocks in self.plan.places.blocks
         ]
-        self._next = moved(self.weights, self.velocity, whole, self.plan.num_shards)
+        self._next = moved(self.weights, self.velocity, whole)
         return 1.0, 1.0
 
     def apply_average(self, step: int) -> None:

@@ -30,7 +30,7 @@ THREE = Plan(((0,), (1, 2), (3,)), num_shards=3)
 # All that is said in a step without heartbeats.
 SAID = {Assign, Activation, ActivationGradient, Summed, TreeNode, Weights, Staged, Commit, Applied}
 FATES = [*((fate, 0.0) for fate in Fate if fate not in LASTING), (RESTART, 0.0)]
-FATES += [(fate, seconds) for fate in LASTING for seconds in (0.02, 45.0)]
+FATES += [(fate, seconds) for fate in LASTING for seconds in (0.5, 45.0)]
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
