@@ -31,7 +31,7 @@ from entrenar_py.protocol.messages import (
 from entrenar_py.protocol.phases import PIPELINE_WORKER_MAY_HEAR, WorkerPhase
 from entrenar_py.protocol.pipeline import order
 from entrenar_py.protocol.pipeline_worker import Passed, PipelineWorker
-from tests.protocol.mesh_situations import NONCE, PEER
+from tests.protocol.mesh_situations import CHALLENGE, NONCE, PEER
 from tests.protocol.pipeline_situations import (
     GROUP,
     TO_2,
@@ -43,6 +43,7 @@ from tests.protocol.pipeline_situations import (
     welcomed,
 )
 from tests.protocol.samples import SAMPLES
+from tests.protocol.star import TIMING
 
 NEXT = replace(GROUP, round=2)
 BOTH = Assign(step=5, shards=(0, 1))
@@ -143,17 +144,15 @@ def test_a_second_welcome_is_refused() -> None:
 
 
 def test_a_worker_for_any_place_asks_for_any_again() -> None:
-    """First for its last place, in which its stage is loaded already."""
+    """But for its last one as long as its own last connection may have it."""
     machine = entered()
     machine.lost("cut")
-    assert machine.rank == 1
-    machine.connected(PEER, NONCE, 0.0)
-    machine.receive(SAMPLES_CHALLENGE, 0.0)
-    machine.receive(Refuse(reason="rank=1: a live worker has it", retry=True), 0.0)
-    assert machine.rank is None
+    for now, rank in ((1.0, 1), (TIMING.dead_after_s, 1), (TIMING.dead_after_s + 2.0, None)):
+        machine.connected(PEER, NONCE, now)
+        machine.receive(CHALLENGE, now)
+        machine.receive(Refuse(reason="rank=1: a live worker has it", retry=True), now)
+        assert machine.rank == rank
 
-
-SAMPLES_CHALLENGE = next(one[0] for kind, one in SAMPLES.items() if kind.__name__ == "Challenge")
 
 # --- a step -----------------------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class PipelineWorker(MeshWorker):
         super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)
         self.places, self.stage = places, -1
         self._place = rank  # the one it was started for, None for any
+        self._refused_since: float | None = None  # when its last place was first refused
         self._loading: do.Load | None = None
         self._passes: list[tuple[int, bool]] = []  # that are left: a shard, and whether forward
         self._shards: tuple[int, ...] = ()
@@ -72,13 +73,20 @@ class PipelineWorker(MeshWorker):
         if welcome.rank >= self.places.num_ranks:
             raise ProtocolError(f"Welcome rank={welcome.rank}: there are {self.places.num_ranks}")
         self.stage, self.phase = self.places.stage_of(welcome.rank), Phase.GREETED
-        self._loading = load
+        self._loading, self._refused_since = load, None
         return [load]
 
     def _refused(self, refuse: say.Refuse) -> list[Effect]:
-        """Ask for any place again, if it was started for none: another one may have its last."""
+        """Ask for any place again if another worker keeps the last one.
+
+        Not at once: the coordinator may still count this worker's own last connection, and two
+        places of one worker would have one address.
+        """
         if self.phase is Phase.GREETED:
-            self.rank = self._place
+            since = self._heard if self._refused_since is None else self._refused_since
+            self._refused_since = since
+            if self._heard - since > self.timing.dead_after_s:
+                self.rank = self._place
         return super()._refused(refuse)
 
     def loaded(self, asked: do.Load) -> list[Effect]:
