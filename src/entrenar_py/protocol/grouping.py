@@ -96,6 +96,9 @@ class Grouping(Coordinator):
 
     def _gather(self, step: int, now: float) -> list[Effect]:
         if step > self.step or not self._members():  # else the same workers may complain again
-            self._complaints.clear()
-            self._num_rounds, self._told = 0, None
+            self._forget_complaints()
         return super()._gather(step, now)
+
+    def _forget_complaints(self) -> None:
+        self._complaints.clear()
+        self._num_rounds, self._told = 0, None

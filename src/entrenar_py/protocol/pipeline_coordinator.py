@@ -154,6 +154,7 @@ class PipelineCoordinator(Grouping):
         return self._settle(now)
 
     def _replace(self, lost: Member, members: Mapping[Peer, Member], now: float) -> list[Effect]:
+        self._forget_complaints()  # it may have been the cause of them
         self._start_over()
         return []
 
