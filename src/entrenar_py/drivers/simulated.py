@@ -286,7 +286,7 @@ class Simulation:
             case Fate.REORDER:
                 way.held += data
                 return
-            case Fate.FREEZE:
+            case Fate.FREEZE if node.frozen_until <= self.now:  # else it would wake in between
                 node.frozen_until = self.now + befalls.seconds
             case Fate.DELAY:
                 delay += befalls.seconds
