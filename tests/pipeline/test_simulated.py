@@ -22,7 +22,8 @@ from entrenar_py.protocol.messages import (
     Weights,
 )
 from tests.pipeline import soak
-from tests.pipeline.stages import LinearStage, Plan
+from tests.pipeline.linear import Plan
+from tests.pipeline.stages import LinearStage
 from tests.pipeline.trials import LASTING, RESTART, Trial, seeded
 
 NUM_SEEDS = 300

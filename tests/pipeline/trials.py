@@ -15,7 +15,9 @@ from entrenar_py.protocol.messages import Message, Unreachable
 from entrenar_py.protocol.pipeline_worker import PipelineWorker
 from entrenar_py.protocol.terms import Timing
 from tests.drivers.fakes import SECRET
-from tests.pipeline.stages import LinearServer, LinearStage, Plan, Witness, alone
+from tests.pipeline.linear import Plan, alone
+from tests.pipeline.stages import LinearServer, LinearStage
+from tests.pipeline.witness import Witness
 
 UNTIL_S = 3_000.0
 RESTART_S = 1.0
