@@ -341,3 +341,14 @@ def test_complaints_are_counted_by_step() -> None:
     for peer in (0, 1):
         bench.say(peer, Applied(step=0))
     assert closed(bench.say(0, unreachable(1, number))) == {}
+
+
+def test_complaints_are_forgotten_with_a_lost_worker() -> None:
+    """It may have been their cause, so the others are not dismissed for the next one."""
+    bench = computing(THREE)
+    for times in range(ROUNDS_MAX - 1):
+        bench.say(0, unreachable(2, 1 + 2 * times))
+    (told, _) = sent(bench.machine.lost(2, "cut", 0.0), Group)
+    effects = bench.say(0, unreachable(1, told.round))
+    assert closed(effects) == {}
+    assert sent(effects, Group) != []
