@@ -118,6 +118,20 @@ def test_who_gathers_too_long_fails() -> None:
     assert simulation.nodes[0].end.finished == finish
 
 
+def test_a_worker_that_is_frozen_freezes_no_more() -> None:
+    """What came during a long freeze is handled before what comes after a short one within it."""
+
+    def meddle(rank: int | None, up: bool, message: Message) -> Meddling | None:
+        kind = type(message).__name__
+        is_long = (rank, up, kind) == (1, False, "Welcome")
+        return Meddling(Fate.FREEZE, 20.0 if is_long else 0.1) if rank == 1 else None
+
+    simulation, hands, members = simulate(run_of(), meddle=meddle)
+    assert simulation.run(until_s=1000.0) == COMPLETED
+    assert not [told for told in hands.told if "left" in told]
+    assert members[1].made == [0, 1, 2]
+
+
 def test_later_is_later() -> None:
     """A worker that starts during the run takes part from then on."""
     simulation, hands, _ = simulate(run_of(num_steps=5, awaited={0: [0], 3: [1]}), ranks=(0,))

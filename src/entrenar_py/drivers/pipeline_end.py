@@ -39,10 +39,6 @@ class PipelineEnd(MeshEnd):
         else:
             self._do(self.machine.passed(asked, outcome))
 
-    def wants(self, asked: Any) -> bool:
-        """Return whether the pass `asked` is still to be made."""
-        return self.machine.wants_pass(asked)
-
     def _one(self, effect: Effect, received: Received | None) -> list[Follow]:
         match effect:
             case do.Load():

@@ -22,6 +22,7 @@ from entrenar_py.drivers.endpoints import (
 from entrenar_py.drivers.hands import MemberHands, ServerHands
 from entrenar_py.drivers.mesh_end import MeshEnd, MeshHands
 from entrenar_py.drivers.message_faults import Fate, Meddle, Meddling, Speak, bent, truthfully
+from entrenar_py.drivers.pipeline_end import PipelineEnd, PipelineHands
 from entrenar_py.drivers.simulated_connections import Connection, Node, SimulatedWire, feed
 from entrenar_py.drivers.uninvited_client import Guest
 from entrenar_py.drivers.virtual_time import Action, Later, Timeline
@@ -32,6 +33,8 @@ from entrenar_py.protocol.handshake import NONCE_BYTES
 from entrenar_py.protocol.mesh_coordinator import MeshCoordinator
 from entrenar_py.protocol.mesh_worker import MeshWorker
 from entrenar_py.protocol.messages import Message
+from entrenar_py.protocol.pipeline_coordinator import PipelineCoordinator
+from entrenar_py.protocol.pipeline_worker import PipelineWorker
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.protocol.worker import Worker
 
@@ -90,13 +93,18 @@ class Simulation:
         wire = SimulatedWire(partial(self._said, node), partial(self._closed, node))
         compute, clock = partial(self._work, node), self._time.clock
         kept: dict[str, Any] = {"secret": self._secret, "backend": backend, "timing": self._timing}
-        if issubclass(self._worker, MeshWorker):
-            mesh = self._worker(terms, rank=rank, port=self._num_started, **kept)
-            hands = cast(MeshHands, member)
-            beside, dial = self._beside(partial(self._to, node)), partial(self._dial, node)
-            return MeshEnd(mesh, hands, wire, clock, compute, dial, beside, speak)
-        machine = self._worker(terms, rank=rank, **kept)
-        return WorkerEnd(machine, member, wire, clock, compute, speak)
+        kept["rank"] = rank
+        if not issubclass(self._worker, MeshWorker):
+            machine = self._worker(terms, **kept)
+            return WorkerEnd(machine, member, wire, clock, compute, speak)
+        kept["port"] = self._num_started
+        beside, dial = self._beside(partial(self._to, node)), partial(self._dial, node)
+        driven: Any = (wire, clock, compute, dial, beside, speak)
+        if issubclass(self._worker, PipelineWorker):
+            assert self._run.places is not None, "a pipeline has places"
+            stage = self._worker(terms, places=self._run.places, **kept)
+            return PipelineEnd(stage, cast(PipelineHands, member), *driven)
+        return MeshEnd(self._worker(terms, **kept), cast(MeshHands, member), *driven)
 
     def visit(self, guest: Guest) -> None:
         """Connect a client that is no worker."""
@@ -122,8 +130,9 @@ class Simulation:
         self.coordinator = self._new_coordinator(run, hands)
 
     def _new_coordinator(self, run: Run, hands: ServerHands) -> CoordinatorEnd:
-        kind = MeshCoordinator if issubclass(self._worker, MeshWorker) else Coordinator
-        machine = kind(run, secret=self._secret, timing=self._timing, now=self.now)
+        machine = _coordinator_of(self._worker)(
+            run, secret=self._secret, timing=self._timing, now=self.now
+        )
         for beside in (self._reducing, self._reading):
             beside.forget()  # work of the previous process
         down, clock = SimulatedWire(self._tell, self._sent_away), self._time.clock
@@ -174,15 +183,15 @@ class Simulation:
             node.calling = True
             self.later(RECONNECT_S, lambda: self._connect(node))
 
-    def _work(self, node: Node, asked: do.Compute) -> None:
+    def _work(self, node: Node, asked: do.Compute | do.Pass | do.Load) -> None:
         """Compute in a worker, which takes a random time."""
 
         def done() -> None:
-            if node.end.machine.wants(asked):
-                outcome = node.end.hands.work(asked.step, asked.shards)
-                node.end.computed(asked, outcome)
+            if node.end.wants(asked):
+                node.end.computed(asked, node.end.work(asked))
 
-        takes_s = len(asked.shards) * self._random.uniform(*COMPUTING_S)
+        num_shards = len(asked.shards) if isinstance(asked, do.Compute) else 1
+        takes_s = num_shards * self._random.uniform(*COMPUTING_S)
         self.later(takes_s, lambda: self._to(node, done))
 
     def _beside(self, process: Callable[[Action], None]) -> Later:
@@ -277,7 +286,7 @@ class Simulation:
             case Fate.REORDER:
                 way.held += data
                 return
-            case Fate.FREEZE:
+            case Fate.FREEZE if node.frozen_until <= self.now:  # else it would wake in between
                 node.frozen_until = self.now + befalls.seconds
             case Fate.DELAY:
                 delay += befalls.seconds
@@ -345,3 +354,10 @@ class Simulation:
             connection.ended = True
             up = connection.node is node
             self._end(connection, f"closed by the worker: {reason}", up=up)
+
+
+def _coordinator_of(worker: type[Worker]) -> type[Coordinator]:
+    """Return the coordinator that workers of a kind have."""
+    if issubclass(worker, PipelineWorker):
+        return PipelineCoordinator
+    return MeshCoordinator if issubclass(worker, MeshWorker) else Coordinator

@@ -337,7 +337,8 @@ class WorkerClient:
         """Do the work of the effect `asked` in a thread."""
 
         def computed(outcome: asyncio.Future[Any]) -> None:
-            self._computing = None
+            if self._computing is outcome:  # and not the next one, which waits for the thread
+                self._computing = None
             if not outcome.cancelled():  # as it is when the run is over
                 self.end.computed(asked, outcome.result())
 

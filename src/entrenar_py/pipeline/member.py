@@ -148,7 +148,9 @@ class StageMember(Member):
         name = type(message).__name__
         if isinstance(message, Activation) and message.dtype not in _DTYPES:
             raise ProtocolError(f"{name} dtype={message.dtype}: use {' or '.join(_DTYPES)}")
-        if message.step == self._step:
+        # A gradient of a round that is over may still come; `receive` gets none of these.
+        is_due = isinstance(message, Activation) or message.shard in self._round.dtypes
+        if message.step == self._step and is_due:
             self._require_size(message, payload)
 
     def _require_size(self, message: Activation | ActivationGradient, payload: Buffer) -> None:

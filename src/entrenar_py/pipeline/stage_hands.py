@@ -85,15 +85,20 @@ class StageHands:
         self._taken, self._is_loaded = (welcome, payload), False
 
     def load_taken(self) -> None:
-        """Load the stage, unless it is here already, and take over its state; in any thread."""
-        assert self._taken is not None, "it was welcomed"
-        welcome, payload = self._taken
+        """Load the stage, unless it is here already, and take over its state; in any thread.
+
+        The connection may end meanwhile, and another one bring the next state.
+        """
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return  # an earlier call has loaded the state that this one was for
+        welcome, payload = taken
         stage = self._cut.stage_of_rank(welcome.rank)
         if stage not in self._members:
             self._members.clear()
             self._members[stage] = self._make(stage)
         self.member.load(welcome, payload)
-        self._taken, self._is_loaded = None, True
+        self._is_loaded = self._taken is None
 
     def load(self, welcome: Welcome, payload: Buffer) -> None:
         """Raise AssertionError: a stage is loaded by `take` and `load_taken`."""

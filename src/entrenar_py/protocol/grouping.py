@@ -95,6 +95,10 @@ class Grouping(Coordinator):
         return [do.Send(peer, group) for peer in members]
 
     def _gather(self, step: int, now: float) -> list[Effect]:
+        if step > self.step or not self._members():  # else the same workers may complain again
+            self._forget_complaints()
+        return super()._gather(step, now)
+
+    def _forget_complaints(self) -> None:
         self._complaints.clear()
         self._num_rounds, self._told = 0, None
-        return super()._gather(step, now)

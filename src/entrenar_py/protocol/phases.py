@@ -101,7 +101,7 @@ PIPELINE_PEER_MAY_SAY: Mapping[PeerPhase, tuple[type[Message], ...]] = {
     PeerPhase.LOADING: (Loaded,),
     PeerPhase.READY: (Summed, TreeNode, NonFinite, Staged, Unreachable),
     PeerPhase.COMPUTING: (Summed, TreeNode, NonFinite, Staged, Unreachable),
-    PeerPhase.STAGING: (Staged, Unreachable),
+    PeerPhase.STAGING: (Summed, TreeNode, NonFinite, Staged, Unreachable),
     PeerPhase.STAGED: (Unreachable,),
     PeerPhase.APPLYING: (Applied, Unreachable),
 }

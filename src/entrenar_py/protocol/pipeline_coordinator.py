@@ -14,7 +14,7 @@ from typing import ClassVar
 from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import messages as say
-from entrenar_py.protocol import pipeline
+from entrenar_py.protocol import pipeline, terms
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.grouping import Grouping
 from entrenar_py.protocol.member import Member
@@ -42,12 +42,10 @@ class PipelineCoordinator(Grouping):
 
     def _admit(self, peer: Peer, member: Member, hello: say.Hello) -> list[Effect]:
         unsuited = self.places.unsuited(hello.backend)
-        if hello.rank in unsuited and hello.manifest == self.run.terms.manifest:
-            stage = self.places.stage_of(hello.rank)
-            reason = (
-                f"backend={hello.backend}: stage {stage} is planned for "
-                f"{self.places.backends[stage]}"
-            )
+        reason = self._mismatch(hello, unsuited)
+        ours, secret = self.run.terms, self.secret
+        # The secret comes first: a stranger is not told what the stages are planned for.
+        if reason and terms.refusal(hello, member.challenge, ours, secret=secret) is None:
             del self.peers[peer]
             refuse = say.Refuse(reason=reason, retry=False)
             return [do.Send(peer, refuse), do.Close(peer, f"refused: {reason}")]
@@ -55,6 +53,17 @@ class PipelineCoordinator(Grouping):
         effects = super()._admit(peer, member, hello)
         self._unsuited = set()
         return effects
+
+    def _mismatch(self, hello: say.Hello, unsuited: set[int]) -> str:
+        """Return why no stage that the worker may have runs on its backend; "" if one does."""
+        if hello.rank in unsuited:
+            stage = self.places.stage_of(hello.rank)
+            kind = self.places.backends[stage]
+            return f"backend={hello.backend}: stage {stage} is planned for {kind}"
+        if len(unsuited) == self.places.num_ranks:
+            kinds = " and ".join(sorted({kind for kind in self.places.backends if kind}))
+            return f"backend={hello.backend}: all stages are planned for {kinds}"
+        return ""
 
     def _barred(self) -> set[int]:
         return super()._barred() | self._unsuited
@@ -77,6 +86,8 @@ class PipelineCoordinator(Grouping):
         blocks = self._blocks_of(member)
         if node.block not in blocks:
             raise ProtocolError(f"TreeNode block={node.block}: it is another stage's")
+        if not member.assigned:
+            raise ProtocolError(f"TreeNode block={node.block}: nothing more is due")
         member.take(node, under, blocks)
         effects = self._count(member, node, under)
         if member.is_whole(blocks[0]):
@@ -94,7 +105,7 @@ class PipelineCoordinator(Grouping):
     def _non_finite(
         self, peer: Peer, member: Member, said: say.NonFinite, now: float
     ) -> list[Effect]:
-        if not member.assigned:
+        if not any(said.shard in shards for shards in member.assigned):
             return []  # of a round that is over: its step is computed again, and says so again
         return super()._non_finite(peer, member, said, now)
 
@@ -109,7 +120,7 @@ class PipelineCoordinator(Grouping):
     # --- how the run goes on ----------------------------------------------------------------------
 
     def _next(self, now: float) -> list[Effect] | None:
-        if self._is_void and self.stage in (Stage.COMPUTING, Stage.STAGING):
+        if self._is_void:
             return self._gather(self.step, now)
         return super()._next(now)
 
@@ -135,7 +146,8 @@ class PipelineCoordinator(Grouping):
             stage = self.places.stage_of(member.in_rank())
             of_stage = holders[stage * len(shards) : (stage + 1) * len(shards)]
             own = tuple(shard for shard in shards if of_stage[shard] == member.in_rank())
-            effects += self._give(peer, own, now)
+            if own:
+                effects += self._give(peer, own, now)
         return effects
 
     def _regroup(self, members: Mapping[Peer, Member], now: float) -> list[Effect]:
@@ -143,13 +155,19 @@ class PipelineCoordinator(Grouping):
         return self._settle(now)
 
     def _replace(self, lost: Member, members: Mapping[Peer, Member], now: float) -> list[Effect]:
+        self._forget_complaints()  # it may have been the cause of them
         self._start_over()
         return []
 
     def _start_over(self) -> None:
-        """Begin the step anew, in a new round, unless it is committed."""
+        """End the round, and begin its step anew unless that is committed.
+
+        No other round gets its number, so what is still on its way has no effect, even while the
+        run waits for a worker.
+        """
         self._group = []
-        self._is_void = True
+        self._round += 1
+        self._is_void = self.stage in (Stage.COMPUTING, Stage.STAGING)
 
     def _spread(
         self, messages: Sequence[say.Average | say.Weights], *, last: bool, now: float

@@ -57,6 +57,8 @@ class PipelineWorker(MeshWorker):
     ) -> None:
         super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)
         self.places, self.stage = places, -1
+        self._place = rank  # the one it was started for, None for any
+        self._refused_since: float | None = None  # when its last place was first refused
         self._loading: do.Load | None = None
         self._passes: list[tuple[int, bool]] = []  # that are left: a shard, and whether forward
         self._shards: tuple[int, ...] = ()
@@ -76,8 +78,21 @@ class PipelineWorker(MeshWorker):
         if welcome.rank >= self.places.num_ranks:
             raise ProtocolError(f"Welcome rank={welcome.rank}: there are {self.places.num_ranks}")
         self.stage, self.phase = self.places.stage_of(welcome.rank), Phase.GREETED
-        self._loading = load
+        self._loading, self._refused_since = load, None
         return [load]
+
+    def _refused(self, refuse: say.Refuse) -> list[Effect]:
+        """Ask for any place again if another worker keeps the last one.
+
+        Not at once: the coordinator may still count this worker's own last connection, and two
+        places of one worker would have one address.
+        """
+        if self.phase is Phase.GREETED:
+            since = self._heard if self._refused_since is None else self._refused_since
+            self._refused_since = since
+            if self._heard - since > self.timing.dead_after_s:
+                self.rank = self._place
+        return super()._refused(refuse)
 
     def loaded(self, asked: do.Load) -> list[Effect]:
         """Take part from now on: the stage and its state are here."""
@@ -94,6 +109,7 @@ class PipelineWorker(MeshWorker):
             return []
         self._running = None
         if isinstance(outcome, say.NonFinite):
+            self._passes.clear()
             return [do.Send(self._peer, outcome)]
         self._note_time(asked, outcome)
         effects = self._forward(asked, outcome)
@@ -111,9 +127,9 @@ class PipelineWorker(MeshWorker):
         nodes = [replace(node, round=number) for node in outcome.nodes]
         return [*effects, do.Send(self._peer, summed), *(do.Send(self._peer, n) for n in nodes)]
 
-    def wants_pass(self, asked: do.Pass) -> bool:
-        """Return whether `asked` is still to be done; after its round it is not."""
-        return asked == self._running
+    def wants(self, asked: do.Compute | do.Pass | do.Load) -> bool:
+        """Return whether `asked` is still to be done; after its round or connection it is not."""
+        return asked is self._loading or asked == self._running
 
     def _note_time(self, asked: do.Pass, outcome: Passed) -> None:
         if 3 * len(self._times) + 3 <= say.LIST_MAX:
@@ -226,7 +242,8 @@ class PipelineWorker(MeshWorker):
         own, block = self.places.blocks[self.stage], message.block
         if block in self._held or block not in own:
             raise ProtocolError(f"Weights block={block}: it came before, or is another stage's")
-        assert self._group is not None, "weights follow a round"
+        if self._group is None:
+            raise ProtocolError(f"Weights block={block}: no round has begun")
         self._held.add(block)
         if len(self._held) < len(own):
             return [do.Hold(self.step, block)]
