@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from entrenar_py.protocol import effects as do
+from entrenar_py.protocol import pipeline
 from entrenar_py.protocol.effects import Effect
 from entrenar_py.protocol.messages import (
     MESSAGES,
@@ -166,7 +167,10 @@ def test_passes_from_the_first_input_to_the_sum() -> None:
         "TreeNode",
         "TreeNode",
     ]
-    assert sent(effects, Summed) == [Summed(step=5, round=1, shards=(0, 1))]
+    [said] = sent(effects, Summed)
+    assert (said.step, said.round, said.shards) == (5, 1, (0, 1))
+    passes = [(one.shard, one.is_forward) for one in pipeline.decode(said.times_us)]
+    assert passes == pipeline.order((0, 1), stage=1, num_stages=machine.places.num_stages)
     assert [(one.block, one.round) for one in sent(effects, TreeNode)] == [(3, 1), (2, 1)]
     assert machine.phase is WorkerPhase.READY
 
