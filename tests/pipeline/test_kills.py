@@ -16,7 +16,7 @@ from tests.finetune.strategies import runs as models
 from tests.pipeline.test_machines import configured
 from tests.service.cluster import Cluster, Process, cluster
 
-EPOCHS = 8  # 48 steps
+EPOCHS = 4  # 24 steps
 UNTIL_S = 60.0
 
 
@@ -97,7 +97,7 @@ def test_each_stage_is_killed(
 ) -> None:
     run = Run(machines, small, llama)
     for number, rank in enumerate((0, 1, 2, 1)):
-        run.reach(5 + 8 * number)
+        run.reach(3 + 5 * number)
         run.workers[rank].kill()
         run.workers[rank] = run.work(rank)
     assert run.end() == undisturbed
@@ -110,7 +110,7 @@ def test_a_spare_takes_the_stage_of_the_dead(
     run = Run(machines, small, llama)
     run.reach(1)
     spare = run.work(None)
-    run.reach(10)
+    run.reach(5)
     run.workers[1].kill()
     run.workers[1] = spare
     assert run.end() == undisturbed
@@ -134,7 +134,7 @@ def test_the_coordinator_is_killed(
 ) -> None:
     """It goes on from its last checkpoint with the workers that are there."""
     run = Run(machines, small, llama)
-    run.reach(12)
+    run.reach(7)
     run.coordinator.kill()
     run.coordinator = run.coordinate("--resume")
     assert run.end() == undisturbed
@@ -145,7 +145,7 @@ def test_a_run_goes_on_under_another_cut(
 ) -> None:
     """Three equal stages, then two others; then it is one process's digest."""
     run = Run(machines, small, llama)
-    run.reach(12)
+    run.reach(7)
     run.coordinator.signal(signal.SIGTERM)
     assert run.coordinator.code() == exit_codes.OF_FINISH["stopped"]
     for worker in run.workers.values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import json
 import os
 import resource
@@ -25,6 +26,12 @@ from select import select
 from typing import Any, NoReturn
 
 MESSAGE_BYTES_MAX = 2**16
+_LIBRARIES = (
+    "entrenar_py.finetune.serving",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 
 
 class Child:
@@ -142,14 +149,26 @@ def serve(asked: socket.socket) -> None:
         request, pipes, _, _ = socket.recv_fds(asked, MESSAGE_BYTES_MAX, 1)
         if not request:
             return
+        told = json.loads(request)
+        if told["cache"] is not None:  # it fine-tunes
+            _load_libraries()
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
             for held in (asked, woken, wakes):
                 held.close()
-            _become(pipes[0], **json.loads(request))
+            _become(pipes[0], **told)
         os.close(pipes[0])
         asked.send(json.dumps({"began": pid}).encode())
+
+
+@functools.cache
+def _load_libraries() -> None:
+    """Import what fine-tuning needs, which takes seconds in each process that doesn't have it."""
+    for name in _LIBRARIES:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.freeze()
 
 
 def _tell_ended(asked: socket.socket) -> None:
