@@ -111,7 +111,7 @@ def test_gradients_in_one_piece_are_not_copied(monkeypatch: pytest.MonkeyPatch) 
     pieces = np.split(whole, ends)[:-1]
     parts = [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
     given = iter([parts, [parts[0].copy(), *parts[1:]], [part.copy() for part in parts]])
-    monkeypatch.setattr(replica, "_step", lambda ids, drop: (1.0, [*next(given)]))
+    monkeypatch.setattr(replica, "stepper", lambda ids, drop: (1.0, [*next(given)]))
     vector, _, _ = _shard(replica, [1, 2])
     assert vector.tobytes() == expected.tobytes()
     assert np.shares_memory(vector, whole)

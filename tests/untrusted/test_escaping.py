@@ -343,7 +343,10 @@ PRINTERS = {
 }
 # TOML has escapes of its own. What is read back as YAML can have no pairs of surrogates. Rows are
 # written to find out that they can be, and then forgotten.
-WRITERS = {"untrusted.escaping", "project.init", "finetune.settings_file", "tuning.rows"}
+WRITERS = {
+    *("untrusted.escaping", "project.init", "tuning.rows"),
+    *("finetune.settings_file", "pipeline.plan_text"),  # as YAML
+}
 FORBIDDEN = ("print", "Console", "rich.print", "traceback.print_exc", "warnings.warn")
 
 
