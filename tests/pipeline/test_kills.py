@@ -16,7 +16,7 @@ from tests.finetune.strategies import runs as models
 from tests.pipeline.test_machines import configured
 from tests.service.cluster import Cluster, Process, cluster
 
-EPOCHS = 4  # 24 steps
+EPOCHS = 8  # 48 steps: none is killed near the end, which may be over before it is
 UNTIL_S = 60.0
 
 
