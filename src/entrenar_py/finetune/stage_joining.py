@@ -1,4 +1,4 @@
-"""What a worker does to join a layer pipeline: it learns the stages, then loads the one it gets.
+"""Joins a layer pipeline: a worker learns the stages, then loads the one that it gets.
 
 Of the checkpoint's weights it fetches only the files with blocks of its stage.
 """

@@ -25,7 +25,7 @@ from entrenar_py.protocol.messages import (
     ActivationGradient,
     Message,
     NonFinite,
-    TreeNode,
+    Summed,
     Welcome,
 )
 from entrenar_py.protocol.pipeline_worker import Passed
@@ -39,6 +39,7 @@ from entrenar_py.training.tensors import Workload
 _DTYPES = {
     str(one).removeprefix("torch."): one for one in (torch.float32, torch.bfloat16, torch.float16)
 }
+DRAWS_MAX = 2**31  # of random numbers in one pass of the model
 
 
 class StageBackend:
@@ -96,13 +97,14 @@ class HeldStage(Held):
 
 @dataclass
 class _Round:
-    """What one round of a step has at one worker, by shard."""
+    """The tensors and sums of one round of a step at one worker, by shard."""
 
     step: int
     came: dict[int, tuple[Buffer, str, int]] = field(default_factory=dict)  # hidden states
     gradients: dict[int, Buffer] = field(default_factory=dict)
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of hidden states sent on
     nodes: list[reduction.Node] = field(default_factory=list)
+    events: list[trace.Event] = field(default_factory=list)  # of its shards, not yet sent
     is_begun: bool = False
 
 
@@ -146,6 +148,8 @@ class StageMember(Member):
             super().require(message, payload)
             return
         name = type(message).__name__
+        if isinstance(message, Activation) and not 0 <= message.draws < DRAWS_MAX:
+            raise ProtocolError(f"{name} draws={message.draws}: use 0 to {DRAWS_MAX - 1}")
         if isinstance(message, Activation) and message.dtype not in _DTYPES:
             raise ProtocolError(f"{name} dtype={message.dtype}: use {' or '.join(_DTYPES)}")
         # A gradient of a round that is over may still come; `receive` gets none of these.
@@ -256,7 +260,7 @@ class StageMember(Member):
         leaf = reduction.Node(0, shard, vector, loss, weight)
         halt = self.guard(leaf, worker, asked.step, shard, ids)
         if self.workload.stage.is_last:  # the one that knows the loss
-            self.recorder.emit(
+            current.events.append(
                 trace.Shard(
                     step=asked.step,
                     epoch=self.position.epoch,
@@ -277,26 +281,17 @@ class StageMember(Member):
         if not asked.is_last:
             return Passed()
         self.nodes.update({(node.level, node.index): node for node in current.nodes})
-        return Passed(
-            nodes=[
-                TreeNode(
-                    step=asked.step,
-                    round=0,
-                    block=block,
-                    level=node.level,
-                    index=node.index,
-                    loss=node.loss,
-                    weight=node.weight,
-                )
-                for block in self._own.order()
-                for node in current.nodes
-            ]
-        )
+        return Passed(nodes=self.named(asked.step, current.nodes))
 
     def payload(self, message: Message) -> Buffer:
         """Return the payload of `message`."""
         if isinstance(message, Activation | ActivationGradient):
             return self._out.pop((type(message), message.shard))
+        if isinstance(message, Summed | NonFinite):
+            # Not when they happen: a pass of a round that is over may be running still.
+            for event in self._round.events:
+                self.recorder.emit(event)
+            self._round.events.clear()
         return super().payload(message)
 
 

@@ -1,4 +1,4 @@
-"""What stages of a model need: bytes on a worker's device, and work, by the blocks they have.
+"""The needs of a model's stages: bytes on a worker's device, and work, by the blocks they have.
 
 All functions of blocks take one stage, or arrays of many: a matrix [num_blocks + 1,
 num_blocks + 1] has at [a, b] the value of a stage with blocks a to b - 1.
@@ -70,12 +70,12 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage has the table of tokens."""
+        """True if the stage has the table of tokens."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage has the head."""
+        """True if the stage has the head."""
         return self.stage == self.num_stages - 1
 
     @property
@@ -155,7 +155,7 @@ class StageCosts:
 
     @property
     def coordinator_bytes(self) -> int:
-        """What the coordinator takes: all that is trained, twice while a step is made."""
+        """The coordinator's memory: all that is trained, twice while a step is made."""
         counts = self.run.shape.counts()
         held = counts.weight_bytes if not self.run.settings.adapts else 0
         return 2 * _UPDATE * counts.trained + held + memory.RUNTIME_BYTES["cpu"]

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint a stage needs, by the names of the weights in them."""
+"""Picks the files of a checkpoint that a stage needs, by the names of the weights in them."""
 
 from __future__ import annotations
 

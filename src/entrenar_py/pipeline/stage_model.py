@@ -85,7 +85,7 @@ def shorten(module: nn.Module, own: range) -> None:
 
 
 class _InTuples(Exception):
-    """What came to a stage's first block is a part of the hidden states: blocks return tuples."""
+    """A stage's first block was given a part of the hidden states: blocks return tuples."""
 
 
 class Stage:

@@ -44,7 +44,7 @@ class StageWorker:
 
     @property
     def has_speed(self) -> bool:
-        """Whether its speed is known."""
+        """True if its speed is known."""
         return self.flops is not None or self.seconds_per_block is not None
 
     def speed(self, block_work: float) -> float:

@@ -85,6 +85,7 @@ class StageWorkload(Finetuning):
         `received` is None in the first stage, and on the device `place`, as `tensors` are. While a
         graph is captured all is float32.
         """
+        assert (received is None) == self.stage.is_first, "all other stages receive something"
         self.seed(drop)
         if received is not None:
             self.stage.receive(received.hidden, received.draws)

@@ -144,6 +144,10 @@ class Member(Replicas):
             leaves.append(leaf)
         nodes = reduction.fold(leaves, self.scenario.num_shards)
         self.nodes.update({(node.level, node.index): node for node in nodes})
+        return self.named(step, nodes)
+
+    def named(self, step: int, nodes: Sequence[reduction.Node]) -> list[TreeNode]:
+        """Return the messages of all blocks of `nodes`, in sending order."""
         return [
             TreeNode(
                 step=step,
