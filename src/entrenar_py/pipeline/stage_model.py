@@ -22,10 +22,10 @@ HIDDEN_DIMS = 3  # rows, tokens, features
 class Skipped(nn.Module):
     """Stands for a block of another stage; blocks of some models return a tuple."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, *, returns_tuple: bool = False) -> None:
         super().__init__()
         self.attention_type = getattr(block, "attention_type", None)  # read by some models
-        self.returns_tuple = False
+        self.returns_tuple = returns_tuple
 
     def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
         """Return `hidden`."""

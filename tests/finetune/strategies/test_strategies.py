@@ -26,6 +26,7 @@ from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import STRATEGIES
 from tests.finetune.strategies import ranks, runs
 from tests.finetune.strategies.runs import Case
+from tests.tuning import checkpoints
 
 # peft asks for what a later transformers will lack.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -46,6 +47,18 @@ def llama(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.llama(small, tmp_path_factory.mktemp("llama") / "model")
 
 
+@pytest.fixture(scope="module")
+def bloom(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose blocks return tuples."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(
+        vocab_size=512, hidden_size=32, n_layer=4, n_head=4, hidden_dropout=0.0
+    )
+    folder = tmp_path_factory.mktemp("bloom") / "model"
+    checkpoints.settings(small, folder, config)
+    return folder
+
+
 @pytest.fixture
 def case(
     request: pytest.FixtureRequest, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -54,7 +67,7 @@ def case(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     changes: dict[str, Any] = dict(getattr(request, "param", {}))
     name = changes.pop("model", "qwen3")
-    model = request.getfixturevalue("llama") if name == "llama" else small / "model"
+    model = small / "model" if name == "qwen3" else request.getfixturevalue(name)
     return replace(Case(folder=tmp_path, model=model, small=small), **changes)
 
 
@@ -131,6 +144,17 @@ def test_a_stage_without_anything_to_train_is_told(case: Case) -> None:
     assert codes == [exit_codes.INVALID] * 2, told
     assert told.count("rank 1 has nothing to train in blocks 1 to 1") == 1
     run(case, "ddp")
+
+
+@pytest.mark.parametrize(
+    "case", [{"model": "bloom", "lora": {"targets": ["query_key_value"]}}], indirect=True
+)
+def test_blocks_that_return_tuples(case: Case) -> None:
+    """Placeholders for blocks of other ranks do so, too."""
+    output = run(case, "pipeline_parallel")
+    steps, _ = case.alone()
+    losses = [one.loss for one in runs.steps(output)]
+    assert losses == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("case", [{"method": "qlora"}], indirect=True)

@@ -47,7 +47,10 @@ class PipelineParallel(Strategy):
                 self._head = _Head(workload.objective, module)
             self._dtypes = [ends.dtypes[cut.stop - 1] for cut in cuts]
             self._width = ends.width
-            stage = Stage(layer_plan.decoder_of(module), layers, cuts[self._rank])
+            stage = Stage(
+                *(layer_plan.decoder_of(module), layers, cuts[self._rank]),
+                returns_tuples=ends.returns_tuples,
+            )
             self._keep(module, ends)
             workload.objective.to(self.device)
             self._stage = _Drawing(stage, shards, self._rank)

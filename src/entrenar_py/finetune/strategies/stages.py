@@ -12,26 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py.errors import UsageError
-
-
-class Skipped(nn.Module):
-    """Stands for a block of another rank."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.attention_type = getattr(block, "attention_type", None)  # read by some models
-
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return `hidden`."""
-        return hidden
-
-
-class _Reached(Exception):
-    """The last block of a stage has computed `hidden`."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
+from entrenar_py.pipeline.stage_model import Reached, Skipped, hidden_of
 
 
 class Ends:
@@ -45,6 +26,7 @@ class Ends:
         self.before, self.after = set[nn.Parameter](), set[nn.Parameter]()
         self.dtypes: list[torch.dtype] = []
         self.width = 0
+        self.returns_tuples = False  # True if blocks do
         self._found = self.before
         inside = {layer for block in blocks for layer in block.modules()}
         hooks = [
@@ -68,7 +50,8 @@ class Ends:
         self._found.update(layer.parameters(recurse=False))
 
     def _passed(self, _: nn.Module, __: object, output: Any) -> None:
-        hidden = _hidden_of(output)
+        hidden = hidden_of(output)
+        self.returns_tuples = isinstance(output, tuple)
         self.dtypes.append(hidden.dtype)
         self.width = hidden.shape[-1]
         self._found = self.after
@@ -80,7 +63,9 @@ class Stage(nn.Module):
     Called with tokens int64 [n, t] in the first stage, with hidden states [n, t, d] in others.
     """
 
-    def __init__(self, decoder: nn.Module, blocks: nn.ModuleList, own: range) -> None:
+    def __init__(
+        self, decoder: nn.Module, blocks: nn.ModuleList, own: range, *, returns_tuples: bool
+    ) -> None:
         super().__init__()
         self._decoder, self._is_first = decoder, own.start == 0
         self._embedding_width = cast("Any", decoder).get_input_embeddings().weight.shape[1]
@@ -88,7 +73,7 @@ class Stage(nn.Module):
         self._received: Tensor | None = None
         for index, block in enumerate(blocks):
             if index not in own:
-                blocks[index] = Skipped(block)
+                blocks[index] = Skipped(block, returns_tuple=returns_tuples)
         if not self._is_first:
             blocks[own.start].register_forward_pre_hook(self._enter, with_kwargs=True)
         if not self._is_last:
@@ -106,7 +91,7 @@ class Stage(nn.Module):
             named["inputs_embeds"] = x.new_zeros(*x.shape[:2], self._embedding_width)
         try:
             found = self._decoder(**named, use_cache=False)
-        except _Reached as reached:
+        except Reached as reached:
             return reached.hidden
         finally:
             self._received = None
@@ -122,8 +107,4 @@ class Stage(nn.Module):
 
 
 def _leave(_: nn.Module, __: object, output: Any) -> None:
-    raise _Reached(_hidden_of(output))
-
-
-def _hidden_of(output: Any) -> Tensor:
-    return cast("Tensor", output[0] if isinstance(output, tuple) else output)
+    raise Reached(hidden_of(output))
