@@ -5,31 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from entrenar_py.service import cli, exit_codes
 from tests.finetune import runs
-from tests.finetune.strategies import runs as models
 from tests.pipeline.test_machines import configured
-from tests.service.cluster import Cluster, Process, cluster
+from tests.service.cluster import Cluster, Process
 
 EPOCHS = 8  # 48 steps: none is killed near the end, which may be over before it is
 UNTIL_S = 60.0
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Cluster]:
-    """Processes that are ended with the test."""
-    with cluster(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def llama(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.llama(small, tmp_path_factory.mktemp("llama") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 from entrenar_py.service import cli, exit_codes
 from tests.finetune import runs
-from tests.finetune.strategies import runs as models
-from tests.service.cluster import Cluster, cluster
+from tests.service.cluster import Cluster
 
 TEXT: dict[str, Any] = {
     "task": "text",
@@ -19,19 +17,6 @@ TEXT: dict[str, Any] = {
     "data": {"train": "rows.jsonl", "max_tokens": 64},
     "lora": {"rank": 2, "alpha": 4, "targets": ["q_proj", "down_proj"], "dropout": 0.1},
 }
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Cluster]:
-    """Processes that are ended with the test."""
-    with cluster(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def llama(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of four blocks."""
-    return models.llama(small, tmp_path_factory.mktemp("llama") / "model")
 
 
 def configured(folder: Path, small: Path, model: Path, **changes: Any) -> Path:

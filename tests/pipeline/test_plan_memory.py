@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +11,8 @@ import torch
 
 from entrenar_py.finetune import settings_file
 from entrenar_py.pipeline import cut as cutting
-from entrenar_py.pipeline import stage_model
+from entrenar_py.pipeline import stage_loading
 from entrenar_py.pipeline.stage_costs import Place, StageCosts
-from entrenar_py.pipeline.stage_model import Stage
 from entrenar_py.pipeline.stage_step import TorchStage
 from entrenar_py.pipeline.stage_workload import Received, StageWorkload
 from entrenar_py.planning import plan as planning
@@ -79,16 +77,7 @@ def test_a_shard_takes_what_is_foreseen(prepared: Prepared, number: int) -> None
 
 def _stage(prepared: Prepared, number: int) -> StageWorkload:
     cut = cutting.of(prepared.settings, model.shape(prepared.settings))
-    own = cut.stages[number]
-    module = model.part(
-        prepared.settings,
-        prepared.pad_token,
-        partial(stage_model.shorten, own=own),
-        {spec.name for spec in cut.specs[number]},
-        unties=number < 2,
-    )
-    stage = Stage(module, own, torch.float32)
-    return StageWorkload(module, stage, prepared.train, pad_token=prepared.pad_token)
+    return stage_loading.load(prepared, cut, number)
 
 
 def _step(workload: StageWorkload) -> tuple[TorchStage, list[torch.Tensor]]:

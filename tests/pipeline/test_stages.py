@@ -13,12 +13,11 @@ import torch
 
 from entrenar_py.errors import UsageError
 from entrenar_py.pipeline import cut as cutting
-from entrenar_py.pipeline import stage_model
-from entrenar_py.pipeline.stage_model import Stage
+from entrenar_py.pipeline import stage_loading
 from entrenar_py.pipeline.stage_step import Backward, Hidden, TorchStage
-from entrenar_py.pipeline.stage_workload import Received, StageWorkload
+from entrenar_py.pipeline.stage_workload import Received
 from entrenar_py.training.dropout import Dropout
-from entrenar_py.tuning import model, precision
+from entrenar_py.tuning import model
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Classes, Lora, StagePlan
@@ -125,22 +124,8 @@ def stages_of(prepared: Prepared, *ends: int) -> list[TorchStage]:
     first = dict(shell.named_parameters())
     cut = cutting.of(replace(settings, stages=plan), shell)
     found = []
-    for number, own in enumerate(cut.stages):
-        module = model.part(
-            settings,
-            prepared.pad_token,
-            partial(stage_model.shorten, own=own),
-            {spec.name for spec in cut.specs[number]},
-            unties=number < len(cut.stages) - 1,
-        )
-        workload = StageWorkload(
-            module,
-            Stage(module, own, precision.of_products(settings)),
-            prepared.train,
-            pad_token=prepared.pad_token,
-            class_weights=prepared.class_weights,
-            products=precision.of_products(settings),
-        )
+    for number in range(len(cut.stages)):
+        workload = stage_loading.load(prepared, cut, number)
         tensors = {
             spec.name: first[spec.name].detach().clone().requires_grad_() for spec in workload.specs
         }
@@ -236,6 +221,26 @@ def test_a_model_that_draws_by_torchs_generator_is_refused(
     monkeypatch.setattr(llama.LlamaDecoderLayer, "forward", drawing)
     with pytest.raises(UsageError, match="LlamaModel draws random numbers"):
         stages_of(prepared, 1, 4)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_model_that_looks_ahead_is_refused(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The stage that does so sees it by itself, as a process with the whole model does."""
+    llama: Any = pytest.importorskip("transformers").models.llama.modeling_llama
+    forward = llama.LlamaDecoderLayer.forward
+
+    def looking(self: Any, hidden: torch.Tensor, *given: Any, **named: Any) -> Any:
+        found = forward(self, hidden, *given, **named)
+        return found + hidden.flip(1) if self.self_attn.layer_idx == 2 * number else found
+
+    prepared = prepared_of(small, tmp_path / "model", config("Llama"), ("q_proj",))
+    monkeypatch.setattr(llama.LlamaDecoderLayer, "forward", looking)
+    with pytest.raises(UsageError, match="it sees the tokens that it is to predict"):
+        prepared.workload()
+    with pytest.raises(UsageError, match="it sees the tokens that it is to predict"):
+        stages_of(prepared, 2, 4)
 
 
 def test_blocks_that_read_the_embeddings_are_refused(

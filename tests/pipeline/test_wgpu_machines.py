@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from entrenar_py.finetune import settings_file
 from entrenar_py.service import cli, exit_codes
 from entrenar_py.tuning import model
 from tests.finetune import runs
-from tests.service.cluster import Cluster, cluster
+from tests.service.cluster import Cluster
 
 pytestmark = [
     pytest.mark.wgpu,
@@ -39,13 +39,6 @@ def needs_an_adapter() -> None:
         open_backend("wgpu")
     except BackendUnavailable as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Cluster]:
-    """Processes that are ended with the test."""
-    with cluster(tmp_path) as made:
-        yield made
 
 
 def configured(folder: Path, small: Path, **changes: Any) -> Path:

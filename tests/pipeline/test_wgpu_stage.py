@@ -23,10 +23,10 @@ from entrenar_py.backends.wgpu.bounds import sensitivity
 from entrenar_py.backends.wgpu.program import compile_graph
 from entrenar_py.backends.wgpu.resident import Resident
 from entrenar_py.errors import BackendUnavailable, UsageError
-from entrenar_py.finetune.stage_joining import _stage
 from entrenar_py.pipeline import cut as cutting
 from entrenar_py.pipeline import staged_run
 from entrenar_py.pipeline.member import StageBackend, StageMember
+from entrenar_py.pipeline.stage_loading import load as load_stage
 from entrenar_py.pipeline.stage_step import Backward, Hidden, StageStep, TorchStage
 from entrenar_py.pipeline.stage_workload import Received, StageWorkload
 from entrenar_py.pipeline.wgpu_stage import WgpuStage
@@ -116,7 +116,7 @@ def workloads(settings: Settings) -> list[StageWorkload]:
     """Return the stages of a model."""
     cut = cutting.of(settings, model.shape(settings))
     ready = prepared.prepare(settings)
-    return [_stage(ready, cut, number) for number in range(len(cut.stages))]
+    return [load_stage(ready, cut, number) for number in range(len(cut.stages))]
 
 
 def stepper(workload: StageWorkload, backend: Backend) -> StageStep:

@@ -17,7 +17,19 @@ if TYPE_CHECKING:
 Pair = tuple["Tensor", "Tensor"]
 
 
-class Backend(Protocol):
+class Stepping(Protocol):
+    """The part of a backend that a replica uses."""
+
+    def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
+        """Return a function that computes the loss and the gradients of `workload` at `tensors`.
+
+        The caller may change all tensors but the frozen ones between steps. If the device fails,
+        the function raises BackendUnavailable with the device library's message.
+        """
+        ...
+
+
+class Backend(Stepping, Protocol):
     """A device that computes training steps and multiplies matrices.
 
     `name` is the name that selects it, such as `wgpu:1`. `device` describes the hardware.
@@ -33,14 +45,6 @@ class Backend(Protocol):
     def software(self) -> bool: ...
     @property
     def unit_roundoff(self) -> float: ...
-
-    def stepper(self, workload: Model, tensors: Mapping[str, Tensor], *, scale: float) -> Stepper:
-        """Return a function that computes the loss and the gradients of `workload` at `tensors`.
-
-        The caller may change all tensors but the frozen ones between steps. If the device fails,
-        the function raises BackendUnavailable with the device library's message.
-        """
-        ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return `x @ weight.T + bias`, differentiable once: [..., in], [out, in], [out]."""

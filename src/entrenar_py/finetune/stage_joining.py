@@ -22,12 +22,11 @@ from entrenar_py.finetune import received_run
 from entrenar_py.finetune.package import WEIGHTS, Contents, File
 from entrenar_py.finetune.received_files import ReceivedFiles
 from entrenar_py.pipeline import cut as cutting
-from entrenar_py.pipeline import stage_files, stage_model
+from entrenar_py.pipeline import stage_files, stage_loading
 from entrenar_py.pipeline.cut import Cut
 from entrenar_py.pipeline.member import StageMember
 from entrenar_py.pipeline.stage_hands import StageHands
-from entrenar_py.pipeline.stage_model import Stage
-from entrenar_py.pipeline.stage_workload import StageWorkload, hidden_bytes_max, width_of
+from entrenar_py.pipeline.stage_workload import hidden_bytes_max, width_of
 from entrenar_py.protocol.effects import Effect, Finish, Send
 from entrenar_py.protocol.messages import Loaded
 from entrenar_py.protocol.pipeline_worker import PipelineWorker
@@ -36,7 +35,7 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.service import worker
 from entrenar_py.service.worker import Stay
 from entrenar_py.training.layout import Layout
-from entrenar_py.tuning import blocks, model, precision
+from entrenar_py.tuning import blocks, model
 from entrenar_py.tuning.prepared import Prepared
 
 
@@ -143,7 +142,7 @@ class StageJoining:
             prepared = replace(
                 self.prepared, settings=replace(self.prepared.settings, model=folder)
             )
-            workload = _stage(prepared, self.cut, stage)
+            workload = stage_loading.load(prepared, self.cut, stage)
         return StageMember(
             scenario,
             stay.backend,
@@ -191,24 +190,3 @@ def _loaded(machine: PipelineWorker, stay: Stay, effect: Effect) -> None:
     """Print this worker's rank once it has loaded its stage."""
     if isinstance(effect, Send) and isinstance(effect.message, Loaded) and machine.rank is not None:
         stay.tell_rank(machine.rank, effect.message.step)
-
-
-def _stage(prepared: Prepared, cut: Cut, number: int) -> StageWorkload:
-    """Return a stage of the model as a workload; loads its part of the checkpoint."""
-    own, settings = cut.stages[number], prepared.settings
-    module = model.part(
-        settings,
-        prepared.pad_token,
-        partial(stage_model.shorten, own=own),
-        {spec.name for spec in cut.specs[number]},
-        unties=number < len(cut.stages) - 1,
-    )
-    products = precision.of_products(settings)
-    return StageWorkload(
-        module,
-        Stage(module, own, products),
-        prepared.train,
-        pad_token=prepared.pad_token,
-        class_weights=prepared.class_weights,
-        products=products,
-    )

@@ -43,12 +43,10 @@ DRAWS_MAX = 2**31  # of random numbers in one pass of the model
 
 
 class StageBackend:
-    """A backend whose steppers make a stage's passes."""
+    """The part of a backend that a replica uses, for one that has a stage of the model."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.name, self.device = backend.name, backend.device
-        self.software, self.unit_roundoff = backend.software, backend.unit_roundoff
 
     def stepper(self, workload: Any, tensors: Mapping[str, Tensor], *, scale: float) -> Any:
         """Return a `StageStep` for the stage `workload`, on this very device.
@@ -68,18 +66,6 @@ class StageBackend:
                     f"strategy=layer_pipeline with backend={backend.name}: a stage computes on "
                     f"cuda, wgpu or cpu, and not on {kind}; use one of these"
                 )
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Backend`."""
-        return self._backend.linear(x, weight, bias)
-
-    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """See `Backend`."""
-        return self._backend.matmul(a, b)
-
-    def products(self, pairs: Sequence[Any]) -> list[Tensor]:
-        """See `Backend`."""
-        return self._backend.products(pairs)
 
 
 class HeldStage(Held):
@@ -130,8 +116,8 @@ class StageMember(Member):
         `clock` is that of the worker's driver.
         """
         self._terms, self._own = terms, OwnBlocks(every, stage)
-        backend_of: Callable[[int], Backend] = lambda rank: StageBackend(backend)  # noqa: E731
-        super().__init__(scenario, backend_of, cast(Workload, workload))
+        stages = StageBackend(backend)
+        super().__init__(scenario, lambda rank: stages, cast(Workload, workload))
         self.held = HeldStage(self.layout.num_elements, self._own)
         self._round = _Round(0)
         self._attempts, self._clock = attempts, clock

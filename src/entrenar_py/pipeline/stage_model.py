@@ -137,15 +137,29 @@ class Stage:
         raise Reached(hidden_of(output))
 
 
+def unlike_at_the_end(module: nn.Module, products: torch.dtype) -> Tensor:
+    """Return the outputs [2, 4, d] of two rows of tokens, or of hidden states, that end unlike."""
+    place = next(module.parameters()).device
+    tokens = torch.tensor([PROBED, (*PROBED[:-1], PROBED[-1] + 1)], device=place)
+    with in_evaluation(module), precision.applied(products, place):
+        return output_of(module, tokens)
+
+
 def hidden_of(output: Any) -> Tensor:
     """Return the hidden states among what a block returned."""
     return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
 
 def _example(hidden: Tensor) -> Tensor:
-    """Return values of the shape of `hidden`, not all alike, in place of what none has sent."""
-    count = hidden.numel()
-    return torch.linspace(-1, 1, count, device=hidden.device).sin().reshape(hidden.shape).to(hidden)
+    """Return values of the shape of `hidden`, [n, t, d], in place of what none has sent.
+
+    Rows are alike up to their last token.
+    """
+    num_rows, *shape = hidden.shape
+    row = torch.linspace(-1, 1, shape[0] * shape[1], device=hidden.device).sin().reshape(shape)
+    values = row.repeat(num_rows, 1, 1)
+    values[:, -1] += torch.arange(num_rows, device=hidden.device)[:, None]
+    return values.to(hidden)
 
 
 def _require_separate(module: nn.Module, stage: Stage, tokens: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from entrenar_py import faults, trace
-from entrenar_py.backends import Backend
+from entrenar_py.backends import Stepping
 from entrenar_py.errors import ProtocolError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.messages import Partial, TreeNode
@@ -96,7 +96,7 @@ class Replicas:
     def __init__(
         self,
         scenario: Scenario,
-        backend_of: Callable[[int], Backend] | None = None,
+        backend_of: Callable[[int], Stepping] | None = None,
         workload: Workload | None = None,
     ) -> None:
         """`backend_of` returns a rank's backend; by default the one that the scenario names.
@@ -106,7 +106,7 @@ class Replicas:
         self.scenario = scenario
         self.recorder = Recorder(scenario)
         self.devices = Devices(scenario, self.recorder)
-        self.backend_of = backend_of or self.devices.of
+        self.backend_of: Callable[[int], Stepping] = backend_of or self.devices.of
         self.workload = workload or models.model_of(scenario)
         self.layout = layout.Layout(self.workload.specs)
         self.rule = optimizer.Rule(scenario.optimizer, scenario.weight_decay, self.layout.decayed)

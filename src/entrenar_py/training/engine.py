@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from entrenar_py.backends import Backend
+from entrenar_py.backends import Stepping
 from entrenar_py.training import layout, reduction, sharding
 from entrenar_py.training.tensors import Array, DropFunction, Workload
 
@@ -36,7 +36,7 @@ class Engine:
     def __init__(
         self,
         workload: Workload,
-        backend: Backend,
+        backend: Stepping,
         tensors: Mapping[str, Array],
         *,
         scale: float,

@@ -96,8 +96,7 @@ def part(
     """Return what `shorten` leaves of the model, with its adapters, as `load` does the whole.
 
     Nothing else is read of the checkpoint's weights. Only parameters whose name `trains` has are
-    trained, and their values are not those that a run begins with. What only the whole model can
-    show is not checked.
+    trained, and their values are not those that a run begins with.
     """
     module, new = _base(settings, shorten, unties=unties)
     module.config.pad_token_id = pad_token  # type: ignore[union-attr]
@@ -163,7 +162,16 @@ def _require_causal(settings: Settings, module: nn.Module) -> None:
     """
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
     with in_evaluation(module), precision.applied(precision.of_products(settings), tokens.device):
-        one, other = module(input_ids=tokens, use_cache=False).logits[:, :3].float()
+        logits = module(input_ids=tokens, use_cache=False).logits
+    require_blind(settings, logits)
+
+
+def require_blind(settings: Settings, found: torch.Tensor) -> None:
+    """Raise UsageError if two rows of outputs differ before the last of four tokens.
+
+    `found` is [2, 4, d], of rows that have only their last token, or what is known of it, unlike.
+    """
+    one, other = found[:, :3].float()
     if (one - other).norm() > _ROUNDED * one.norm():
         raise UsageError(
             f"model={settings.model}: it sees the tokens that it is to predict, as encoders do; "

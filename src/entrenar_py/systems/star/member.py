@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from entrenar_py import faults, trace
-from entrenar_py.backends import Backend
+from entrenar_py.backends import Stepping
 from entrenar_py.errors import ProtocolError
 from entrenar_py.faults import Fault
 from entrenar_py.protocol.frames import Buffer, new_room
@@ -38,7 +38,7 @@ class Member(Replicas):
     def __init__(
         self,
         scenario: Scenario,
-        backend_of: Callable[[int], Backend] | None = None,
+        backend_of: Callable[[int], Stepping] | None = None,
         workload: Workload | None = None,
     ) -> None:
         super().__init__(scenario, backend_of, workload)
