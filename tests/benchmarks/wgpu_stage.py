@@ -28,8 +28,8 @@ from torch import Tensor
 
 from entrenar_py.backends import open_backend
 from entrenar_py.backends.wgpu import open_wgpu
-from entrenar_py.finetune.stage_joining import _stage
 from entrenar_py.pipeline import cut as cutting
+from entrenar_py.pipeline import stage_loading
 from entrenar_py.pipeline.member import StageBackend
 from entrenar_py.pipeline.stage_workload import Received, StageWorkload
 from entrenar_py.training.dropout import Dropout
@@ -54,7 +54,7 @@ def workload_of(folder: Path, method: str, tokens: int) -> StageWorkload:
         stages=tuple(StagePlan(layers=layers) for layers in PLAN),
     )
     cut = cutting.of(settings, model.shape(settings))
-    return _stage(prepared.prepare(settings), cut, 1)
+    return stage_loading.load(prepared.prepare(settings), cut, 1)
 
 
 def timed_ms(make: Callable[[], Any]) -> float:

@@ -202,11 +202,12 @@ class StageMember(Member):
             current.is_begun = True
             step.begin()
         found: Hidden | Backward
+        drop = dropout.Dropout(
+            self.scenario.dropout, self.scenario.rng("dropout", asked.step, shard)
+        )
         if not ids:
             found = self._nothing(asked.is_forward)
         elif asked.is_forward:
-            rng = self.scenario.rng("dropout", asked.step, shard)
-            drop = dropout.Dropout(self.scenario.dropout, rng)
             found = step.forward(shard, ids, self._received(current, shard), drop)
         else:
             gradient = _tensor(
@@ -220,7 +221,7 @@ class StageMember(Member):
             return Passed(str(found.tensor.dtype).removeprefix("torch."), found.draws)
         if found.hidden is not None:
             self._out[ActivationGradient, shard] = _payload(found.hidden)
-        return self._add(current, asked, found)
+        return self._add(current, asked, found, drop.digest())
 
     def _received(self, current: _Round, shard: int) -> Received | None:
         if self.workload.stage.is_first:
@@ -237,8 +238,10 @@ class StageMember(Member):
         zeros = [np.zeros(self.layout.num_elements, np.float32)]
         return Backward(zeros, None if self.workload.stage.is_first else empty)
 
-    def _add(self, current: _Round, asked: do.Pass, found: Backward) -> Passed | NonFinite:
-        """Add a shard's gradient along the tree."""
+    def _add(
+        self, current: _Round, asked: do.Pass, found: Backward, drawn: str | None
+    ) -> Passed | NonFinite:
+        """Add a shard's gradient along the tree; `drawn` identifies its random numbers."""
         worker, shard, ids = self.workers[self.rank], asked.shard, self._shards[asked.shard]
         vector = engine.as_one(found.gradients)
         weight = float(self.workload.weight(ids)) if ids else 0.0
@@ -256,7 +259,7 @@ class StageMember(Member):
                     loss_sum=loss,
                     weight=weight,
                     finite=halt is None,
-                    draws=None,
+                    draws=drawn,
                     gradient=self.recorder.slices(vector, self.layout.trainable),
                 )
             )

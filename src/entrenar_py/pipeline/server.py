@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
+from entrenar_py import trace
+from entrenar_py.errors import ProtocolError
 from entrenar_py.pipeline.cut import Cut
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Message, Welcome
@@ -47,6 +50,27 @@ class PipelineServer(Server):
         """See `Server`."""
         super().gather(step)
         self._loss_known = False
+
+    def _completed(self, event: trace.Event) -> trace.Event:
+        """Compare what a worker holds with what is held here, and record the rest of `event`.
+
+        No two stages have the same tensors, so a judge of their events could compare nothing. The
+        whole state is recorded with each checkpoint. Raises ProtocolError for other weights.
+        """
+        event = super()._completed(event)
+        if not isinstance(event, trace.Start | trace.Update):
+            return event
+        arrays = self.replica.replica.arrays
+        names = [spec.name for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]]
+        held = self.recorder.tensors({name: arrays[name] for name in names})
+        for name in names:
+            theirs = event.weights.get(name)
+            if theirs is None or theirs.digest != held[name].digest:
+                raise ProtocolError(
+                    f"rank {event.rank} holds other weights than it was sent: {name}, step "
+                    f"{event.step}"
+                )
+        return replace(event, weights={}, optimizer={}, buffers={})
 
     def payload(self, message: Message) -> Buffer:
         """Return the payload of `message`; a worker gets the state of its stage alone."""

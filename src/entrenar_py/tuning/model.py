@@ -311,8 +311,13 @@ def _shortened(
 
     names = {"__init__": made, "__module__": whole.__module__, "__qualname__": whole.__qualname__}
     found: Any = type(whole.__name__, (whole,), names)
-    # An Auto class makes a model from a configuration; this class has another name for it.
-    found.from_config = found._from_config
+
+    def from_config(config: Any, *, dtype: Any = None, trust_remote_code: bool = False) -> Any:
+        """Make a model from a configuration, as an Auto class does."""
+        assert not trust_remote_code, "such a model has no class to shorten"
+        return found._from_config(config, dtype=dtype)
+
+    found.from_config = from_config
     return found
 
 

@@ -1,0 +1,64 @@
+"""The coordinator compares what its stages hold, and records no part of a state as a whole one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from entrenar_py import trace
+from entrenar_py.errors import ProtocolError
+from entrenar_py.pipeline import coordinated, staged_run
+from entrenar_py.pipeline import cut as cutting
+from entrenar_py.pipeline.server import PipelineServer
+from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.settings import StagePlan
+from tests.pipeline import test_stages as models
+
+
+@pytest.fixture
+def server(small: Path, tmp_path: Path) -> PipelineServer:
+    """A coordinator of two stages before the first step."""
+    make, targets = models.MODELS["llama"]
+    prepared = models.prepared_of(small, tmp_path / "model", make(), targets)
+    plan = (StagePlan(layers=(0, 1)), StagePlan(layers=(1, 4)))
+    workload = coordinated.workload(prepared)
+    cut = cutting.of(replace(prepared.settings, stages=plan), workload.module)
+    scenario = staged_run.scenario(preparing.scenario(prepared.settings, workload))
+    return PipelineServer(scenario, cut=cut, workload=workload)
+
+
+def start_of(server: PipelineServer, rank: int) -> trace.Start:
+    """Return the event of a worker that holds what it was sent."""
+    names = [spec.name for spec in server.cut.specs[rank]]
+    arrays = server.replica.replica.arrays
+    weights = server.recorder.tensors({name: arrays[name] for name in names})
+    return trace.Start(
+        step=0,
+        rank=rank,
+        trainable=tuple(names),
+        frozen=(),
+        decayed=(),
+        progress=server.progress(0),
+        weights=weights,
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_was_sent_is_held(server: PipelineServer, rank: int) -> None:
+    recorded = server._completed(start_of(server, rank))
+    assert isinstance(recorded, trace.Start)
+    assert recorded.weights == {}
+    assert recorded.rank == rank
+
+
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_other_weights_than_were_sent(server: PipelineServer, is_left_out: bool) -> None:
+    """As of a worker that steps by itself, or skips a layer."""
+    start = start_of(server, 1)
+    last = start.trainable[-1]
+    wrong = {last: replace(start.weights[last], digest="0" * 32)}
+    kept = {name: one for name, one in start.weights.items() if name != last}
+    with pytest.raises(ProtocolError, match=f"rank 1 holds other weights.*{last}, step 0"):
+        server._completed(replace(start, weights=kept if is_left_out else {**kept, **wrong}))
