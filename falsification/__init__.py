@@ -21,6 +21,7 @@ from . import (
     benign_parallelism,
     benign_protocol,
     benign_rings,
+    benign_stages,
     benign_updates,
     benign_wgpu,
     blocks,
@@ -44,6 +45,7 @@ from . import (
     randomness,
     rings,
     schedule,
+    stages,
     torch_benign,
     torch_canonical,
     torch_ddp,
@@ -59,12 +61,12 @@ _MUTANTS = (
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, averaging, protocol, blocks, mesh, audits, rings, updates),
     *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd),
-    *(wgpu_steps, wgpu_kernels, finetuning),
+    *(wgpu_steps, wgpu_kernels, finetuning, stages),
 )
 _BENIGN = (
     *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),
     *(torch_benign, benign_parallelism, benign_local_sgd, benign_wgpu),
-    benign_finetuning,
+    *(benign_finetuning, benign_stages),
     benign_averaging,
 )
 

@@ -95,6 +95,11 @@ PLACES = ("Assign", "TreeNode", "Computed", "Average", "Staged", "Commit", "Appl
 RING_PLACES = tuple("Partial" if place == "TreeNode" else place for place in PLACES)
 # A star whose server makes the update sends new weights in place of averages.
 SERVED_PLACES = tuple("Weights" if place == "Average" else place for place in PLACES)
+# Stages of a pipeline send each other hidden states and their gradients.
+PIPELINE_PLACES = (
+    *("Assign", "Activation", "ActivationGradient", "Summed", "TreeNode"),
+    *("Weights", "Staged", "Commit", "Applied"),
+)
 
 # The false messages that a worker can send, and below the messages in which it can send them.
 LIES: dict[str, str] = {
@@ -160,7 +165,7 @@ class Fault:
         for name in ("tensor", "value", "backend", "at"):
             if not isinstance(getattr(self, name), str | None):
                 self._refuse(name, "use text, in quotes")
-        places = tuple(dict.fromkeys((*PLACES, *RING_PLACES, *SERVED_PLACES)))
+        places = tuple(dict.fromkeys((*PLACES, *RING_PLACES, *SERVED_PLACES, *PIPELINE_PLACES)))
         if self.at not in (None, *places):
             self._refuse("at", f"use one of {', '.join(places)}")
         if self.seconds is not None and not _is_duration(self.seconds):

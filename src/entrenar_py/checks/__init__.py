@@ -28,6 +28,7 @@ from entrenar_py.checks import (
     same_bits,
     step_rule,
     tuned_samples,
+    tuned_stages,
     tuned_steps,
     tuned_strategies,
     tuned_weights,
@@ -66,6 +67,7 @@ _FAMILIES = (
     local_sgd,
     tuned_weights,
     tuned_samples,
+    tuned_stages,
     tuned_steps,
     tuned_strategies,
 )

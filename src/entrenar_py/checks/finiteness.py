@@ -281,12 +281,13 @@ def _names(
 def _planted_tensors(trace: Trace, culprit: Shard | Injected) -> list[str]:
     """Return the tensors in which a value was planted at the culprit's place."""
     first = [name for start in trace.of(Start)[:1] for name in start.trainable[:1]]
-    return [
-        name
+    planted = [
+        event
         for event in trace.of(Injected)
         if event.fault.get("kind") == "non_finite_gradient" and _same_place(event, culprit)
-        for name in ([event.fault["tensor"]] if event.fault.get("tensor") else first)
     ]
+    named = [event.fault.get("tensor") or event.tensor for event in planted]
+    return [name for one in named for name in ([one] if one else first)]
 
 
 ROWS = (

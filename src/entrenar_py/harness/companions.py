@@ -25,6 +25,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.faults import SILENT, SURVIVED
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import SYSTEMS
+from entrenar_py.systems.tuned_options import PLACES, unplaced
 
 _WORKERS = (1, 2, 3, 4, 5, 8)
 _POWERS_OF_TWO = (1, 2, 4, 8)
@@ -65,6 +66,8 @@ def of(needs: Collection[Need], scenario: Scenario) -> Runs[Scenario]:
 
 def plain(scenario: Scenario, **changes: Any) -> Scenario:
     """Return `scenario` without faults, stops and mutant, and with `changes`."""
+    if changes.get("world_size", scenario.world_size) != scenario.world_size:
+        scenario = scenario.with_(options=unplaced(scenario.options))
     return scenario.with_(**{"faults": (), "stops": (), "mutant": None, **changes})
 
 
@@ -130,7 +133,7 @@ def _twin(scenario: Scenario) -> list[Scenario]:
 
 def _finetuned(scenario: Scenario, system: str) -> Scenario:
     """Return the same fine-tuning by another system's one worker, without facts of its own."""
-    left_out = ("facts", "strategy")
+    left_out = ("facts", "strategy", "network_seed", *PLACES)
     options = {name: value for name, value in scenario.options.items() if name not in left_out}
     single = {"system": system, "world_size": 1, "backends": ("cpu",)}
     return plain(scenario, **single, options=options)

@@ -14,6 +14,7 @@ from entrenar_py import systems
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import CHOICES, Scenario
+from entrenar_py.systems.tuned_options import unplaced
 
 _LOCAL_CONSTANTS = "hypothesis.internal.conjecture.providers._get_local_constants"
 
@@ -100,6 +101,8 @@ def around(draw: st.DrawFn, bases: Sequence[Scenario], fixed: Collection[str] = 
     }
     if base.workload == "linear" and not any(f.tensor or f.element for f in base.faults):
         changes["workload"] = draw(st.sampled_from(("linear", "mlp")))
+    if world_size != base.world_size:
+        changes["options"] = unplaced(base.options)
     if base.stops:
         changes["stops"] = draw(_stops(num_steps))
     for name in fixed:

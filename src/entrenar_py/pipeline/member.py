@@ -260,7 +260,6 @@ class StageMember(Member):
                     weight=weight,
                     finite=halt is None,
                     draws=drawn,
-                    gradient=self.recorder.slices(vector, self.layout.trainable),
                 )
             )
         if halt is not None:

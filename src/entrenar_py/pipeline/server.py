@@ -9,11 +9,13 @@ from typing import Any, cast
 from entrenar_py import trace
 from entrenar_py.errors import ProtocolError
 from entrenar_py.pipeline.cut import Cut
+from entrenar_py.protocol.effects import Stop
 from entrenar_py.protocol.frames import Buffer
 from entrenar_py.protocol.messages import Message, Welcome
 from entrenar_py.protocol.terms import Run, Terms
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import updates
+from entrenar_py.systems.star import audited
 from entrenar_py.systems.star.server import Server
 from entrenar_py.training import state
 from entrenar_py.training.tensors import Workload
@@ -25,9 +27,15 @@ class PipelineServer(Server):
     def __init__(self, scenario: Scenario, *, cut: Cut, workload: Workload, **named: Any) -> None:
         """Take the arguments of `Server`."""
         super().__init__(scenario, workload=workload, **named)
+        self.cut_by(cut)
+        self._loss_known = False  # of the step in work, from the last stage
+        self._of_round: list[trace.Event] = []  # what workers have recorded in it
+        self._recorded: tuple[int, trace.Tensors] = (-1, {})  # a step, and the weights before it
+
+    def cut_by(self, cut: Cut) -> None:
+        """Have `cut` be the run's from now on; no worker is connected."""
         self.cut = cut
         self.blocks = cast(Any, cut.blocks)
-        self._loss_known = False  # of the step in work, from the last stage
 
     @property
     def terms(self) -> Terms:
@@ -46,31 +54,72 @@ class PipelineServer(Server):
             return loss, weight
         return self._total if self._loss_known else (loss, weight)
 
+    def deliver(self, rank: int) -> None:
+        """See `Server`; what `rank` recorded counts once the step is made in this round."""
+        self._sums.deliver(rank)
+        self._of_round += self._events.pop(rank, [])
+
     def gather(self, step: int) -> None:
-        """See `Server`."""
+        """See `Server`; of a round that is void, faults alone are recorded."""
+        for recorded in (self._of_round, *self._events.values()):
+            self._record(audited.injected(recorded))
+        self._of_round.clear()
         super().gather(step)
         self._loss_known = False
 
-    def _completed(self, event: trace.Event) -> trace.Event:
-        """Compare what a worker holds with what is held here, and record the rest of `event`.
+    def apply_average(self, step: int) -> None:
+        """See `Server`."""
+        self._settle()
+        super().apply_average(step)
 
-        No two stages have the same tensors, so a judge of their events could compare nothing. The
-        whole state is recorded with each checkpoint. Raises ProtocolError for other weights.
+    def stop(self, effect: Stop) -> None:
+        """See `Server`."""
+        self._settle()
+        super().stop(effect)
+
+    def _settle(self) -> None:
+        self._record(self._of_round)
+        self._of_round.clear()
+
+    def restore(self) -> int:
+        """See `Server`."""
+        self._recorded = (-1, {})
+        return super().restore()
+
+    def _completed(self, event: trace.Event) -> trace.Event:
+        """Put what a worker recorded of its stage together with the other stages' tensors.
+
+        So each worker's state is that of the whole model of which it has a part. Raises
+        ProtocolError if it holds other weights than it was sent.
         """
         event = super()._completed(event)
         if not isinstance(event, trace.Start | trace.Update):
             return event
-        arrays = self.replica.replica.arrays
-        names = [spec.name for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]]
-        held = self.recorder.tensors({name: arrays[name] for name in names})
-        for name in names:
-            theirs = event.weights.get(name)
-            if theirs is None or theirs.digest != held[name].digest:
+        held = self._held(event.step + isinstance(event, trace.Update))
+        specs = self.workload.specs
+        for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]:
+            theirs = event.weights.get(spec.name)
+            if theirs is None or theirs.digest != held[spec.name].digest:
                 raise ProtocolError(
-                    f"rank {event.rank} holds other weights than it was sent: {name}, step "
+                    f"rank {event.rank} holds other weights than it was sent: {spec.name}, step "
                     f"{event.step}"
                 )
-        return replace(event, weights={}, optimizer={}, buffers={})
+        if isinstance(event, trace.Update):
+            return replace(event, weights=held)
+        return replace(
+            event,
+            weights=held,
+            trainable=tuple(spec.name for spec in specs),
+            decayed=tuple(spec.name for spec in specs if spec.decayed),
+        )
+
+    def _held(self, step: int) -> trace.Tensors:
+        """Return the record of all weights before `step`."""
+        if self._recorded[0] != step:
+            arrays = self.replica.replica.arrays
+            names = [spec.name for spec in self.workload.specs]
+            self._recorded = step, self.recorder.tensors({name: arrays[name] for name in names})
+        return self._recorded[1]
 
     def payload(self, message: Message) -> Buffer:
         """Return the payload of `message`; a worker gets the state of its stage alone."""

@@ -14,10 +14,10 @@ from types import ModuleType
 from entrenar_py import backends, faults, mutants, trace
 from entrenar_py.backends import BACKENDS
 from entrenar_py.errors import UsageError
-from entrenar_py.faults import PLACES, RING_PLACES, Fault
+from entrenar_py.faults import PIPELINE_PLACES, PLACES, RING_PLACES, Fault
 from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.systems import updates
-from entrenar_py.systems.tuned_options import TUNED
+from entrenar_py.systems.tuned_options import STAGED, TUNED
 from entrenar_py.trace import Traits
 from entrenar_py.trace.traits import USUAL
 
@@ -204,6 +204,15 @@ SYSTEMS: dict[str, System] = {
     ),
     "finetuned_by_ranks": System(
         room="finetuned.by_ranks", what="the same by torchrun's ranks", options=TUNED, only=("cpu",)
+    ),
+    "finetuned_by_stages": System(
+        room="finetuned.by_stages",
+        what="the same by a layer pipeline: each worker has a stage of the model, simulated",
+        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "restart"),
+        places=PIPELINE_PLACES,
+        options=STAGED,
+        only=("cpu",),
+        traits=Traits(masks="shard", updates="server"),
     ),
     "matmul": System(
         room="probes.products",

@@ -258,14 +258,15 @@ class Replicas:
             if fault.rank not in (None, worker.rank):
                 continue
             assert fault.value is not None, "faults.NEEDED has it"
-            value = float(fault.value)
+            value, tensor = float(fault.value), None
             if fault.kind == "non_finite_loss":
                 loss = value
             else:
                 tensor, element = models.place_of(fault, self.workload)
                 times = count * self.scale if fault.kind == "huge_gradient" else 1.0
                 vector[self.layout.trainable[tensor].start + element] = value * times
-            self.record_fault(fault, step, worker.rank, shard)
+            named = None if fault.tensor else tensor
+            self.record_fault(fault, step, worker.rank, shard, tensor=named)
         return loss
 
     def new_worker(self, rank: int, tensors: Mapping[str, Array]) -> Worker:
@@ -350,7 +351,14 @@ class Replicas:
         )
 
     def record_fault(
-        self, fault: Fault, step: int, rank: int | None = None, shard: int | None = None
+        self,
+        fault: Fault,
+        step: int,
+        rank: int | None = None,
+        shard: int | None = None,
+        tensor: str | None = None,
     ) -> None:
         rank = fault.rank if rank is None else rank
-        self.recorder.emit(trace.Injected(fault=fault.to_dict(), step=step, rank=rank, shard=shard))
+        self.recorder.emit(
+            trace.Injected(fault=fault.to_dict(), step=step, rank=rank, shard=shard, tensor=tensor)
+        )

@@ -1,6 +1,19 @@
 """The options of the systems that fine-tune, for the table; `finetuned.asked` reads them."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 TUNED = (
     *("task", "method", "family", "rank", "alpha", "class_weights", "oversample"),
-    *("strategy", "facts"),
+    *("strategy", "facts", "blocks", "recompute"),
 )
+# Those that say which part of the model each worker has.
+PLACES = ("cuts",)
+STAGED = (*TUNED, *PLACES, "network_seed")
+
+
+def unplaced(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` for another number of workers than they have places for."""
+    return {name: value for name, value in options.items() if name not in PLACES}

@@ -160,12 +160,13 @@ class Membership(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Injected(Event):
-    """A planted fault took effect."""
+    """A planted fault took effect; `tensor` is the one that it changed, if it names none itself."""
 
     fault: Mapping[str, Any]
     step: int | None = None
     rank: int | None = None
     shard: int | None = None
+    tensor: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

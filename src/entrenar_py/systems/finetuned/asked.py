@@ -7,7 +7,7 @@ from typing import Any
 
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.tuning.settings import CLASS_WEIGHTS, METHODS, STRATEGIES, TASKS
+from entrenar_py.tuning.settings import CLASS_WEIGHTS, METHODS, RECOMPUTED, STRATEGIES, TASKS
 
 FAMILIES = ("qwen3", "llama", "gpt2")
 # What a run records beside its training: samples and what the loss depended on; what it wrote, as
@@ -19,12 +19,17 @@ _CHOICES = {
     "class_weights": CLASS_WEIGHTS,
     "family": FAMILIES,
     "strategy": STRATEGIES,
+    "recompute": RECOMPUTED,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
     """The options of a scenario: the model's family, what is learned, and which facts are recorded.
+
+    `blocks` is the number of the model's blocks. `cuts` has, for each part of a run between two
+    stops, each worker's blocks: its first, and the one after its last. Workers with the same blocks
+    are copies. The last part's hold until the end. Without `cuts` stages have equal parts.
 
     Raises UsageError for a value that is not possible.
     """
@@ -37,6 +42,9 @@ class Asked:
     oversample: bool = False
     family: str = "qwen3"
     strategy: str = "ddp"
+    recompute: str = "none"
+    blocks: int = 2
+    cuts: tuple[tuple[tuple[int, int], ...], ...] = ()
     facts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -45,6 +53,8 @@ class Asked:
                 raise _refused(name, getattr(self, name), f"allowed are {', '.join(choices)}")
         if type(self.rank) is not int or self.rank < 1:
             raise _refused("rank", self.rank, "use a whole number >= 1")
+        if type(self.blocks) is not int or self.blocks < 1:
+            raise _refused("blocks", self.blocks, "use a whole number >= 1")
         if type(self.alpha) not in (int, float) or self.alpha <= 0:
             raise _refused("alpha", self.alpha, "use a number > 0")
         if type(self.oversample) is not bool:
@@ -68,7 +78,22 @@ class Asked:
         facts = given.pop("facts", ())
         if not isinstance(facts, list | tuple):
             raise _refused("facts", facts, f"use a list of {', '.join(FACTS)}")
-        return cls(**given, facts=tuple(map(str, facts)))
+        cuts = _cuts(given.pop("cuts", ()))
+        return cls(**given, cuts=cuts, facts=tuple(map(str, facts)))
+
+
+def _cuts(given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the blocks of each worker, in each part of a run."""
+    try:
+        found = tuple(tuple((first, stop) for first, stop in part) for part in given)
+    except (TypeError, ValueError):
+        found = ((),)
+    numbers = [number for part in found for own in part for number in own]
+    if not all(found) or any(type(number) is not int for number in numbers):
+        raise _refused(
+            "cuts", given, "use lists of [first, stop] for each worker, as [[[0, 1], [1, 2]]]"
+        )
+    return found
 
 
 def _refused(name: str, value: object, advice: str) -> UsageError:

@@ -69,6 +69,7 @@ def make(folder: Path, scenario: Scenario, asked: Asked) -> Made:
         model=folder / "model",
         task=asked.task,
         method=asked.method,
+        recompute=asked.recompute,
         output=folder / "out",
         seed=scenario.seed,
         data=Data(train=file, max_tokens=_TOKENS_MAX),
@@ -168,7 +169,7 @@ def _tokenizer(rows: tuple[dict[str, Any], ...]) -> Any:
 
 
 def _model(asked: Asked, num_tokens: int, scenario: Scenario) -> Any:
-    """Return a language model of two layers with random weights."""
+    """Return a language model with random weights."""
     import transformers
 
     tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -178,7 +179,7 @@ def _model(asked: Asked, num_tokens: int, scenario: Scenario) -> Any:
             vocab_size=num_tokens,
             n_positions=_TOKENS_MAX,
             n_embd=32,
-            n_layer=2,
+            n_layer=asked.blocks,
             n_head=2,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
@@ -192,7 +193,7 @@ def _model(asked: Asked, num_tokens: int, scenario: Scenario) -> Any:
             # Rows in NF4 are whole blocks of 64.
             hidden_size=64 if asked.method == "qlora" else 32,
             intermediate_size=64 if asked.method == "qlora" else 48,
-            num_hidden_layers=2,
+            num_hidden_layers=asked.blocks,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,

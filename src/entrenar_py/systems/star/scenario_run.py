@@ -15,6 +15,7 @@ from typing import Protocol
 
 from entrenar_py import faults, trace
 from entrenar_py.drivers.endpoints import CoordinatorEnd, WorkerEnd
+from entrenar_py.drivers.hands import MemberHands
 from entrenar_py.drivers.message_faults import Fate, Meddling
 from entrenar_py.drivers.uninvited_client import Guest
 from entrenar_py.faults import Fault
@@ -22,9 +23,11 @@ from entrenar_py.protocol.attendance import CONVICTIONS_MAX
 from entrenar_py.protocol.effects import Conclude, Effect, Finish, Gather, Left
 from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
+from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import AUTO, membership
 from entrenar_py.systems.star import reduction_measures, strangers, topology
+from entrenar_py.systems.star.member import Member
 from entrenar_py.systems.star.server import Server
 from entrenar_py.training.tensors import Workload
 from entrenar_py.training.vectors import GivenVectors
@@ -59,11 +62,12 @@ class ScenarioRun:
         scenario: Scenario,
         transport: Callable[[ScenarioRun], Transport],
         workload: Workload | None = None,
+        server: Server | None = None,
     ) -> None:
-        """By default the `workload` is the one that the scenario names."""
+        """By default the `workload` is what the scenario names, and the `server` a plain one."""
         self.scenario = scenario
         self.topology = topology.of(scenario)
-        self.server = Server(scenario, workload=workload)
+        self.server = Server(scenario, workload=workload) if server is None else server
         self.transport = transport(self)
         self._waiting = [one for one in scenario.faults if one.kind in faults.SURVIVED]
         self._ranks = set(membership.initial_ranks(scenario))  # present, or about to come back
@@ -104,6 +108,15 @@ class ScenarioRun:
         return len(names | served) <= 1
 
     # --- for the transport ------------------------------------------------------------------------
+
+    @property
+    def worker(self) -> type[Worker]:
+        """The state machine of a worker."""
+        return self.topology.worker
+
+    def member(self) -> MemberHands:
+        """Return the work of a worker that a simulation starts."""
+        return Member(self.scenario, workload=self.server.workload)
 
     def begin(self, run: Run) -> None:
         """Start the workers that are present at the first step of `run`."""

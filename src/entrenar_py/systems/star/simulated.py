@@ -16,7 +16,6 @@ from entrenar_py.protocol.effects import Finish
 from entrenar_py.protocol.terms import Run, Timing
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.star.lies import Liar
-from entrenar_py.systems.star.member import Member
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 
 # A longer run counts as hung. Most runs that go wrong end by themselves within minutes.
@@ -49,11 +48,11 @@ class SimulatedTransport:
         self.simulation = Simulation(
             run,
             self._of.server,
-            lambda: Member(self._scenario, workload=self._of.server.workload),
+            self._of.member,
             seed=int(self._seeds.integers(2**63)),
             meddle=self._of.meddle,
             timing=Timing(),
-            worker=self._of.topology.worker,
+            worker=self._of.worker,
             notify=self._of.notify,
         )
         self._of.begin(run)

@@ -1,0 +1,139 @@
+"""A fine-tuning by a layer pipeline: the protocol and stages of `entrenar coordinator`, simulated.
+
+Each worker loads its stage's blocks out of the checkpoint's files, as on a machine of its own.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from entrenar_py import backends, trace
+from entrenar_py.errors import UsageError
+from entrenar_py.pipeline import coordinated, stage_loading
+from entrenar_py.pipeline import cut as cutting
+from entrenar_py.pipeline.cut import Cut
+from entrenar_py.pipeline.member import StageMember
+from entrenar_py.pipeline.server import PipelineServer
+from entrenar_py.pipeline.stage_hands import StageHands
+from entrenar_py.pipeline.stage_workload import hidden_bytes_max, width_of
+from entrenar_py.protocol.pipeline_worker import PipelineWorker
+from entrenar_py.protocol.terms import Run
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems import updates
+from entrenar_py.systems.finetuned import frozen, small
+from entrenar_py.systems.finetuned.asked import Asked
+from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned.textbook import Textbook
+from entrenar_py.systems.star.scenario_run import ScenarioRun
+from entrenar_py.systems.star.simulated import SimulatedTransport
+from entrenar_py.trace import Trace
+from entrenar_py.training import sharding
+from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.settings import LAYER_PIPELINE, StagePlan
+
+_FACTS = ("gradients",)
+
+
+def run(scenario: Scenario) -> Trace:
+    """Train as `scenario` says; record the weights that stages don't train, and facts asked for.
+
+    Raises UsageError without the extra `finetune`, and for stages that don't fit the model.
+    """
+    asked = Asked.of(scenario)
+    if unknown := set(asked.facts) - {*_FACTS}:
+        raise UsageError(f"options facts={min(unknown)!r} with stages: allowed is {_FACTS[0]}")
+    with small.quiet(), tempfile.TemporaryDirectory() as folder:
+        made = small.make(Path(folder), scenario, asked)
+        prepared = preparing.prepare(
+            replace(made.settings, strategy=LAYER_PIPELINE), Path(folder, "cache")
+        )
+        training = _Training(scenario, prepared, asked)
+        done = training.train()
+        if done.end.status != "completed":
+            return replace(done, scenario=scenario)
+        events: list[trace.Event] = [*training.frozen.values()]
+        if asked.facts:
+            events += _gradients(made, asked, training, done)
+    return replace(done, scenario=scenario, events=(*done.events[:-1], *events, done.events[-1]))
+
+
+def _gradients(made: Made, asked: Asked, training: _Training, done: Trace) -> Iterator[trace.Event]:
+    """Yield each step beside the textbook's."""
+    arrays = training.server.replica.replica.arrays
+    shapes = {name: array.shape for name, array in arrays.items()}
+    return Textbook(made, asked, shapes).steps(done)
+
+
+class _Training(ScenarioRun):
+    """A run whose workers have stages; `frozen` has the weights that each one doesn't train."""
+
+    worker = PipelineWorker
+    server: PipelineServer
+    transport: SimulatedTransport
+
+    def __init__(self, scenario: Scenario, prepared: Prepared, asked: Asked) -> None:
+        workload = coordinated.workload(prepared)
+        self._prepared, self._module = prepared, workload.module
+        self._cuts = [self._cut(part) for part in _parts(scenario, asked)]
+        options = {**scenario.options, updates.OPTION: updates.SERVER}
+        own = scenario.with_(options=options)  # the number of workers stays, for its faults
+        server = PipelineServer(own, cut=self._cuts[0], workload=workload)
+        self.frozen: dict[str, trace.Frozen] = {"": frozen.of_files(prepared.settings.model)}
+        super().__init__(scenario, SimulatedTransport, server=server)
+
+    def _cut(self, part: tuple[tuple[int, int], ...]) -> Cut:
+        """Return the cut in which the worker of each rank has the blocks that `part` says."""
+        of_blocks: dict[tuple[int, int], list[str]] = {}
+        for rank, own in enumerate(part):
+            of_blocks.setdefault(own, []).append(f"worker {rank}")
+        stages = tuple(StagePlan(layers=own, worker=tuple(of)) for own, of in of_blocks.items())
+        return cutting.of(replace(self._prepared.settings, stages=stages), self._module)
+
+    def run_of(self, first: int, last: int) -> Run:
+        """See `ScenarioRun`; each part of a run has its own cut."""
+        number = sum(stop <= first for stop in set(self.scenario.stops))
+        self.server.cut_by(self._cuts[min(number, len(self._cuts) - 1)])
+        return super().run_of(first, last)
+
+    def member(self) -> StageHands:
+        """See `ScenarioRun`."""
+        cut, samples = self.server.cut, self._prepared.train
+        return StageHands(
+            cut,
+            lambda stage: self._member(cut, stage),
+            hidden_bytes=hidden_bytes_max(width_of(self._module), samples, self.scenario),
+        )
+
+    def _member(self, cut: Cut, stage: int) -> StageMember:
+        workload = stage_loading.load(self._prepared, cut, stage)
+        own = cut.stages[stage]
+        when = f"in blocks {own.start} to {own.stop - 1}"
+        self.frozen[when] = frozen.of_module(workload.module, when)
+        return StageMember(
+            self.server.scenario,
+            backends.open_backend("cpu"),
+            workload,
+            terms=self.server.terms,
+            every=cut.blocks,
+            stage=stage,
+            clock=lambda: self.transport.simulation.now,
+        )
+
+
+def _parts(scenario: Scenario, asked: Asked) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the blocks of each rank in each part of the run; workers to spare are copies."""
+    size = scenario.world_size
+    if not asked.cuts:
+        stages = cutting.equal(asked.blocks, min(size, asked.blocks))
+        copies = sharding.cut(range(size), len(stages))
+        return (
+            tuple(stage.layers for stage, own in zip(stages, copies, strict=True) for _ in own),
+        )
+    for part in asked.cuts:
+        if len(part) != size:
+            raise UsageError(f"options cuts: {part} are blocks of {len(part)} workers, not {size}")
+    return asked.cuts
