@@ -54,7 +54,7 @@ FLOORS = {
     "cli": 7,
     "doctor": 7,
     "finetune": 7,
-    "pipeline": 7,
+    "pipeline": 5,
     "planning": 7,
     "project": 7,
     "pytest_plugin": 7,

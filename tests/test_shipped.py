@@ -13,6 +13,7 @@ from entrenar_py.errors import UsageError
 NAMES = [
     "distributed-training-v1.yaml",
     "finetune-v1.yaml",
+    "layer-pipeline-v1.yaml",
     "local-sgd-v1.yaml",
     "parallelism-v1.yaml",
     "reduction-v1.yaml",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -14,6 +13,8 @@ import torch
 
 from entrenar_py.finetune import local, settings_file
 from entrenar_py.service import cli, exit_codes
+from entrenar_py.service.metrics import Metrics
+from entrenar_py.service.run_events import Happening, StepMade
 from entrenar_py.tuning import model
 from tests.finetune import runs
 
@@ -50,22 +51,22 @@ def trained(folder: Path, small: Path, *, workers: int) -> Path:
     return folder / f"out{workers}"
 
 
-def kill_one(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
-    """Let the next run's worker of rank 1 be killed once the first step is made."""
-    begin = local._Workers.start
+def kill_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the next run's worker of rank 1 be killed as soon as the first step is made."""
+    begin, write = local._Workers.start, Metrics.__call__
+    victims: list[Any] = []
 
     def start(self: Any, address: Any, give_up: Any) -> None:
         begin(self, address, give_up)
-        strike(self)
+        victims.append(self._hands[1].process)
 
-    def strike(workers: Any) -> None:
-        metrics = output / "metrics.jsonl"
-        if metrics.exists() and '"loss"' in metrics.read_text(encoding="utf-8"):
-            os.kill(workers._hands[1].process.pid, signal.SIGKILL)
-        else:
-            asyncio.get_running_loop().call_later(0.01, strike, workers)
+    def killing(self: Metrics, happening: Happening) -> None:
+        write(self, happening)
+        if isinstance(happening, StepMade) and victims:
+            os.kill(victims.pop().pid, signal.SIGKILL)
 
     monkeypatch.setattr(local._Workers, "start", start)
+    monkeypatch.setattr(Metrics, "__call__", killing)
 
 
 def stock_base(small: Path) -> Any:
@@ -92,7 +93,7 @@ def test_the_same_adapters_and_the_losses_of_the_trainer(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     one = trained(tmp_path, small, workers=1)
-    kill_one(monkeypatch, tmp_path / "out3")
+    kill_one(monkeypatch)
     three = trained(tmp_path, small, workers=3)
     assert "worker 1 died (SIGKILL)" in capsys.readouterr().out
     assert runs.adapters(one) == runs.adapters(three)

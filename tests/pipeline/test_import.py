@@ -12,7 +12,7 @@ import pytest
 
 from entrenar_py.errors import ContractError
 from entrenar_py.finetune import settings_file
-from entrenar_py.pipeline import old_configuration
+from entrenar_py.planning.stages import old_configuration
 from entrenar_py.service import cli, exit_codes
 from entrenar_py.tuning.settings import StagePlan
 from tests.planning.qwen3 import TINY

@@ -13,12 +13,12 @@ import yaml
 
 from entrenar_py.errors import ContractError
 from entrenar_py.finetune import settings_file
-from entrenar_py.pipeline import plan_text, planned, stage_workers
-from entrenar_py.pipeline.stage_costs import Place, StageCosts
-from entrenar_py.pipeline.stage_workers import StageWorker
 from entrenar_py.planning import memory
 from entrenar_py.planning import plan as planning
 from entrenar_py.planning.memory import Load
+from entrenar_py.planning.stages import plan_text, planned, stage_workers
+from entrenar_py.planning.stages.stage_costs import Place, StageCosts
+from entrenar_py.planning.stages.stage_workers import StageWorker
 from entrenar_py.service import cli, exit_codes
 from entrenar_py.tuning.settings import StagePlan, Training
 from tests.planning.qwen3 import TINY, settings

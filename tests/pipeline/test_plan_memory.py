@@ -12,11 +12,11 @@ import torch
 from entrenar_py.finetune import settings_file
 from entrenar_py.pipeline import cut as cutting
 from entrenar_py.pipeline import stage_loading
-from entrenar_py.pipeline.stage_costs import Place, StageCosts
 from entrenar_py.pipeline.stage_step import TorchStage
 from entrenar_py.pipeline.stage_workload import Received, StageWorkload
 from entrenar_py.planning import plan as planning
 from entrenar_py.planning.rehearsal import _Storages
+from entrenar_py.planning.stages.stage_costs import Place, StageCosts
 from entrenar_py.training.dropout import Dropout
 from entrenar_py.tuning import model
 from entrenar_py.tuning import prepared as preparing

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.pipeline import partition
-from entrenar_py.pipeline.partition import Costs
+from entrenar_py.planning.stages import partition
+from entrenar_py.planning.stages.partition import Costs
 
 
 @st.composite

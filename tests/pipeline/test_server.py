@@ -1,4 +1,4 @@
-"""The coordinator compares what its stages hold, and records no part of a state as a whole one."""
+"""The coordinator compares what its stages hold, and records the whole model's state."""
 
 from __future__ import annotations
 
@@ -49,8 +49,25 @@ def start_of(server: PipelineServer, rank: int) -> trace.Start:
 def test_what_was_sent_is_held(server: PipelineServer, rank: int) -> None:
     recorded = server._completed(start_of(server, rank))
     assert isinstance(recorded, trace.Start)
-    assert recorded.weights == {}
+    arrays = server.replica.replica.arrays
     assert recorded.rank == rank
+    assert recorded.weights == server.recorder.tensors(arrays)
+    assert list(recorded.trainable) == list(arrays)
+
+
+def test_a_void_round_leaves_its_faults_alone(server: PipelineServer) -> None:
+    """Shards count once the step is made in their round."""
+    struck = trace.Injected(fault={"kind": "huge_gradient", "step": 0}, step=0, rank=1, shard=0)
+    shard = trace.Shard(
+        step=0, epoch=0, rank=1, shard=0, ids=(0,), loss_sum=1.0, weight=1.0, finite=True
+    )
+    for rank in (0, 1):
+        server._events[rank] = [struck, shard] if rank else []
+        server.deliver(rank)
+    server._events[0] = [struck]  # not delivered completely
+    server.gather(0)
+    assert server.recorder.of(trace.Shard) == []
+    assert server.recorder.of(trace.Injected) == [struck, struck]
 
 
 @pytest.mark.parametrize("is_left_out", [False, True])

@@ -11,7 +11,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.service import exit_codes
 from entrenar_py.service.address import Address
 from entrenar_py.service.cli import options
-from entrenar_py.systems import AUTO
+from entrenar_py.systems.system import AUTO
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WORKER = "worker --coordinator trainer.example:7411 --secret-file s"

@@ -67,9 +67,9 @@ _FAMILIES = (
     local_sgd,
     tuned_weights,
     tuned_samples,
-    tuned_stages,
     tuned_steps,
     tuned_strategies,
+    tuned_stages,
 )
 _TABLE: tuple[Check, ...] = tuple(row for family in _FAMILIES for row in family.ROWS)
 CHECKS: dict[str, Check] = {check.name: check for check in _TABLE}

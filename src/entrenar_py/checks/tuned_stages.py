@@ -23,7 +23,7 @@ _FACTS = ("ids", "weight", "loss_sum", "draws")  # of a shard, in the order in w
 _SAID = {"ids": "samples", "weight": "weight", "loss_sum": "loss", "draws": "random numbers"}
 
 
-def staged(**changes: object) -> Scenario:
+def planned(**changes: object) -> Scenario:
     """Return the scenario of a short fine-tuning in two stages."""
     options = {"task": "text", "family": "llama", "blocks": _BLOCKS}
     usual: dict[str, object] = {
@@ -42,7 +42,12 @@ def staged(**changes: object) -> Scenario:
 
 def plan(invariant: Invariant) -> list[Scenario]:
     """Plan as many stages as the model has blocks, and fewer."""
-    return [staged(world_size=number) for number in (2, 3, _BLOCKS)]
+    return [planned(world_size=number) for number in (2, 3, _BLOCKS)]
+
+
+def plan_tied(invariant: Invariant) -> list[Scenario]:
+    """Plan a model whose table of tokens is also its head."""
+    return [planned(options={"task": "text", "blocks": _BLOCKS})]
 
 
 def judge(invariant: Invariant, runs: Traces) -> Finding:
@@ -135,6 +140,6 @@ ROWS = (
         decides="each stage holds the checkpoint's weights of its own blocks, and no others",
         spoken_of="pipeline shard_plan placement layers",
         judge=probes.judge(compare_stages, "no weights that stages hold were recorded"),
-        plan=lambda invariant: [staged(options={"task": "text", "blocks": _BLOCKS})],
+        plan=plan_tied,
     ),
 )

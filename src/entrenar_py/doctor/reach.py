@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from entrenar_py import contract, shipped, systems
+from entrenar_py import contract, shipped
 from entrenar_py.cli import session
 from entrenar_py.contract import Invariant
 from entrenar_py.doctor import Found, Reach, Trainer
@@ -13,6 +13,7 @@ from entrenar_py.harness import plan
 from entrenar_py.reports.report import NotApplying
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import SYSTEMS
+from entrenar_py.systems.system import AUTO
 
 PROC = Path("/proc/self/clear_refs")
 
@@ -66,7 +67,7 @@ def _reach(name: str, clause: Invariant, found: Sequence[Found]) -> Reach:
 
 def _lacks(scenario: Scenario, found: Sequence[Found]) -> tuple[list[str], list[str]]:
     """Return what keeps `scenario` from running here, and what it lacks but can run without."""
-    serving = {_kind(one.name) for one in found if one.serves} | {systems.AUTO}
+    serving = {_kind(one.name) for one in found if one.serves} | {AUTO}
     named = {one.name for one in found if one.serves}
     missing = [
         f"{name} ({_why(name, found)})"

@@ -10,7 +10,9 @@ from pathlib import Path
 from entrenar_py.contract.problems import Problems
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import foresight, settings_file, stage_problems
-from entrenar_py.pipeline import (
+from entrenar_py.planning import devices
+from entrenar_py.planning import plan as planning
+from entrenar_py.planning.stages import (
     asked,
     diagram,
     imported,
@@ -20,12 +22,10 @@ from entrenar_py.pipeline import (
     planned,
     stage_workers,
 )
-from entrenar_py.pipeline.planned import StagesPlan
-from entrenar_py.pipeline.questions import Questions
-from entrenar_py.pipeline.stage_costs import StageCosts
-from entrenar_py.pipeline.stage_workers import StageWorker
-from entrenar_py.planning import devices
-from entrenar_py.planning import plan as planning
+from entrenar_py.planning.stages.planned import StagesPlan
+from entrenar_py.planning.stages.questions import Questions
+from entrenar_py.planning.stages.stage_costs import StageCosts
+from entrenar_py.planning.stages.stage_workers import StageWorker
 from entrenar_py.reports import output_file
 from entrenar_py.service import exit_codes
 from entrenar_py.tuning import model

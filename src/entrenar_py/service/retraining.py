@@ -16,8 +16,9 @@ from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.scenario import OF_USERS, Scenario
 from entrenar_py.service import exit_codes
 from entrenar_py.service.ledger_account import Account, weights_digest
-from entrenar_py.systems import AUTO, environment
+from entrenar_py.systems import environment
 from entrenar_py.systems.single.reference import Trainer
+from entrenar_py.systems.system import AUTO
 from entrenar_py.trace import ledger
 from entrenar_py.untrusted import files, printing
 

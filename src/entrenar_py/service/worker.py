@@ -26,9 +26,9 @@ from entrenar_py.protocol.effects import Effect, Finish, Load
 from entrenar_py.protocol.terms import Timing
 from entrenar_py.scenario import Scenario
 from entrenar_py.service import config, config_keys, exit_codes, signals
-from entrenar_py.systems import AUTO
 from entrenar_py.systems.star import topology
 from entrenar_py.systems.star.member import Member
+from entrenar_py.systems.system import AUTO
 from entrenar_py.training.tensors import Workload
 from entrenar_py.untrusted import printing
 

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from entrenar_py import backends, trace
 from entrenar_py.backends import Backend, chain
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import AUTO
 from entrenar_py.systems.recorder import Recorder
+from entrenar_py.systems.system import AUTO
 
 
 class Devices:

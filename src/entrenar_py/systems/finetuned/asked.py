@@ -75,6 +75,7 @@ class Asked:
     def of(cls, scenario: Scenario) -> Asked:
         """Return what `scenario` asks for."""
         given: dict[str, Any] = dict(scenario.options)
+        given.pop("network_seed", None)  # the simulation's
         facts = given.pop("facts", ())
         if not isinstance(facts, list | tuple):
             raise _refused("facts", facts, f"use a list of {', '.join(FACTS)}")
@@ -88,11 +89,14 @@ def _cuts(given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
         found = tuple(tuple((first, stop) for first, stop in part) for part in given)
     except (TypeError, ValueError):
         found = ((),)
-    numbers = [number for part in found for own in part for number in own]
-    if not all(found) or any(type(number) is not int for number in numbers):
-        raise _refused(
-            "cuts", given, "use lists of [first, stop] for each worker, as [[[0, 1], [1, 2]]]"
-        )
+    for part in found:
+        at = 0
+        for first, stop in dict.fromkeys(part):
+            if type(first) is not int or type(stop) is not int or first != at or stop <= first:
+                raise _refused("cuts", given, f"{part} has no stage from block {at} on")
+            at = stop
+    if not all(found):
+        raise _refused("cuts", given, "use lists of [first, stop] for each worker")
     return found
 
 

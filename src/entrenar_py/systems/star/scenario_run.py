@@ -25,10 +25,11 @@ from entrenar_py.protocol.messages import Assign, Message
 from entrenar_py.protocol.terms import Run
 from entrenar_py.protocol.worker import Worker
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import AUTO, membership
+from entrenar_py.systems import membership
 from entrenar_py.systems.star import reduction_measures, strangers, topology
 from entrenar_py.systems.star.member import Member
 from entrenar_py.systems.star.server import Server
+from entrenar_py.systems.system import AUTO
 from entrenar_py.training.tensors import Workload
 from entrenar_py.training.vectors import GivenVectors
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.pipeline.stage_workers import StageWorker
 from entrenar_py.planning import devices
 from entrenar_py.planning.plan import Run
+from entrenar_py.planning.stages.stage_workers import StageWorker
 from entrenar_py.planning.units import seconds
 from entrenar_py.tuning import blocks, layer_plan, precision
 from entrenar_py.tuning import model as models

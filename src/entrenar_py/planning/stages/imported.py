@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from entrenar_py import backends
-from entrenar_py.pipeline import plan_text
-from entrenar_py.pipeline.old_configuration import OldConfiguration
-from entrenar_py.pipeline.old_plan_problems import LOCAL
+from entrenar_py.planning.stages import plan_text
+from entrenar_py.planning.stages.old_configuration import OldConfiguration
+from entrenar_py.planning.stages.old_plan_problems import LOCAL
 from entrenar_py.service.address import Address
 from entrenar_py.tuning.settings import LAYER_PIPELINE, StagePlan
 

@@ -16,8 +16,8 @@ from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode
 from entrenar_py.errors import UsageError
-from entrenar_py.pipeline import old_plan_problems
-from entrenar_py.pipeline.old_plan_problems import LOCAL, OldStage, OldWorker
+from entrenar_py.planning.stages import old_plan_problems
+from entrenar_py.planning.stages.old_plan_problems import LOCAL, OldStage, OldWorker
 from entrenar_py.service.address import PORT_MAX, Address
 
 FORM = "a hetero_config is a mapping (version, coordinator, workers, shard_plan)"

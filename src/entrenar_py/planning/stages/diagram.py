@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from entrenar_py.pipeline.planned import StagesPlan
+from entrenar_py.planning.stages.planned import StagesPlan
 from entrenar_py.planning.units import size
 from entrenar_py.untrusted import escaping
 

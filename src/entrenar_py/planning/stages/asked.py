@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from entrenar_py.errors import UsageError
-from entrenar_py.pipeline import cut, plan_text, planned
-from entrenar_py.pipeline.questions import Questions, names, number, one_of
-from entrenar_py.pipeline.stage_costs import StageCosts
-from entrenar_py.pipeline.stage_workers import StageWorker
+from entrenar_py.pipeline import cut
 from entrenar_py.planning import devices
 from entrenar_py.planning import plan as planning
+from entrenar_py.planning.stages import plan_text, planned
+from entrenar_py.planning.stages.questions import Questions, names, number, one_of
+from entrenar_py.planning.stages.stage_costs import StageCosts
+from entrenar_py.planning.stages.stage_workers import StageWorker
 from entrenar_py.planning.units import size
 from entrenar_py.service import address, config
 from entrenar_py.tuning import blocks, fitting, model

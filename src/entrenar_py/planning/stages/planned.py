@@ -14,11 +14,11 @@ from itertools import pairwise, permutations
 import numpy as np
 
 from entrenar_py.errors import UsageError
-from entrenar_py.pipeline import partition
 from entrenar_py.pipeline.cut import require_end
-from entrenar_py.pipeline.partition import Costs
-from entrenar_py.pipeline.stage_costs import Place, StageCosts, Terms, matrix
-from entrenar_py.pipeline.stage_workers import StageWorker
+from entrenar_py.planning.stages import partition
+from entrenar_py.planning.stages.partition import Costs
+from entrenar_py.planning.stages.stage_costs import Place, StageCosts, Terms, matrix
+from entrenar_py.planning.stages.stage_workers import StageWorker
 from entrenar_py.planning.units import size
 from entrenar_py.tuning.settings import StagePlan
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from entrenar_py.pipeline.planned import PlannedStage, StagesPlan
-from entrenar_py.pipeline.stage_costs import Terms
 from entrenar_py.planning.shape import FLOAT_BYTES
+from entrenar_py.planning.stages.planned import PlannedStage, StagesPlan
+from entrenar_py.planning.stages.stage_costs import Terms
 from entrenar_py.planning.text import COLUMNS, columns
 from entrenar_py.planning.units import seconds, short, size
 from entrenar_py.tuning.settings import StagePlan

@@ -1,0 +1,1 @@
+"""`entrenar pipeline`: which machine gets which blocks, as planned, asked for, or converted."""
