@@ -57,10 +57,12 @@ class Process:
         limit_bytes: int | None = None,
         anew: bool = False,
         cache: Path | None = None,
+        dies_at: tuple[str, str, int] | None = None,
     ) -> None:
         """Start the process. No file that it writes may grow beyond `limit_bytes`.
 
-        A forked one keeps files in the folder `cache`.
+        A forked one keeps files in the folder `cache`, and kills itself at the message `dies_at`
+        (`nursery.start`).
         """
         told = [*map(str, arguments)]
         self._process: subprocess.Popen[str] | nursery.Child
@@ -70,7 +72,10 @@ class Process:
             self._process = subprocess.Popen(command, text=True, **pipes)
         else:
             self._process = nursery.start(
-                told, limit_bytes=limit_bytes, cache=None if cache is None else str(cache)
+                told,
+                limit_bytes=limit_bytes,
+                cache=None if cache is None else str(cache),
+                dies_at=dies_at,
             )
         assert self._process.stdout is not None
         self._output = self._process.stdout
@@ -83,6 +88,11 @@ class Process:
             if found := re.search(pattern, line):
                 return found
         raise AssertionError(f"it never said {pattern!r}: {self.lines}")
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the process runs no more."""
+        return self._process.poll() is not None
 
     def signal(self, number: int) -> None:
         """Send a signal."""

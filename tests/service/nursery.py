@@ -76,12 +76,10 @@ class Nursery:
                 cwd=Path(__file__).parents[2],
             )
 
-    def start(
-        self, arguments: Sequence[str], *, limit_bytes: int | None, cache: str | None
-    ) -> Child:
-        """Fork `entrenar` with `arguments`."""
+    def start(self, arguments: Sequence[str], **told: Any) -> Child:
+        """Fork `entrenar` with `arguments`; `told` is what `_become` takes besides."""
         ours, theirs = os.pipe()
-        told = {"arguments": arguments, "limit_bytes": limit_bytes, "cache": cache}
+        told["arguments"] = [*arguments]
         request = json.dumps(told).encode()
         socket.send_fds(self._socket, [request], [theirs])
         os.close(theirs)
@@ -111,12 +109,20 @@ class Nursery:
         return said
 
 
-def start(arguments: Sequence[str], *, limit_bytes: int | None, cache: str | None = None) -> Child:
+def start(
+    arguments: Sequence[str],
+    *,
+    limit_bytes: int | None,
+    cache: str | None = None,
+    dies_at: tuple[str, str, int] | None = None,
+) -> Child:
     """Start `entrenar` with `arguments`; no file that it writes may grow beyond `limit_bytes`.
 
-    It keeps files in the folder `cache`, by default where this process does.
+    It keeps files in the folder `cache`, by default where this process does. With `dies_at` it
+    kills itself at a message: once that was `sent` or `got`, or `before` it is sent; of that name;
+    and of that step or a later one.
     """
-    return _nursery().start(arguments, limit_bytes=limit_bytes, cache=cache)
+    return _nursery().start(arguments, limit_bytes=limit_bytes, cache=cache, dies_at=dies_at)
 
 
 @functools.cache
@@ -179,8 +185,29 @@ def _tell_ended(asked: socket.socket) -> None:
                 asked.send(json.dumps({"ended": ended[0], "code": code}).encode())
 
 
+def _die_at(when: str, name: str, step: int) -> None:
+    """Kill this process at the message that `start` describes."""
+    from entrenar_py.drivers import stream
+
+    method = {"before": "write", "sent": "wrote", "got": "read"}[when]
+    plain = getattr(stream.Meter, method)
+
+    def counted(self: Any, about: Any, *more: Any) -> None:
+        plain(self, about, *more)
+        message = about.message if when == "got" else about
+        if type(message).__name__ == name and getattr(message, "step", -1) >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(stream.Meter, method, counted)
+
+
 def _become(
-    output: int, *, arguments: list[str], limit_bytes: int | None, cache: str | None
+    output: int,
+    *,
+    arguments: list[str],
+    limit_bytes: int | None,
+    cache: str | None,
+    dies_at: tuple[str, str, int] | None,
 ) -> NoReturn:
     """Run the command in this forked process, and exit."""
     from entrenar_py.service import cli
@@ -196,6 +223,8 @@ def _become(
         # Streams of what these were before would seek in them.
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        if dies_at is not None:
+            _die_at(*dies_at)
         if limit_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
         code = cli.main(arguments)

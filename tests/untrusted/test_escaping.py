@@ -345,7 +345,7 @@ PRINTERS = {
 # written to find out that they can be, and then forgotten.
 WRITERS = {
     *("untrusted.escaping", "project.init", "tuning.rows"),
-    *("finetune.settings_file", "pipeline.plan_text"),  # as YAML
+    *("finetune.settings_file", "planning.stages.plan_text"),  # as YAML
 }
 FORBIDDEN = ("print", "Console", "rich.print", "traceback.print_exc", "warnings.warn")
 

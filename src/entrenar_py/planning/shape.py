@@ -125,8 +125,8 @@ class Shape:
         part = self._part(cut)
         blocks = [self._bytes(block) for block in _stack(part)]
         elsewhere = _elsewhere(part, cut)
-        trained = sum(p.numel() for p in part.parameters() if p.requires_grad)
-        trained -= sum(p.numel() for p in elsewhere if p.requires_grad)
+        others = {*elsewhere, *self._of_other_ends(part, cut)}
+        trained = sum(p.numel() for p in part.parameters() if p.requires_grad and p not in others)
         everything = self._bytes(part) - sum(p.numel() * p.element_size() for p in elsewhere)
         return Counts(
             frozen_bytes=everything - FLOAT_BYTES * trained,
@@ -134,6 +134,30 @@ class Shape:
             largest_block_bytes=max(blocks, default=0),
             outside_bytes=everything - sum(blocks),
         )
+
+    def _of_other_ends(self, part: nn.Module, cut: Cut) -> Iterator[nn.Parameter]:
+        """Yield what stands before or after the blocks of `part`, and another rank trains.
+
+        Tables and heads are left out.
+        """
+        model = cast("Any", part)
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        known = {one for end in ends if end is not None for one in end.parameters()}
+        is_here, module = cut.has_table, part
+        for name in self._path:
+            for other, child in module.named_children():
+                if other == name:
+                    is_here = cut.has_head
+                elif not is_here:
+                    yield from (one for one in child.parameters() if one not in known)
+            is_here, module = cut.has_table, module.get_submodule(name)
+
+    @cached_property
+    def _path(self) -> list[str]:
+        """The names on the way to the model's blocks."""
+        stack = _stack(self.whole)
+        names = (name for name, module in self.whole.named_modules() if module is stack)
+        return next(names, "").split(".")
 
     def cuts_into(self, size: int) -> str:
         """Return why the model's layers can't be shared by `size` ranks, "" if they can."""
