@@ -2,11 +2,15 @@
 
     python -m tests.benchmarks.layer_pipeline --stages 2 --runs 3
 
-Both train adapters of one random Llama on rows of a fixed length, in stages of equally many blocks,
-a process with one thread each. Torch's stages are `strategy: pipeline_parallel` under torchrun,
-which is PipelineStage with Schedule1F1B. Runs alternate; a run's time is the median of its steps
-after the first ones, and `idle` the share of it in which stages waited. Prints a JSON line a run,
-and the ratio. CI does not run it.
+Both train one random Llama on rows of a fixed length, in stages of equally many blocks, a process
+with one thread each. Torch's stages are `strategy: pipeline_parallel` under torchrun, which is
+PipelineStage with Schedule1F1B. Runs alternate; a run's time is the median of its steps after the
+first ones, and `idle` the share of it in which stages waited.
+
+Stages of equally many blocks are not alike: the first block needs no gradient of what came in, and
+the last stage has head and loss. `expected` is the share for the stages' own median times of a
+shard; that of alike stages is printed at the end. Prints a JSON line a run, and the ratio. CI does
+not run it.
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ import secrets
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from entrenar_py.protocol import pipeline
 from tests.benchmarks import gpu_finetune
 from tests.drivers.fakes import free_port
 
@@ -69,8 +76,14 @@ def settings(folder: Path, output: str, given: argparse.Namespace, **more: Any) 
     return path
 
 
-def ours(folder: Path, output: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Train by a coordinator and workers; return what was measured."""
+def ours(
+    folder: Path,
+    output: str,
+    given: argparse.Namespace,
+    *,
+    of_worker: Sequence[str] = ENTRENAR,
+) -> dict[str, Any]:
+    """Train by a coordinator and workers, which `of_worker` starts; return what was measured."""
     secret, address = folder / "secret", f"127.0.0.1:{free_port()}"
     secret.write_text(secrets.token_hex(16))
     section = {"listen": address, "secret_file": str(secret)}
@@ -79,7 +92,7 @@ def ours(folder: Path, output: str, given: argparse.Namespace) -> dict[str, Any]
     )
     env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "env": env}
-    worker = [*ENTRENAR, "worker", "--coordinator", address, "--secret-file", str(secret)]
+    worker = [*of_worker, "worker", "--coordinator", address, "--secret-file", str(secret)]
     started = [subprocess.Popen([*ENTRENAR, "coordinator", str(path)], **quiet)]
     started += [subprocess.Popen(worker, **quiet) for _ in range(given.stages)]
     codes = [one.wait() for one in started]
@@ -105,7 +118,27 @@ def measured(output: Path) -> dict[str, Any]:
     times = [one["step_ms"] for one in steps[UNCOUNTED:]]
     idle = [one["idle_share"] for one in steps[UNCOUNTED:] if "idle_share" in one]
     found = {"step_ms": round(median(times), 1), "loss": steps[-1]["loss"]}
-    return found | ({"idle": round(median(idle), 3)} if idle else {})
+    if not idle:
+        return found
+    return found | {"idle": round(median(idle), 3), "expected": round(expected(steps), 3)}
+
+
+def expected(steps: list[dict[str, Any]]) -> float:
+    """Return the share of idle time for stages that take their median times, and wait for no wire.
+
+    The slowest stage is busy all the time but for one shard's way through the others.
+    """
+    passes: dict[str, list[list[pipeline.Timed]]] = defaultdict(list)
+    for step in steps[UNCOUNTED:]:
+        for rank, times_us in step["passes_us"].items():
+            passes[rank].append(pipeline.decode(times_us))
+    num_shards = len({one.shard for of_rank in passes.values() for one in of_rank[0]})
+    shard_us = [
+        median(sum(one.ended - one.began for one in of_step) for of_step in of_rank) / num_shards
+        for of_rank in passes.values()
+    ]
+    window = (num_shards - 1) * max(shard_us) + sum(shard_us)
+    return 1 - num_shards * sum(shard_us) / (len(shard_us) * window)
 
 
 def main() -> None:

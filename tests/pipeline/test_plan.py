@@ -107,11 +107,11 @@ def test_weights_of_stages_are_those_of_the_model_and_a_second_table(costs: Stag
     assert trained == 4 * costs.run.shape.counts().trained
 
 
-@pytest.mark.parametrize(("stage", "shards", "kept"), [(0, 4, 3), (1, 4, 2), (2, 4, 1), (0, 2, 2)])
+@pytest.mark.parametrize(("stage", "shards", "kept"), [(0, 5, 4), (1, 5, 3), (2, 5, 1), (0, 2, 2)])
 def test_a_stage_keeps_a_shard_for_each_stage_from_it_on(
     costs: StageCosts, stage: int, shards: int, kept: int
 ) -> None:
-    """With 1F1B stage s of P has min(P - s, shards) shards between their passes."""
+    """Stage s of P has min(P - s + 1, shards) shards between their passes, the last one has one."""
     here = place(stage, 3, shards=shards)
     assert here.num_kept == kept
     one, two = (costs.terms(here, 1, end).kept for end in (2, 3))
@@ -136,7 +136,8 @@ def test_memory_is_near_that_of_torchs_pipeline(costs: StageCosts) -> None:
     )
     theirs = memory.of("pipeline_parallel", run.shape, load)
     ours = [costs.terms(place(stage, 2), 2 * stage, 2 * stage + 2) for stage in (0, 1)]
-    assert max(one.kept for one in ours) == pytest.approx(theirs.activations, rel=0.15)
+    # Ours has one shard more on its way.
+    assert max(one.kept for one in ours) * 2 / 3 == pytest.approx(theirs.activations, rel=0.15)
 
 
 # --- cuts -------------------------------------------------------------------------------------

@@ -63,13 +63,13 @@ def test_equal_stages_wait_as_the_formula_says(num_stages: int, num_shards: int)
 
 @given(st.integers(1, 6), st.integers(1, 12))
 def test_a_stage_keeps_few_shards(num_stages: int, num_shards: int) -> None:
-    """As many as there are stages from it on."""
+    """One more than there are stages from it on."""
     for stage in range(num_stages - 1):
         kept = most = 0
         for _, is_forward in pipeline.order(range(num_shards), stage=stage, num_stages=num_stages):
             kept += 1 if is_forward else -1
             most = max(most, kept)
-        assert most <= num_stages - stage
+        assert most <= num_stages - stage + 1
 
 
 def test_times_are_read_back() -> None:

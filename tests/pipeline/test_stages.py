@@ -39,6 +39,8 @@ def config(kind: str, **changes: Any) -> Any:
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
     }
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     return getattr(transformers, f"{kind}Config")(**{**sizes, **changes})
 
 
@@ -54,6 +56,13 @@ def neox() -> Any:
 
 
 ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXED = ["linear_attention", "full_attention"] * 2
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 # Its configuration, and what is adapted.
 MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "llama": (partial(config, "Llama"), ("q_proj", "down_proj")),
@@ -98,6 +107,14 @@ MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "stablelm": (partial(config, "StableLm"), ("q_proj",)),
     "cohere": (partial(config, "Cohere"), ("q_proj",)),
     "glm4": (partial(config, "Glm4", head_dim=8, pad_token_id=0), ("q_proj",)),
+    "qwen3.5": (
+        partial(config, "Qwen3_5Text", head_dim=8, layer_types=MIXED, pad_token_id=0, **LINEAR),
+        ("q_proj", "out_proj", "down_proj"),
+    ),
+    "llama4": (
+        partial(config, "Llama4Text", head_dim=8, num_local_experts=2, pad_token_id=0),
+        ("q_proj",),
+    ),
     "smollm3": (partial(config, "SmolLM3", pad_token_id=0), ("q_proj",)),
 }
 
@@ -240,6 +257,34 @@ def test_a_model_that_looks_ahead_is_refused(
     with pytest.raises(UsageError, match="it sees the tokens that it is to predict"):
         prepared.workload()
     with pytest.raises(UsageError, match="it sees the tokens that it is to predict"):
+        stages_of(prepared, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "problem"),
+    [
+        ("Gemma4Text", {"num_kv_shared_layers": 2}, "blocks 2 to 3 of .* hidden states alone"),
+        (
+            "Gemma3nText",
+            {
+                "num_kv_shared_layers": 0,
+                "altup_num_inputs": 2,
+                "laurel_rank": 4,
+                "activation_sparsity_pattern": [0.0] * 4,
+            },
+            "hidden states between blocks have 4 dims",
+        ),
+    ],
+)
+def test_blocks_that_pass_on_more_are_refused(
+    small: Path, tmp_path: Path, kind: str, changes: dict[str, Any], problem: str
+) -> None:
+    """Keys and values of an earlier block, and several hidden states for a token."""
+    layers = ["sliding_attention", "full_attention"] * 2
+    sizes = {"head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512}
+    made = config(kind, layer_types=layers, pad_token_id=0, **sizes, **changes)
+    prepared = prepared_of(small, tmp_path / "model", made, ("q_proj", "o_proj"))
+    with pytest.raises(UsageError, match=problem):
         stages_of(prepared, 2, 4)
 
 

@@ -108,11 +108,11 @@ def holding() -> PipelineWorker:
 
 @pytest.mark.parametrize(
     ("stage", "passes"),
-    [(0, "f0 f1 f2 b0 b1 b2"), (1, "f0 f1 b0 f2 b1 b2"), (2, "f0 f1 f2")],
+    [(0, "f0 f1 f2 f3 b0 b1 b2 b3"), (1, "f0 f1 f2 b0 f3 b1 b2 b3"), (2, "f0 f1 f2 f3")],
 )
 def test_the_order_of_three_stages(stage: int, passes: str) -> None:
-    """1F1B: as many forward passes as there are later stages, then one of each kind in turns."""
-    told = order((0, 1, 2), stage=stage, num_stages=3)
+    """1F1B, with one shard more on its way than there are later stages."""
+    told = order((0, 1, 2, 3), stage=stage, num_stages=3)
     assert " ".join(f"{'f' if forward else 'b'}{shard}" for shard, forward in told) == passes
 
 

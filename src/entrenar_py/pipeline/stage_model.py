@@ -38,13 +38,15 @@ class Table(nn.Module):
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
-        self._dtype = table.weight.dtype  # which others take over, such as rotary positions
+        # Models read its device, and others its format, such as rotary positions.
+        self.register_buffer("weight", torch.empty(0, dtype=table.weight.dtype), persistent=False)
+        self.weight: Tensor
         self.fill = 0.0
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return hidden states [n, t, d], all the same, for tokens int64 [n, t]."""
         shape = (*tokens.shape, self.embedding_dim)
-        return torch.full(shape, self.fill, dtype=self._dtype, device=tokens.device)
+        return torch.full(shape, self.fill, dtype=self.weight.dtype, device=tokens.device)
 
 
 class Head(nn.Module):
@@ -108,7 +110,7 @@ class Stage:
         tokens = torch.tensor([PROBED], device=place)
         with in_evaluation(module), precision.applied(products, place):
             try:
-                output_of(module, tokens)
+                _require_runs(module, own, tokens)
             except _InTuples:
                 for block in layers:
                     if isinstance(block, Skipped):
@@ -123,8 +125,9 @@ class Stage:
         self, _: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own = inputs[0] if inputs else named["hidden_states"]
-        if own.dim() != HIDDEN_DIMS:
+        if own.dim() < HIDDEN_DIMS:
             raise _InTuples
+        _require_hidden(own)
         hidden, first_draw = self._received or (_example(own), 0)
         drawing = masks.entered()
         if drawing is not None:
@@ -134,7 +137,38 @@ class Stage:
         return inputs, {**named, "hidden_states": hidden}
 
     def _leave(self, _: nn.Module, __: object, output: Any) -> None:
-        raise Reached(hidden_of(output))
+        hidden = hidden_of(output)
+        _require_hidden(hidden)
+        raise Reached(hidden)
+
+
+def _require_runs(module: nn.Module, own: range, tokens: Tensor) -> None:
+    """Run a stage on `tokens`. Raises UsageError if its blocks lack something of earlier ones.
+
+    In some models blocks share the keys and values of an earlier block.
+    """
+    try:
+        output_of(module, tokens)
+    except (UsageError, _InTuples):
+        raise
+    except Exception as error:
+        named = type(layer_plan.decoder_of(module)).__name__
+        told = f"{type(error).__name__}: {error}".strip()
+        raise UsageError(
+            f"strategy=layer_pipeline: blocks {own.start} to {own.stop - 1} of {named} don't run "
+            f"on hidden states alone ({told}); cut the model elsewhere, or use coordinator and "
+            "workers without stages"
+        ) from error
+
+
+def _require_hidden(hidden: Tensor) -> None:
+    """Raise UsageError unless `hidden` is [n, t, d]."""
+    if hidden.dim() != HIDDEN_DIMS:
+        raise UsageError(
+            f"strategy=layer_pipeline: hidden states between blocks have {hidden.dim()} dims, and "
+            "only [rows, tokens, width] can be passed on; use coordinator and workers without "
+            "stages"
+        )
 
 
 def unlike_at_the_end(module: nn.Module, products: torch.dtype) -> Tensor:

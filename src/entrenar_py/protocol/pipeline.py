@@ -105,13 +105,14 @@ def idle_share(passes: Mapping[int, Sequence[Timed]]) -> float | None:
 def order(shards: Sequence[int], *, stage: int, num_stages: int) -> list[tuple[int, bool]]:
     """Return the passes of a stage: pairs of a shard and whether its pass is the forward one.
 
-    The schedule is 1F1B: as many forward passes as there are later stages, then one of each kind in
-    turns. The last stage makes both passes of a shard at once, in what counts as the forward one.
+    The schedule is 1F1B, with one shard more on its way than there are later stages, so that none
+    waits for the wire: so many forward passes, then one of each kind in turns. The last stage makes
+    both passes of a shard at once, in what counts as the forward one.
     Backward passes come in the order of `shards`.
     """
     if stage == num_stages - 1:
         return [(shard, True) for shard in shards]
-    ahead = min(num_stages - 1 - stage, len(shards))
+    ahead = min(num_stages - stage, len(shards))
     passes = [(shard, True) for shard in shards[:ahead]]
     for shard, next_one in zip(shards, [*shards[ahead:], *[None] * ahead], strict=True):
         if next_one is not None:

@@ -112,9 +112,9 @@ class PipelineWorker(MeshWorker):
             self._passes.clear()
             return [do.Send(self._peer, outcome)]
         self._note_time(asked, outcome)
-        effects = self._forward(asked, outcome)
+        sends = self._forward(asked, outcome)
         if self._passes:
-            return [*effects, *self._go_on()]
+            return [*self._go_on(), *sends]  # they are encoded during the next pass
         self.phase = Phase.READY
         assert self._group is not None, "passes belong to a round"
         number = self._group.round
@@ -125,7 +125,7 @@ class PipelineWorker(MeshWorker):
             times_us=pipeline.encode(self._times),
         )
         nodes = [replace(node, round=number) for node in outcome.nodes]
-        return [*effects, do.Send(self._peer, summed), *(do.Send(self._peer, n) for n in nodes)]
+        return [*sends, do.Send(self._peer, summed), *(do.Send(self._peer, n) for n in nodes)]
 
     def wants(self, asked: do.Compute | do.Pass | do.Load) -> bool:
         """Return whether `asked` is still to be done; after its round or connection it is not."""

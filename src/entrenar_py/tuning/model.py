@@ -7,7 +7,7 @@ say so.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,7 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         module, new = _base(settings)
+        _draw(settings.seed, module, new)
         module.config.pad_token_id = pad_token  # type: ignore[union-attr]
         adapters.freeze_beside(module)
         if settings.adapts:
@@ -138,6 +139,7 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         module, new = _base(plain, shorten, unties=True)
+        _draw(settings.seed, module, new)
         for put_back in aside:
             put_back()
         for above in module.modules():
@@ -152,6 +154,23 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     return module.train()
+
+
+def _draw(seed: int, module: nn.Module, new: Sequence[str]) -> None:
+    """Draw the parts `new` from `seed`; what is drawn next follows from it, too.
+
+    Some models (Qwen3.5) draw numbers for blocks whose weights are then read. A coordinator without
+    these blocks, which has to draw the same adapters, doesn't.
+    """
+    torch.manual_seed(seed)
+    model = cast("Any", module)
+    for name, part in module.named_modules():
+        if any(f".{name}".endswith(f".{one}") for one in new):
+            tensors: Iterator[Any] = part.parameters()
+            for tensor in tensors:
+                tensor._is_hf_initialized = False
+            for inner in part.modules():
+                model._init_weights(inner)
 
 
 def _require_causal(settings: Settings, module: nn.Module) -> None:

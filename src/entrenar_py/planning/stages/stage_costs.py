@@ -36,8 +36,8 @@ class Terms:
     - `gradients`: on the CPU a shard's gradient, and a node for each level of the tree into which
       shards fold; on a GPU a shard's alone, as nodes are on the host.
     - `arriving`: new weights before they are committed, on the host.
-    - `kept`: activations of the shards between their forward and their backward pass. With 1F1B,
-      stage s of P has min(P - s, shards) of them; the last stage makes both passes at once.
+    - `kept`: activations of the shards between their forward and their backward pass. Stage s
+      of P has min(P - s + 1, shards) of them; the last stage makes both passes at once.
     - `hidden`: hidden states that came in and that went out, of the same shards.
     - `passing`: temporary tensors of a pass at its peak; in the last stage those of the loss.
     - `runtime`: what is there before the first tensor.
@@ -80,8 +80,8 @@ class Place:
 
     @property
     def num_kept(self) -> int:
-        """The most shards between their two passes (1F1B)."""
-        return min(self.num_stages - self.stage, self.shards)
+        """The most shards between their two passes (`protocol.pipeline.order`)."""
+        return 1 if self.is_last else min(self.num_stages - self.stage + 1, self.shards)
 
 
 class StageCosts:
