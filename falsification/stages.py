@@ -98,7 +98,7 @@ def rate_without_schedule(
     state: optimizer.State,
     rate: float,
 ) -> None:
-    """Steps the later stage's half with the rate before its schedule."""
+    """Steps the later stage's tensors, the second half, with the rate before its schedule."""
     half = weights.size // 2
     later, moments = weights.copy(), {name: one.copy() for name, one in state.items()}
     _step(rule, later, gradient, moments, RATE)

@@ -47,6 +47,7 @@ def start_of(server: PipelineServer, rank: int) -> trace.Start:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_was_sent_is_held(server: PipelineServer, rank: int) -> None:
+    server._require_own(start_of(server, rank))
     recorded = server._completed(start_of(server, rank))
     assert isinstance(recorded, trace.Start)
     arrays = server.replica.replica.arrays
@@ -78,4 +79,4 @@ def test_other_weights_than_were_sent(server: PipelineServer, is_left_out: bool)
     wrong = {last: replace(start.weights[last], digest="0" * 32)}
     kept = {name: one for name, one in start.weights.items() if name != last}
     with pytest.raises(ProtocolError, match=f"rank 1 holds other weights.*{last}, step 0"):
-        server._completed(replace(start, weights=kept if is_left_out else {**kept, **wrong}))
+        server._require_own(replace(start, weights=kept if is_left_out else {**kept, **wrong}))

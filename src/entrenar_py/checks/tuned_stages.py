@@ -15,7 +15,7 @@ from entrenar_py.checks.needs import SINGLE, Traces
 from entrenar_py.checks.tuned_weights import compare_frozen
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Event, Frozen, Shard, Trace, Update
+from entrenar_py.trace import Event, Frozen, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 _BLOCKS = 4
@@ -71,9 +71,10 @@ def _compare(tally: Tally, single: Trace, trace: Trace) -> None:
             due, got = getattr(model, name), getattr(shard, name)
             message = f"shard {shard.shard} has another {_SAID[name]} than in one process"
             tally.equal(due, got, message, **place)
-    for step, shards in evidence.shards(trace).items():
+    shards = evidence.shards(trace)
+    for step in evidence.updates(trace):
         due = sorted(shard for at, shard in expected if at == step)
-        got = sorted(shard.shard for shard in shards)
+        got = sorted(shard.shard for shard in shards.get(step, ()))
         message = f"step {step} was made of shards {got}, and not of {due}"
         tally.check(due == got, message, step=step, scenario=trace.scenario)
     message = "stages give other bits than one process"
@@ -98,25 +99,34 @@ def _as_stages_record(trace: Trace) -> Trace:
 
 
 def compare_stages(tally: Tally, trace: Trace) -> None:
-    """Check that stages hold the checkpoint's bits, and each block is in one stage alone.
+    """Check that stages hold the checkpoint's bits, and each weight of a block is in one stage.
 
-    A table that is also the head may be in the first and the last stage.
+    What is trained is left out, as are weights beside the blocks: a table that is also the head is
+    in the first and in the last stage.
     """
     compare_frozen(tally, trace)
     files, stages = trace.of(Frozen)[:1], trace.of(Frozen)[1:]
-    is_cut_anew = len(trace.scenario.options.get("cuts", ())) > 1
+    num_cuts = len(trace.scenario.options.get("cuts", ()))
+    is_cut_anew = min(num_cuts, len(set(trace.scenario.stops)) + 1) > 1
     if not files or not stages or is_cut_anew:
         return
-    holders: dict[str, list[str]] = defaultdict(list)
+    trained = {_in_checkpoint(name) for start in trace.of(Start)[:1] for name in start.trainable}
+    holders: dict[str, dict[str, None]] = defaultdict(dict)  # a stage that is loaded again is one
     for event in stages:
         for name in event.weights:
-            holders[name.removesuffix(" in NF4")].append(event.when)
+            holders[name.removesuffix(" in NF4")][event.when] = None
     for name in files[0].weights:
-        held, place = holders[name], {"tensor": name, "scenario": trace.scenario}
+        if not _is_in_block(name) or name in trained:
+            continue
+        held, place = [*holders[name]], {"tensor": name, "scenario": trace.scenario}
         tally.check(bool(held), f"{name} is in no stage", **place)
-        if _is_in_block(name):
-            message = f"{name} is in {len(held)} stages, {' and '.join(held)}, and belongs to one"
-            tally.check(len(held) <= 1, message, **place)
+        message = f"{name} is in {len(held)} stages, {' and '.join(held)}, and belongs to one"
+        tally.check(len(held) <= 1, message, **place)
+
+
+def _in_checkpoint(name: str) -> str:
+    """Return the name that a trained tensor has in the checkpoint's files, if it is there."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _is_in_block(name: str) -> bool:

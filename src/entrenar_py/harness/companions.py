@@ -25,7 +25,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.faults import SILENT, SURVIVED
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import SYSTEMS
-from entrenar_py.systems.tuned_options import PLACES, unplaced
+from entrenar_py.systems.tuned_options import unplaced
 
 _WORKERS = (1, 2, 3, 4, 5, 8)
 _POWERS_OF_TWO = (1, 2, 4, 8)
@@ -133,8 +133,12 @@ def _twin(scenario: Scenario) -> list[Scenario]:
 
 def _finetuned(scenario: Scenario, system: str) -> Scenario:
     """Return the same fine-tuning by another system's one worker, without facts of its own."""
-    left_out = ("facts", "strategy", "network_seed", *PLACES)
-    options = {name: value for name, value in scenario.options.items() if name not in left_out}
+    left_out = {"facts", "strategy"}
+    options = {
+        name: value
+        for name, value in scenario.options.items()
+        if name in SYSTEMS[system].options and name not in left_out
+    }
     single = {"system": system, "world_size": 1, "backends": ("cpu",)}
     return plain(scenario, **single, options=options)
 

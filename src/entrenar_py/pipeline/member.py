@@ -202,13 +202,14 @@ class StageMember(Member):
             current.is_begun = True
             step.begin()
         found: Hidden | Backward
-        drop = dropout.Dropout(
-            self.scenario.dropout, self.scenario.rng("dropout", asked.step, shard)
-        )
+        drawn: str | None = None
         if not ids:
             found = self._nothing(asked.is_forward)
         elif asked.is_forward:
+            rng = self.scenario.rng("dropout", asked.step, shard)
+            drop = dropout.Dropout(self.scenario.dropout, rng)
             found = step.forward(shard, ids, self._received(current, shard), drop)
+            drawn = drop.digest()
         else:
             gradient = _tensor(
                 current.gradients.pop(shard),
@@ -221,7 +222,7 @@ class StageMember(Member):
             return Passed(str(found.tensor.dtype).removeprefix("torch."), found.draws)
         if found.hidden is not None:
             self._out[ActivationGradient, shard] = _payload(found.hidden)
-        return self._add(current, asked, found, drop.digest())
+        return self._add(current, asked, found, drawn)
 
     def _received(self, current: _Round, shard: int) -> Received | None:
         if self.workload.stage.is_first:

@@ -11,10 +11,10 @@ from entrenar_py.errors import ProtocolError
 from entrenar_py.pipeline.cut import Cut
 from entrenar_py.protocol.effects import Stop
 from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Message, Welcome
+from entrenar_py.protocol.messages import Applied, Loaded, Message, Welcome
 from entrenar_py.protocol.terms import Run, Terms
 from entrenar_py.scenario import Scenario
-from entrenar_py.systems import updates
+from entrenar_py.systems import replicas, updates
 from entrenar_py.systems.star import audited
 from entrenar_py.systems.star.server import Server
 from entrenar_py.training import state
@@ -33,7 +33,8 @@ class PipelineServer(Server):
         self._recorded: tuple[int, trace.Tensors] = (-1, {})  # a step, and the weights before it
 
     def cut_by(self, cut: Cut) -> None:
-        """Have `cut` be the run's from now on; no worker is connected."""
+        """Cut the run as `cut` says from now on. Call this only while no worker takes part."""
+        assert not self.present, "workers have stages of the cut before"
         self.cut = cut
         self.blocks = cast(Any, cut.blocks)
 
@@ -75,6 +76,8 @@ class PipelineServer(Server):
     def stop(self, effect: Stop) -> None:
         """See `Server`."""
         self._settle()
+        for recorded in self._events.values():
+            self._record(audited.injected(recorded))
         super().stop(effect)
 
     def _settle(self) -> None:
@@ -86,26 +89,44 @@ class PipelineServer(Server):
         self._recorded = (-1, {})
         return super().restore()
 
-    def _completed(self, event: trace.Event) -> trace.Event:
-        """Put what a worker recorded of its stage together with the other stages' tensors.
+    def require(self, rank: int, message: Message, payload: Buffer) -> None:
+        """See `Server`; a worker that holds other weights than it was sent is refused, too."""
+        super().require(rank, message, payload)
+        if isinstance(message, Loaded | Applied):
+            for event in self._events_in(rank, message, payload):
+                if isinstance(event, trace.Start | trace.Update):
+                    self._require_own(event)
 
-        So each worker's state is that of the whole model of which it has a part. Raises
-        ProtocolError if it holds other weights than it was sent.
+    def _require_own(self, event: trace.Start | trace.Update) -> None:
+        """Raise ProtocolError unless a worker holds its stage's weights as they are here."""
+        names = [spec.name for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]]
+        if isinstance(event, trace.Start):
+            arrays = self.replica.replica.arrays
+            held = self.recorder.tensors({name: arrays[name] for name in names})
+        elif self._recorded[0] == event.step + 1:
+            held = self._recorded[1]
+        else:
+            return  # no such step is prepared: the machine refuses the message
+        for name in names:
+            theirs = event.weights.get(name)
+            if theirs is None or theirs.digest != held[name].digest:
+                raise ProtocolError(
+                    f"rank {event.rank} holds other weights than it was sent: {name}, step "
+                    f"{event.step}"
+                )
+
+    def _completed(self, event: trace.Event) -> trace.Event:
+        """Put the weights that a worker recorded of its stage together with other stages' weights.
+
+        So each worker's weights are those of the whole model of which it has a part.
         """
         event = super()._completed(event)
         if not isinstance(event, trace.Start | trace.Update):
             return event
         held = self._held(event.step + isinstance(event, trace.Update))
-        specs = self.workload.specs
-        for spec in self.cut.specs[self.cut.stage_of_rank(event.rank)]:
-            theirs = event.weights.get(spec.name)
-            if theirs is None or theirs.digest != held[spec.name].digest:
-                raise ProtocolError(
-                    f"rank {event.rank} holds other weights than it was sent: {spec.name}, step "
-                    f"{event.step}"
-                )
         if isinstance(event, trace.Update):
             return replace(event, weights=held)
+        specs = self.workload.specs
         return replace(
             event,
             weights=held,
@@ -113,13 +134,22 @@ class PipelineServer(Server):
             decayed=tuple(spec.name for spec in specs if spec.decayed),
         )
 
+    def prepare(self, step: int) -> tuple[float, float]:
+        """See `Server`; the new weights are recorded here, aside, too."""
+        total = super().prepare(step)
+        assert self._beside is not None, "it has just made the step"
+        self._recorded = step + 1, self._record_of(self._beside)
+        return total
+
     def _held(self, step: int) -> trace.Tensors:
-        """Return the record of all weights before `step`."""
+        """Return the record of all weights before `step`, which are those held now."""
         if self._recorded[0] != step:
-            arrays = self.replica.replica.arrays
-            names = [spec.name for spec in self.workload.specs]
-            self._recorded = step, self.recorder.tensors({name: arrays[name] for name in names})
+            self._recorded = step, self._record_of(self.replica)
         return self._recorded[1]
+
+    def _record_of(self, worker: replicas.Worker) -> trace.Tensors:
+        arrays = worker.replica.arrays
+        return self.recorder.tensors({spec.name: arrays[spec.name] for spec in self.workload.specs})
 
     def payload(self, message: Message) -> Buffer:
         """Return the payload of `message`; a worker gets the state of its stage alone."""

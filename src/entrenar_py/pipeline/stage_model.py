@@ -115,6 +115,7 @@ class Stage:
                 for block in layers:
                     if isinstance(block, Skipped):
                         block.returns_tuple = True
+                _require_runs(module, own, tokens)
             _require_separate(module, self, tokens)
 
     def receive(self, hidden: Tensor | None, first_draw: int = 0) -> None:
@@ -149,7 +150,7 @@ def _require_runs(module: nn.Module, own: range, tokens: Tensor) -> None:
     """
     try:
         output_of(module, tokens)
-    except (UsageError, _InTuples):
+    except (UsageError, _InTuples, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         named = type(layer_plan.decoder_of(module)).__name__

@@ -18,7 +18,7 @@ from entrenar_py.faults import PIPELINE_PLACES, RING_PLACES, Fault
 from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.systems import updates
 from entrenar_py.systems.system import System
-from entrenar_py.systems.tuned_options import STAGED, TUNED
+from entrenar_py.systems.tuned_options import OWN, STAGED, TUNED
 from entrenar_py.trace import Traits
 
 _TERMS = "terms"  # an option of the workload `vectors`
@@ -141,7 +141,7 @@ SYSTEMS: dict[str, System] = {
         room="finetuned.trained",
         what="a small checkpoint fine-tuned as `entrenar finetune` does, over the simulated star",
         faults=(*_FAULTS, *faults.SILENT),
-        options=TUNED,
+        options=OWN,
         traits=_STAR,
     ),
     "finetuned_by_peer": System(
@@ -153,7 +153,7 @@ SYSTEMS: dict[str, System] = {
     "finetuned_by_stages": System(
         room="finetuned.by_stages",
         what="the same by a layer pipeline: each worker has a stage of the model, simulated",
-        faults=(*_TRAINING_FAULTS, *faults.ON_THE_WAY, "restart"),
+        faults=(*_VALUE_FAULTS, "leave", *faults.ON_THE_WAY, "restart"),
         places=PIPELINE_PLACES,
         options=STAGED,
         only=("cpu",),

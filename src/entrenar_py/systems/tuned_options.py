@@ -7,11 +7,12 @@ from typing import Any
 
 TUNED = (
     *("task", "method", "family", "rank", "alpha", "class_weights", "oversample"),
-    *("strategy", "facts", "blocks", "recompute"),
+    *("strategy", "facts", "blocks"),
 )
+OWN = (*TUNED, "recompute")  # of what the trainer itself fine-tunes
 # Those that say which part of the model each worker has.
 PLACES = ("cuts",)
-STAGED = (*TUNED, *PLACES, "network_seed")
+STAGED = (*(name for name in OWN if name != "strategy"), *PLACES, "network_seed")
 
 
 def unplaced(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from entrenar_py import systems, trace
 from entrenar_py.checks import tuned_stages
 from entrenar_py.faults import Fault
 from entrenar_py.harness import companions
+from entrenar_py.pipeline.member import StageMember
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Tally
@@ -31,6 +32,7 @@ def staged(*, options: dict[str, Any] | None = None, **changes: Any) -> Scenario
         ({"cuts": [[[0, 1], [1, 2]], [[0, 2]]]}, "blocks of 1 workers, not 2"),
         ({"cuts": [[[0, 1], [1, 1]]]}, "has no stage from block 1 on"),
         ({"blocks": 4, "cuts": [[[0, 1], [2, 4]]]}, "has no stage from block 1 on"),
+        ({"cuts": [[[0, 1], [1, 2], [0, 1]]]}, "has no stage from block 2 on"),
         ({"cuts": [[0, 1]]}, "use lists of [first, stop] for each worker"),
         ({"cuts": [[[0, 1], [1, 3]]]}, "the model has 2 blocks"),
         ({"cuts": "12"}, "use lists of [first, stop] for each worker"),
@@ -57,6 +59,28 @@ def test_shards_of_a_void_round_are_not_recorded() -> None:
     fault = Fault(kind="cut", step=0, rank=0, at="Summed")
     done = systems.run(staged(faults=(fault,)))
     assert [event.shard for event in done.of(trace.Shard)] == [0, 1, 2, 3]
+
+
+def test_a_worker_with_other_weights_is_thrown_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has moved them by itself; when it comes back it is sent the right ones."""
+    plain, struck = StageMember.make_held, list[int]()
+
+    def moved(self: StageMember, step: int) -> None:
+        if self.rank == 1 and not struck:
+            struck.append(step)
+            self.held.vector[0] += 1e-3
+        plain(self, step)
+
+    right = systems.run(staged(num_steps=2))
+    monkeypatch.setattr(StageMember, "make_held", moved)
+    done = systems.run(staged(num_steps=2))
+    assert done.end.status == "completed", done.end.reason
+    (left,) = [one for one in done.of(trace.Membership) if one.change == "left"]
+    assert "rank 1 holds other weights than it was sent" in (left.reason or "")
+    weights = [
+        {update.step: update.weights for update in run.of(trace.Update)} for run in (right, done)
+    ]
+    assert weights[0] == weights[1]
 
 
 def test_another_number_of_workers_has_other_places() -> None:
@@ -93,5 +117,7 @@ def test_each_difference_is_told() -> None:
 
     lost = "step 1 was made of shards [0, 1, 2], and not of [0, 1, 2, 3]"
     assert broken(single, without(trace.Shard, step=1, shard=3)) == (lost, 1)
+    gone = "step 1 was made of shards [], and not of [0, 1, 2, 3]"
+    assert broken(single, without(trace.Shard, step=1)) == (gone, 1)
     short = "stages give other bits than one process: steps [1] are in one run only"
     assert broken(single, without(trace.Update, step=1)) == (short, 1)

@@ -38,7 +38,7 @@ class Terms:
     - `arriving`: new weights before they are committed, on the host.
     - `kept`: activations of the shards between their forward and their backward pass. Stage s
       of P has min(P - s + 1, shards) of them; the last stage makes both passes at once.
-    - `hidden`: hidden states that came in and that went out, of the same shards.
+    - `hidden`: hidden states that came in, some before their turn, and that went out.
     - `passing`: temporary tensors of a pass at its peak; in the last stage those of the loss.
     - `runtime`: what is there before the first tensor.
     """
@@ -82,6 +82,12 @@ class Place:
     def num_kept(self) -> int:
         """The most shards between their two passes (`protocol.pipeline.order`)."""
         return 1 if self.is_last else min(self.num_stages - self.stage + 1, self.shards)
+
+    @property
+    def num_hidden(self) -> int:
+        """The most hidden states: those that came, also of shards to come, and those sent on."""
+        came = 0 if self.is_first else min(self.num_stages - self.stage + 2, self.shards)
+        return came + (0 if self.is_last else self.num_kept)
 
 
 class StageCosts:
@@ -136,14 +142,13 @@ class StageCosts:
         on_host = place.kind == "cpu"
         vector = self.trained_bytes(place, begin, end)
         block, before, passing = self._activations(place)
-        ends = (not place.is_first) + (not place.is_last)
         return Terms(
             weights=self._frozen[end] - self._frozen[begin] + self._ends(place).frozen_bytes,
             trained=2 * vector,
             gradients=(1 + place.shards.bit_length() if on_host else 1) * vector,
             arriving=vector if on_host else 0 * vector,
             kept=place.num_kept * ((end - begin) * block + before),
-            hidden=place.num_kept * ends * self.hidden_bytes,
+            hidden=place.num_hidden * self.hidden_bytes,
             passing=passing,
             runtime=memory.RUNTIME_BYTES[place.kind],
         )

@@ -90,8 +90,11 @@ def _cuts(given: Any) -> tuple[tuple[tuple[int, int], ...], ...]:
     except (TypeError, ValueError):
         found = ((),)
     for part in found:
-        at = 0
-        for first, stop in dict.fromkeys(part):
+        at, before = 0, None
+        for own in part:
+            if own == before:
+                continue  # a copy of the worker before it
+            first, stop = before = own
             if type(first) is not int or type(stop) is not int or first != at or stop <= first:
                 raise _refused("cuts", given, f"{part} has no stage from block {at} on")
             at = stop

@@ -55,7 +55,7 @@ def run(scenario: Scenario) -> Trace:
         done = training.train()
         if done.end.status != "completed":
             return replace(done, scenario=scenario)
-        events: list[trace.Event] = [*training.frozen.values()]
+        events: list[trace.Event] = [*training.frozen]
         if asked.facts:
             events += _gradients(made, asked, training, done)
     return replace(done, scenario=scenario, events=(*done.events[:-1], *events, done.events[-1]))
@@ -82,7 +82,7 @@ class _Training(ScenarioRun):
         options = {**scenario.options, updates.OPTION: updates.SERVER}
         own = scenario.with_(options=options)  # the number of workers stays, for its faults
         server = PipelineServer(own, cut=self._cuts[0], workload=workload)
-        self.frozen: dict[str, trace.Frozen] = {"": frozen.of_files(prepared.settings.model)}
+        self.frozen = [frozen.of_files(prepared.settings.model)]
         super().__init__(scenario, SimulatedTransport, server=server)
 
     def _cut(self, part: tuple[tuple[int, int], ...]) -> Cut:
@@ -112,7 +112,7 @@ class _Training(ScenarioRun):
         workload = stage_loading.load(self._prepared, cut, stage)
         own = cut.stages[stage]
         when = f"in blocks {own.start} to {own.stop - 1}"
-        self.frozen[when] = frozen.of_module(workload.module, when)
+        self.frozen.append(frozen.of_module(workload.module, when))
         return StageMember(
             self.server.scenario,
             backends.open_backend("cpu"),
@@ -125,7 +125,12 @@ class _Training(ScenarioRun):
 
 
 def _parts(scenario: Scenario, asked: Asked) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the blocks of each rank in each part of the run; workers to spare are copies."""
+    """Return the blocks of each rank in each part of the run; workers to spare are copies.
+
+    Raises UsageError for cuts of other numbers of workers.
+
+    Cuts beyond the run's parts are those of the same run with more stops.
+    """
     size = scenario.world_size
     if not asked.cuts:
         stages = cutting.equal(asked.blocks, min(size, asked.blocks))
