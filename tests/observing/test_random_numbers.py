@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, dataloader
 
-from entrenar_py import trace
+from entrenar_py import hook_calls, trace
 from entrenar_py.observing import generators, loader_draws, loader_iterators
 from entrenar_py.observing.generators import Generators
 from entrenar_py.observing.loader_draws import LoaderDraws
@@ -48,7 +48,9 @@ class Recorded:
 
 
 @pytest.fixture
-def recorded() -> Iterator[Recorded]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    # Nothing is looked at in a process that has compiled, as another test may have done here.
+    monkeypatch.setattr(hook_calls, "has_compiled", lambda: False)
     made = Recorded(Noisy())
     yield made
     made.hooks.remove()

@@ -263,7 +263,11 @@ def test_a_model_that_looks_ahead_is_refused(
 @pytest.mark.parametrize(
     ("kind", "changes", "problem"),
     [
-        ("Gemma4Text", {"num_kv_shared_layers": 2}, "blocks 2 to 3 of .* hidden states alone"),
+        (
+            "Gemma4Text",
+            {"num_kv_shared_layers": 2},
+            "blocks 2 to 3 of .* can.t run on hidden states alone",
+        ),
         (
             "Gemma3nText",
             {

@@ -136,7 +136,7 @@ class StageJoining:
     def _member(self, scenario: Scenario, terms: Terms, stay: Stay, stage: int) -> StageMember:
         """Load `stage`, in a thread; its files are fetched if they are not here."""
         own = self.cut.stages[stage]
-        stay.tell(f"loads stage {stage}: blocks {own.start} to {own.stop - 1}")
+        stay.tell(f"loads stage {stage}: {blocks.worded(own)}")
         with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
             folder = self._checkpoint(own, Path(name))
             prepared = replace(

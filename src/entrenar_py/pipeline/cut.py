@@ -109,10 +109,9 @@ def specs_of(module: nn.Module, stages: Sequence[range]) -> tuple[tuple[TensorSp
         )
     for stage, own in enumerate(specs):
         if not own:
-            part = stages[stage]
             raise UsageError(
-                f"stages: stage {stage} has nothing to train in blocks {part.start} to "
-                f"{part.stop - 1}; use lora.targets within its blocks, or fewer stages",
+                f"stages: stage {stage} has nothing to train in {blocks.worded(stages[stage])}; "
+                "use lora.targets within its blocks, or fewer stages",
                 field=f"stages.{stage}.layers",
             )
     return tuple(map(tuple, specs))

@@ -156,9 +156,9 @@ def _require_runs(module: nn.Module, own: range, tokens: Tensor) -> None:
         named = type(layer_plan.decoder_of(module)).__name__
         told = f"{type(error).__name__}: {error}".strip()
         raise UsageError(
-            f"strategy=layer_pipeline: blocks {own.start} to {own.stop - 1} of {named} don't run "
-            f"on hidden states alone ({told}); cut the model elsewhere, or use coordinator and "
-            "workers without stages"
+            f"strategy=layer_pipeline: {blocks.worded(own)} of {named} can't run on hidden states "
+            f"alone ({told}); cut the model elsewhere, or use coordinator and workers without "
+            "stages"
         ) from error
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from entrenar_py.pipeline.cut import Cut
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import updates
+from entrenar_py.tuning import blocks
 
 
 def scenario(plain: Scenario) -> Scenario:
@@ -20,5 +21,4 @@ def lines(cut: Cut) -> Iterator[str]:
     for stage, (own, ranks) in enumerate(zip(cut.stages, cut.ranks, strict=True)):
         names = [cut.names[rank] or f"rank {rank}" for rank in ranks]
         needed = f" on {cut.backends[stage]}" if cut.backends[stage] else ""
-        blocks = f"block {own.start}" if len(own) == 1 else f"blocks {own.start} to {own.stop - 1}"
-        yield f"stage {stage}: {blocks}, {', '.join(names)}{needed}"
+        yield f"stage {stage}: {blocks.worded(own)}, {', '.join(names)}{needed}"

@@ -31,6 +31,7 @@ from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
 from entrenar_py.trace import Trace
 from entrenar_py.training import sharding
+from entrenar_py.tuning import blocks
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import LAYER_PIPELINE, StagePlan
@@ -111,7 +112,7 @@ class _Training(ScenarioRun):
     def _member(self, cut: Cut, stage: int) -> StageMember:
         workload = stage_loading.load(self._prepared, cut, stage)
         own = cut.stages[stage]
-        when = f"in blocks {own.start} to {own.stop - 1}"
+        when = f"in {blocks.worded(own)}"
         self.frozen.append(frozen.of_module(workload.module, when))
         return StageMember(
             self.server.scenario,
