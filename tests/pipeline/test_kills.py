@@ -1,4 +1,7 @@
-"""Stages and their coordinator are killed, and the run ends on the undisturbed bits."""
+"""Stages are killed, frozen and replaced, and the run ends on the undisturbed bits.
+
+`test_doomed` kills each role at each message.
+"""
 
 from __future__ import annotations
 
@@ -78,17 +81,6 @@ class Run:
         return runs.adapters(self.folder / "out")
 
 
-def test_each_stage_is_killed(
-    machines: Cluster, small: Path, llama: Path, undisturbed: bytes
-) -> None:
-    run = Run(machines, small, llama)
-    for number, rank in enumerate((0, 1, 2, 1)):
-        run.reach(3 + 5 * number)
-        run.workers[rank].kill()
-        run.workers[rank] = run.work(rank)
-    assert run.end() == undisturbed
-
-
 def test_a_spare_takes_the_stage_of_the_dead(
     machines: Cluster, small: Path, llama: Path, undisturbed: bytes
 ) -> None:
@@ -112,17 +104,6 @@ def test_a_frozen_stage_is_given_up(
     run.workers[1].signal(signal.SIGSTOP)
     run.coordinator.until(r"worker 1 left in step \d+: silent")
     run.workers[1].signal(signal.SIGCONT)
-    assert run.end() == undisturbed
-
-
-def test_the_coordinator_is_killed(
-    machines: Cluster, small: Path, llama: Path, undisturbed: bytes
-) -> None:
-    """It goes on from its last checkpoint with the workers that are there."""
-    run = Run(machines, small, llama)
-    run.reach(7)
-    run.coordinator.kill()
-    run.coordinator = run.coordinate("--resume")
     assert run.end() == undisturbed
 
 
