@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from entrenar_py import wording
 from entrenar_py.drivers import file_fetch
 from entrenar_py.drivers.file_fetch import Source
 from entrenar_py.drivers.run_query import Told
@@ -136,7 +137,7 @@ class StageJoining:
     def _member(self, scenario: Scenario, terms: Terms, stay: Stay, stage: int) -> StageMember:
         """Load `stage`, in a thread; its files are fetched if they are not here."""
         own = self.cut.stages[stage]
-        stay.tell(f"loads stage {stage}: {blocks.worded(own)}")
+        stay.tell(f"loads stage {stage}: {wording.spanned('block', own)}")
         with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
             folder = self._checkpoint(own, Path(name))
             prepared = replace(

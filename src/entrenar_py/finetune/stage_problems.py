@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from entrenar_py import wording
 from entrenar_py.contract.problems import Position
 from entrenar_py.contract.tree import ListNode, MapNode, Node
 from entrenar_py.errors import UsageError
@@ -97,12 +98,12 @@ def _of_place(start: int, stop: int, end: int, index: int) -> str:
     if start >= stop:
         return "it has no block; use [first, last + 1]"
     if start > end:
-        gap = f"block {end}" if start == end + 1 else f"blocks {end} to {start - 1}"
-        return f"no stage has {gap}; let it begin at {end}"
+        return f"no stage has {wording.spanned('block', range(end, start))}; let it begin at {end}"
     if start < end:
-        last = min(stop, end) - 1
-        shared = f"block {start} is" if last == start else f"blocks {start} to {last} are"
-        return f"{shared} in stages[{index - 1}] or before, too; let it begin at {end}"
+        shared = range(start, min(stop, end))
+        verb = "is" if len(shared) == 1 else "are"
+        which = f"{wording.spanned('block', shared)} {verb} in stages[{index - 1}]"
+        return f"{which} or before, too; let it begin at {end}"
     return ""
 
 

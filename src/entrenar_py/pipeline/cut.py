@@ -12,6 +12,7 @@ from typing import Any, cast
 from blake3 import blake3
 from torch import nn
 
+from entrenar_py import wording
 from entrenar_py.errors import UsageError
 from entrenar_py.pipeline.stage_blocks import StageBlocks
 from entrenar_py.protocol.pipeline import Places
@@ -109,9 +110,10 @@ def specs_of(module: nn.Module, stages: Sequence[range]) -> tuple[tuple[TensorSp
         )
     for stage, own in enumerate(specs):
         if not own:
+            part = wording.spanned("block", stages[stage])
             raise UsageError(
-                f"stages: stage {stage} has nothing to train in {blocks.worded(stages[stage])}; "
-                "use lora.targets within its blocks, or fewer stages",
+                f"stages: stage {stage} has nothing to train in {part}; use lora.targets within "
+                "its blocks, or fewer stages",
                 field=f"stages.{stage}.layers",
             )
     return tuple(map(tuple, specs))

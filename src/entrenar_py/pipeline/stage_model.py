@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from entrenar_py import wording
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning import blocks, layer_plan, masks, precision
 from entrenar_py.tuning.modes import in_evaluation
@@ -152,13 +153,12 @@ def _require_runs(module: nn.Module, own: range, tokens: Tensor) -> None:
         output_of(module, tokens)
     except (UsageError, _InTuples, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # a model of others raises what it likes
         named = type(layer_plan.decoder_of(module)).__name__
-        told = f"{type(error).__name__}: {error}".strip()
+        part, told = wording.spanned("block", own), f"{type(error).__name__}: {error}".strip()
         raise UsageError(
-            f"strategy=layer_pipeline: {blocks.worded(own)} of {named} can't run on hidden states "
-            f"alone ({told}); cut the model elsewhere, or use coordinator and workers without "
-            "stages"
+            f"strategy=layer_pipeline: {part} of {named} can't run on hidden states alone "
+            f"({told}); cut the model elsewhere, or use coordinator and workers without stages"
         ) from error
 
 

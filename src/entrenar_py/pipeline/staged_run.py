@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from entrenar_py import wording
 from entrenar_py.pipeline.cut import Cut
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import updates
-from entrenar_py.tuning import blocks
 
 
 def scenario(plain: Scenario) -> Scenario:
@@ -21,4 +21,4 @@ def lines(cut: Cut) -> Iterator[str]:
     for stage, (own, ranks) in enumerate(zip(cut.stages, cut.ranks, strict=True)):
         names = [cut.names[rank] or f"rank {rank}" for rank in ranks]
         needed = f" on {cut.backends[stage]}" if cut.backends[stage] else ""
-        yield f"stage {stage}: {blocks.worded(own)}, {', '.join(names)}{needed}"
+        yield f"stage {stage}: {wording.spanned('block', own)}, {', '.join(names)}{needed}"

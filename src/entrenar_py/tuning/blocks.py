@@ -17,12 +17,6 @@ def of(module: nn.Module) -> nn.ModuleList:
     return place_of(module)[1]
 
 
-def worded(own: range) -> str:
-    """Return consecutive blocks in words: `block 3`, or `blocks 0 to 2`."""
-    last = own.stop - 1
-    return f"block {last}" if len(own) == 1 else f"blocks {own.start} to {last}"
-
-
 def place_of(module: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name of the blocks in `module`, and the blocks; raises as `of`."""
     config = cast("Any", module).config.get_text_config()

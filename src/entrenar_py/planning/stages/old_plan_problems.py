@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from entrenar_py import wording
 from entrenar_py.contract.fields import Record
 from entrenar_py.service.address import Address
 
@@ -155,8 +156,7 @@ def _of_place(start: int, stop: int, end: int) -> str:
     if start >= stop:
         return "it has no block; `end` is exclusive, so use start < end"
     if start > end:
-        gap = f"block {end}" if start == end + 1 else f"blocks {end} to {start - 1}"
-        return f"no stage has {gap}; let it start at {end}"
+        return f"no stage has {wording.spanned('block', range(end, start))}; let it start at {end}"
     if start < end:
         return f"block {start} is in a stage before it, too; let it start at {end}"
     return ""

@@ -13,6 +13,7 @@ from itertools import pairwise, permutations
 
 import numpy as np
 
+from entrenar_py import wording
 from entrenar_py.errors import UsageError
 from entrenar_py.pipeline.cut import require_end
 from entrenar_py.planning.stages import partition
@@ -20,7 +21,6 @@ from entrenar_py.planning.stages.partition import Costs
 from entrenar_py.planning.stages.stage_costs import Place, StageCosts, Terms, matrix
 from entrenar_py.planning.stages.stage_workers import StageWorker
 from entrenar_py.planning.units import size
-from entrenar_py.tuning import blocks
 from entrenar_py.tuning.settings import StagePlan
 
 ORDERS_OF_MAX = 6  # workers of which all orders are tried: 720
@@ -181,9 +181,9 @@ def require_fits(plan: StagesPlan, before: str = "") -> None:
     if not lacking:
         return
     _, index, worker, terms = max(lacking, key=lambda one: one[0])
-    own = plan.stages[index].blocks
+    part = wording.spanned("block", plan.stages[index].blocks)
     raise UsageError(
-        f"{before}stage {index} ({worker.name or 'no name'}) with {blocks.worded(own)}: it needs "
+        f"{before}stage {index} ({worker.name or 'no name'}) with {part}: it needs "
         f"{size(terms.needed)} (weights {size(terms.weights)}, activations {size(terms.kept)}), "
         f"and {size(worker.memory or 0)} are there; use more workers or memory, more "
         "training.num_shards (smaller ones), recompute: blocks or precision: bfloat16",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from entrenar_py import backends, trace
+from entrenar_py import backends, trace, wording
 from entrenar_py.errors import UsageError
 from entrenar_py.pipeline import coordinated, stage_loading
 from entrenar_py.pipeline import cut as cutting
@@ -31,7 +31,6 @@ from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
 from entrenar_py.trace import Trace
 from entrenar_py.training import sharding
-from entrenar_py.tuning import blocks
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import LAYER_PIPELINE, StagePlan
@@ -112,7 +111,7 @@ class _Training(ScenarioRun):
     def _member(self, cut: Cut, stage: int) -> StageMember:
         workload = stage_loading.load(self._prepared, cut, stage)
         own = cut.stages[stage]
-        when = f"in {blocks.worded(own)}"
+        when = f"in {wording.spanned('block', own)}"
         self.frozen.append(frozen.of_module(workload.module, when))
         return StageMember(
             self.server.scenario,
