@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from entrenar_py.checks import evidence, missing, probes, same_bits
+from entrenar_py.checks import evidence, missing, probes, same_bits, tuned_weights
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import SINGLE, Traces
-from entrenar_py.checks.tuned_weights import compare_frozen
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Event, Frozen, Shard, Start, Trace, Update
@@ -24,20 +23,10 @@ _SAID = {"ids": "samples", "weight": "weight", "loss_sum": "loss", "draws": "ran
 
 
 def planned(**changes: object) -> Scenario:
-    """Return the scenario of a short fine-tuning in two stages."""
+    """Return the scenario of a short fine-tuning with dropout, in two stages."""
     options = {"task": "text", "family": "llama", "blocks": _BLOCKS}
-    usual: dict[str, object] = {
-        "world_size": 2,
-        "num_shards": 4,
-        "num_samples": 12,
-        "batch_size": 6,
-        "num_steps": 2,
-        "optimizer": "adamw",
-        "learning_rate": 0.01,
-        "dropout": 0.2,
-        "options": options,
-    }
-    return probes.scenario("finetuned_by_stages", workload="finetune", **{**usual, **changes})  # type: ignore[arg-type]
+    usual = {"detail": "digests", "dropout": 0.2, "options": options}
+    return tuned_weights.planned(**{**usual, **changes}).with_(system="finetuned_by_stages")
 
 
 def plan(invariant: Invariant) -> list[Scenario]:
@@ -104,7 +93,7 @@ def compare_stages(tally: Tally, trace: Trace) -> None:
     What is trained is left out, as are weights beside the blocks: a table that is also the head is
     in the first and in the last stage.
     """
-    compare_frozen(tally, trace)
+    tuned_weights.compare_frozen(tally, trace)
     files, stages = trace.of(Frozen)[:1], trace.of(Frozen)[1:]
     num_cuts = len(trace.scenario.options.get("cuts", ()))
     is_cut_anew = min(num_cuts, len(set(trace.scenario.stops)) + 1) > 1

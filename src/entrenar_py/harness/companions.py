@@ -133,14 +133,9 @@ def _twin(scenario: Scenario) -> list[Scenario]:
 
 def _finetuned(scenario: Scenario, system: str) -> Scenario:
     """Return the same fine-tuning by another system's one worker, without facts of its own."""
-    left_out = {"facts", "strategy"}
-    options = {
-        name: value
-        for name, value in scenario.options.items()
-        if name in SYSTEMS[system].options and name not in left_out
-    }
+    names = {*SYSTEMS[system].options} - {"facts"}
     single = {"system": system, "world_size": 1, "backends": ("cpu",)}
-    return plain(scenario, **single, options=options)
+    return plain(scenario, **single, options=_kept(scenario, names))
 
 
 def _kept(scenario: Scenario, names: Iterable[str]) -> dict[str, Any]:

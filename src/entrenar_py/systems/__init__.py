@@ -18,7 +18,7 @@ from entrenar_py.faults import PIPELINE_PLACES, RING_PLACES, Fault
 from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.systems import updates
 from entrenar_py.systems.system import System
-from entrenar_py.systems.tuned_options import OWN, STAGED, TUNED
+from entrenar_py.systems.tuned_options import BY_RANKS, OWN, STAGED, TUNED
 from entrenar_py.trace import Traits
 
 _TERMS = "terms"  # an option of the workload `vectors`
@@ -148,7 +148,10 @@ SYSTEMS: dict[str, System] = {
         room="finetuned.peer", what="the same by transformers.Trainer", options=TUNED, only=("cpu",)
     ),
     "finetuned_by_ranks": System(
-        room="finetuned.by_ranks", what="the same by torchrun's ranks", options=TUNED, only=("cpu",)
+        room="finetuned.by_ranks",
+        what="the same by torchrun's ranks",
+        options=BY_RANKS,
+        only=("cpu",),
     ),
     "finetuned_by_stages": System(
         room="finetuned.by_stages",

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-TUNED = (
-    *("task", "method", "family", "rank", "alpha", "class_weights", "oversample"),
-    *("strategy", "facts", "blocks"),
-)
-OWN = (*TUNED, "recompute")  # of what the trainer itself fine-tunes
+TUNED = ("task", "method", "family", "rank", "alpha", "class_weights", "oversample", "blocks")
+OWN = (*TUNED, "facts", "recompute")  # of what the trainer itself fine-tunes
+BY_RANKS = (*TUNED, "strategy")
 # Those that say which part of the model each worker has.
 PLACES = ("cuts",)
-STAGED = (*(name for name in OWN if name != "strategy"), *PLACES, "network_seed")
+STAGED = (*OWN, *PLACES, "network_seed")
 
 
 def unplaced(options: Mapping[str, Any]) -> dict[str, Any]:
