@@ -14,7 +14,7 @@ from entrenar_py.service import cli, exit_codes
 from tests.finetune import runs
 from tests.pipeline import doomed
 from tests.pipeline.doomed import COORDINATOR, Doom
-from tests.pipeline.test_machines import configured
+from tests.pipeline.test_machines import configured, judged
 from tests.service.cluster import Cluster, Process
 
 EPOCHS = 10  # 60 steps: one for each death
@@ -63,3 +63,6 @@ def test_each_role_dies_at_each_message(
     codes = [one.code() for one in ended]
     assert codes == [exit_codes.DONE] * 4, "\n".join(one.text for one in ended)
     assert runs.adapters(folder / "out") == undisturbed
+    verdicts = judged(folder / "out" / "ledger.jsonl", "distributed-training-v1.yaml")
+    assert [verdicts[f"F-DP-00{number}"] for number in (1, 2, 3)] == 3 * ["held"]
+    assert "falsified" not in verdicts.values()
