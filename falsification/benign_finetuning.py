@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.training import sharding
-from entrenar_py.tuning import model
+from entrenar_py.tuning import model, objectives
 from entrenar_py.tuning import workload as tuned
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
@@ -35,7 +35,7 @@ def longer(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor
     return (
         F.pad(tokens, (0, _LONGER), value=int(tokens[0, -1])),
         F.pad(mask, (0, _LONGER)),
-        F.pad(targets, (0, _LONGER), value=tuned.IGNORED),
+        F.pad(targets, (0, _LONGER), value=objectives.IGNORED),
     )
 
 

@@ -19,7 +19,15 @@ from entrenar_py.systems import replicas
 from entrenar_py.systems.star.server import Server
 from entrenar_py.training import optimizer, reduction, sharding
 from entrenar_py.training.tensors import Array, Batch
-from entrenar_py.tuning import adapters, chat_template, model, quantised, samples, saving
+from entrenar_py.tuning import (
+    adapters,
+    chat_template,
+    model,
+    objectives,
+    quantised,
+    samples,
+    saving,
+)
 from entrenar_py.tuning import workload as tuned
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
@@ -144,7 +152,7 @@ def in_fp4(empty: nn.Module, products: torch.dtype) -> dict[str, Any]:
 def unshifted(self: tuned.Finetuning, ids: Sequence[int]) -> tuple[Tensor, ...]:
     """Takes the logits at a place for those of the token there."""
     tokens, _, targets = self._rows.batch(ids)
-    places = (targets.flatten() != tuned.IGNORED).nonzero().flatten()
+    places = (targets.flatten() != objectives.IGNORED).nonzero().flatten()
     return tokens, places, targets.flatten()[places]
 
 
@@ -157,7 +165,7 @@ def padding_counted(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tenso
 def prompt_counted(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Takes all tokens of a row as labels, -100 only where there is none."""
     tokens, mask, _ = _batch(self, ids)
-    return tokens, mask, torch.where(mask == 0, tuned.IGNORED, tokens)
+    return tokens, mask, torch.where(mask == 0, objectives.IGNORED, tokens)
 
 
 def rendered_then_tokenised(
@@ -188,7 +196,7 @@ def mean_of_micro_batch(
     self: tuned.Finetuning, objective: Any, batch: Batch, device: torch.device
 ) -> Tensor:
     """Averages over the tokens of the shard alone."""
-    return _loss(self, objective, batch, device) / (batch[2] != tuned.IGNORED).sum()
+    return _loss(self, objective, batch, device) / (batch[2] != objectives.IGNORED).sum()
 
 
 def one(self: tuned.Finetuning, ids: Sequence[int]) -> float:
@@ -201,11 +209,11 @@ def mean_of_sample(self: Any, tokens: Tensor, places: Tensor, targets: Tensor) -
     losses = F.cross_entropy(
         self._logits(tokens, None).index_select(0, places),
         targets,
-        ignore_index=tuned.IGNORED,
+        ignore_index=objectives.IGNORED,
         reduction="none",
     )
     rows = F.one_hot(places // tokens.shape[1], tokens.shape[0]).to(losses)
-    rows = rows * (targets != tuned.IGNORED).unsqueeze(1)
+    rows = rows * (targets != objectives.IGNORED).unsqueeze(1)
     return ((losses @ rows) / rows.sum(0)).sum()
 
 
@@ -417,7 +425,7 @@ VARIANTS = (
         summary="a batch's loss is the mean over samples of the means over their tokens",
         source="classic",
         plants={
-            f"{TUNING}.workload._Tokens.forward": mean_of_sample,
+            f"{TUNING}.objectives.TokenObjective.forward": mean_of_sample,
             f"{WORKLOAD}.weight": number_of_samples,
         },
         scenario=finetuned(),

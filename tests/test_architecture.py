@@ -31,6 +31,7 @@ FLOORS = {
     "drivers": 3,
     "": 4,  # entrenar_py itself: the version, and what a training script calls
     "contract": 4,
+    "distill": 4,
     "faults": 4,
     "mutants": 4,
     "observing": 4,

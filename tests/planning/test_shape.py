@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from entrenar_py.planning import rehearsal
 from entrenar_py.planning.shape import Cut, Shape
 from entrenar_py.training import dropout
-from entrenar_py.tuning import adapters, model, precision
+from entrenar_py.tuning import adapters, model_class, precision
 from entrenar_py.tuning import recompute as recomputing
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Classes, Settings
@@ -71,8 +71,8 @@ def test_qwen3_4b_has_its_real_dimensions(tmp_path: Path) -> None:
 
 def real(settings: Settings, *, recompute: bool) -> rehearsal.Rehearsal:
     """Return what a step on the CPU's real tensors keeps and takes at most."""
-    kind, options = model._kind(settings)
-    config = model.configuration(settings)
+    kind, options = model_class.of(settings)
+    config = model_class.configuration(settings)
     for name, value in options.items():
         setattr(config, name, value)
     module: Any = kind.from_config(config, dtype=precision.of_checkpoint(settings))

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from entrenar_py.training import dropout
 from entrenar_py.tuning import fused_loss, prepared
+from entrenar_py.tuning.objectives import IGNORED
 from entrenar_py.tuning.settings import Data, Lora, Settings
-from entrenar_py.tuning.workload import IGNORED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 @pytest.mark.parametrize("at_a_time", [1, 7, 64])
 @pytest.mark.parametrize("trains_head", [True, False])
 def test_is_torchs(monkeypatch: pytest.MonkeyPatch, at_a_time: int, trains_head: bool) -> None:
-    monkeypatch.setattr(fused_loss, "_LOGITS_MAX", at_a_time * 50)
+    monkeypatch.setattr(fused_loss, "LOGITS_MAX", at_a_time * 50)
     torch.manual_seed(0)
     hidden = torch.randn(23, 16, requires_grad=True)
     weight = torch.randn(50, 16, requires_grad=trains_head)

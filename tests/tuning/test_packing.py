@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from entrenar_py.errors import UsageError
 from entrenar_py.training import dropout
 from entrenar_py.tuning import model, packing, prepared
-from entrenar_py.tuning.workload import IGNORED, Finetuning
+from entrenar_py.tuning.objectives import IGNORED
+from entrenar_py.tuning.workload import Finetuning
 from tests.tuning import checkpoints
 
 # peft asks for what a later transformers will lack.

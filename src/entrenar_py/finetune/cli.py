@@ -62,6 +62,19 @@ def pipeline(given: argparse.Namespace) -> int:
     return actions.get(given.action, pipeline_commands.convert)(given)
 
 
+def distill(given: argparse.Namespace) -> int:
+    """Run an action of `entrenar distill`; return the exit code. Raises as `run` does."""
+    _tell_loading()
+    from entrenar_py.finetune import distill_commands
+
+    actions = {
+        "logits": distill_commands.logits,
+        "train": distill_commands.train,
+        "status": distill_commands.look,
+    }
+    return actions[given.action](given)
+
+
 def _tell_loading() -> None:
     """Tell a person at a terminal why nothing comes yet."""
     if sys.stderr.isatty():

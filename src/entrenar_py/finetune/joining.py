@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from entrenar_py.distill import student
 from entrenar_py.drivers import file_fetch
 from entrenar_py.drivers.file_fetch import Source
 from entrenar_py.errors import SystemFailure, UsageError
@@ -25,7 +26,7 @@ from entrenar_py.protocol.package import PIECE_BYTES, Part
 from entrenar_py.service.worker import Joining
 from entrenar_py.tuning import fitting
 from entrenar_py.tuning import prepared as preparing
-from entrenar_py.tuning.settings import LAYER_PIPELINE
+from entrenar_py.tuning.settings import LAYER_PIPELINE, Settings
 from entrenar_py.tuning.workload import Finetuning
 
 MODEL = "model"
@@ -64,7 +65,7 @@ async def obtain(
     if files.num_fetched:
         say(f"fetched {files.num_fetched} bytes, all verified")
     with tempfile.TemporaryDirectory(prefix="entrenar-") as folder:
-        return _workload(listed, files, Path(folder), given.model)
+        return _workload(listed, files, Path(folder), given.model, given.logits)
 
 
 def _received(say: Say) -> ReceivedFiles:
@@ -98,13 +99,35 @@ def _require_trust(listed: Contents, *, is_trusting: bool) -> None:
         )
 
 
-def _workload(listed: Contents, files: ReceivedFiles, folder: Path, own: Path | None) -> Finetuning:
-    """Return the model with its samples. `folder` is needed only until then."""
-    settings = received_run.settings_of(listed)
+def _workload(
+    listed: Contents, files: ReceivedFiles, folder: Path, own: Path | None, logits: Path | None
+) -> Finetuning:
+    """Return the model with its samples. `folder` is needed only until then.
+
+    `own` is this machine's copy of the checkpoint, and `logits` that of a teacher's shards.
+    """
+    settings = _with_shards(received_run.settings_of(listed), logits)
     settings = replace(settings, model=_checkpoint(listed, files, folder) if own is None else own)
     train = received_run.rows(listed, files, settings)
     fitting.require_checkpoint(settings.model)
-    return received_run.prepared(listed, train, settings).workload()
+    return student.workload(received_run.prepared(listed, train, settings))
+
+
+def _with_shards(settings: Settings, logits: Path | None) -> Settings:
+    """Return the settings with this machine's folder of a teacher's shards.
+
+    Raises UsageError if the run needs one that is not given, or the other way round.
+    """
+    if settings.distill is None:
+        if logits is not None:
+            raise UsageError("--logits: the run has no teacher; leave it out")
+        return settings
+    if logits is None:
+        raise UsageError(
+            "the run learns from a teacher's shards, which no coordinator sends: copy them here "
+            "(rsync or NFS, also while they are made), and give their folder by --logits"
+        )
+    return replace(settings, distill=replace(settings.distill, logits=logits))
 
 
 def _checkpoint(listed: Contents, files: ReceivedFiles, folder: Path) -> Path:

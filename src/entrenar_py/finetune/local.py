@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from entrenar_py import backends
+from entrenar_py.distill import student
 from entrenar_py.drivers.processes import Crew, Hand
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.finetune import (
@@ -32,7 +33,7 @@ from entrenar_py.service.address import Address
 from entrenar_py.service.config import Checkpoint, Config
 from entrenar_py.service.memory_peak import Memory
 from entrenar_py.tuning import prepared as preparing
-from entrenar_py.tuning.settings import Settings
+from entrenar_py.tuning.settings import Distillation, Settings
 from entrenar_py.untrusted import printing
 
 LOOPBACK = Address("127.0.0.1", 0)
@@ -51,15 +52,17 @@ def train(
     names: Sequence[str] = ("cpu",),
     halt_on_spike: bool = False,
     tensorboard: Path | None = None,
+    follow: bool | None = None,
 ) -> int:
     """Train as the configuration at `path` says; return the exit code.
 
     Workers compute on the backends called `names` in turns, and there is one for each of them at
-    least. `halt_on_spike` and `tensorboard` are as in `Task`. Raises ContractError and
+    least. `halt_on_spike` and `tensorboard` are as in `Task`. `follow` says whether a student waits
+    for its teacher's shards, None: as the configuration says. Raises ContractError and
     UsageError for a problem found before the run begins, and BackendUnavailable for a device that
     is missing or does not start.
     """
-    settings = settings_file.load(path)
+    settings = _following(settings_file.load(path), follow)
     stage_problems.require_other(settings, path, "entrenar finetune")
     if settings.strategy is not None:
         raise UsageError(
@@ -79,7 +82,7 @@ def train(
     prepared = preparing.prepare(settings)
     rows_read.say(prepared)
     foresight.look(path, prepared, names)
-    workload = prepared.workload()
+    workload = student.workload(prepared)
     output = export.make_folder(prepared)
     config = Config(
         scenario=preparing.scenario(settings, workload),
@@ -111,6 +114,14 @@ def train(
         ) as task,
     ):
         return coordinator.serve(config, task, resume=resume)
+
+
+def _following(settings: Settings, follow: bool | None) -> Settings:
+    """Return the settings, with what the command line says of shards that are missing."""
+    if settings.distill is None or follow is None or follow is (settings.distill.wait_s > 0):
+        return settings
+    wait_s = Distillation.wait_s if follow else 0.0
+    return replace(settings, distill=replace(settings.distill, wait_s=wait_s))
 
 
 def _device(names: Sequence[str]) -> torch.device:

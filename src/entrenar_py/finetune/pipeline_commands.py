@@ -28,7 +28,7 @@ from entrenar_py.planning.stages.stage_costs import StageCosts
 from entrenar_py.planning.stages.stage_workers import StageWorker
 from entrenar_py.reports import output_file
 from entrenar_py.service import exit_codes
-from entrenar_py.tuning import model
+from entrenar_py.tuning import model_class
 from entrenar_py.tuning.settings import LAYER_PIPELINE, Data, Settings
 from entrenar_py.untrusted import printing
 
@@ -147,7 +147,7 @@ def convert(given: argparse.Namespace) -> int:
         run = Settings(
             model=given.model, task=given.task, output=given.output, data=Data(train=given.data)
         )
-        num_blocks = int(model.configuration(run).get_text_config().num_hidden_layers)
+        num_blocks = int(model_class.configuration(run).get_text_config().num_hidden_layers)
     old = old_configuration.load(given.old, num_blocks)
     made = imported.lines(
         old,

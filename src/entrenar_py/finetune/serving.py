@@ -19,6 +19,7 @@ from torch import nn
 from entrenar_py.contract import composer
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import MapNode
+from entrenar_py.distill import student
 from entrenar_py.drivers import tls
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import export, foresight, rows_read, settings_file, stage_problems
@@ -93,7 +94,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     rows_read.say(prepared)
     foresight.remark(path, prepared)  # but not at memory: what workers have is not known here
     is_pipeline = settings.strategy == LAYER_PIPELINE
-    workload = coordinated.workload(prepared) if is_pipeline else prepared.workload()
+    workload = coordinated.workload(prepared) if is_pipeline else student.workload(prepared)
     stages = cut_of(path, settings, workload.module) if is_pipeline else None
     planned = prepared if stages is None else _planned(prepared, stages)
     offered = OfferedFiles(planned)

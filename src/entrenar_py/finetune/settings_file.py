@@ -19,7 +19,7 @@ from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
 from entrenar_py.finetune import stage_problems
-from entrenar_py.tuning.settings import LAYER_PIPELINE, WHOLE_LAYERS, Key, Settings
+from entrenar_py.tuning.settings import BY_SHARDS, LAYER_PIPELINE, WHOLE_LAYERS, Key, Settings
 
 _UNREAD: Any = object()  # the value of a key that has a problem
 _FORM = "a configuration is a mapping (model, task, output, data, ...)"
@@ -287,6 +287,7 @@ class _Conflicts:
                 "again are not compiled; leave one of both out",
                 "compile",
             )
+        self._of_distillation()
         self._of_strategy()
         is_pipeline = settings.strategy == LAYER_PIPELINE
         if settings.workers > training.num_shards and not is_pipeline:
@@ -294,6 +295,24 @@ class _Conflicts:
                 f"workers={settings.workers} with num_shards={training.num_shards}: a worker would "
                 "have no shard; use workers <= num_shards",
                 "workers",
+            )
+
+    def _of_distillation(self) -> None:
+        """Report what no student can do."""
+        settings = self._settings
+        if settings.distill is None:
+            return
+        if settings.task == "classify":
+            self._error(
+                "distill with task: classify: a teacher's logits are of next tokens; use task: "
+                "instruct or text",
+                "distill",
+            )
+        if settings.strategy not in (None, *BY_SHARDS):
+            self._error(
+                f"distill with strategy: {settings.strategy}: a student's loss needs the whole "
+                f"model's logits on one device; use {', '.join(BY_SHARDS)}, or none",
+                "strategy",
             )
 
     def _of_strategy(self) -> None:

@@ -15,8 +15,10 @@ import torch
 
 from entrenar_py import backends, trace
 from entrenar_py.backends import Backend
+from entrenar_py.distill import student
 from entrenar_py.drivers.processes import Job
 from entrenar_py.drivers.tcp import WorkerClient
+from entrenar_py.errors import EntrenarError
 from entrenar_py.finetune import settings_file
 from entrenar_py.protocol.effects import Effect, Finish, Load
 from entrenar_py.protocol.terms import Timing
@@ -36,7 +38,10 @@ def main(pipe: Connection) -> None:
     desk = Job(pipe)
     given = desk.next()
     if given is not None:
-        finish = asyncio.run(_stay(desk, json.loads(given)))
+        try:
+            finish = asyncio.run(_stay(desk, json.loads(given)))
+        except EntrenarError as error:  # such as a teacher's shard that does not come
+            finish = Finish("failed", str(error))
         desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
 
 
@@ -44,7 +49,9 @@ async def _stay(desk: Job, job: Mapping[str, Any]) -> Finish:
     loop = asyncio.get_running_loop()
     loop.add_reader(desk.fileno(), _abandoned)
     scenario = Scenario.from_dict(job["scenario"])
-    workload = prepared.prepare(settings_file.of_text(job["settings"], "the settings")).workload()
+    workload = student.workload(
+        prepared.prepare(settings_file.of_text(job["settings"], "the settings"))
+    )
     backend = backends.open_backend(job["backend"])
     member = Member(scenario, lambda rank: backend, workload)
     machine = topology.of(scenario).worker(

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from entrenar_py.tuning import precision
 from entrenar_py.tuning.modes import in_evaluation
+from entrenar_py.tuning.objectives import IGNORED
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
-from entrenar_py.tuning.workload import IGNORED, Rows
+from entrenar_py.tuning.workload import Rows
 
 _BATCH = 32
 _LOGITS_MAX = 2**26  # held at a time: 256 MiB in float32

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from entrenar_py.tuning import precision
 from entrenar_py.tuning.modes import in_evaluation
 
-_LOGITS_MAX = 2**26  # made at a time: 256 MiB in float32
+LOGITS_MAX = 2**26  # made at a time: 256 MiB in float32
 _PROBED = (1, 2, 3, 4)  # tokens that every vocabulary has
 
 
@@ -112,7 +112,7 @@ class _CrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         tokens = torch.arange(len(weight), device=targets.device)
-        rows = max(1, _LOGITS_MAX // len(weight))
+        rows = max(1, LOGITS_MAX // len(weight))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = hidden[part] @ weight.t()

@@ -17,15 +17,21 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import adapters, blocks, fitting, packing, precision, quantised, recompute
+from entrenar_py.tuning import (
+    adapters,
+    blocks,
+    fitting,
+    model_class,
+    packing,
+    precision,
+    quantised,
+    recompute,
+)
 from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.settings import Settings
-from entrenar_py.untrusted import escaping
 
-_EXTRA = "pip install 'entrenar-py[finetune]'"
 _MARKERS = ("▁",)  # of a word's beginning, which tokenizers without files have
 _SHOWN = 12  # layers in a message
-_TOLD_CHARS = 300
 _ROUNDED = 1e-4  # largest share of logits that rounding changes; what an encoder sees changes more
 
 
@@ -34,8 +40,8 @@ def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
 
     Raises UsageError if it can't be read.
     """
-    transformers, folder = _transformers(), folder or settings.model
-    with _reading(folder, "tokenizer"):
+    transformers, folder = model_class.library(), folder or settings.model
+    with model_class.reading(folder, "tokenizer"):
         found = transformers.AutoTokenizer.from_pretrained(
             folder,
             local_files_only=True,
@@ -84,6 +90,17 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
     if settings.recompute == "blocks":
         recompute.install(module)
     return module.train()
+
+
+def plain(settings: Settings) -> nn.Module:
+    """Return the checkpoint's model on the CPU as it is, to be run: nothing is trained.
+
+    Its weights have the run's precision. Raises UsageError as `load` does.
+    """
+    with torch.random.fork_rng(devices=[]):
+        module, _ = _base(settings)
+    _require_causal(settings, module)
+    return module.requires_grad_(requires_grad=False).eval()
 
 
 def part(
@@ -218,7 +235,7 @@ def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int
     if settings.adapts:
         import peft
 
-        with _reading(folder, "adapters"), adapters.quiet():
+        with model_class.reading(folder, "adapters"), adapters.quiet():
             module = peft.PeftModel.from_pretrained(module, str(folder))
     return cast("nn.Module", module)
 
@@ -239,8 +256,8 @@ def random(settings: Settings, *, num_blocks: int) -> nn.Module:
 
 
 def _of_config(settings: Settings, place: torch.device, num_blocks: int | None = None) -> nn.Module:
-    kind, options = _kind(settings)
-    config = configuration(settings)
+    kind, options = model_class.of(settings)
+    config = model_class.configuration(settings)
     text = config.get_text_config()
     if num_blocks is not None:
         text.num_hidden_layers = num_blocks
@@ -248,7 +265,7 @@ def _of_config(settings: Settings, place: torch.device, num_blocks: int | None =
             text.layer_types = text.layer_types[:num_blocks]
     for name, value in options.items():
         setattr(config, name, value)
-    with place, _reading(settings.model, "model"):
+    with place, model_class.reading(settings.model, "model"):
         module: nn.Module = kind.from_config(
             config,
             dtype=precision.of_checkpoint(settings),
@@ -262,18 +279,6 @@ def _of_config(settings: Settings, place: torch.device, num_blocks: int | None =
     return module.train()
 
 
-def _kind(settings: Settings) -> tuple[Any, dict[str, Any]]:
-    """Return the class of transformers that makes the model, and what it adds to config.json."""
-    transformers = _transformers()
-    kind, options = transformers.AutoModelForCausalLM, dict[str, Any]()
-    if settings.task == "classify":
-        kind, labels = transformers.AutoModelForSequenceClassification, settings.classes.labels
-        options["num_labels"] = len(labels)
-        options["id2label"] = dict(enumerate(labels))
-        options["label2id"] = {label: number for number, label in enumerate(labels)}
-    return kind, options
-
-
 def _base(
     settings: Settings, shorten: Callable[[nn.Module], None] | None = None, *, unties: bool = False
 ) -> tuple[nn.Module, list[str]]:
@@ -283,17 +288,17 @@ def _base(
     `unties` one of them may be a table that is also the head, or the head.
     """
     fitting.require_numbers(settings.model)
-    kind, options = _kind(settings)
-    config = configuration(settings)
+    kind, options = model_class.of(settings)
+    config = model_class.configuration(settings)
     if shorten is not None:
-        kind = _shortened(kind, config, shorten, unties=unties)
+        kind = model_class.shortened(kind, config, shorten, unties=unties)
     quantising: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if settings.method == "qlora":
         quantising = quantised.InThreads()  # type: ignore[no-untyped-call]
-        with _reading(settings.model, "model"), torch.device("meta"):
+        with model_class.reading(settings.model, "model"), torch.device("meta"):
             empty = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
         options |= quantised.loading(empty, precision.of_products(settings))
-    with _reading(settings.model, "model"), quantising:
+    with model_class.reading(settings.model, "model"), quantising:
         module, loading = kind.from_pretrained(
             settings.model,
             dtype=precision.of_checkpoint(settings),
@@ -314,86 +319,3 @@ def _base(
     if settings.method == "qlora":
         quantised.settle(module)
     return module, new
-
-
-def _shortened(
-    kind: Any, config: Any, shorten: Callable[[nn.Module], None], *, unties: bool
-) -> Any:
-    """Return the class of models with `config`, whose constructor calls `shorten` at its end."""
-    whole: Any = kind._model_mapping[type(config)]
-
-    def made(self: Any, config: Any, *given: Any, **named: Any) -> None:
-        if unties:
-            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-        whole.__init__(self, config, *given, **named)
-        shorten(self)
-
-    names = {"__init__": made, "__module__": whole.__module__, "__qualname__": whole.__qualname__}
-    found: Any = type(whole.__name__, (whole,), names)
-
-    def from_config(config: Any, *, dtype: Any = None, trust_remote_code: bool = False) -> Any:
-        """Make a model from a configuration, as an Auto class does."""
-        assert not trust_remote_code, "such a model has no class to shorten"
-        return found._from_config(config, dtype=dtype)
-
-    found.from_config = from_config
-    return found
-
-
-def configuration(settings: Settings) -> Any:
-    """Return the checkpoint's configuration. Raises UsageError for a model of another kind."""
-    fitting.require_config(settings.model)
-    with _reading(settings.model, "model"):
-        config = _transformers().AutoConfig.from_pretrained(
-            settings.model,
-            local_files_only=True,
-            trust_remote_code=settings.trust_remote_code,
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UsageError(
-            f"model={settings.model}: {config.model_type} has an encoder and a decoder, which is "
-            "not trained here; use a causal language model, or an encoder for task: classify"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise UsageError(
-            f"model={settings.model}: its weights are quantised already; give the checkpoint that "
-            "they were made from, with method: qlora"
-        )
-    _require_kind(settings, config)
-    return config
-
-
-def _require_kind(settings: Settings, config: Any) -> None:
-    """Raise UsageError if transformers has no class for models like this and the task."""
-    kind, _ = _kind(settings)
-    own = getattr(config, "auto_map", None) or {}
-    if type(config) in kind._model_mapping or kind.__name__ in own:
-        return
-    what, other = "language model", "a causal language model, or task: classify"
-    if settings.task == "classify":
-        what, other = "classifier of texts", "another model, or task: text"
-    raise UsageError(
-        f"model={settings.model}: transformers has no {what} of the kind {config.model_type}; use "
-        f"{other}"
-    )
-
-
-def _transformers() -> Any:
-    try:
-        import peft  # noqa: F401
-        import transformers
-    except ImportError as error:
-        raise UsageError(f"entrenar finetune needs {error.name}; {_EXTRA}") from error
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
-
-
-@contextlib.contextmanager
-def _reading(folder: Path, what: str) -> Iterator[None]:
-    """Turn what transformers raises for files that can't be read into a UsageError."""
-    try:
-        yield
-    except Exception as error:  # it raises what it likes
-        told = escaping.shortened(" ".join(str(error).split()), chars_max=_TOLD_CHARS)
-        raise UsageError(f"{folder}: its {what} can't be loaded ({told})") from error

@@ -36,9 +36,10 @@ class Prepared:
         """The token that fills up rows."""
         return model.padding(self.tokenizer)
 
-    def workload(self, kind: type[Finetuning] = Finetuning) -> Finetuning:
+    def workload(self, kind: type[Finetuning] = Finetuning, **more: Any) -> Finetuning:
         """Return the model with its samples, as a workload of `kind`; loads the checkpoint.
 
+        `kind` is given `more` arguments.
         Raises UsageError if it is not whole, or if tokenizer, rows or settings don't fit it.
         """
         module = model.load(self.settings, self.pad_token)
@@ -53,6 +54,7 @@ class Prepared:
             products=precision.of_products(self.settings),
             packed_tokens=self.settings.data.max_tokens if self.settings.data.packing else None,
             compiles=self.settings.compile and self.settings.recompute == "none",
+            **more,
         )
 
 
@@ -72,7 +74,7 @@ def prepare(
     if data.validation is not None:
         validation = samples.load(settings, data.validation, tokenizer, cache=kept)
     elif data.validation_share:
-        rng = _seeds(settings).rng("validation")
+        rng = seeds(settings.seed).rng("validation")
         total = len(train)
         train, validation = samples.split(train, data.validation_share, rng)
         if not (len(train) and len(validation)):
@@ -110,7 +112,7 @@ def scenario(settings: Settings, workload: Tuned) -> Scenario:
     training = settings.training
     batch_size = min(training.batch_size, workload.num_samples)
     num_steps = training.epochs * -(-workload.num_samples // batch_size)
-    return _seeds(settings).with_(
+    return seeds(settings.seed).with_(
         world_size=settings.workers,
         num_samples=workload.num_samples,
         batch_size=batch_size,
@@ -139,11 +141,13 @@ def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
     }
     if settings.task == "classify":
         found |= {"classes.labels": list(classes.labels), "classes.weights": classes.weights}
+    found |= workload.decisive
     if settings.adapts:
         found |= {f"lora.{name}": value for name, value in asdict(lora).items()}
         found["lora.targets"] = list(lora.targets)
     return found
 
 
-def _seeds(settings: Settings) -> Scenario:
-    return Scenario(system=SYSTEM, workload=Finetuning.name, world_size=1, seed=settings.seed)
+def seeds(seed: int) -> Scenario:
+    """Return the source of random numbers of a run with `seed`."""
+    return Scenario(system=SYSTEM, workload=Finetuning.name, world_size=1, seed=seed)

@@ -29,6 +29,7 @@ LAYER_PIPELINE = "layer_pipeline"  # whose stages are workers of `entrenar coord
 BY_SHARDS = ("ddp", "ddp_canonical", "fsdp")  # in which a rank computes some shards, alone
 WHOLE_LAYERS = ("ddp", "ddp_canonical", "pipeline_parallel")  # strategies that cut no layer
 KINDS = ("cpu", "cuda", "wgpu")  # of backends
+TEACHER_PRECISIONS = ("float32", "bfloat16", "int8")
 CLASS_WEIGHTS = ("none", "inverse", "sqrt_inverse")
 
 
@@ -124,6 +125,72 @@ class Training:
     ] = 0.03
     weight_decay: Annotated[float, Key("AdamW's weight decay", least=0)] = 0.0
     clip_norm: Annotated[float | None, Key("largest norm of a step's gradient", above=0)] = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completions:
+    """What `entrenar distill text` asks the teacher, and what becomes of its answers."""
+
+    prompts: Annotated[
+        Path, Key("rows to answer: .jsonl, .json or .parquet; for `instruct` up to the last answer")
+    ]
+    rows: Annotated[Path, Key("JSONL that is written, for data.train of a later run")]
+    endpoint: Annotated[
+        str | None,
+        Key("base URL of an OpenAI-compatible server (http://host:8000/v1), instead of `teacher`"),
+    ] = None
+    served_model: Annotated[str | None, Key("the model's name at the endpoint")] = None
+    key_variable: Annotated[str | None, Key("environment variable with the endpoint's API key")] = (
+        None
+    )
+    new_tokens: Annotated[int, Key("tokens of an answer, at most", least=1, most=2**17)] = 512
+    temperature: Annotated[
+        float, Key("of sampling; 0 takes the most likely token", least=0, most=10)
+    ] = 0.0
+    concurrent: Annotated[int, Key("requests at a time", least=1, most=2**10)] = 4
+    retries: Annotated[int, Key("how often a failed request is tried again", least=0, most=100)] = 4
+    timeout_s: Annotated[float, Key("seconds that an answer may take", above=0)] = 300.0
+    synthetic_share: Annotated[
+        float, Key("share of the written rows that the teacher made", above=0, most=1)
+    ] = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """A teacher's soft targets (`entrenar distill`), and the loss that learns from them."""
+
+    logits: Annotated[Path, Key("folder of the teacher's shards, which may still be written")]
+    teacher: Annotated[
+        Path | None, Key("folder with the teacher's checkpoint; training reads the shards alone")
+    ] = None
+    top_k: Annotated[
+        int, Key("most likely tokens that are kept at each position", least=1, most=2**24)
+    ] = 128
+    stored: Annotated[
+        str, Key("format of log-probabilities in a shard", choices=("float16", "float32"))
+    ] = "float16"
+    precision: Annotated[
+        str,
+        Key("what the teacher's weights are kept in; int8 is for CPUs", choices=TEACHER_PRECISIONS),
+    ] = "bfloat16"
+    shard_samples: Annotated[int, Key("samples in a shard", least=1, most=2**20)] = 256
+    batch_tokens: Annotated[
+        int, Key("tokens of a teacher's batch, at most, unless one row has more", least=1)
+    ] = 8192
+    wait_s: Annotated[
+        float,
+        Key("seconds that a student waits for a shard; 0: a missing one ends the run", least=0),
+    ] = 86400.0
+    alpha: Annotated[
+        float,
+        Key("share of the teacher's part of the loss; the rest is cross entropy", least=0, most=1),
+    ] = 0.5
+    temperature: Annotated[
+        float, Key("T of both distributions, whose divergence counts T * T", above=0, most=10**4)
+    ] = 2.0
+    text: Annotated[
+        Completions | None, Key("for `entrenar distill text`, which alone reads it")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,6 +326,9 @@ class Settings:
     classes: Annotated[Classes, Key("the classes of `task: classify`")] = Classes()
     lora: Annotated[Lora, Key("the adapters of `method: lora` and `qlora`")] = Lora()
     training: Annotated[Training, Key("the optimizer and its batches")] = Training()
+    distill: Annotated[
+        Distillation | None, Key("for `entrenar distill`: learn from a teacher, too")
+    ] = None
     coordinator: Annotated[
         Serving | None, Key("for `entrenar coordinator`, which alone reads it: other machines")
     ] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,14 +24,12 @@ from entrenar_py.training.tensors import (
     TensorSpec,
     Workload,
 )
-from entrenar_py.tuning import captured, compiled, fused_loss, packing, precision, quantised
+from entrenar_py.tuning import captured, compiled, packing, precision, quantised
 from entrenar_py.tuning.masks import Masks
+from entrenar_py.tuning.objectives import IGNORED, PLACES, ClassObjective, Objective, TokenObjective
 from entrenar_py.tuning.samples import Samples
 
-IGNORED = -100  # the target that cross entropy leaves out
 LENGTHS = 8  # rows are filled up to a multiple of this
-_UNPACKED = 3  # tensors of a batch of a language model; packed rows have their positions, too
-_PLACES = 64  # and so are the places with a target: few shapes are to be compiled
 
 
 class Rows:
@@ -130,6 +128,14 @@ class Tuned(Workload):
         return sum(map(self._samples.length, ids))
 
     @property
+    def decisive(self) -> dict[str, Any]:
+        """What else decides what is learned, by key; a run that is resumed must have the same."""
+        return {}
+
+    def require(self, ids: Sequence[int]) -> None:
+        """Wait until all that `batch` needs of these samples is there."""
+
+    @property
     def has_classes(self) -> bool:
         """True if classes are learned, not next tokens."""
         return bool(len(self._class_weights))
@@ -164,7 +170,7 @@ class Tuned(Workload):
         # The logits at a place are of the token after it.
         after = F.pad(targets[:, 1:], (0, 1), value=IGNORED).flatten()
         places = (after != IGNORED).nonzero().flatten()
-        room = -len(places) % _PLACES
+        room = -len(places) % PLACES
         wanted = F.pad(after[places], (0, room), value=IGNORED)
         positions = (mask,) if self.is_packed else ()
         # In the last place there is no target.
@@ -202,9 +208,15 @@ class Finetuning(Tuned):
         self._shown: set[tuple[bool, ...]] = set()  # kinds of batches that are compiled
         self._dropout_key: Tensor | None = None
         with precision.applied(products, next(module.parameters()).device):
-            self.objective = _Classes(module, class_weights) if class_weights else _Tokens(module)
+            self.objective = self.new_objective(class_weights)
         self.objective.train()
         self.drops = self._has_drawn()
+
+    def new_objective(self, class_weights: Sequence[float]) -> Objective:
+        """Return the module that computes the summed loss of what `batch` returns."""
+        if class_weights:
+            return ClassObjective(self.module, class_weights)
+        return TokenObjective(self.module)
 
     @property
     def is_static(self) -> bool:
@@ -297,97 +309,3 @@ class Finetuning(Tuned):
         self._shown.add(kind)
         loss = self._loss(tensors, self.objective.example(kind, self._longest))
         torch.autograd.grad(loss, [tensors[spec.name] for spec in self.specs])
-
-
-class _Objective(nn.Module):
-    """A loss of the model `module`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def logits(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the model's logits, [n, t, vocabulary] or [n, classes]; both are int64 [n, t]."""
-        found: Tensor = self.module(input_ids=tokens, attention_mask=mask, use_cache=False).logits
-        return found
-
-
-class _Classes(_Objective):
-    """The weighted cross entropy of a classifier."""
-
-    def __init__(self, module: nn.Module, weights: Sequence[float]) -> None:
-        super().__init__(module)
-        self.register_buffer(
-            "weights", torch.tensor(weights, dtype=torch.float32), persistent=False
-        )
-
-    is_static = False  # the mask is looked at on the host
-
-    def kind(self, batch: Batch) -> tuple[bool, ...]:
-        """Return on what the operations depend: if it is one row, and if there is padding."""
-        return len(batch[0]) == 1, not batch[1].all()
-
-    def example(self, kind: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
-        """Return a batch of `kind` with rows of `length` tokens."""
-        is_alone, is_padded = kind
-        tokens = torch.ones(1 if is_alone else 2, length, dtype=torch.int64)
-        mask = tokens.clone()
-        mask[:, -1] = 0 if is_padded else 1
-        return tokens, mask, torch.zeros(len(tokens), dtype=torch.int64)
-
-    def forward(self, tokens: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss, 0-d float32: tokens and mask [n, t], classes [n]."""
-        logits = self.logits(tokens, mask).float()
-        weights = cast("Tensor", self.weights)
-        return F.cross_entropy(logits, targets, weight=weights, reduction="sum")
-
-
-class _Tokens(_Objective):
-    """The cross entropy of a causal language model.
-
-    No mask is given: rows are filled up at their end, where no token with a target looks.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self._head = [fused_loss.head_of(module)]  # in a list: its weights are the module's
-
-    def kind(self, batch: Batch) -> tuple[bool, ...]:
-        """Return on what the operations depend: if it is one row, and if rows are packed."""
-        return len(batch[0]) == 1, len(batch) > _UNPACKED
-
-    def example(self, kind: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
-        """Return a batch of `kind` with rows of `length` tokens."""
-        is_alone, is_packed = kind
-        tokens = torch.ones(1 if is_alone else 2, length, dtype=torch.int64)
-        places = torch.arange(_PLACES).clamp(max=tokens.numel() - 1)
-        batch = tokens, places, torch.ones_like(places)
-        positions = torch.arange(length).expand_as(tokens) // 2
-        return (*batch, positions) if is_packed else batch
-
-    @property
-    def is_static(self) -> bool:
-        """See `Workload`."""
-        return self._head[0] is not None
-
-    def forward(
-        self, tokens: Tensor, places: Tensor, targets: Tensor, positions: Tensor | None = None
-    ) -> Tensor:
-        """Return the summed loss, 0-d float32: tokens [n, t], places and their targets [m].
-
-        Packed rows have `positions`, [n, t].
-        """
-        [head] = self._head
-        if head is None or type(tokens) is not Tensor:  # such as a tensor of a graph's capture
-            logits = self._logits(tokens, positions).index_select(0, places).float()
-            return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        rows = packing.one_sample_a_row() if positions is None else nullcontext()
-        with rows, fused_loss.replaced_by_identity(head):
-            hidden = self._logits(tokens, positions)
-        return fused_loss.cross_entropy(fused_loss.select(hidden, places), head.weight, targets)
-
-    def _logits(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Return the logits of all tokens: [n * t, vocabulary]."""
-        named = {} if positions is None else {"position_ids": positions}
-        logits: Tensor = self.module(input_ids=tokens, use_cache=False, **named).logits
-        return logits.flatten(0, 1)

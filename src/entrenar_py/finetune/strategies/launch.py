@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from entrenar_py.distill import student
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.finetune import export, foresight, rows_read, settings_file, stage_problems
 from entrenar_py.finetune import task as tasks
@@ -125,7 +126,7 @@ def train(
 
 
 def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
-    workload = together(prepared.workload)
+    workload = together(lambda: student.workload(prepared))
     scenario = together(lambda: _scenario(settings, workload, here))
     return Shards(workload, scenario, here.device)
 

@@ -23,7 +23,7 @@ from entrenar_py.finetune.strategies.strategy import Arrays, Strategy, ValueOf, 
 from entrenar_py.training import sharding
 from entrenar_py.tuning import blocks, fused_loss, layer_plan
 from entrenar_py.tuning.modes import in_evaluation
-from entrenar_py.tuning.workload import IGNORED
+from entrenar_py.tuning.objectives import IGNORED
 
 _Shape = tuple[int, int]  # rows of a shard, and tokens of a row
 

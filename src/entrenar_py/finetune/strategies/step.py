@@ -48,6 +48,7 @@ class Shards:
             rng = scenario.rng("order", position.epoch)
             self._visit = position.epoch, sharding.order(scenario.num_samples, rng)
         ids = sharding.batch(self._visit[1], position, scenario.batch_size)
+        self.workload.require(ids)  # all ranks wait here, and not in a collective
         return Step(
             number=number,
             epoch=position.epoch,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, RowsError, UsageError
 from entrenar_py.service import exit_codes
-from entrenar_py.service.cli import options, pipeline_options
+from entrenar_py.service.cli import distill_options, options, pipeline_options
 from entrenar_py.untrusted import printing
 
 
@@ -81,6 +81,10 @@ def _run(given: argparse.Namespace) -> int:
         from entrenar_py.finetune import cli
 
         return cli.pipeline(given)
+    if given.command == distill_options.NAME:
+        from entrenar_py.finetune import cli
+
+        return cli.distill(given)
     if given.command == "doctor":
         from entrenar_py.doctor import visit
 

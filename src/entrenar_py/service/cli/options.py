@@ -15,7 +15,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.finetune import NEW_TOKENS
 from entrenar_py.options import values
 from entrenar_py.service import address, exit_codes, following
-from entrenar_py.service.cli import pipeline_options
+from entrenar_py.service.cli import distill_options, pipeline_options
 
 PROG = "entrenar"
 AUTO = "auto"
@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_finetune(commands)
     pipeline_options.add(commands, _add, BANDWIDTH)
+    distill_options.add(commands, _add, _add_training, _backend)
     return cli
 
 
@@ -182,6 +183,12 @@ def _add_worker(commands: _Commands) -> None:
         "hashes of the coordinator's (default: they are fetched and kept)",
     )
     command.add_argument(
+        "--logits",
+        metavar="FOLDER",
+        type=Path,
+        help="this machine's copy of the shards that a student learns from, which may still come",
+    )
+    command.add_argument(
         "--trust-remote-code",
         action="store_true",
         help="run Python that comes with the checkpoint, if the coordinator's configuration says "
@@ -267,28 +274,7 @@ def _add_doctor(commands: _Commands) -> None:
 
 
 def _add_finetune(commands: _Commands) -> None:
-    finetune = _add(commands, "finetune", "train a checkpoint on this machine's processes")
-    finetune.add_argument(
-        "config",
-        metavar="CONFIG.yaml",
-        type=Path,
-        help="what to train, and on what; `init` prints one with all keys",
-    )
-    finetune.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the checkpoint, or from the start if there is none yet",
-    )
-    finetune.add_argument(
-        "--backend",
-        metavar="LIST",
-        dest="backends",
-        type=_backends,
-        default=("cpu",),
-        help="what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
-        "each at least (default cpu)",
-    )
-    following.add_options(finetune)
+    _add_training(_add(commands, "finetune", "train a checkpoint on this machine's processes"))
     _add_plan(commands)
     infer = _add(commands, "infer", "answer a prompt with what `finetune` has trained")
     infer.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
@@ -307,6 +293,30 @@ def _add_finetune(commands: _Commands) -> None:
     evaluate.add_argument(
         "--data", metavar="FILE", type=Path, required=True, help="rows: .jsonl, .json or .parquet"
     )
+
+
+def _add_training(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "config",
+        metavar="CONFIG.yaml",
+        type=Path,
+        help="what to train, and on what; `init` prints one with all keys",
+    )
+    command.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the checkpoint, or from the start if there is none yet",
+    )
+    command.add_argument(
+        "--backend",
+        metavar="LIST",
+        dest="backends",
+        type=_backends,
+        default=("cpu",),
+        help="what the workers compute on, in turns, e.g. cpu,wgpu or cuda:0,cuda:1; one worker "
+        "each at least (default cpu)",
+    )
+    following.add_options(command)
 
 
 def _add_plan(commands: _Commands) -> None:

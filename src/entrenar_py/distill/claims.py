@@ -1,0 +1,87 @@
+"""Which process makes which shard: one lock file of a folder, with a byte for each shard.
+
+The kernel gives a lock up when its process ends, however it ends, so no claim outlives its owner.
+On NFS the server keeps the locks, for all machines that mount the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from entrenar_py.errors import UsageError
+
+NAME = "claims.lock"
+_FORM = "hhqqi0q"  # struct flock of Linux: type, whence, start, length, process
+_APPENDING = 2**40  # the byte that stands for the list; shards have those from 0 on
+
+
+class Claims:
+    """The claims of this process in `folder`. Only one object a process and folder may exist.
+
+    A process that closes any handle of a file gives up all its locks on that file, so the handle
+    stays open.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UsageError on a file system without locks."""
+        self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._folder = folder
+
+    def take(self, shard: int) -> bool:
+        """Claim a shard; return False if another process has it."""
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, shard)
+        except (BlockingIOError, PermissionError):  # the standard allows either
+            return False
+        except OSError as error:
+            raise UsageError(
+                f"distill.logits={self._folder}: its file system gives no locks "
+                f"({error.strerror}), so two processes might make one shard twice; use another "
+                "folder, or give each process its own folder and a part (--part 1/2)"
+            ) from error
+        return True
+
+    def give_up(self, shard: int) -> None:
+        """Give a claim up."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, shard)
+
+    @contextmanager
+    def appending(self) -> Iterator[None]:
+        """Keep other writers from the folder's lists in the body."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _APPENDING)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _APPENDING)
+
+    def close(self) -> None:
+        """Give all claims up."""
+        os.close(self._file)
+
+
+def being_made(folder: Path, num_shards: int) -> dict[int, int]:
+    """Return the shards that other processes make just now, with the process id of each.
+
+    The id of a process on another machine says nothing.
+    """
+    try:
+        file = os.open(folder / NAME, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # nobody has made any here
+        return {}
+    found: dict[int, int] = {}
+    try:
+        for shard in range(num_shards):
+            asked = struct.pack(_FORM, fcntl.F_WRLCK, os.SEEK_SET, shard, 1, 0)
+            kind, _, _, _, owner = struct.unpack(_FORM, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            if kind != fcntl.F_UNLCK:
+                found[shard] = owner
+    except OSError:  # no locks there
+        return found
+    finally:
+        os.close(file)
+    return found

@@ -1,0 +1,244 @@
+"""Makes the shards of a teacher, each one once, with other processes that do the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from entrenar_py import backends
+from entrenar_py.distill import manifest, shards, student, teacher
+from entrenar_py.distill.claims import Claims
+from entrenar_py.distill.manifest import Entry, Writer
+from entrenar_py.distill.schema import Facts
+from entrenar_py.distill.shards import Places, ShardWriter
+from entrenar_py.distill.teacher import Batch, Kept, Teacher
+from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.tuning import fitting, model, model_class, samples
+from entrenar_py.tuning.prepared import Prepared
+
+LOOK_EVERY_S = 1.0  # at what other processes make
+PIECE_BYTES = 2**28  # of rows that are held at a time, twice
+
+Part = tuple[int, int]  # the number of a part, from 1 on, and of all parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A shard that this process made: its numbers of rows and tokens, and seconds."""
+
+    shard: int
+    rows: int
+    tokens: int
+    seconds: float
+
+
+@dataclass
+class Progress:
+    """How far a stage is. `rows_done` and `shards_done` count those of other processes, too."""
+
+    facts: Facts
+    rows_done: int = 0
+    shards_done: int = 0
+    made: list[Made] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Since this process began."""
+        return time.monotonic() - self.began_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of this process, over all its shards."""
+        return sum(one.tokens for one in self.made) / self.seconds if self.made else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until all shards are there at the pace of this process alone."""
+        own = sum(one.rows for one in self.made)
+        if not own:
+            return None
+        return (sum(self.facts.rows) - self.rows_done) * self.seconds / own
+
+
+Listener = Callable[[Progress], None]
+
+
+class Stage:
+    """The stage `entrenar distill logits` of one process."""
+
+    def __init__(self, prepared: Prepared, name: str, part: Part | None = None) -> None:
+        """Read no weights yet; `name` is the backend. Raises UsageError for what can't be used."""
+        section = student.of(prepared)
+        kind = backends.kind_of(name)
+        if kind not in ("cpu", "cuda"):
+            raise UsageError(f"--backend={name}: a teacher runs on cpu or cuda; use one of these")
+        backends.open_backend(name)  # a device that is missing ends the command here
+        self.prepared, self.folder, self._part = prepared, section.logits, part
+        self.device = torch.device(name if kind == "cuda" else "cpu")
+        self._settings = teacher.settings_of(prepared.settings, section)
+        require_tokenizer(prepared, self._settings.model)
+        fitting.require_checkpoint(self._settings.model)
+        config = model_class.configuration(self._settings)
+        vocabulary = student.vocabulary_of(config)
+        if section.top_k > vocabulary:
+            raise UsageError(
+                f"distill.top_k={section.top_k}: the teacher's vocabulary has {vocabulary} tokens; "
+                "use that many, or fewer"
+            )
+        self._longest = int(np.diff(prepared.train.starts).max())
+        self.facts, self.places = _facts(prepared, vocabulary, fitting.digest(self._settings.model))
+
+    def run(self, listen: Listener, stopping: threading.Event) -> bool:
+        """Make all shards of this process's part; return False if `stopping` was set before.
+
+        Shards that others make are waited for, and made here if their makers die. Raises
+        SystemFailure if a file can't be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with closing(Claims(self.folder)) as claims:
+                writer = Writer(self.folder, self.facts, self._part, claims)
+                return self._make_all(claims, writer, listen, stopping)
+        except OSError as error:
+            problem = f"shards can't be written ({error.strerror or error})"
+            raise SystemFailure(
+                f"distill.logits={self.folder}: {problem}; make room, and start it again: it goes "
+                "on with the first missing shard"
+            ) from error
+
+    def _make_all(
+        self, claims: Claims, writer: Writer, listen: Listener, stopping: threading.Event
+    ) -> bool:
+        progress, loaded = Progress(self.facts), cast("Teacher | None", None)
+        checked: dict[int, Entry] = {}  # whose files have been looked at
+        while not stopping.is_set():
+            left = self._left(checked, progress)
+            listen(progress)
+            if not left:
+                return True
+            mine = next((shard for shard in left if claims.take(shard)), None)
+            if mine is None:  # others make them
+                stopping.wait(LOOK_EVERY_S)
+                continue
+            # It may have been made between the look and the claim.
+            if mine in self._left(checked, progress):
+                loaded = loaded or self._teacher()
+                made = self._make(loaded, mine, writer, stopping)
+                progress.made += [] if made is None else [made]
+            claims.give_up(mine)
+        return not self._left(checked, progress)
+
+    def _left(self, checked: dict[int, Entry], progress: Progress) -> list[int]:
+        """Return the shards of this part that are missing or damaged; counts those of all parts."""
+        listed = manifest.read(self.folder)
+        there = {} if listed is None else listed.shards
+        for shard, entry in there.items():
+            if checked.get(shard) != entry and not shards.problem(self.folder, self.facts, entry):
+                checked[shard] = entry
+        progress.shards_done = len(checked)
+        progress.rows_done = sum(entry.rows for entry in checked.values())
+        every = range(self.facts.num_shards)
+        if self._part is not None:
+            number, num_parts = self._part
+            every = range(number - 1, self.facts.num_shards, num_parts)
+        return [shard for shard in every if shard not in checked]
+
+    def _teacher(self) -> Teacher:
+        section = student.of(self.prepared)
+        known = len(self.prepared.tokenizer)
+        return teacher.load(self._settings, section, self.device, known=known)
+
+    def _make(
+        self, loaded: Teacher, shard: int, writer: Writer, stopping: threading.Event
+    ) -> Made | None:
+        """Make a shard; return None if it was stopped in between.
+
+        A piece of it is written while the next one is computed.
+        """
+        began_s, tokens, starts = time.monotonic(), 0, self.places.starts(shard)
+        with (
+            closing(ShardWriter(self.folder, self.facts, shard, starts)) as file,
+            ThreadPoolExecutor(1, "shard") as writing,
+        ):
+            written: Future[None] | None = None
+            for ids in self._pieces(shard):
+                parts = list[tuple[Batch, Kept]]()
+                for batch in self._batches(ids):
+                    if stopping.is_set():
+                        return None
+                    parts.append((batch, loaded.kept(batch.tokens, batch.places)))
+                    tokens += batch.num_tokens
+                if written is not None:
+                    written.result()
+                written = writing.submit(_write, file, parts, ids)
+            if written is not None:
+                written.result()
+            entry = file.finish()
+        writer.add(entry)
+        seconds = time.monotonic() - began_s
+        return Made(shard=shard, rows=entry.rows, tokens=tokens, seconds=seconds)
+
+    def _pieces(self, shard: int) -> Iterator[list[int]]:
+        """Yield a shard's samples in pieces whose rows have PIECE_BYTES, or one sample more."""
+        piece, held = list[int](), 0
+        for one in self.places.of_shards[shard]:
+            piece.append(one)
+            held += len(self.places.positions(one)) * shards.row_bytes(self.facts)
+            if held >= PIECE_BYTES:
+                yield piece
+                piece, held = [], 0
+        if piece:
+            yield piece
+
+    def _batches(self, ids: Sequence[int]) -> Iterator[Batch]:
+        train, pad = self.prepared.train, self.prepared.pad_token
+        for chosen in teacher.batches(train, ids, self.facts.batch_tokens):
+            yield Batch(train, self.places, chosen, pad, self._longest)
+
+
+def _write(file: ShardWriter, parts: Sequence[tuple[Batch, Kept]], ids: Sequence[int]) -> None:
+    """Write the rows of a piece, in the order of `ids`."""
+    file.add(teacher.in_order([batch.rows(kept) for batch, kept in parts], ids))
+
+
+def require_tokenizer(prepared: Prepared, folder: Path) -> None:
+    """Raise UsageError unless the teacher in `folder` has the student's tokenizer."""
+    theirs = samples.tokenizer_digest(model.tokenizer(prepared.settings, folder))
+    own = samples.tokenizer_digest(prepared.tokenizer)
+    if theirs != own:
+        raise UsageError(
+            f"distill.teacher={folder}: its tokenizer ({theirs}) is not the student's ({own}, "
+            f"{prepared.settings.model}): their tokens are not the same; use "
+            "`entrenar distill text`, which learns from the teacher's answers"
+        )
+
+
+def _facts(prepared: Prepared, vocabulary: int, digest: str) -> tuple[Facts, Places]:
+    """Return the facts of the shards that the run's configuration asks for."""
+    section = student.of(prepared)
+    places = student.places(prepared.train, prepared.settings.seed, section.shard_samples)
+    every = range(len(places.of_shards))
+    facts = Facts(
+        teacher=digest,
+        tokenizer=samples.tokenizer_digest(prepared.tokenizer),
+        data=prepared.train.digest,
+        vocabulary=vocabulary,
+        top_k=section.top_k,
+        stored=section.stored,
+        precision=section.precision,
+        seed=prepared.settings.seed,
+        batch_tokens=section.batch_tokens,
+        samples=tuple(len(places.of_shards[shard]) for shard in every),
+        rows=tuple(places.rows_of(shard) for shard in every),
+    )
+    return facts, places

@@ -1,0 +1,180 @@
+"""A student's way to its teacher's rows: shards are opened when they arrive, and waited for."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from entrenar_py.distill import manifest, shards
+from entrenar_py.distill.manifest import Listed
+from entrenar_py.distill.schema import Facts
+from entrenar_py.distill.shards import File, Places, Rows
+from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.untrusted import printing
+
+LOOK_EVERY_S = 0.5
+TELL_AFTER_S = 10.0
+HELD_BYTES = 2**28  # of decoded row groups
+OPEN_MAX = 32  # files
+
+Say = Callable[[str], None]
+
+
+def facts_of(folder: Path, *, patience_s: float, say: Say = printing.say) -> Facts:
+    """Return the facts of the shards in `folder`; waits until a first list is there.
+
+    Raises UsageError if none is after `patience_s` seconds, or for one that can't be read.
+    """
+    begin, told = time.monotonic(), False
+    while (found := manifest.read(folder)) is None:
+        waited = time.monotonic() - begin
+        if waited >= patience_s:
+            raise UsageError(
+                f"distill.logits={folder}: there are no shards ({manifest.PATTERN} is missing); "
+                "make them by `entrenar distill logits`, or give the folder that they come to"
+            )
+        if not told:
+            say(f"waits for the first list of shards in {folder}")
+            told = True
+        time.sleep(min(LOOK_EVERY_S, patience_s - waited))
+    return found.facts
+
+
+class TeacherRows:
+    """The teacher's rows of any samples. Not for several threads at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        facts: Facts,
+        places: Places,
+        *,
+        num_tokens: int,
+        patience_s: float,
+        say: Say = printing.say,
+    ) -> None:
+        """A shard that is missing, or not whole, is waited for, `patience_s` seconds at most.
+
+        All tokens are below `num_tokens`.
+        """
+        self.facts = facts
+        self._folder, self._places = folder, places
+        self._num_tokens, self._patience_s, self._say = num_tokens, patience_s, say
+        self._listed = Listed(facts, {})
+        self._files: OrderedDict[int, File] = OrderedDict()
+        self._held: OrderedDict[tuple[int, int], Rows] = OrderedDict()  # by shard and group
+        self._held_bytes = 0
+
+    @property
+    def num_missing(self) -> int:
+        """The number of shards that had not been listed at the last look."""
+        return len(self._listed.missing)
+
+    def rows(self, samples: Sequence[int]) -> Rows:
+        """Return the rows of `samples`, one sample after another.
+
+        Raises SystemFailure for a shard that doesn't come in time, and one whose rows are not those
+        of the samples.
+        """
+        return shards.joined([self._rows(int(sample)) for sample in samples])
+
+    def require(self, samples: Sequence[int]) -> None:
+        """Wait until the shards of all `samples` are there. Raises SystemFailure as `rows` does."""
+        for shard in sorted({self._places.shard_of(int(one)) for one in samples}):
+            self._file(shard)
+
+    def _rows(self, sample: int) -> Rows:
+        shard = self._places.shard_of(sample)
+        starts = self._places.starts(shard)
+        index = self._places.index_in(shard, sample)
+        begin, end = int(starts[index]), int(starts[index + 1])
+        file = self._file(shard)
+        group = file.group_of(begin)
+        first = file.first_of(group)
+        found = self._group(file, shard, group).part(slice(begin - first, end - first))
+        positions = self._places.positions(sample)
+        if not (found.sample == sample).all() or not np.array_equal(found.position, positions):
+            raise SystemFailure(
+                f"{file.path}: rows {begin} to {end - 1} are not those of sample {sample} at "
+                f"positions {_shown(positions)}: they are of {_shown(np.unique(found.sample))} at "
+                f"{_shown(found.position)}; make the shard again by `entrenar distill logits`"
+            )
+        if found.tokens.min() < 0 or found.tokens.max() >= self._num_tokens:
+            raise SystemFailure(
+                f"{file.path}: sample {sample} has token {found.tokens.max()}, and the student has "
+                f"{self._num_tokens}; make the shard again by `entrenar distill logits`"
+            )
+        return found
+
+    def _group(self, file: File, shard: int, group: int) -> Rows:
+        key = shard, group
+        if key not in self._held:
+            try:
+                found = file.read(group)
+            except UsageError as error:
+                raise SystemFailure(str(error)) from error
+            self._held[key] = found
+            self._held_bytes += found.num_bytes
+            while self._held_bytes > HELD_BYTES and len(self._held) > 1:
+                _, old = self._held.popitem(last=False)
+                self._held_bytes -= old.num_bytes
+        self._held.move_to_end(key)
+        return self._held[key]
+
+    def _file(self, shard: int) -> File:
+        if shard not in self._files:
+            self._wait(shard)
+            try:
+                file = File(self._folder, self.facts, shard, self._places.starts(shard))
+            except UsageError as error:
+                raise SystemFailure(str(error)) from error
+            self._files[shard] = file
+            while len(self._files) > OPEN_MAX:
+                self._files.popitem(last=False)
+        self._files.move_to_end(shard)
+        return self._files[shard]
+
+    def _wait(self, shard: int) -> None:
+        """Wait until the shard is listed, and its file has the listed bytes."""
+        begin, told = time.monotonic(), ""
+        while why := self._lacks(shard):
+            waited = time.monotonic() - begin
+            if waited >= self._patience_s:
+                raise SystemFailure(
+                    f"distill.logits={self._folder}: {why} (waited {waited:.0f} s); make it by "
+                    "`entrenar distill logits`, or copy it, and resume"
+                )
+            if why != told and waited >= min(TELL_AFTER_S, self._patience_s / 2):
+                self._say(f"waits for shard {shard}: {why}")
+                told = why
+            time.sleep(min(LOOK_EVERY_S, self._patience_s - waited))
+
+    def _lacks(self, shard: int) -> str:
+        """Return what a shard lacks to be read; "" if nothing."""
+        if shard not in self._listed.shards:
+            try:
+                listed = manifest.read(self._folder)
+            except UsageError as error:
+                raise SystemFailure(str(error)) from error
+            if listed is not None and listed.facts != self.facts:
+                raise SystemFailure(
+                    f"distill.logits={self._folder}: it has other shards now than when the run "
+                    "began; give the run its own folder"
+                )
+            self._listed = listed or self._listed
+        entry = self._listed.shards.get(shard)
+        if entry is None:
+            return f"shard {shard} of {self.facts.num_shards} is not there"
+        why = shards.problem(self._folder, self.facts, entry)
+        if why:  # it may be listed anew when it has been made again
+            self._listed = Listed(self.facts, {})
+        return why
+
+
+def _shown(numbers: np.ndarray) -> str:
+    told = ", ".join(map(str, numbers[:4].tolist()))
+    return f"{told}, ..." if len(numbers) > 4 else told

@@ -1,0 +1,306 @@
+"""Shards as Parquet files: which samples each one has, how it is written, and how it is checked."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from entrenar_py.distill import schema
+from entrenar_py.distill.manifest import Entry, path_of
+from entrenar_py.distill.schema import Facts
+from entrenar_py.errors import UsageError
+from entrenar_py.tuning.samples import Samples
+
+GROUP_BYTES = 2**22  # of a row group's rows, at least, but for the last one of a file
+COMPRESSION = "zstd"
+_COLUMNS = ("sample", "position", "tokens", "log_probabilities", "rest")
+_AGAIN = "make it again by `entrenar distill logits`, or copy it again"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The teacher's rows of some samples, one after another.
+
+    `sample` and `position` are int32 [m], `tokens` int32 [m, k], `log_probabilities` float16 or
+    float32 [m, k], and `rest` float32 [m].
+    """
+
+    sample: NDArray[np.int32]
+    position: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    log_probabilities: NDArray[Any]
+    rest: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.sample)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all arrays."""
+        return sum(getattr(self, name).nbytes for name in _COLUMNS)
+
+    def part(self, rows: slice) -> Rows:
+        """Return some consecutive rows, not copied."""
+        return Rows(*(getattr(self, name)[rows] for name in _COLUMNS))
+
+    def taken(self, rows: NDArray[np.int64]) -> Rows:
+        """Return copies of `rows`, in their order."""
+        return Rows(*(getattr(self, name)[rows] for name in _COLUMNS))
+
+
+def joined(parts: Sequence[Rows]) -> Rows:
+    """Return all rows of `parts`, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(*(np.concatenate([getattr(one, name) for one in parts]) for name in _COLUMNS))
+
+
+class Places:
+    """Where each sample's rows are: in the order in which a run with `seed` first visits them.
+
+    So its first epoch reads one shard after another, and can begin while later ones are made.
+    """
+
+    def __init__(self, samples: Samples, visit: Sequence[int], num_each: int) -> None:
+        """`visit` has the number of each sample once; a shard has `num_each`."""
+        self._samples = samples
+        self.of_shards = [visit[n : n + num_each] for n in range(0, len(visit), num_each)]
+        self._place = np.empty(len(visit), np.int64)
+        self._place[list(visit)] = np.arange(len(visit))
+        self._num_each = num_each
+
+    def shard_of(self, sample: int) -> int:
+        """Return the number of the shard that has `sample`."""
+        return int(self._place[sample]) // self._num_each
+
+    def rows_of(self, shard: int) -> int:
+        """Return the number of rows that the shard has."""
+        return int(self._samples.num_targets[list(self.of_shards[shard])].sum())
+
+    def starts(self, shard: int) -> NDArray[np.int64]:
+        """Return where the rows of each of a shard's samples begin, and where the last ones end."""
+        counts = self._samples.num_targets[list(self.of_shards[shard])]
+        return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def index_in(self, shard: int, sample: int) -> int:
+        """Return which of the shard's samples `sample` is."""
+        return int(self._place[sample]) - shard * self._num_each
+
+    def positions(self, sample: int) -> NDArray[np.int64]:
+        """Return the positions of a sample's rows: of each token before one to predict."""
+        return np.flatnonzero(self._samples.is_target[self._samples.part(sample)]) - 1
+
+
+def groups(facts: Facts, starts: NDArray[np.int64]) -> list[slice]:
+    """Return the rows of each row group: whole samples, GROUP_BYTES or more together."""
+    found, begin = list[slice](), 0
+    least = max(1, GROUP_BYTES // row_bytes(facts))
+    for end in map(int, starts[1:]):
+        if end - begin >= least or end == int(starts[-1]):
+            if end > begin:
+                found.append(slice(begin, end))
+            begin = end
+    return found
+
+
+def row_bytes(facts: Facts) -> int:
+    """Return the bytes of a row in memory."""
+    return 12 + facts.top_k * (4 + {"float16": 2, "float32": 4}[facts.stored])
+
+
+class ShardWriter:
+    """Writes a shard's file under another name, and moves it to its place when the disk has it.
+
+    `add` takes rows one after another. Raises OSError if the file can't be written.
+    """
+
+    def __init__(self, folder: Path, facts: Facts, shard: int, starts: NDArray[np.int64]) -> None:
+        self._facts, self._shard, self._path = facts, shard, path_of(folder, facts, shard)
+        self._own = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        self._form = schema.columns(facts, shard)
+        self._due = groups(facts, starts)
+        self._held, self._num_rows = list[Rows](), 0
+        self._writer = schema.arrow().parquet.ParquetWriter(
+            self._own,
+            self._form,
+            compression=COMPRESSION,
+            use_dictionary=False,
+            write_statistics=False,
+        )
+
+    def add(self, rows: Rows) -> None:
+        """Write the next rows, as soon as a group is whole."""
+        self._held.append(rows)
+        pa, self._num_rows = schema.arrow(), self._num_rows + len(rows)
+        while self._due and self._due[0].stop <= self._num_rows:
+            part = self._due.pop(0)
+            held, size = joined(self._held), part.stop - part.start
+            table = pa.Table.from_arrays(
+                _arrays(self._form, held.part(slice(size))), schema=self._form
+            )
+            self._writer.write_table(table, row_group_size=size)
+            self._held = [held.part(slice(size, None))]
+
+    def finish(self) -> Entry:
+        """Put the file in its place, and return its line of the list."""
+        assert not self._due, "all rows were added"
+        self._writer.close()
+        with self._own.open("rb") as file:
+            os.fsync(file.fileno())
+        entry = Entry(
+            shard=self._shard,
+            rows=self._num_rows,
+            bytes=self._own.stat().st_size,
+            digest=digest_of(self._own),
+        )
+        self._own.replace(self._path)
+        return entry
+
+    def close(self) -> None:
+        """Remove the file if it is not whole."""
+        with contextlib.suppress(OSError, ValueError):
+            self._writer.close()
+        self._own.unlink(missing_ok=True)
+
+
+def _arrays(form: Any, rows: Rows) -> list[Any]:
+    pa = schema.arrow()
+
+    def lists(name: str) -> Any:
+        kind = form.field(name).type
+        flat = pa.array(np.ascontiguousarray(getattr(rows, name)).reshape(-1))
+        return pa.FixedSizeListArray.from_arrays(flat, type=kind)
+
+    return [
+        pa.array(rows.sample),
+        pa.array(rows.position),
+        lists("tokens"),
+        lists("log_probabilities"),
+        pa.array(rows.rest),
+    ]
+
+
+def digest_of(path: Path) -> str:
+    """Return the BLAKE3 digest of a file, 32 hex digits."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest(16)
+
+
+def problem(folder: Path, facts: Facts, entry: Entry) -> str:
+    """Return what is wrong with a listed shard's file; "" if it has the listed bytes."""
+    path = path_of(folder, facts, entry.shard)
+    try:
+        size = path.stat().st_size
+        if size != entry.bytes:
+            return f"{path.name} has {size} bytes, and the list says {entry.bytes}"
+        if digest_of(path) != entry.digest:
+            return f"{path.name} is damaged: its digest is not that of the list"
+    except FileNotFoundError:
+        return f"{path.name} is listed, and not there"
+    except (OSError, ValueError) as error:
+        return f"{path.name} can't be read ({error})"
+    return ""
+
+
+class File:
+    """An open shard, read by row groups."""
+
+    def __init__(self, folder: Path, facts: Facts, shard: int, starts: NDArray[np.int64]) -> None:
+        """Raises UsageError for a file that is no such shard."""
+        self.path, self.num_rows = path_of(folder, facts, shard), int(starts[-1])
+        self._groups, self._facts = groups(facts, starts), facts
+        pa = schema.arrow()
+        try:
+            self._file = pa.parquet.ParquetFile(self.path, memory_map=True)
+        except (OSError, pa.ArrowException) as error:
+            told = " ".join(str(error).split())
+            raise UsageError(f"{self.path}: it is no Parquet file ({told}); {_AGAIN}") from error
+        self._require(schema.columns(facts, shard))
+
+    def _require(self, form: Any) -> None:
+        """Raise UsageError unless the file has the columns and the metadata of its place."""
+        found = self._file.schema_arrow
+        for field in form:
+            if field.name not in found.names:
+                raise UsageError(f"{self.path}: column {field.name} is missing; {_AGAIN}")
+            if not found.field(field.name).type.equals(field.type):
+                raise UsageError(
+                    f"{self.path}: column {field.name} has type {found.field(field.name).type}, "
+                    f"and not {field.type}; {_AGAIN}"
+                )
+        told, wanted = _told(found.metadata), _told(form.metadata)
+        for name, value in wanted.items():
+            if told.get(name) != value:
+                raise UsageError(
+                    f"{self.path}: it is another folder's or another run's: {name} is "
+                    f"{told.get(name)!r}, and {value!r} in the folder's list; {_AGAIN}"
+                )
+        here = [self._file.metadata.row_group(n).num_rows for n in range(self._file.num_row_groups)]
+        due = [part.stop - part.start for part in self._groups]
+        if here != due:
+            raise UsageError(
+                f"{self.path}: it has {sum(here)} rows in {len(here)} groups, and {sum(due)} in "
+                f"{len(due)} are due; {_AGAIN}"
+            )
+
+    @property
+    def num_groups(self) -> int:
+        """The number of row groups."""
+        return len(self._groups)
+
+    def group_of(self, row: int) -> int:
+        """Return the number of the group that has `row`."""
+        return bisect.bisect_right(self._groups, row, key=lambda part: part.stop)
+
+    def first_of(self, group: int) -> int:
+        """Return the first row of a group."""
+        return int(self._groups[group].start)
+
+    def read(self, group: int) -> Rows:
+        """Return the rows of a group. Raises UsageError for one that can't be decoded."""
+        pa = schema.arrow()
+        try:
+            table = self._file.read_row_group(group, columns=list(_COLUMNS), use_threads=False)
+            return rows_of(table, self._facts.top_k)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            told = " ".join(str(error).split())
+            raise UsageError(
+                f"{self.path}: group {group} can't be read ({told}); {_AGAIN}"
+            ) from error
+
+
+def rows_of(table: Any, top_k: int) -> Rows:
+    """Return a table's rows as arrays."""
+
+    def flat(name: str) -> Any:
+        return table.column(name).combine_chunks()
+
+    def lists(name: str) -> Any:
+        column = flat(name)
+        return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), top_k)
+
+    return Rows(
+        flat("sample").to_numpy(zero_copy_only=False),
+        flat("position").to_numpy(zero_copy_only=False),
+        lists("tokens"),
+        lists("log_probabilities"),
+        flat("rest").to_numpy(zero_copy_only=False),
+    )
+
+
+def _told(metadata: Any) -> dict[str, Any]:
+    try:
+        found = json.loads((metadata or {})[schema.KEY])
+    except (KeyError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,225 @@
+"""A student: a fine-tuning whose loss learns from a teacher's rows, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor, nn
+
+from entrenar_py.distill import loss as losses
+from entrenar_py.distill import reading
+from entrenar_py.distill.loss import Mix
+from entrenar_py.distill.reading import TeacherRows
+from entrenar_py.distill.schema import Facts
+from entrenar_py.distill.shards import Places
+from entrenar_py.errors import UsageError
+from entrenar_py.training import sharding
+from entrenar_py.training.tensors import Batch
+from entrenar_py.tuning import fused_loss, model_class, packing, samples
+from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.objectives import IGNORED, NextTokens, Objective
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.settings import Distillation
+from entrenar_py.tuning.workload import Finetuning
+
+_UNPACKED = 6  # tensors of a batch; packed rows have their positions, too
+
+
+class Student(Finetuning):
+    """Next tokens, and a teacher's distributions of them, learned by `module`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        train: Samples,
+        *,
+        teacher: TeacherRows,
+        mix: Mix,
+        packed_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Take the arguments of `Finetuning`, the teacher's rows and how they count."""
+        self.teacher, self.mix, self._capacity = teacher, mix, packed_tokens
+        super().__init__(module, train, packed_tokens=packed_tokens, **options)
+        # A worker whose shards are others has other data.
+        self.data_digest = blake3(f"{train.digest} {teacher.facts.digest}".encode()).hexdigest(16)
+
+    def new_objective(self, class_weights: Sequence[float]) -> Objective:
+        """Return the module that computes the summed loss of a batch."""
+        return StudentObjective(self.module, self.mix, self.teacher.facts.top_k)
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """See `Tuned`."""
+        return {
+            "distill.shards": self.teacher.facts.digest,
+            "distill.alpha": self.mix.alpha,
+            "distill.temperature": self.mix.temperature,
+        }
+
+    def require(self, ids: Sequence[int]) -> None:
+        """Wait until the teacher's rows of all samples `ids` are there."""
+        self.teacher.require(ids)
+
+    def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return what the loss is a function of; waits for rows that are still to come.
+
+        That is tokens int64 [n, t], places with a target int64 [m], of n * t, these targets int64
+        [m], and the teacher's tokens int64 [m, k], log-probabilities [m, k] and log of the rest
+        float32 [m] there. If samples are packed, positions int64 [n, t] follow.
+        """
+        tokens, places, targets, *positions = super().batch(ids)
+        order = list(range(len(ids)))
+        if self._capacity is not None:
+            lengths = [self._samples.length(i) for i in ids]
+            order = [n for row in packing.rows_of(lengths, self._capacity) for n in row]
+        rows = self.teacher.rows([ids[number] for number in order])
+        num_targets = int((targets != IGNORED).sum())
+        assert len(rows) == num_targets, "the teacher has a row for each target"
+        # What fills up has distinct tokens, as every row has.
+        room, top_k = len(targets) - len(rows), rows.tokens.shape[1]
+        filling = np.broadcast_to(np.arange(top_k, dtype=np.int64), (room, top_k))
+        return (
+            tokens,
+            places,
+            targets,
+            torch.from_numpy(np.concatenate([rows.tokens.astype(np.int64), filling])),
+            torch.from_numpy(_filled(rows.log_probabilities, room)),
+            torch.from_numpy(_filled(rows.rest, room)),
+            *positions,
+        )
+
+
+def _filled(values: Any, room: int) -> Any:
+    """Return `values` and `room` rows of zeros."""
+    return np.concatenate([values, np.zeros((room, *values.shape[1:]), values.dtype)])
+
+
+class StudentObjective(NextTokens):
+    """The loss of a student's batch."""
+
+    def __init__(self, module: nn.Module, mix: Mix, top_k: int) -> None:
+        super().__init__(module)
+        self._mix, self._top_k = mix, top_k
+
+    def kind(self, batch: Batch) -> tuple[bool, ...]:
+        """Return on what the operations depend: if it is one row, and if rows are packed."""
+        return len(batch[0]) == 1, len(batch) > _UNPACKED
+
+    def example(self, kind: tuple[bool, ...], length: int) -> tuple[Tensor, ...]:
+        """Return a batch of `kind` with rows of `length` tokens."""
+        tokens, places, targets, *positions = super().example(kind, length)
+        kept = torch.arange(self._top_k).expand(len(places), -1).contiguous()
+        shares = torch.full(kept.shape, -1.0)
+        return tokens, places, targets, kept, shares, torch.full((len(places),), -1.0), *positions
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        """Return the summed loss of what `Student.batch` returned, 0-d float32."""
+        tokens, places, targets, kept, shares, rest, *positions = batch
+        of_teacher = targets, kept, shares, rest, self._mix
+        packed = positions[0] if positions else None
+        head = self.head
+        if head is None or type(tokens) is not Tensor:  # such as a tensor of a graph's capture
+            logits = self.logits_of(tokens, packed).index_select(0, places)
+            return losses.of_logits(logits, *of_teacher)
+        rows = nullcontext() if packed is None else packing.one_sample_a_row()
+        with rows, fused_loss.replaced_by_identity(head):
+            hidden = self.logits_of(tokens, packed)
+        return losses.of_hidden(fused_loss.select(hidden, places), head.weight, *of_teacher)
+
+
+def facts_of(prepared: Prepared) -> Facts:
+    """Return the facts of a run's shards, once a first list of them is there.
+
+    Raises UsageError if they are of another tokenizer, of other rows, or of other settings.
+    """
+    section = of(prepared)
+    facts = reading.facts_of(section.logits, patience_s=section.wait_s)
+    require_fitting(prepared, section, facts)
+    return facts
+
+
+def of(prepared: Prepared) -> Distillation:
+    """Return the section `distill`; raises UsageError if the configuration has none."""
+    section = prepared.settings.distill
+    if section is None:
+        raise UsageError(
+            "distill: the section is missing: it names the teacher and the folder of its shards"
+        )
+    return section
+
+
+def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> None:
+    """Raise UsageError unless the shards are of the run's tokenizer, rows and settings."""
+    own = samples.tokenizer_digest(prepared.tokenizer)
+    where = f"distill.logits={section.logits}"
+    if facts.tokenizer != own:
+        raise UsageError(
+            f"{where}: its shards are of the tokenizer {facts.tokenizer}, and the student's is "
+            f"{own} ({prepared.settings.model}): their tokens are not the same; learn from the "
+            "teacher's answers instead, by `entrenar distill text`"
+        )
+    if facts.data != prepared.train.digest:
+        raise UsageError(
+            f"{where}: its shards are of other rows ({facts.data}) than data.train gives "
+            f"({prepared.train.digest}); use the configuration that they were made with, or make "
+            "them again in another folder"
+        )
+    for name in ("top_k", "stored", "precision", "shard_samples"):
+        made = max(facts.samples) if name == "shard_samples" else getattr(facts, name)
+        asked = getattr(section, name)
+        if name == "shard_samples":
+            asked = min(asked, len(prepared.train))
+        if made != asked:
+            raise UsageError(
+                f"{where}: its shards were made with {name}={made}, and distill.{name} is {asked}; "
+                "use the same, or make them again in another folder"
+            )
+
+
+def places(train: Samples, seed: int, num_each: int) -> Places:
+    """Return where each sample's rows are in shards of `num_each` samples.
+
+    Their order is that in which a run with `seed` first visits them.
+    """
+    order = sharding.order(len(train), preparing.seeds(seed).rng("order", 0))
+    return Places(train, order, num_each)
+
+
+def workload(prepared: Prepared) -> Finetuning:
+    """Return the workload of a run, a `Student` if it learns from a teacher.
+
+    Raises UsageError as `Prepared.workload` and `facts_of` do.
+    """
+    section = prepared.settings.distill
+    if section is None:
+        return prepared.workload()
+    facts = facts_of(prepared)
+    # Heads of one family may be filled up to other sizes, with tokens that no tokenizer has.
+    vocabulary = vocabulary_of(model_class.configuration(prepared.settings))
+    if vocabulary != facts.vocabulary and not facts.has_rest:
+        raise UsageError(
+            f"distill.logits={section.logits}: its rows have all of the teacher's "
+            f"{facts.vocabulary} logits, and the student has {vocabulary} "
+            f"({prepared.settings.model}); make them with a smaller top_k"
+        )
+    rows = TeacherRows(
+        section.logits,
+        facts,
+        places(prepared.train, facts.seed, max(facts.samples)),
+        num_tokens=min(vocabulary, facts.vocabulary),
+        patience_s=section.wait_s,
+    )
+    mix = Mix(section.alpha, section.temperature, facts.has_rest)
+    return prepared.workload(Student, teacher=rows, mix=mix)
+
+
+def vocabulary_of(config: Any) -> int:
+    """Return the number of logits of a language model with this configuration."""
+    return int(config.get_text_config().vocab_size)

@@ -1,0 +1,205 @@
+"""A teacher: a checkpoint that is run forward, and its most likely tokens at each position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from entrenar_py.distill.shards import Places, Rows, joined
+from entrenar_py.errors import UsageError
+from entrenar_py.tuning import blocks, fused_loss, model
+from entrenar_py.tuning.samples import Samples
+from entrenar_py.tuning.settings import Distillation, Lora, Settings
+
+LENGTHS = 8  # rows are filled up to a multiple of this
+_STORED = {"float16": torch.float16, "float32": torch.float32}
+_EXTRA = "pip install 'entrenar-py[finetune]'"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept of some positions, on the teacher's device: each [m, k], and `rest` [m]."""
+
+    tokens: Tensor
+    log_probabilities: Tensor
+    rest: Tensor
+
+
+class Teacher:
+    """A causal language model on one device, in evaluation mode."""
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, *, top_k: int, stored: str, known: int
+    ) -> None:
+        """Keep the `top_k` most likely of the tokens below `known`, those that a tokenizer has.
+
+        If there are fewer of these, all tokens are looked at. Raises UsageError if the model has
+        fewer than `top_k` logits.
+        """
+        config = cast("Any", module).config
+        self.vocabulary = int(config.get_text_config().vocab_size)
+        if top_k > self.vocabulary:
+            raise UsageError(
+                f"distill.top_k={top_k}: the teacher's vocabulary has {self.vocabulary} tokens; "
+                "use that many, or fewer"
+            )
+        self._top_k, self._stored = top_k, _STORED[stored]
+        self._known = known if top_k <= known < self.vocabulary else self.vocabulary
+        self.device = device
+        self._module = module.to(device)
+        self._head = fused_loss.head_of(module)
+
+    @torch.inference_mode()
+    def kept(self, tokens: Tensor, places: Tensor) -> Kept:
+        """Return what is kept at `places`, int64 [m], of `tokens`, int64 [n, t], flattened."""
+        replaced = (
+            nullcontext() if self._head is None else fused_loss.replaced_by_identity(self._head)
+        )
+        with replaced:
+            found = self._module(input_ids=tokens, use_cache=False).logits
+        outputs = found.flatten(0, 1).index_select(0, places)
+        rows = max(1, fused_loss.LOGITS_MAX // self.vocabulary)
+        parts = [self._kept(part) for part in outputs.split(rows)]
+        return Kept(
+            *(torch.cat([getattr(one, n) for one in parts]) for n in Kept.__dataclass_fields__)
+        )
+
+    def _kept(self, outputs: Tensor) -> Kept:
+        logits = outputs if self._head is None else self._head(outputs)
+        whole = logits.float().logsumexp(-1)
+        if self._top_k == self.vocabulary:
+            tokens = torch.arange(self._top_k, device=self.device).expand(len(logits), -1)
+            logs = logits.float() - whole[:, None]
+            rest = torch.full_like(whole, -torch.inf)
+            return Kept(tokens.to(torch.int32), logs.to(self._stored), rest)
+        values, tokens = logits[:, : self._known].topk(self._top_k, dim=-1, sorted=True)
+        logs = values.float() - whole[:, None]
+        stored = logs.to(self._stored)
+        return Kept(tokens.to(torch.int32), stored, _rest(logs))
+
+
+def _rest(logs: Tensor) -> Tensor:
+    """Return the log of the mass that the log-probabilities `logs` [m, k] leave, float32 [m].
+
+    That is -inf where rounding leaves nothing.
+    """
+    left = 1 - logs.double().exp().sum(-1)
+    return left.clamp(min=0).log().float()
+
+
+def settings_of(settings: Settings, section: Distillation) -> Settings:
+    """Return the settings by which the teacher's checkpoint is loaded.
+
+    Raises UsageError if none is named.
+    """
+    if section.teacher is None:
+        raise UsageError(
+            "distill.teacher is missing: the folder with the teacher's checkpoint; it is needed "
+            "here, and not where the student is trained"
+        )
+    return replace(
+        settings,
+        model=section.teacher,
+        task="text",
+        method="lora",
+        lora=Lora(),
+        precision="float32" if section.precision == "float32" else "bfloat16",
+        recompute="none",
+        strategy=None,
+        stages=(),
+    )
+
+
+def load(settings: Settings, section: Distillation, device: torch.device, *, known: int) -> Teacher:
+    """Return the teacher on `device`. Raises UsageError if it can't be loaded."""
+    if section.precision == "int8" and device.type != "cpu":
+        raise UsageError(
+            f"distill.precision=int8 on {device}: int8 is for CPUs; use bfloat16 there"
+        )
+    module = model.plain(settings_of(settings, section))
+    if section.precision == "int8":
+        _quantise(module)
+    return Teacher(module, device, top_k=section.top_k, stored=section.stored, known=known)
+
+
+def _quantise(module: nn.Module) -> None:
+    """Put the linear layers within blocks in int8, by bitsandbytes' LLM.int8() for CPUs."""
+    try:
+        from bitsandbytes import nn as quantised
+    except ImportError as error:
+        raise UsageError(f"distill.precision=int8 needs bitsandbytes; {_EXTRA}") from error
+    for block in blocks.of(module):
+        for name, layer in list(block.named_modules()):
+            if type(layer) is not nn.Linear:
+                continue
+            narrow = quantised.Linear8bitLt(
+                layer.in_features,
+                layer.out_features,
+                bias=layer.bias is not None,
+                has_fp16_weights=False,
+            )
+            narrow.load_state_dict(layer.state_dict())
+            above, _, own = name.rpartition(".")
+            setattr(block.get_submodule(above), own, narrow.to("cpu").requires_grad_(False))
+
+
+def batches(samples: Samples, ids: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Yield batches of `ids`, longest samples first; each has at most `batch_tokens`, filled up.
+
+    They follow from a shard's samples alone, so it has the same bits whoever makes it.
+    """
+    batch = list[int]()
+    for one in sorted(ids, key=lambda i: (-samples.length(i), i)):
+        longest = _filled(samples.length(batch[0] if batch else one))
+        if batch and longest * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def _filled(length: int) -> int:
+    return -(-length // LENGTHS) * LENGTHS
+
+
+class Batch:
+    """A batch on the host: tokens int64 [n, t], and the places of its rows, int64 [m]."""
+
+    def __init__(
+        self, samples: Samples, places: Places, ids: Sequence[int], pad_token: int, longest: int
+    ) -> None:
+        """`longest` is the length of the longest sample of all: no row has more tokens."""
+        self.ids = ids
+        length = min(_filled(max(map(samples.length, ids))), longest)
+        tokens = np.full((len(ids), length), pad_token, np.int64)
+        positions = [places.positions(one) for one in ids]
+        for row, one in enumerate(ids):
+            held = samples.tokens[samples.part(one)]
+            tokens[row, : len(held)] = held
+        self.tokens = torch.from_numpy(tokens)
+        self.places = torch.from_numpy(
+            np.concatenate([row * length + own for row, own in enumerate(positions)])
+        )
+        self.sample = np.repeat(np.array(ids, np.int32), [len(own) for own in positions])
+        self.position = np.concatenate(positions).astype(np.int32)
+        self.num_tokens = sum(map(samples.length, ids))
+
+    def rows(self, kept: Kept) -> Rows:
+        """Return the batch's rows, with what was kept of them."""
+        held: list[Any] = [one.cpu().numpy() for one in vars(kept).values()]
+        return Rows(self.sample, self.position, *held)
+
+
+def in_order(parts: Sequence[Rows], ids: Sequence[int]) -> Rows:
+    """Return the rows of `parts`, those of each sample together and in the order of `ids`."""
+    rows = joined(parts)
+    rank = {one: number for number, one in enumerate(ids)}
+    ranks = np.array([rank[int(one)] for one in rows.sample], np.int64)
+    return rows.taken(np.argsort(ranks, kind="stable"))

@@ -1,0 +1,111 @@
+"""Which class of transformers makes a checkpoint's model, and how its files are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from entrenar_py.errors import UsageError
+from entrenar_py.tuning import fitting
+from entrenar_py.tuning.settings import Settings
+from entrenar_py.untrusted import escaping
+
+_EXTRA = "pip install 'entrenar-py[finetune]'"
+_TOLD_CHARS = 300
+
+
+def of(settings: Settings) -> tuple[Any, dict[str, Any]]:
+    """Return the class of transformers that makes the model, and what it adds to config.json."""
+    transformers = library()
+    kind, options = transformers.AutoModelForCausalLM, dict[str, Any]()
+    if settings.task == "classify":
+        kind, labels = transformers.AutoModelForSequenceClassification, settings.classes.labels
+        options["num_labels"] = len(labels)
+        options["id2label"] = dict(enumerate(labels))
+        options["label2id"] = {label: number for number, label in enumerate(labels)}
+    return kind, options
+
+
+def shortened(kind: Any, config: Any, shorten: Callable[[nn.Module], None], *, unties: bool) -> Any:
+    """Return the class of models with `config`, whose constructor calls `shorten` at its end."""
+    whole: Any = kind._model_mapping[type(config)]
+
+    def made(self: Any, config: Any, *given: Any, **named: Any) -> None:
+        if unties:
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        whole.__init__(self, config, *given, **named)
+        shorten(self)
+
+    names = {"__init__": made, "__module__": whole.__module__, "__qualname__": whole.__qualname__}
+    found: Any = type(whole.__name__, (whole,), names)
+
+    def from_config(config: Any, *, dtype: Any = None, trust_remote_code: bool = False) -> Any:
+        """Make a model from a configuration, as an Auto class does."""
+        assert not trust_remote_code, "such a model has no class to shorten"
+        return found._from_config(config, dtype=dtype)
+
+    found.from_config = from_config
+    return found
+
+
+def configuration(settings: Settings) -> Any:
+    """Return the checkpoint's configuration. Raises UsageError for a model of another kind."""
+    fitting.require_config(settings.model)
+    with reading(settings.model, "model"):
+        config = library().AutoConfig.from_pretrained(
+            settings.model,
+            local_files_only=True,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"model={settings.model}: {config.model_type} has an encoder and a decoder, which is "
+            "not trained here; use a causal language model, or an encoder for task: classify"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UsageError(
+            f"model={settings.model}: its weights are quantised already; give the checkpoint that "
+            "they were made from, with method: qlora"
+        )
+    _require_kind(settings, config)
+    return config
+
+
+def _require_kind(settings: Settings, config: Any) -> None:
+    """Raise UsageError if transformers has no class for models like this and the task."""
+    kind, _ = of(settings)
+    own = getattr(config, "auto_map", None) or {}
+    if type(config) in kind._model_mapping or kind.__name__ in own:
+        return
+    what, other = "language model", "a causal language model, or task: classify"
+    if settings.task == "classify":
+        what, other = "classifier of texts", "another model, or task: text"
+    raise UsageError(
+        f"model={settings.model}: transformers has no {what} of the kind {config.model_type}; use "
+        f"{other}"
+    )
+
+
+def library() -> Any:
+    try:
+        import peft  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise UsageError(f"entrenar finetune needs {error.name}; {_EXTRA}") from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@contextlib.contextmanager
+def reading(folder: Path, what: str) -> Iterator[None]:
+    """Turn what transformers raises for files that can't be read into a UsageError."""
+    try:
+        yield
+    except Exception as error:  # it raises what it likes
+        told = escaping.shortened(" ".join(str(error).split()), chars_max=_TOLD_CHARS)
+        raise UsageError(f"{folder}: its {what} can't be loaded ({told})") from error
