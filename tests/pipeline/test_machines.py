@@ -27,6 +27,7 @@ def configured(folder: Path, small: Path, model: Path, **changes: Any) -> Path:
     """Write a configuration that trains `model` on texts; return its path."""
     path = runs.configured(folder, small, **changes)
     record = {**json.loads(path.read_text("utf-8")), "model": str(model), **TEXT}
+    record["lora"] = {**TEXT["lora"], **changes.get("lora", {})}
     del record["classes"]
     path.write_text(json.dumps(record), "utf-8")
     return path
@@ -40,8 +41,15 @@ def judged(ledger: Path, contract: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_stages", "more"), [("llama", 4, {}), ("small", 2, {"method": "qlora"})]
+    ("name", "num_stages", "more"),
+    [
+        ("llama", 4, {}),
+        ("small", 2, {"method": "qlora"}),
+        # A head that is the table of tokens, whose weights no coordinator has.
+        ("small", 2, {"lora": {"targets": ["q_proj", "lm_head"]}}),
+    ],
 )
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
 def test_stages_train_what_one_process_does(
     machines: Cluster,
     small: Path,

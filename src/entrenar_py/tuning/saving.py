@@ -25,7 +25,10 @@ def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder
     for config in getattr(saved, "peft_config", {}).values():
         config.target_modules = sorted(config.target_modules)  # a set has no order
         config.base_model_name_or_path = str(Path(config.base_model_name_or_path).absolute())
-    saved.save_pretrained(folder)
+    # peft would write the frozen weights under an adapter on a head or a table, too. A coordinator
+    # of stages doesn't have them.
+    options = {"save_embedding_layers": False} if hasattr(saved, "peft_config") else {}
+    saved.save_pretrained(folder, **options)
     (folder / "README.md").unlink(missing_ok=True)  # peft's form for a model card, not filled in
     tokenizer.save_pretrained(folder)
 
