@@ -148,7 +148,7 @@ def test_nobody_is_there(host: str, reason: str) -> None:
         port = free_port()
         told = await ask(port, host=host, patience_s=0.01)
         assert isinstance(told, do.Finish)
-        assert told.reason.startswith(f"no coordinator at {host}:{port}: ")
+        assert told.reason.startswith(f"not admitted at {host}:{port}: ")
         assert reason in told.reason
 
     go(story())

@@ -116,7 +116,7 @@ def test_nobody_listens() -> None:
         port = free_port()
         finish = await client_of(0).run(LOOPBACK, port, patience_s=0.1)
         assert finish.status == "failed"
-        assert f"no coordinator at {LOOPBACK}:{port}: " in finish.reason
+        assert f"not admitted at {LOOPBACK}:{port}: " in finish.reason
         assert "Connect call failed" in finish.reason
 
     go(story())
@@ -138,7 +138,7 @@ def test_nobody_takes_the_connection_up() -> None:
                     one.connect((LOOPBACK, port))
             client = client_of(0, timing=replace(IMPATIENT, hello_s=0.2))
             finish = await client.run(LOOPBACK, port, patience_s=0.1)
-        where = f"no coordinator at {LOOPBACK}:{port}"
+        where = f"not admitted at {LOOPBACK}:{port}"
         assert finish == do.Finish("failed", f"{where}: no answer within 0.2 s")
 
     go(story())

@@ -140,5 +140,5 @@ def test_a_network_that_says_nothing_is_not_waited_for(network: Network) -> None
             finish = thread.submit(connect).result()
     finally:
         network.pass_on(HOME, str(RANK))
-    where = f"no coordinator at {home.address}:{PORT}"
+    where = f"not admitted at {home.address}:{PORT}"
     assert finish == do.Finish("failed", f"{where}: no answer within 0.2 s")

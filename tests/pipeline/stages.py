@@ -163,6 +163,7 @@ class LinearStage:
         self.not_finite: tuple[int, int] | None = None  # the step and shard that will not be
         self._taken: tuple[Welcome, bytes] | None = None
         self._round = 0
+        self._bound: dict[do.Pass, int] = {}
         self._came: dict[tuple[int, bool], tuple[Array, int]] = {}
         self._kept: dict[int, tuple[Array, int]] = {}
         self._nodes: list[reduction.Node] = []
@@ -224,7 +225,12 @@ class LinearStage:
         tensor = np.frombuffer(bytes(payload), np.float32).reshape(ROWS, WIDTH)
         self._came[message.shard, is_forward] = tensor, draws
 
+    def bind(self, asked: do.Pass) -> None:
+        self._bound[asked] = self._round
+
     def run(self, asked: do.Pass) -> Passed | NonFinite:
+        if self._bound.pop(asked) != self._round:
+            return Passed()
         assert asked.step == len(self.made), "a pass is of the step that is next"
         shard = asked.shard
         if self.not_finite == (asked.step, shard):

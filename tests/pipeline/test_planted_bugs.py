@@ -19,6 +19,7 @@ from entrenar_py.protocol.pipeline_coordinator import PipelineCoordinator
 from entrenar_py.protocol.pipeline_worker import PipelineWorker
 from entrenar_py.training import reduction
 from tests.pipeline.linear import Plan, alone
+from tests.pipeline.stages import LinearStage
 from tests.pipeline.test_simulated import Parted
 from tests.pipeline.trials import UNTIL_S, Trial, seeded
 
@@ -174,6 +175,17 @@ def lost_early_tensors(patch: Patch) -> None:
     patch.setattr(PipelineWorker, "_postpone", lambda self, peer: [])
 
 
+def unbound_passes(patch: Patch) -> None:
+    """A pass that was asked for in a round that is over takes the present one's tensors."""
+    plain = LinearStage.run
+
+    def run(self: Any, asked: do.Pass) -> Any:
+        self._bound[asked] = self._round
+        return plain(self, asked)
+
+    patch.setattr(LinearStage, "run", run)
+
+
 def one_place(patch: Patch) -> None:
     """A worker without a place insists on its last one."""
     patch.setattr(PipelineWorker, "_refused", MeshWorker._refused)
@@ -193,7 +205,8 @@ PLANTED: list[tuple[Callable[[Patch], None], str, Iterator[Trial]]] = [
     (kept_weights, "it came before", from_seed(0)),
     (no_complaints, HANGS, from_seed(0)),
     (lost_early_tensors, HANGS, late(0)),
-    (one_place, "has waited 300 s for workers", from_seed(90)),
+    (unbound_passes, "KeyError", from_seed(0)),
+    (one_place, "has waited 300 s for workers; not here", from_seed(90)),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -15,6 +16,7 @@ from entrenar_py.pipeline import staged_run
 from entrenar_py.pipeline.member import DRAWS_MAX, StageMember
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.messages import Activation, Summed, Welcome
+from entrenar_py.protocol.pipeline_worker import Passed
 from entrenar_py.protocol.terms import UNKNOWN
 from entrenar_py.training import sharding, state
 from entrenar_py.tuning import model
@@ -57,15 +59,32 @@ def test_a_pass_that_outlives_its_round_records_nothing(
 
     member.regroup(1)
     monkeypatch.setattr(stepper, "forward", interrupted)
-    member.run(do.Pass(0, 0, 0, is_forward=True, is_last=False))
+    run(member, do.Pass(0, 0, 0, is_forward=True, is_last=False))
     monkeypatch.setattr(stepper, "forward", forward)
     num_shards = member.scenario.num_shards
     for shard in range(num_shards):
         is_last = shard == num_shards - 1
-        member.run(do.Pass(1 + shard, 0, shard, is_forward=True, is_last=is_last))
+        run(member, do.Pass(1 + shard, 0, shard, is_forward=True, is_last=is_last))
     told = member.payload(Summed(step=0, round=2, shards=tuple(range(num_shards))))
     events = trace.load_events(bytes(told))
     assert [one.shard for one in events if isinstance(one, trace.Shard)] == [*range(num_shards)]
+
+
+def test_a_pass_whose_round_is_over_before_it_begins(member: StageMember) -> None:
+    """It waits in a thread's queue, and takes nothing that is the next round's."""
+    member.regroup(1)
+    asked = do.Pass(0, 0, 0, is_forward=True, is_last=False)
+    member.bind(asked)
+    member.regroup(2)
+    assert member.run(asked) == Passed(began_s=ANY, ended_s=ANY)
+    assert not member._round.is_begun
+    assert member._out == {}
+
+
+def run(member: StageMember, asked: do.Pass) -> None:
+    """Make a pass in the round in which it is asked for."""
+    member.bind(asked)
+    member.run(asked)
 
 
 def test_a_number_of_draws_that_is_none(member: StageMember) -> None:

@@ -12,6 +12,8 @@ from entrenar_py.errors import ProtocolError
 from entrenar_py.pipeline import coordinated, staged_run
 from entrenar_py.pipeline import cut as cutting
 from entrenar_py.pipeline.server import PipelineServer
+from entrenar_py.protocol.messages import Applied, Loaded, TreeNode
+from entrenar_py.training import sharding
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.settings import StagePlan
 from tests.pipeline import test_stages as models
@@ -80,3 +82,23 @@ def test_other_weights_than_were_sent(server: PipelineServer, is_left_out: bool)
     kept = {name: one for name, one in start.weights.items() if name != last}
     with pytest.raises(ProtocolError, match=f"rank 1 holds other weights.*{last}, step 0"):
         server._require_own(replace(start, weights=kept if is_left_out else {**kept, **wrong}))
+
+
+def test_a_worker_that_does_not_say_what_it_holds(server: PipelineServer) -> None:
+    """Whatever it computes, nobody could compare it."""
+    with pytest.raises(ProtocolError, match="Loaded of rank 1 without the weights that it holds"):
+        server.require(1, Loaded(step=0), b"")
+    with pytest.raises(ProtocolError, match="Applied of rank 1 without the weights that it holds"):
+        server.require(1, Applied(step=0), b"")
+
+
+def test_a_sum_has_the_weight_of_its_samples(server: PipelineServer) -> None:
+    """A stage that says another one would scale its gradient."""
+    num_shards = server.scenario.num_shards
+    ids = sharding.cut(server.batch(), num_shards)[0]
+    due = server.workload.weight(ids)
+    node = TreeNode(step=0, round=1, block=0, level=0, index=0, loss=1.0, weight=due)
+    payload = bytes(server.blocks.num_bytes(0))
+    server.require(0, node, payload)
+    with pytest.raises(ProtocolError, match=f"weight={due + 1:g}: its samples have {due:g}"):
+        server.require(0, replace(node, weight=due + 1), payload)

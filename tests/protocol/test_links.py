@@ -29,6 +29,8 @@ TO_2 = Dial(2, "c:2")
 ALL = {0: "a:0", 1: "b:1", 2: "c:2"}
 SAID, MORE = Overflow(step=0, block=0), Overflow(step=0, block=1)
 
+MANIFEST = "manifest='x': this run has 'm': it trains something else now; start this worker again"
+
 
 def links(own: int = 1, *, secret: bytes = SECRET, terms: Terms = TERMS) -> Links:
     """Return the links of worker `own`, whose group has ranks 0, 1 and 2."""
@@ -123,7 +125,7 @@ def test_both_prove_themselves() -> None:
     [
         (links(1, secret=b"open barley"), "wrong secret"),
         (links(1, terms=replace(TERMS, run="x")), "run='x': this run has 'r'"),
-        (links(1, terms=replace(TERMS, manifest="x")), "manifest='x': this run has 'm'"),
+        (links(1, terms=replace(TERMS, manifest="x")), MANIFEST),
         (links(1, terms=replace(TERMS, data="x")), "data='x': this run has 'd'"),
     ],
 )

@@ -186,6 +186,25 @@ def test_a_worker_that_fits_no_stage_is_refused_for_good() -> None:
     assert refuse.reason == "backend=cpu: all stages are planned for cuda and wgpu"
 
 
+def test_places_are_kept_for_those_that_have_a_name() -> None:
+    """A worker without one gets another place, or is told which names there are."""
+    bench = Bench(Places(((0,), (1,)), BLOCKS, names=("a", "")))
+    _, effects = bench.hello(None)
+    assert [one.rank for one in sent(effects, Welcome)] == [1]
+    _, effects = bench.hello(0)
+    assert [one.rank for one in sent(effects, Welcome)] == [0]
+    _, effects = bench.hello(0)
+    (refuse,) = sent(effects, Refuse)
+    assert refuse.retry
+    assert refuse.reason == "--id a: a live worker has that name; end it, or use another one"
+    bench = Bench(Places(((0,), (1,)), BLOCKS, names=("a", "b")))
+    _, effects = bench.hello(None)
+    (refuse,) = sent(effects, Refuse)
+    assert not refuse.retry
+    told = "the stages are planned for workers by name: start it with --id, of a, b"
+    assert refuse.reason == told
+
+
 @pytest.mark.parametrize("rank", [0, None])
 def test_a_stranger_is_not_told_the_plan(rank: int | None) -> None:
     """Without the secret it learns nothing about backends."""

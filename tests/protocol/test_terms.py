@@ -20,6 +20,8 @@ TERMS = Terms(run="r", manifest="m", data="d")
 SECRET = b"open sesame"
 CHALLENGE = Challenge(version=VERSION, nonce="0" * 32)
 
+MANIFEST = "manifest='x': this run has 'm': it trains something else now; start this worker again"
+
 
 def hello(*, secret: bytes = SECRET, **changes: Any) -> Hello:
     """Return a hello that fits, or with some fields changed; its proof is always right."""
@@ -61,7 +63,7 @@ def test_a_barred_rank_is_nobodys() -> None:
     [
         ({"version": 1}, (), "version=1: this run has 3", False),
         ({"run": "x"}, (), "run='x': this run has 'r'", False),
-        ({"manifest": "x"}, (), "manifest='x': this run has 'm'", False),
+        ({"manifest": "x"}, (), MANIFEST, False),
         ({"data": "x"}, (), "data='x': this run has 'd'", False),
         ({"run": "x", "data": "x"}, (), "run='x': this run has 'r'", False),
         ({"rank": 3}, (), "rank=3: this run has ranks 0 to 2", False),

@@ -19,6 +19,7 @@ from entrenar_py.drivers.endpoints import (
 from entrenar_py.drivers.hands import MemberHands
 from entrenar_py.drivers.message_faults import Speak, truthfully
 from entrenar_py.drivers.stream import Meter
+from entrenar_py.errors import ProtocolError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Effect, Peer
 from entrenar_py.protocol.frames import (
@@ -163,10 +164,17 @@ class MeshEnd(WorkerEnd):
         return self.machine.combined(step, block, *total)
 
     def _again(self) -> list[Follow]:
+        """Take up what was postponed; a message that is wrong, now that its time is known, ends the
+        link that it came by.
+        """
         postponed, self._postponed = self._postponed, []
-        now = self._clock()
-        return [
-            (effect, received)
-            for peer, received in postponed
-            for effect in self.machine.receive_from(peer, received.message, now)
-        ]
+        follows, now = list[Follow](), self._clock()
+        for peer, received in postponed:
+            try:
+                self.hands.require(received.message, received.payload)
+            except ProtocolError as error:
+                effects = self.machine.lost_link(peer, str(error))
+            else:
+                effects = self.machine.receive_from(peer, received.message, now)
+            follows += [(effect, received) for effect in effects]
+        return follows

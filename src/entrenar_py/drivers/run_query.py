@@ -71,7 +71,7 @@ async def ask(
         except (OSError, ProtocolError) as error:
             problem = reason(error, host)
         if time.monotonic() - since > patience_s:
-            return do.Finish("failed", f"no coordinator at {host}:{port}: {problem}")
+            return do.Finish("failed", f"not admitted at {host}:{port}: {problem}")
         alone(problem)
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, sockets.BACKOFF_S[1])

@@ -187,8 +187,11 @@ class Simulation:
         """Compute in a worker, which takes a random time."""
 
         def done() -> None:
-            if node.end.wants(asked):
-                node.end.computed(asked, node.end.work(asked))
+            # A pass in a thread ends, whether or not its round is over.
+            is_wanted = node.end.wants(asked)
+            outcome = node.end.work(asked) if is_wanted or isinstance(asked, do.Pass) else None
+            if is_wanted:
+                node.end.computed(asked, outcome)
 
         num_shards = len(asked.shards) if isinstance(asked, do.Compute) else 1
         takes_s = num_shards * self._random.uniform(*COMPUTING_S)

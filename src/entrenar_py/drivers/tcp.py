@@ -267,7 +267,7 @@ class WorkerClient:
                 if problem is None:
                     since, wait_s = time.monotonic(), sockets.BACKOFF_S[0]
                 elif time.monotonic() - since > patience_s:
-                    return do.Finish("failed", f"no coordinator at {host}:{port}: {problem}")
+                    return do.Finish("failed", f"not admitted at {host}:{port}: {problem}")
                 if self.end.finished is None:
                     self._alone(problem or self._reason)
                     await asyncio.sleep(wait_s)

@@ -46,7 +46,7 @@ class Cut:
     @property
     def places(self) -> Places:
         """The places as the protocol knows them."""
-        return Places(self.ranks, tuple(self.blocks.of_stage), self.backends)
+        return Places(self.ranks, tuple(self.blocks.of_stage), self.backends, self.names)
 
     def stage_of_rank(self, rank: int) -> int:
         """Return the stage of `rank`."""

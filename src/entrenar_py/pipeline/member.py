@@ -120,6 +120,7 @@ class StageMember(Member):
         super().__init__(scenario, lambda rank: stages, cast(Workload, workload))
         self.held = HeldStage(self.layout.num_elements, self._own)
         self._round = _Round(0)
+        self._bound: dict[do.Pass, _Round] = {}  # of passes that were asked for, and are not begun
         self._attempts, self._clock = attempts, clock
         self._out: dict[tuple[type[Message], int], Buffer] = {}  # tensors that are to be sent
 
@@ -186,6 +187,10 @@ class StageMember(Member):
         else:
             self._round.gradients[message.shard] = payload
 
+    def bind(self, asked: do.Pass) -> None:
+        """Note that the pass `asked` is of the present round, which may be over when it begins."""
+        self._bound[asked] = self._round
+
     def run(self, asked: do.Pass) -> Passed | NonFinite:
         """Make the pass `asked`, in any thread."""
         began_s = self._clock()
@@ -195,7 +200,9 @@ class StageMember(Member):
         return found
 
     def _run(self, asked: do.Pass) -> Passed | NonFinite:
-        current, shard = self._round, asked.shard
+        current, shard = self._bound.pop(asked), asked.shard
+        if current is not self._round:
+            return Passed()  # nobody waits for it, and its tensors are gone
         worker, ids = self.workers[self.rank], self._shards[shard]
         step = cast(StageStep, worker.replica.stepper)
         if not current.is_begun:

@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
+
 from entrenar_py import trace
 from entrenar_py.errors import ProtocolError
 from entrenar_py.pipeline.cut import Cut
 from entrenar_py.protocol.effects import Stop
 from entrenar_py.protocol.frames import Buffer
-from entrenar_py.protocol.messages import Applied, Loaded, Message, Welcome
+from entrenar_py.protocol.messages import Applied, Loaded, Message, TreeNode, Welcome
 from entrenar_py.protocol.terms import Run, Terms
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import replicas, updates
 from entrenar_py.systems.star import audited
 from entrenar_py.systems.star.server import Server
-from entrenar_py.training import state
+from entrenar_py.training import reduction, sharding, state
 from entrenar_py.training.tensors import Workload
 
 
@@ -92,10 +94,36 @@ class PipelineServer(Server):
     def require(self, rank: int, message: Message, payload: Buffer) -> None:
         """See `Server`; a worker that holds other weights than it was sent is refused, too."""
         super().require(rank, message, payload)
+        if isinstance(message, TreeNode):
+            self._require_weight(message)
         if isinstance(message, Loaded | Applied):
-            for event in self._events_in(rank, message, payload):
-                if isinstance(event, trace.Start | trace.Update):
-                    self._require_own(event)
+            found = self._events_in(rank, message, payload)
+            told = [one for one in found if isinstance(one, trace.Start | trace.Update)]
+            kind = trace.Start if isinstance(message, Loaded) else trace.Update
+            if [type(one) for one in told] != [kind]:
+                raise ProtocolError(
+                    f"{type(message).__name__} of rank {rank} without the weights that it holds"
+                )
+            self._require_own(told[0])
+
+    def _require_weight(self, node: TreeNode) -> None:
+        """Raise ProtocolError unless a sum has the weight of the samples under it."""
+        num_shards = self.scenario.num_shards
+        shards = sharding.cut(self.batch(), num_shards)
+        none = np.zeros(0, np.float32)
+        leaves = [
+            reduction.Node(0, shard, none, 0.0, self._weight(shards[shard]))
+            for shard in reduction.shards_under(node.level, node.index, num_shards)
+        ]
+        due = [one.weight for one in reduction.fold(leaves, num_shards)]
+        if [node.weight] != due[:1]:
+            raise ProtocolError(
+                f"TreeNode level={node.level} index={node.index} weight={node.weight:g}: its "
+                f"samples have {due[0] if due else 0:g}"
+            )
+
+    def _weight(self, ids: sharding.Ids) -> float:
+        return float(self.workload.weight(ids)) if ids else 0.0
 
     def _require_own(self, event: trace.Start | trace.Update) -> None:
         """Raise ProtocolError unless a worker holds its stage's weights as they are here."""

@@ -31,7 +31,7 @@ def of_stage(index: Mapping[str, Any], stack: str, own: range) -> set[str]:
 
     `index` is the content of INDEX, and `stack` the last part of the name of the list of blocks.
     """
-    block = re.compile(rf"(?:^|\.){re.escape(stack)}\.(\d+)\.")
+    block = re.compile(rf"(?:^|\.){re.escape(stack)}\.(\d{{1,9}})\.")
     needed = set[str]()
     for name, file in index["weight_map"].items():
         found = block.search(name)

@@ -112,6 +112,10 @@ class StageHands:
         """Keep a tensor from another stage."""
         self.member.receive(message, payload)
 
+    def bind(self, asked: do.Pass) -> None:
+        """Note that the pass `asked` is of the present round."""
+        self.member.bind(asked)
+
     def run(self, asked: do.Pass) -> Passed | NonFinite:
         """Make the pass `asked`, in any thread."""
         return self.member.run(asked)

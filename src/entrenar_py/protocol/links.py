@@ -50,6 +50,7 @@ class Links:
     secret: bytes
     backend: str
     timing: Timing
+    num_ranks: int | None = None  # of the run, if they are known beforehand
     own: int | None = None
     addresses: Mapping[int, str] = field(default_factory=dict)
     _links: dict[Peer, Link] = field(default_factory=dict)
@@ -181,6 +182,8 @@ class Links:
             return [do.Send(peer, refusal), *self._close(peer, f"refused: {refusal.reason}")], None
         if hello.rank in (None, self.own):
             raise ProtocolError(f"Hello rank={hello.rank}: this worker's own, or no rank")
+        if self.num_ranks is not None and hello.rank >= self.num_ranks:
+            raise ProtocolError(f"Hello rank={hello.rank}: there are {self.num_ranks}")
         before = [old for old, other in self._links.items() if other.rank == hello.rank]
         effects = [effect for old in before for effect in self._close(old, AGAIN)]
         link.rank = hello.rank

@@ -15,11 +15,13 @@ class Places:
     """The ranks of each stage, and the blocks of the reduced vector that belong to it.
 
     `backends` are the kinds of backend that stages need, None for any; empty if all are None.
+    `names` has the worker of each rank by its name, "" for any; empty if all are "".
     """
 
     ranks: tuple[tuple[int, ...], ...]
     blocks: tuple[range, ...]
     backends: tuple[str | None, ...] = ()
+    names: tuple[str, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -34,6 +36,10 @@ class Places:
     def stage_of(self, rank: int) -> int:
         """Return the stage of `rank`."""
         return next(stage for stage, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def called(self, rank: int) -> str:
+        """Return the name of the worker that `rank` is kept for; "" for any worker."""
+        return self.names[rank] if self.names else ""
 
     def unsuited(self, backend: str) -> set[int]:
         """Return the ranks that a worker on `backend`, such as cuda or wgpu:1, can't have."""

@@ -9,6 +9,7 @@ again, a new round computes all of its shards anew, with the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from entrenar_py.errors import ProtocolError
@@ -43,6 +44,8 @@ class PipelineCoordinator(Grouping):
     def _admit(self, peer: Peer, member: Member, hello: say.Hello) -> list[Effect]:
         unsuited = self.places.unsuited(hello.backend)
         reason = self._mismatch(hello, unsuited)
+        if hello.rank is None:
+            unsuited = unsuited | self._named()
         ours, secret = self.run.terms, self.secret
         # The secret comes first: a stranger is not told what the stages are planned for.
         if reason and terms.refusal(hello, member.challenge, ours, secret=secret) is None:
@@ -52,7 +55,17 @@ class PipelineCoordinator(Grouping):
         self._unsuited = unsuited
         effects = super()._admit(peer, member, hello)
         self._unsuited = set()
-        return effects
+        return [self._with_name(effect, hello) for effect in effects]
+
+    def _with_name(self, effect: Effect, hello: say.Hello) -> Effect:
+        """Return `effect`; one that refuses a place says for which name it is kept."""
+        match effect:
+            case do.Send(message=say.Refuse(retry=True) as refuse) if hello.rank is not None:
+                name = self.places.called(hello.rank)
+                if name:
+                    told = f"--id {name}: a live worker has that name; end it, or use another one"
+                    return replace(effect, message=replace(refuse, reason=told))
+        return effect
 
     def _mismatch(self, hello: say.Hello, unsuited: set[int]) -> str:
         """Return why no stage that the worker may have runs on its backend; "" if one does."""
@@ -63,7 +76,15 @@ class PipelineCoordinator(Grouping):
         if len(unsuited) == self.places.num_ranks:
             kinds = " and ".join(sorted({kind for kind in self.places.backends if kind}))
             return f"backend={hello.backend}: all stages are planned for {kinds}"
+        ranks = range(self.places.num_ranks)
+        if hello.rank is None and len(unsuited | self._named()) == self.places.num_ranks:
+            names = ", ".join(self.places.called(rank) for rank in ranks if rank not in unsuited)
+            return f"the stages are planned for workers by name: start it with --id, of {names}"
         return ""
+
+    def _named(self) -> set[int]:
+        """Return the ranks that are kept for workers by their names."""
+        return {rank for rank in range(self.places.num_ranks) if self.places.called(rank)}
 
     def _barred(self) -> set[int]:
         return super()._barred() | self._unsuited
@@ -74,7 +95,9 @@ class PipelineCoordinator(Grouping):
         if said.round != self._round:
             return []  # was on its way when the round ended
         self._require_step(said.step)
-        pipeline.decode(said.times_us)
+        passes = [(one.shard, one.is_forward) for one in pipeline.decode(said.times_us)]
+        if len(set(passes)) < len(passes) or any(n >= self.run.num_shards for n, _ in passes):
+            raise ProtocolError("Summed times_us: a pass twice, or of a shard that is not there")
         member.begin_delivery(said)
         return [do.Keep(member.in_rank(), said)]
 
@@ -123,6 +146,17 @@ class PipelineCoordinator(Grouping):
         if self._is_void:
             return self._gather(self.step, now)
         return super()._next(now)
+
+    def _give_up(self, waited: float) -> list[Effect]:
+        there = {member.in_rank() for member in self._members().values()}
+        missing = [rank for rank in range(self.places.num_ranks) if rank not in there]
+        told = ", ".join(self._described(rank) for rank in missing)
+        reason = f"step {self.step} has waited {waited:.0f} s for workers; not here: {told}"
+        return self._end(do.Finish("failed", reason), say.Shutdown(problem=say.brief(reason)))
+
+    def _described(self, rank: int) -> str:
+        name, stage = self.places.called(rank), self.places.stage_of(rank)
+        return f"{name or f'rank {rank}'} (stage {stage})"
 
     def _gather(self, step: int, now: float) -> list[Effect]:
         self._is_void = False

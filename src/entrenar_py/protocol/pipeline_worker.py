@@ -57,6 +57,7 @@ class PipelineWorker(MeshWorker):
     ) -> None:
         super().__init__(terms, secret=secret, backend=backend, rank=rank, port=port, timing=timing)
         self.places, self.stage = places, -1
+        self.links.num_ranks = places.num_ranks
         self._place = rank  # the one it was started for, None for any
         self._refused_since: float | None = None  # when its last place was first refused
         self._loading: do.Load | None = None
@@ -226,7 +227,10 @@ class PipelineWorker(MeshWorker):
 
     def _postpone(self, peer: Peer) -> list[Effect]:
         self._num_postponed += 1
-        if self._group is not None and self._num_postponed > 2 * len(self._holders):
+        most = 2 * len(self._holders)
+        if self._group is None:  # a stage sends that much before it needs an answer
+            most = (self.places.num_stages + 1) * self.places.num_ranks
+        if self._num_postponed > most:
             raise ProtocolError("more early messages than a round can have")
         return [do.Postpone(peer)]
 

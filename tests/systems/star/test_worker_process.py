@@ -77,7 +77,7 @@ def test_job_after_job() -> None:
     jobs = [_job(), _job(rank=1)]
     for job, answer in zip(jobs, _answers(*jobs), strict=True):
         assert answer["status"] == "failed"
-        assert f"no coordinator at 127.0.0.1:{job['port']}: " in answer["reason"]
+        assert f"not admitted at 127.0.0.1:{job['port']}: " in answer["reason"]
         assert answer["struck"] is False
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
