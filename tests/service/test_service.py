@@ -269,7 +269,7 @@ def test_strangers_in_the_middle_of_a_run(star: Cluster) -> None:
     asyncio.run(mischief.run(200, random.Random(0)))
     assert [one.code() for one in (coordinator, *workers)] == 3 * [exit_codes.DONE]
     assert mischief.num_answered
-    assert "connections ended without authenticating; the last from 127.0.0.1: " in coordinator.text
+    assert "connections were not admitted; the last from 127.0.0.1: " in coordinator.text
     assert "left in step" not in coordinator.text
     assert coordinator.lines[-1] == f"completed: step 400, weights {weights(LONG)}"
 

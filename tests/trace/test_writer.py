@@ -76,7 +76,7 @@ def test_where_it_stands(tmp_path: Path) -> None:
     one.append([END])
     one.close()
     one, standing = writer.reopen(tmp_path / "l", HEAD)
-    assert standing == Standing(present=(0,), step=3, end=END)
+    assert standing == Standing(step=3, end=END)
     one.close()
 
 

@@ -227,7 +227,7 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
     number, last = server.strangers
     if number:
         here, why = last[-1]
-        text = f"{number} connections ended without authenticating; the last from {here}: {why}"
+        text = f"{number} connections were not admitted; the last from {here}: {why}"
         host.note("strangers", text)
     return finish
 

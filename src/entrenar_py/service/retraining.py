@@ -22,6 +22,8 @@ from entrenar_py.systems.system import AUTO
 from entrenar_py.trace import ledger
 from entrenar_py.untrusted import files, printing
 
+FINETUNING = "finetune"  # the workload of a checkpoint and rows
+
 # The parts of the environment that decide how kernels round.
 _ROUNDING = ("torch", "numpy", "wgpu")
 
@@ -32,6 +34,11 @@ def replay(account: Account, path: Path) -> int:
     Raises UsageError for a scenario with faults, a mutant, or a user's own trainer.
     """
     scenario = account.scenario
+    if scenario.workload == FINETUNING:
+        raise UsageError(
+            f"ledger {path}: of a fine-tuning, whose checkpoint and rows are not in it, so nothing "
+            "can replay it; judge it with `entrenar-check --judge`"
+        )
     if scenario.workload in OF_USERS or scenario.faults or scenario.mutant is not None:
         raise UsageError(
             f"ledger {path}: not written by `entrenar coordinator` (it is of your own trainer or "

@@ -193,6 +193,8 @@ def _stand(events: Iterable[Event]) -> Standing:
     step, end, num_made = 0, None, 0
     for event in events:
         end = event if isinstance(event, End) else None
+        if end is not None:  # a run that was stopped: all its workers went with it
+            present.clear()
         if isinstance(event, Start):
             present.add(event.rank)
         elif isinstance(event, Membership) and event.change == "left":
