@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,10 +65,10 @@ def _commands(old: OldConfiguration, secret: Path) -> Iterator[str]:
             options = f" --backend {worker.device}"
             if worker.port is not None:
                 options += f" --listen-port {worker.port}"
-        address = Address(host, old.coordinator.port)
+        address, file = Address(host, old.coordinator.port), shlex.quote(str(secret))
         yield (
-            f"entrenar worker --coordinator {address} --secret-file {secret} --id "
-            f"{stage.name}{options}   (on {where})"
+            f"entrenar worker --coordinator {address} --secret-file {file} --id {stage.name}"
+            f"{options}   (on {where})"
         )
 
 

@@ -5,6 +5,7 @@ Its `end` is exclusive, as in Python's ranges, and so is ours.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from entrenar_py.planning.stages.old_plan_problems import LOCAL, OldStage, OldWo
 from entrenar_py.service.address import PORT_MAX, Address
 
 FORM = "a hetero_config is a mapping (version, coordinator, workers, shard_plan)"
+_HOST = re.compile(r"[A-Za-z0-9._:-]{1,253}")
 _VERSIONS = ("1", "1.0")
 _TYPES: Mapping[type[Any], str] = {int: "a whole number", str: "a text", bool: "true or false"}
 _TOP = ("version", "coordinator", "workers", "shard_plan")
@@ -128,8 +130,14 @@ class _Reader:
         given = [key for key in keys if key in record.node.fields]
         if not given:
             record.error(keys[0], f"{' and '.join(keys)} are missing; give one")
-        hosts = [self._value(record, key, str) for key in given]
-        return tuple(host for host in hosts if host)
+        hosts = list[str]()
+        for key in given:
+            host: str | None = self._value(record, key, str)
+            if host and not _HOST.fullmatch(host):  # it gets into commands and a comment
+                record.error(key, f"{key}={host!r}: use the name of a host, or its address")
+            elif host:
+                hosts.append(host)
+        return tuple(hosts)
 
     def _port(self, record: Record) -> int | None:
         if "port" not in record.node.fields:
