@@ -26,7 +26,7 @@ from tests.drivers.fakes import LOOPBACK, SECRET, TIMING, FakeServer, run_of
 from tests.drivers.test_file_fetch import source
 from tests.finetune import runs
 
-USUAL = argparse.Namespace(model=None, trust_remote_code=False, id=None)
+USUAL = argparse.Namespace(model=None, trust_remote_code=False, id=None, logits=None)
 
 
 def file_of(name: str, content: bytes) -> File:

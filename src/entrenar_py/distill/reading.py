@@ -69,11 +69,6 @@ class TeacherRows:
         self._held: OrderedDict[tuple[int, int], Rows] = OrderedDict()  # by shard and group
         self._held_bytes = 0
 
-    @property
-    def num_missing(self) -> int:
-        """The number of shards that had not been listed at the last look."""
-        return len(self._listed.missing)
-
     def rows(self, samples: Sequence[int]) -> Rows:
         """Return the rows of `samples`, one sample after another.
 

@@ -100,7 +100,11 @@ def _require_trust(listed: Contents, *, is_trusting: bool) -> None:
 
 
 def _workload(
-    listed: Contents, files: ReceivedFiles, folder: Path, own: Path | None, logits: Path | None
+    listed: Contents,
+    files: ReceivedFiles,
+    folder: Path,
+    own: Path | None,
+    logits: Path | None = None,
 ) -> Finetuning:
     """Return the model with its samples. `folder` is needed only until then.
 
