@@ -1,0 +1,186 @@
+"""The stage `entrenar distill logits`: right rows, each shard once, the same after any death."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from entrenar_py.distill import manifest, shards, student
+from entrenar_py.distill.shards import File
+from entrenar_py.finetune import settings_file
+from entrenar_py.service import cli, exit_codes
+from entrenar_py.tuning import prepared as preparing
+from tests.distill import made
+
+ENTRENAR = [sys.executable, "-m", "entrenar_py.service.cli"]
+
+
+@pytest.fixture
+def config(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return made.configured(tmp_path, small)
+
+
+def rows_in(config: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
+    """Return what each row of the shards has, by sample and position; each is there once."""
+    prepared = preparing.prepare(settings_file.load(config))
+    listed = manifest.read(config.parent / "shards")
+    assert listed is not None
+    places = student.places(prepared.train, 0, 12)
+    found: dict[tuple[int, int], tuple[Any, ...]] = {}
+    for shard in range(listed.facts.num_shards):
+        file = File(config.parent / "shards", listed.facts, shard, places.starts(shard))
+        for group in range(len(shards.groups(listed.facts, places.starts(shard)))):
+            rows = file.read(group)
+            for n in range(len(rows)):
+                key = int(rows.sample[n]), int(rows.position[n])
+                assert key not in found
+                found[key] = rows.tokens[n], rows.log_probabilities[n], rows.rest[n]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "apart"),
+    [
+        ({"stored": "float32"}, 1e-5),
+        ({"stored": "float16"}, 2e-2),
+        ({"top_k": 512, "stored": "float32"}, 1e-5),
+        ({"top_k": 1, "batch_tokens": 1}, 2e-2),
+        ({"precision": "bfloat16"}, 0.3),
+        ({"precision": "int8"}, 0.3),
+    ],
+)
+def test_rows_are_the_teachers(
+    config: Path, small: Path, tmp_path: Path, changes: dict[str, Any], apart: float
+) -> None:
+    """Each target has one row, of stock transformers' distribution of it."""
+    import transformers
+
+    made.configured(tmp_path, small, distill=changes)
+    made.make_shards(config)
+    found = rows_in(config)
+    prepared = preparing.prepare(settings_file.load(config))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(small / "model").double().eval()
+    due = set()
+    for sample in range(len(prepared.train)):
+        part = prepared.train.part(sample)
+        tokens = torch.from_numpy(prepared.train.tokens[part].astype(np.int64))[None]
+        with torch.no_grad():
+            logs = model(input_ids=tokens).logits[0].log_softmax(-1)
+        for target in np.flatnonzero(prepared.train.is_target[part]):
+            due.add((sample, int(target) - 1))
+            kept, values, rest = found[sample, int(target) - 1]
+            right = logs[int(target) - 1]
+            assert len(set(kept.tolist())) == len(kept)
+            assert np.abs(values - right[kept.astype(np.int64)].numpy()).max() < apart
+            if "precision" not in changes:
+                others = np.setdiff1d(np.arange(512), kept)
+                if len(others):
+                    assert right[others].max() <= values.min() + apart
+                    assert rest == pytest.approx(float(right[others].logsumexp(-1)), abs=apart)
+                else:
+                    assert rest == -np.inf
+    assert set(found) == due
+
+
+@pytest.mark.slow
+def test_killed_fifty_times_the_shards_are_the_same(config: Path, tmp_path: Path) -> None:
+    """At any moment. The process is started anew each time, and goes on."""
+    undisturbed = made.files(made.make_shards(config))
+    lines = (tmp_path / "shards" / "manifest.jsonl").read_bytes()
+    (tmp_path / "shards").rename(tmp_path / "first")
+    draw = random.Random(7)
+    kills = 0
+    while kills < 50:
+        child = Forked(config)
+        # A run of it takes about half a second, and the first shard comes after half of that.
+        time.sleep(draw.uniform(0.0, 0.6))
+        if child.end() == -signal.SIGKILL:
+            kills += 1
+        elif (tmp_path / "shards").exists():
+            (tmp_path / "shards").rename(tmp_path / f"again-{kills}-{draw.random()}")
+    made.make_shards(config)
+    for folder in [tmp_path / "shards", *tmp_path.glob("again-*")]:
+        assert made.files(folder) == undisturbed
+    assert (tmp_path / "shards" / "manifest.jsonl").read_bytes() == lines
+
+
+class Forked:
+    """The stage in a process that is forked from one with torch and transformers loaded."""
+
+    def __init__(self, config: Path) -> None:
+        from tests.service import nursery
+
+        cache = str(config.parent / "cache")
+        self._process = nursery.start(
+            ["distill", "logits", str(config)], limit_bytes=None, cache=cache
+        )
+
+    def end(self) -> int:
+        """Kill the process if it still runs; return its exit code."""
+        self._process.kill()
+        code = self._process.wait(30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        return int(code)
+
+
+def test_two_processes_share_the_work(config: Path, small: Path, tmp_path: Path) -> None:
+    """No shard is made twice: the list has each once, and the files are those of one process."""
+    made.configured(tmp_path, small, 120, distill={"shard_samples": 4})
+    command = [*ENTRENAR, "distill", "logits", config]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for one in both:
+        told, _ = one.communicate(timeout=60)
+        assert one.returncode == exit_codes.DONE
+        assert "all shards are there" in told
+    lines = (tmp_path / "shards" / "manifest.jsonl").read_text("utf-8").splitlines()
+    assert sorted(json.loads(line)["shard"] for line in lines[1:]) == list(range(30))
+    shared = made.files(tmp_path / "shards")
+    (tmp_path / "shards").rename(tmp_path / "both")
+    assert made.files(made.make_shards(config)) == shared
+
+
+def test_parts_are_put_together(config: Path, tmp_path: Path) -> None:
+    """Of machines that share no folder, by copying."""
+    whole = made.files(made.make_shards(config))
+    (tmp_path / "shards").rename(tmp_path / "whole")
+    for part in ("2/2", "1/2"):
+        assert cli.main(["distill", "logits", str(config), "--part", part]) == exit_codes.DONE
+        (tmp_path / "shards").rename(tmp_path / part[0])
+    for path in (tmp_path / "2").iterdir():
+        if path.name != "claims.lock":
+            path.rename(tmp_path / "1" / path.name)
+    assert made.files(tmp_path / "1") == whole
+    assert cli.main(["distill", "status", str(tmp_path / "1")]) == exit_codes.DONE
+
+
+def test_what_is_there_missing_and_damaged(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made.make_shards(config)
+    whole = made.files(folder)
+    made.moved(folder, tmp_path / "aside", 1)
+    (folder / "shard-00002-of-00004.parquet").write_bytes(b"half")
+    record = tmp_path / "status.json"
+    given = ["distill", "status", str(folder), "--json", str(record)]
+    capsys.readouterr()
+    assert cli.main(given) == exit_codes.WRONG
+    told = capsys.readouterr().out
+    assert "2 of 4 shards" in told
+    assert "damaged: shard 1: shard-00001-of-00004.parquet is listed, and not there" in told
+    assert "damaged: shard 2: shard-00002-of-00004.parquet has 4 bytes" in told
+    assert json.loads(record.read_text("utf-8"))["is_whole"] is False
+    assert made.files(made.make_shards(config)) == whole
+    assert cli.main(given) == exit_codes.DONE
+    assert json.loads(record.read_text("utf-8"))["rows"] == len(rows_in(config))
