@@ -155,3 +155,51 @@ def test_a_named_field_is_the_only_one_looked_at() -> None:
     assert read({"chosen": [USER, ANSWER], "rejected": [USER]}, "chosen") == [USER, ANSWER]
     with pytest.raises(BadConversationError, match="has no field 'chat'; it has prompt, compl"):
         read({"prompt": "list", "completion": "ls"}, "chat")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ANSWER]},
+        {"messages": [USER]},
+        {"messages": [USER, ANSWER, ANSWER]},
+        {"conversations": [{"from": "human", "value": "list"}, {"from": "gpt", "value": "ls"}]},
+        {"instruction": "list", "output": "ls"},
+        {"instruction": "list", "input": ""},
+        {"prompt": "list"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": [USER]},
+    ],
+)
+def test_prompts(row: Mapping[str, Any]) -> None:
+    """A prompt is the conversation without its last answer, which a row may lack."""
+    found = conversations.prompt(row, "messages")
+    assert (found.messages, found.learned) == ([USER], ())
+
+
+def test_a_prompt_keeps_earlier_answers() -> None:
+    """Only the last turn is left out, and only if it is the assistant's."""
+    said = {"role": "system", "content": "be brief"}
+    found = conversations.prompt(
+        {"system": "be brief", "messages": [USER, ANSWER, USER]}, "messages"
+    )
+    assert found.messages == [said, USER, ANSWER, USER]
+    calls = [USER, {**ANSWER, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}]
+    assert len(conversations.prompt({"messages": calls}, "messages").messages) == len(calls)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ANSWER]},
+        {"messages": [{"role": "system", "content": "be brief"}, ANSWER]},
+        {"messages": [{**USER, "content": " "}, ANSWER]},
+        {"instruction": 7},
+        {"output": "ls"},
+        {"messages": [USER], "images": ["a.png"]},
+    ],
+)
+def test_rows_without_a_prompt(row: Mapping[str, Any]) -> None:
+    """A row that asks nothing, or more than text, is refused."""
+    with pytest.raises(BadConversationError):
+        conversations.prompt(row, "messages")

@@ -91,6 +91,40 @@ def read(fields: Mapping[str, Any], field: str) -> Conversation:
     )
 
 
+def prompt(fields: Mapping[str, Any], field: str) -> Conversation:
+    """Return what a row asks: its messages without the assistant's last turn, if it ends with one.
+
+    Nothing of it is learned. A row may lack the answer. Raises BadConversationError as `read` does.
+    """
+    _require_good(fields, field)
+    name, given = _given(_answered(fields, field), field)
+    if not isinstance(given, list) or not given:
+        raise BadConversationError(
+            f"{name} is no list of messages ({given!r}); use [{{role, content}}, ...]"
+        )
+    messages = [_message(name, number, one)[0] for number, one in enumerate(given, 1)]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] == "system":
+        raise BadConversationError(f"{name}: no turn of the user before an answer, so no prompt")
+    if not (messages[-1]["content"] or "").strip():
+        raise BadConversationError(f"{name}: the last message before the answer is empty")
+    before = [] if messages[0]["role"] == "system" else _system(fields)
+    return Conversation(messages=[*before, *messages], tools=_tools(fields), learned=())
+
+
+def _answered(fields: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """Return a row of a pair's form that lacks the answer with an empty one."""
+    has = [name for name, value in fields.items() if value is not None]
+    if field != USUAL or field in has or _SHAREGPT in has:
+        return fields
+    asked = [(prompt, answer) for prompt, answer in _PAIRS if prompt in has]
+    if not asked or any(answer in has for _, answer in asked):
+        return fields
+    prompt, answer = asked[0]
+    return {**fields, answer: [] if isinstance(fields[prompt], list) else ""}
+
+
 def _require_good(fields: Mapping[str, Any], field: str) -> None:
     """Refuse images, pairs of answers, and answers that are marked as bad ones."""
     media = [name for name in _MEDIA if fields.get(name)]
