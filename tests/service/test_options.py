@@ -35,6 +35,7 @@ WORKER = "worker --coordinator trainer.example:7411 --secret-file s"
         ("pipeline plan --help", "entrenar-pipeline-plan-help.txt"),
         ("pipeline init --help", "entrenar-pipeline-init-help.txt"),
         ("pipeline import --help", "entrenar-pipeline-import-help.txt"),
+        ("distill text --help", "entrenar-distill-text-help.txt"),
     ],
 )
 def test_help(

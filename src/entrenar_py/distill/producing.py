@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-import torch
 
-from entrenar_py import backends
 from entrenar_py.distill import manifest, shards, student, teacher
 from entrenar_py.distill.claims import Claims
 from entrenar_py.distill.manifest import Entry, Writer
@@ -79,12 +77,8 @@ class Stage:
     def __init__(self, prepared: Prepared, name: str, part: Part | None = None) -> None:
         """Read no weights yet; `name` is the backend. Raises UsageError for what can't be used."""
         section = student.of(prepared)
-        kind = backends.kind_of(name)
-        if kind not in ("cpu", "cuda"):
-            raise UsageError(f"--backend={name}: a teacher runs on cpu or cuda; use one of these")
-        backends.open_backend(name)  # a device that is missing ends the command here
+        self.device = teacher.device_of(name)
         self.prepared, self.folder, self._part = prepared, section.logits, part
-        self.device = torch.device(name if kind == "cuda" else "cpu")
         self._settings = teacher.settings_of(prepared.settings, section)
         require_tokenizer(prepared, self._settings.model)
         fitting.require_checkpoint(self._settings.model)

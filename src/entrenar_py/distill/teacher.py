@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from entrenar_py import backends
 from entrenar_py.distill.shards import Places, Rows, joined
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning import blocks, fused_loss, model
@@ -93,6 +94,18 @@ def _rest(logs: Tensor) -> Tensor:
     return left.clamp(min=0).log().float()
 
 
+def device_of(name: str) -> torch.device:
+    """Return the device of the backend `name`.
+
+    Raises UsageError for one on which no teacher runs, and BackendUnavailable if it isn't there.
+    """
+    kind = backends.kind_of(name)
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"--backend={name}: a teacher runs on cpu or cuda; use one of these")
+    backends.open_backend(name)  # a device that is missing ends the command here
+    return torch.device(name if kind == "cuda" else "cpu")
+
+
 def settings_of(settings: Settings, section: Distillation) -> Settings:
     """Return the settings by which the teacher's checkpoint is loaded.
 
@@ -118,6 +131,12 @@ def settings_of(settings: Settings, section: Distillation) -> Settings:
 
 def load(settings: Settings, section: Distillation, device: torch.device, *, known: int) -> Teacher:
     """Return the teacher on `device`. Raises UsageError if it can't be loaded."""
+    module = checkpoint(settings, section, device)
+    return Teacher(module, device, top_k=section.top_k, stored=section.stored, known=known)
+
+
+def checkpoint(settings: Settings, section: Distillation, device: torch.device) -> nn.Module:
+    """Return the teacher's model, on the CPU, as it runs on `device`; raises as `load` does."""
     if section.precision == "int8" and device.type != "cpu":
         raise UsageError(
             f"distill.precision=int8 on {device}: int8 is for CPUs; use bfloat16 there"
@@ -125,7 +144,7 @@ def load(settings: Settings, section: Distillation, device: torch.device, *, kno
     module = model.plain(settings_of(settings, section))
     if section.precision == "int8":
         _quantise(module)
-    return Teacher(module, device, top_k=section.top_k, stored=section.stored, known=known)
+    return module
 
 
 def _quantise(module: nn.Module) -> None:

@@ -65,11 +65,12 @@ def pipeline(given: argparse.Namespace) -> int:
 def distill(given: argparse.Namespace) -> int:
     """Run an action of `entrenar distill`; return the exit code. Raises as `run` does."""
     _tell_loading()
-    from entrenar_py.finetune import distill_commands
+    from entrenar_py.finetune import distill_commands, distill_text
 
     actions = {
         "logits": distill_commands.logits,
         "train": distill_commands.train,
+        "text": distill_text.run,
         "status": distill_commands.look,
     }
     return actions[given.action](given)

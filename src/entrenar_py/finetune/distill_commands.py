@@ -26,7 +26,7 @@ TELL_EVERY_S = 10.0
 
 def logits(given: argparse.Namespace) -> int:
     """Run the teacher; return the exit code. Raises as `producing.Stage` does."""
-    settings, section = _settings(given.config)
+    settings, section = settings_of(given.config)
     prepared = preparing.prepare(settings, needs_weights=False)
     rows_read.say(prepared)
     stage = Stage(prepared, given.backend, given.part)
@@ -36,7 +36,7 @@ def logits(given: argparse.Namespace) -> int:
         f"{section.logits}"
     )
     show = _Shown(section)
-    with _stopped_by_signals() as stopping:
+    with stopped_by_signals("stops when the batch in work is done") as stopping:
         is_done = stage.run(show, stopping)
     show.last()
     if show.progress is not None:
@@ -51,7 +51,7 @@ def logits(given: argparse.Namespace) -> int:
 
 def train(given: argparse.Namespace) -> int:
     """Train the student on this machine; return the exit code. Raises as `local.train` does."""
-    _settings(given.config)
+    settings_of(given.config)
     return local.train(
         given.config,
         resume=given.resume,
@@ -72,7 +72,8 @@ def look(given: argparse.Namespace) -> int:
     return exit_codes.DONE if found.is_whole else exit_codes.WRONG
 
 
-def _settings(path: Path) -> tuple[Settings, Distillation]:
+def settings_of(path: Path) -> tuple[Settings, Distillation]:
+    """Return the configuration at `path` and its section; raises as `settings_file.load` does."""
     settings = settings_file.load(path)
     if settings.distill is None:
         raise UsageError(
@@ -87,8 +88,11 @@ def _of(part: producing.Part) -> str:
 
 
 @contextmanager
-def _stopped_by_signals() -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set; a second one ends the process as usual."""
+def stopped_by_signals(told: str) -> Iterator[threading.Event]:
+    """Yield an event that SIGINT and SIGTERM set; a second one ends the process as usual.
+
+    At the first one, `told` is printed.
+    """
     stopping = threading.Event()
     before = {}
 
@@ -97,7 +101,7 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         stopping.set()
-        printing.say("stops when the batch in work is done")
+        printing.say(told)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         before[number] = signal.signal(number, stop)

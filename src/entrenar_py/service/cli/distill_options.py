@@ -1,4 +1,4 @@
-"""The options of `entrenar distill`: `logits`, `train` and `status`."""
+"""The options of `entrenar distill`: `logits`, `train`, `text` and `status`."""
 
 from __future__ import annotations
 
@@ -53,6 +53,24 @@ def add(
         action=argparse.BooleanOptionalAction,
         help="wait for shards that are missing, or end with an error at the first one (default: "
         "as distill.wait_s says)",
+    )
+    text = add_command(
+        actions, "text", "let the teacher answer prompts, for a student with another tokenizer"
+    )
+    _add_config(text)
+    text.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="base URL of an OpenAI-compatible server that answers, such as "
+        "http://host:8000/v1 (default: distill.text.endpoint, or without one distill.teacher is "
+        "run here)",
+    )
+    text.add_argument(
+        "--backend",
+        metavar="NAME",
+        type=backend,
+        help="what the teacher computes on where there is no endpoint: cpu or cuda (cuda:1: the "
+        "second device; default cpu)",
     )
     status = add_command(actions, "status", "say which shards are there, missing or damaged")
     status.add_argument("folder", metavar="DIR", type=Path, help="the folder of the shards")

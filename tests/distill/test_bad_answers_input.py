@@ -1,0 +1,103 @@
+"""Whatever is wrong with what `entrenar distill text` is given is told once, before it asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from entrenar_py.service import cli, exit_codes
+from tests.distill import server as servers
+from tests.distill.configured import chats, config
+
+URL = "http://127.0.0.1:9/v1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "has neither an endpoint nor a teacher"),
+        (
+            {"endpoint": URL, "distill": {"teacher": "t"}},
+            "with distill.teacher=",
+        ),
+        ({"endpoint": URL, "served_model": None}, "distill.text.served_model is missing"),
+        ({"endpoint": "host:8000"}, "endpoint='host:8000': it has no http:// or https://"),
+        ({"endpoint": "http://"}, "or no host; use a base URL such as http://host:8000/v1"),
+        ({"endpoint": "http://h:x/v1"}, "Port could not be cast to integer value"),
+        ({"endpoint": "http://[::1/v1"}, "Invalid IPv6 URL"),
+        ({"endpoint": "http://a b/v1"}, "characters that no URL has"),
+        ({"endpoint": f"http://{'a' * 70}/v1"}, "use a base URL"),
+        ({"endpoint": f"{URL}/chat/completions"}, "it is more than a base URL"),
+        ({"endpoint": f"{URL}?key=1"}, "it is more than a base URL"),
+        ({"endpoint": f"http://me:{servers.KEY}@host/v1"}, "a user or a password in its URL"),
+        ({"endpoint": URL, "key_variable": "NOT_SET"}, "the environment has no such variable"),
+        ({"endpoint": URL, "key_variable": "ODD"}, "its value has characters that no key has"),
+        ({"endpoint": URL, "rows": "answers.txt"}, "use a name that ends with .jsonl"),
+        ({"endpoint": URL, "rows": "run.yaml/a.jsonl"}, "a.jsonl: can't be written"),
+        ({"endpoint": URL, "rows": "prompts.jsonl"}, "would read it, too; give it another name"),
+        ({"endpoint": URL, "data": {"train": "*.jsonl"}}, "would read it, too"),
+        ({"endpoint": URL, "data": {"train": "none.jsonl"}}, "can't be read"),
+        ({"endpoint": URL, "prompts": "none.jsonl"}, "can't be read"),
+        ({"distill": {"teacher": "none"}}, "no such folder"),
+    ],
+    ids=str,
+)
+def test_refused(
+    changes: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One message says what was given, what is allowed, and what to do."""
+    monkeypatch.setenv("ODD", f"{servers.KEY} \u20ac")
+    path = config(tmp_path, chats(["a"]), **changes)
+    assert cli.main(["distill", "text", str(path)]) == exit_codes.INVALID
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert servers.KEY not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "has no row that can be used; give one that has rows"),
+        ([{"messages": []}], "1 of 1 row can't be used"),
+        ([{"messages": [{"role": "system", "content": "x"}]}], "no turn of the user"),
+        ([{"messages": [{"role": "user", "content": " "}]}], "is empty"),
+        ([{"other": "x"}], "has no field 'messages'"),
+    ],
+)
+def test_unusable_prompts(
+    rows: list[Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that ask nothing are listed with their places."""
+    path = config(tmp_path, rows, endpoint=URL)
+    assert cli.main(["distill", "text", str(path)]) == exit_codes.INVALID
+    assert message in capsys.readouterr().err
+    path = config(tmp_path, rows, endpoint=URL, data={"on_error": "skip"})
+    assert cli.main(["distill", "text", str(path)]) == exit_codes.INVALID
+    assert "has no row that can be used" in capsys.readouterr().err
+
+
+def test_a_backend_with_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A backend computes nothing where a server answers."""
+    path = config(tmp_path, chats(["a"]), distill={"teacher": "t"})
+    command = ["distill", "text", str(path), "--endpoint", URL, "--backend", "cpu"]
+    assert cli.main(command) == exit_codes.INVALID
+    assert "nothing is computed here" in capsys.readouterr().err
+
+
+def test_without_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A configuration without `distill.text` is refused."""
+    path = config(tmp_path, chats(["a"]))
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"text": {"prompts"', '"text": null, "x": {"prompts"'))
+    assert cli.main(["distill", "text", str(path)]) == exit_codes.INVALID
+    capsys.readouterr()
+    path.write_text('{"model": "m", "task": "text", "output": "o", "data": {"train": "t.jsonl"}}')
+    assert cli.main(["distill", "text", str(path)]) == exit_codes.INVALID
+    assert "distill is missing" in capsys.readouterr().err
