@@ -49,7 +49,6 @@ def config(
         "output": "out",
         "data": {"train": "train.jsonl", **data},
         "distill": {
-            "logits": "shards",
             **distill,
             "text": {
                 "prompts": "prompts.jsonl",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,31 @@ def test_a_backend_with_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "nothing is computed here" in capsys.readouterr().err
 
 
-def test_without_the_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (None, "distill is missing"),
+        ({"logits": "shards"}, "distill.text is missing: the section names the prompts"),
+        ({"alpha": 1.0}, "distill has neither logits nor text"),
+    ],
+)
+def test_without_the_section(
+    section: dict[str, Any] | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A configuration without `distill.text` is refused."""
     path = config(tmp_path, chats(["a"]))
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace('"text": {"prompts"', '"text": null, "x": {"prompts"'))
+    record = {**json.loads(path.read_text(encoding="utf-8")), "distill": section}
+    path.write_text(json.dumps(record), encoding="utf-8")
     assert cli.main(["distill", "text", str(path)]) == exit_codes.INVALID
-    capsys.readouterr()
-    path.write_text('{"model": "m", "task": "text", "output": "o", "data": {"train": "t.jsonl"}}')
-    assert cli.main(["distill", "text", str(path)]) == exit_codes.INVALID
-    assert "distill is missing" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_shards_are_for_other_commands(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A configuration for answers alone has no logits to make, or to train on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = config(tmp_path, chats(["a"]), endpoint=URL, model=str(small / "model"))
+    for command in (["distill", "logits"], ["finetune"]):
+        assert cli.main([*command, str(path)]) == exit_codes.INVALID
+        assert "distill.logits is missing" in capsys.readouterr().err

@@ -78,7 +78,7 @@ class Stage:
         """Read no weights yet; `name` is the backend. Raises UsageError for what can't be used."""
         section = student.of(prepared)
         self.device = teacher.device_of(name)
-        self.prepared, self.folder, self._part = prepared, section.logits, part
+        self.prepared, self.folder, self._part = prepared, section.shards, part
         self._settings = teacher.settings_of(prepared.settings, section)
         require_tokenizer(prepared, self._settings.model)
         fitting.require_checkpoint(self._settings.model)

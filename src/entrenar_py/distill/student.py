@@ -140,7 +140,7 @@ def facts_of(prepared: Prepared) -> Facts:
     Raises UsageError if they are of another tokenizer, of other rows, or of other settings.
     """
     section = of(prepared)
-    facts = reading.facts_of(section.logits, patience_s=section.wait_s)
+    facts = reading.facts_of(section.shards, patience_s=section.wait_s)
     require_fitting(prepared, section, facts)
     return facts
 
@@ -158,7 +158,7 @@ def of(prepared: Prepared) -> Distillation:
 def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> None:
     """Raise UsageError unless the shards are of the run's tokenizer, rows and settings."""
     own = samples.tokenizer_digest(prepared.tokenizer)
-    where = f"distill.logits={section.logits}"
+    where = f"distill.logits={section.shards}"
     if facts.tokenizer != own:
         raise UsageError(
             f"{where}: its shards are of the tokenizer {facts.tokenizer}, and the student's is "
@@ -205,12 +205,12 @@ def workload(prepared: Prepared) -> Finetuning:
     vocabulary = vocabulary_of(model_class.configuration(prepared.settings))
     if vocabulary != facts.vocabulary and not facts.has_rest:
         raise UsageError(
-            f"distill.logits={section.logits}: its rows have all of the teacher's "
+            f"distill.logits={section.shards}: its rows have all of the teacher's "
             f"{facts.vocabulary} logits, and the student has {vocabulary} "
             f"({prepared.settings.model}); make them with a smaller top_k"
         )
     rows = TeacherRows(
-        section.logits,
+        section.shards,
         facts,
         places(prepared.train, facts.seed, max(facts.samples)),
         num_tokens=min(vocabulary, facts.vocabulary),

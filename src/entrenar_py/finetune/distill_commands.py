@@ -33,7 +33,7 @@ def logits(given: argparse.Namespace) -> int:
     facts = stage.facts
     printing.say(
         f"{sum(facts.rows)} rows of {facts.top_k} tokens in {facts.num_shards} shards, in "
-        f"{section.logits}"
+        f"{section.shards}"
     )
     show = _Shown(section)
     with stopped_by_signals("stops when the batch in work is done") as stopping:

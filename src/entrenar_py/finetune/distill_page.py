@@ -17,7 +17,7 @@ FILE = "report.html"
 
 def write(section: Distillation, progress: Progress) -> Path:
     """Write the page, and return its path; warn if it can't be written: the shards are there."""
-    path = section.logits / FILE
+    path = section.shards / FILE
     try:
         path.write_text("\n".join(_lines(section, progress)) + "\n", encoding="utf-8")
     except OSError as error:
@@ -48,7 +48,7 @@ def _lines(section: Distillation, progress: Progress) -> Iterator[str]:
 
 def _told(section: Distillation, progress: Progress) -> Iterator[tuple[str, str]]:
     facts = progress.facts
-    yield "shards", f"{progress.shards_done:,} of {facts.num_shards:,} in {section.logits}"
+    yield "shards", f"{progress.shards_done:,} of {facts.num_shards:,} in {section.shards}"
     behind = facts.num_shards - progress.shards_done
     yield "behind", f"{behind:,} shards"
     yield "rows", f"{progress.rows_done:,} of {sum(facts.rows):,}"

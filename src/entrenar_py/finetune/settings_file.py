@@ -302,6 +302,12 @@ class _Conflicts:
         settings = self._settings
         if settings.distill is None:
             return
+        if settings.distill.logits is None and settings.distill.text is None:
+            self._error(
+                "distill has neither logits nor text: give the folder of the teacher's shards, or "
+                "the prompts that it is to answer",
+                "distill",
+            )
         if settings.task == "classify":
             self._error(
                 "distill with task: classify: a teacher's logits are of next tokens; use task: "

@@ -15,7 +15,6 @@ _EXAMPLES = {
     "task": "instruct",
     "output": "out",
     "train": "train.jsonl",
-    "logits": "shards",
     "prompts": "prompts.jsonl",
     "rows": "answers.jsonl",
     "secret_file": "secret",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol.terms import Timing
 
 USUAL = Timing()
@@ -159,7 +160,10 @@ class Completions:
 class Distillation:
     """A teacher's soft targets (`entrenar distill`), and the loss that learns from them."""
 
-    logits: Annotated[Path, Key("folder of the teacher's shards, which may still be written")]
+    logits: Annotated[
+        Path | None,
+        Key("folder of the teacher's shards, which may still be written; `text` alone needs none"),
+    ] = None
     teacher: Annotated[
         Path | None, Key("folder with the teacher's checkpoint; training reads the shards alone")
     ] = None
@@ -191,6 +195,16 @@ class Distillation:
     text: Annotated[
         Completions | None, Key("for `entrenar distill text`, which alone reads it")
     ] = None
+
+    @property
+    def shards(self) -> Path:
+        """The folder of the teacher's shards. Raises UsageError if none is named."""
+        if self.logits is None:
+            raise UsageError(
+                "distill.logits is missing: the folder of the teacher's shards; only `entrenar "
+                "distill text` needs none (to train on its rows, leave the section distill out)"
+            )
+        return self.logits
 
 
 @dataclass(frozen=True, kw_only=True)
