@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import ssl
 import subprocess
@@ -294,13 +296,13 @@ def test_a_torn_line_is_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with serving(lambda prompt, before: chat(f"{prompt} {before}")) as server:
         path = config(tmp_path, chats(["a", "b", "c"]), endpoint=server.url, concurrent=1, **ALL)
         assert ask(path) == exit_codes.DONE
-        journal = tmp_path / "answers.jsonl.journal"
-        lines = journal.read_bytes().splitlines(keepends=True)
-        journal.write_bytes(lines[0] + b"{}\n" + lines[2][:-9])
+        kept = tmp_path / "answers.jsonl.journal"
+        lines = kept.read_bytes().splitlines(keepends=True)
+        kept.write_bytes(lines[0] + b"{}\n" + lines[2][:-9])
         assert ask(path) == exit_codes.DONE
         assert server.prompts == ["a", "b", "c", "b", "c"]
         assert "1 damaged line" in capsys.readouterr().out
-        assert len(journal.read_bytes().splitlines()) == 4
+        assert len(kept.read_bytes().splitlines()) == 4
     assert said(tmp_path) == ["a 0", "b 1", "c 1"]
 
 
@@ -421,3 +423,23 @@ def test_a_higher_limit_asks_truncated_prompts_alone(tmp_path: Path) -> None:
             assert ask(path) == exit_codes.DONE
             asked.append(len(server.asked) - before)
     assert asked == [2, 1, 0, 1, 0], "at 50 the whole answer may be too long, the other one is"
+
+
+def test_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer that can't be kept ends the command, and what it asks."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def script(*_: Any) -> Reply:
+        monkeypatch.setattr(os, "write", full)
+        return chat("x")
+
+    with serving(script) as server:
+        path = config(tmp_path, chats([str(n) for n in range(9)]), endpoint=server.url)
+        assert ask(path) == exit_codes.FAILED
+        monkeypatch.undo()
+        assert len(server.asked) < 9
+    assert "can't be written (No space left on device); make room" in capsys.readouterr().err

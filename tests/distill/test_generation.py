@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from entrenar_py.distill import generation
 from entrenar_py.service import cli, exit_codes
@@ -104,6 +105,15 @@ def test_sampling_follows_from_the_seed(
     assert said(tmp_path) != first
 
 
+def test_a_teacher_in_int8_answers(teacher: Path, tmp_path: Path) -> None:
+    """The formats of a teacher's weights are those of `entrenar distill logits`."""
+    pytest.importorskip("bitsandbytes")
+    distill = {"teacher": str(teacher), "precision": "int8"}
+    path = config(tmp_path, chats(PROMPTS), distill=distill, new_tokens=4)
+    assert ask(path) in (exit_codes.DONE, exit_codes.WRONG)
+    assert len((tmp_path / "answers.jsonl.journal").read_bytes().splitlines()) == len(PROMPTS)
+
+
 def test_prompts_that_do_not_fit(
     teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,3 +150,18 @@ def test_finetune_takes_the_rows(
     record["training"] = {"batch_size": 4, "num_shards": 1}
     path.write_text(json.dumps(record), encoding="utf-8")
     assert cli.main(["finetune", str(path)]) == exit_codes.DONE
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_sampling_on_cuda_is_the_same_again(teacher: Path, tmp_path: Path) -> None:
+    """A GPU draws the same answers from the same seed, and leaves the process's own draws alone."""
+    path, journal = made(tmp_path, teacher, temperature=1.0), tmp_path / "answers.jsonl.journal"
+    found = list[bytes]()
+    for _ in range(2):
+        journal.unlink(missing_ok=True)
+        before = torch.cuda.get_rng_state()
+        assert ask(path, "--backend", "cuda") in (exit_codes.DONE, exit_codes.WRONG)
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+        found.append(journal.read_bytes())
+    assert found[0] == found[1]
