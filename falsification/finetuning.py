@@ -207,7 +207,7 @@ def one(self: tuned.Finetuning, ids: Sequence[int]) -> float:
 def mean_of_sample(self: Any, tokens: Tensor, places: Tensor, targets: Tensor) -> Tensor:
     """Averages over the tokens of each sample, then over samples."""
     losses = F.cross_entropy(
-        self._logits(tokens, None).index_select(0, places),
+        self.logits_of(tokens, None).index_select(0, places),
         targets,
         ignore_index=objectives.IGNORED,
         reduction="none",

@@ -81,8 +81,10 @@ def configured(folder: Path, small: Path, num_rows: int = 40, **changes: Any) ->
     record["distill"] = {**SETTINGS["distill"], "teacher": str(small / "model")}
     for key, value in changes.items():
         old = record.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        record[key] = {**old, **value} if both else value
+        if isinstance(old, dict) and isinstance(value, dict):
+            record[key] = {**old, **value}
+        else:
+            record[key] = value
     path = folder / "run.yaml"
     path.write_text(json.dumps(record), "utf-8")
     return path

@@ -138,7 +138,7 @@ class Forked:
 def test_two_processes_share_the_work(config: Path, small: Path, tmp_path: Path) -> None:
     """No shard is made twice: the list has each once, and the files are those of one process."""
     made.configured(tmp_path, small, 120, distill={"shard_samples": 4})
-    command = [*ENTRENAR, "distill", "logits", config]
+    command = [*ENTRENAR, "distill", "logits", str(config)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     for one in both:
         told, _ = one.communicate(timeout=60)

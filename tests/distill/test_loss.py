@@ -34,6 +34,12 @@ def drawn(top_k: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
+def of_logits(logits: Tensor, rows: tuple[Tensor, Tensor, Tensor, Tensor], mix: Mix) -> Tensor:
+    """Return the plain loss."""
+    targets, tokens, logs, rest = rows
+    return losses.of_logits(logits, targets, tokens, logs, rest, mix)
+
+
 def dense(logits: Tensor, teacher: Tensor, targets: Tensor, mix: Mix) -> Tensor:
     """Return the loss as textbooks write it, over the whole vocabulary, in float64."""
     t, logits, teacher = mix.temperature, logits.double(), teacher.double()
@@ -53,11 +59,12 @@ def test_the_fused_loss_is_the_plain_one(
     one = drawn(top_k)
     mix = Mix(alpha, temperature, has_rest=top_k < VOCABULARY)
     inputs = (one["hidden"], one["weight"])
-    plain = losses.of_logits(inputs[0] @ inputs[1].t(), *one["rows"], mix)
+    plain = of_logits(inputs[0] @ inputs[1].t(), one["rows"], mix)
     right = torch.autograd.grad(3 * plain, inputs)
     for held in (5, 100):
         monkeypatch.setattr(fused_loss, "LOGITS_MAX", held * VOCABULARY)
-        fused = losses.of_hidden(*inputs, *one["rows"], mix)
+        given: Any = (*inputs, *one["rows"], mix)
+        fused = losses.of_hidden(*given)
         torch.testing.assert_close(fused, plain, rtol=1e-5, atol=0)
         for got, due in zip(torch.autograd.grad(3 * fused, inputs), right, strict=True):
             torch.testing.assert_close(got, due, rtol=1e-4, atol=1e-5)
@@ -68,7 +75,7 @@ def test_with_all_tokens_it_is_the_dense_loss(alpha: float, temperature: float) 
     one, mix = drawn(VOCABULARY), Mix(alpha, temperature, has_rest=False)
     logits = one["hidden"] @ one["weight"].t()
     due = dense(logits, one["teacher"], one["rows"][0], mix)
-    loss = losses.of_logits(logits, *one["rows"], mix)
+    loss = of_logits(logits, one["rows"], mix)
     torch.testing.assert_close(loss.double(), due, rtol=1e-5, atol=1e-6)
 
 
@@ -76,7 +83,7 @@ def test_with_all_tokens_it_is_the_dense_loss(alpha: float, temperature: float) 
 def test_a_student_that_is_its_teacher_is_not_apart(top_k: int) -> None:
     one, mix = drawn(top_k), Mix(1.0, 2.0, has_rest=top_k < VOCABULARY)
     logits = one["teacher"].clone().requires_grad_()
-    loss = losses.of_logits(logits, *one["rows"], mix)
+    loss = of_logits(logits, one["rows"], mix)
     assert abs(float(loss.detach())) < 1e-4
     assert float(torch.autograd.grad(loss, logits)[0].abs().max()) < 1e-5
 

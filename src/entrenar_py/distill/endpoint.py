@@ -280,7 +280,7 @@ class Endpoint:
                 connection.sock.settimeout(limit_s)
                 if asking.ended.is_set():
                     raise _TroubleError("given up", again=False)
-                sent = json.dumps(body, ensure_ascii=False, default=str).encode()
+                sent = json.dumps(body, default=str).encode()
                 connection.request("POST", path, sent, headers)
                 reply = connection.getresponse()
                 found = reply.read(REPLY_BYTES_MAX + 1)

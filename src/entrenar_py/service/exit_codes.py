@@ -13,7 +13,8 @@ STOPPED = 6  # 5 is entrenar-check's "nothing selected", which has no place here
 
 MEANINGS: Mapping[int, str] = {
     DONE: "the run is complete; the ledger is right; the doctor has looked",
-    WRONG: "the run was halted or given up, a worker was refused; the ledger is broken or differs",
+    WRONG: "the run was halted or given up, a worker was refused; the ledger is broken or differs; "
+    "shards are missing or damaged, prompts have no answer",
     INVALID: "the command line or a file that it names is invalid; nothing ran",
     FAILED: "the program itself failed: a device, a full disk, a bug",
     INCONCLUSIVE: "the ledger can't be replayed here bit for bit",
