@@ -149,7 +149,7 @@ def is_learnable(prompt: Prompt, answer: Answer, data: Data) -> bool:
 
 def dump(value: Any, *, sort_keys: bool = False) -> str:
     """Return a value as JSON on one line; what JSON has no form for, as a date, becomes text."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=sort_keys, default=str)
+    return json.dumps(value, sort_keys=sort_keys, default=str)
 
 
 def originals(settings: Settings) -> Iterator[Mapping[str, Any]]:
