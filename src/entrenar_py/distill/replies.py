@@ -38,7 +38,7 @@ def _message(message: Message) -> Message:
 
 def _call(number: int, call: Message) -> Message:
     function = call["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False, default=str)
+    arguments = json.dumps(function["arguments"], default=str)
     return {"id": f"call_{number}", **call, "function": {**function, "arguments": arguments}}
 
 
@@ -57,7 +57,7 @@ def answer(body: bytes) -> Answer:
         raise BadReplyError(f"a reply whose answer is no text ({problem(body)})")
     content, reason = content or "", choice.get("finish_reason")
     try:
-        json.dumps([content, calls], ensure_ascii=False).encode()
+        json.dumps([content, calls]).encode()
     except UnicodeEncodeError as error:
         raise BadReplyError("an answer with half of a character") from error
     if reason == "length":
