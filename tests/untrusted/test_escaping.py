@@ -341,10 +341,10 @@ PRINTERS = {
     *("untrusted.printing", "cli.console", "systems.probes.memory"),
     "observing.auto.startup.sitecustomize",
 }
-# TOML has escapes of its own. What is read back as YAML can have no pairs of surrogates. Rows are
-# written to find out that they can be, and then forgotten.
+# TOML has escapes of its own. What is read back as YAML can have no pairs of surrogates. Rows and
+# replies are written to find out that they can be, and then forgotten.
 WRITERS = {
-    *("untrusted.escaping", "project.init", "tuning.rows"),
+    *("untrusted.escaping", "project.init", "tuning.rows", "distill.replies"),
     *("finetune.settings_file", "planning.stages.plan_text"),  # as YAML
 }
 FORBIDDEN = ("print", "Console", "rich.print", "traceback.print_exc", "warnings.warn")

@@ -57,7 +57,7 @@ def answer(body: bytes) -> Answer:
         raise BadReplyError(f"a reply whose answer is no text ({problem(body)})")
     content, reason = content or "", choice.get("finish_reason")
     try:
-        json.dumps([content, calls]).encode()
+        json.dumps([content, calls], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise BadReplyError("an answer with half of a character") from error
     if reason == "length":
