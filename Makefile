@@ -30,7 +30,7 @@ verify-wgpu:
 	$(BIN)/entrenar-check --contract wgpu-backend-v1.yaml
 
 verify-finetune:
-	$(BIN)/entrenar-check --contract finetune-v1.yaml --contract layer-pipeline-v1.yaml --examples 0 --exclude F-FT-016
+	$(BIN)/entrenar-check --contract finetune-v1.yaml --contract layer-pipeline-v1.yaml --contract distillation-v1.yaml --examples 0 --exclude F-FT-016
 
 # All tests but those of `make integrations`; how long each took is in durations.txt afterwards.
 TESTS := -m pytest -m 'not integrations and not by_hand' -p tests.spread -n auto --maxprocesses=4 --dist=loadscope --benchmark-disable

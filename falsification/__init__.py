@@ -15,6 +15,7 @@ from . import (
     benign,
     benign_audits,
     benign_averaging,
+    benign_distillation,
     benign_finetuning,
     benign_local_sgd,
     benign_mesh,
@@ -30,6 +31,7 @@ from . import (
     communication,
     data,
     devices,
+    distillation,
     fallback,
     finetuning,
     initialisation,
@@ -61,12 +63,12 @@ _MUTANTS = (
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, averaging, protocol, blocks, mesh, audits, rings, updates),
     *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd),
-    *(wgpu_steps, wgpu_kernels, finetuning, stages),
+    *(wgpu_steps, wgpu_kernels, finetuning, stages, distillation),
 )
 _BENIGN = (
     *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),
     *(torch_benign, benign_parallelism, benign_local_sgd, benign_wgpu),
-    *(benign_finetuning, benign_stages),
+    *(benign_finetuning, benign_stages, benign_distillation),
     benign_averaging,
 )
 

@@ -11,6 +11,7 @@ from entrenar_py import shipped
 from entrenar_py.errors import UsageError
 
 NAMES = [
+    "distillation-v1.yaml",
     "distributed-training-v1.yaml",
     "finetune-v1.yaml",
     "layer-pipeline-v1.yaml",

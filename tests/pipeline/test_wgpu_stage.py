@@ -455,6 +455,7 @@ def step_of(workers: Sequence[StageMember], num_shards: int) -> tuple[list[str],
         forward = do.Pass(ticket=0, step=0, shard=shard, is_forward=True, is_last=is_last)
         backward = replace(forward, is_forward=False)
         for worker, after in pairwise(workers):
+            worker.bind(forward)
             passed = worker.run(forward)
             assert isinstance(passed, Passed)
             dtypes.append(passed.dtype)
@@ -462,12 +463,14 @@ def step_of(workers: Sequence[StageMember], num_shards: int) -> tuple[list[str],
             payload = bytearray(worker.payload(sent))
             after.require(sent, payload)
             after.receive(sent, payload)
+        workers[-1].bind(forward)
         assert isinstance(workers[-1].run(forward), Passed)
         for before, worker in reversed(list(pairwise(workers))):
             back = ActivationGradient(step=0, round=0, shard=shard)
             payload = bytearray(worker.payload(back))
             before.require(back, payload)
             before.receive(back, payload)
+            before.bind(backward)
             assert isinstance(before.run(backward), Passed)
     return dtypes, [worker.nodes[max(worker.nodes)].vector for worker in workers]
 

@@ -26,7 +26,9 @@ from entrenar_py.checks import (
     replica_identity,
     resume,
     same_bits,
+    soft_targets,
     step_rule,
+    teacher_rows,
     tuned_samples,
     tuned_stages,
     tuned_steps,
@@ -70,6 +72,8 @@ _FAMILIES = (
     tuned_steps,
     tuned_strategies,
     tuned_stages,
+    soft_targets,
+    teacher_rows,
 )
 _TABLE: tuple[Check, ...] = tuple(row for family in _FAMILIES for row in family.ROWS)
 CHECKS: dict[str, Check] = {check.name: check for check in _TABLE}

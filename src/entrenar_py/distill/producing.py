@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 
@@ -24,7 +26,8 @@ from entrenar_py.tuning import fitting, model, model_class, samples
 from entrenar_py.tuning.prepared import Prepared
 
 LOOK_EVERY_S = 1.0  # at what other processes make
-PIECE_BYTES = 2**28  # of rows that are held at a time, twice
+PIECE_BYTES = 2**25  # of rows that are computed, and then written, at a time
+WAITING_MAX = 2  # pieces, each of which is held in memory
 
 Part = tuple[int, int]  # the number of a part, from 1 on, and of all parts
 
@@ -115,21 +118,25 @@ class Stage:
     ) -> bool:
         progress, loaded = Progress(self.facts), cast("Teacher | None", None)
         checked: dict[int, Entry] = {}  # whose files have been looked at
-        while not stopping.is_set():
-            left = self._left(checked, progress)
-            listen(progress)
-            if not left:
-                return True
-            mine = next((shard for shard in left if claims.take(shard)), None)
-            if mine is None:  # others make them
-                stopping.wait(LOOK_EVERY_S)
-                continue
-            # It may have been made between the look and the claim.
-            if mine in self._left(checked, progress):
-                loaded = loaded or self._teacher()
-                made = self._make(loaded, mine, writer, stopping)
-                progress.made += [] if made is None else [made]
-            claims.give_up(mine)
+        with _Writing(writer, claims, progress) as writing:
+            while not stopping.is_set():
+                left = self._left(checked, progress)
+                listen(progress)
+                if not left:
+                    return True
+                free = [shard for shard in left if shard not in writing.shards]
+                mine = next((shard for shard in free if claims.take(shard)), None)
+                if mine is None:  # they are written here, or others make them
+                    if not writing.settle():
+                        stopping.wait(LOOK_EVERY_S)
+                    continue
+                # It may have been made between the look and the claim.
+                if mine in self._left(checked, progress):
+                    loaded = loaded or self._teacher()
+                    self._make(loaded, mine, writing, stopping)
+                else:
+                    claims.give_up(mine)
+            writing.settle()
         return not self._left(checked, progress)
 
     def _left(self, checked: dict[int, Entry], progress: Progress) -> list[int]:
@@ -153,34 +160,22 @@ class Stage:
         return teacher.load(self._settings, section, self.device, known=known)
 
     def _make(
-        self, loaded: Teacher, shard: int, writer: Writer, stopping: threading.Event
-    ) -> Made | None:
-        """Make a shard; return None if it was stopped in between.
-
-        A piece of it is written while the next one is computed.
-        """
-        began_s, tokens, starts = time.monotonic(), 0, self.places.starts(shard)
-        with (
-            closing(ShardWriter(self.folder, self.facts, shard, starts)) as file,
-            ThreadPoolExecutor(1, "shard") as writing,
-        ):
-            written: Future[None] | None = None
-            for ids in self._pieces(shard):
-                parts = list[tuple[Batch, Kept]]()
-                for batch in self._batches(ids):
-                    if stopping.is_set():
-                        return None
-                    parts.append((batch, loaded.kept(batch.tokens, batch.places)))
-                    tokens += batch.num_tokens
-                if written is not None:
-                    written.result()
-                written = writing.submit(_write, file, parts, ids)
-            if written is not None:
-                written.result()
-            entry = file.finish()
-        writer.add(entry)
-        seconds = time.monotonic() - began_s
-        return Made(shard=shard, rows=entry.rows, tokens=tokens, seconds=seconds)
+        self, loaded: Teacher, shard: int, writing: _Writing, stopping: threading.Event
+    ) -> None:
+        """Compute a shard, whose pieces are written meanwhile; leave it if it is stopped."""
+        file = ShardWriter(self.folder, self.facts, shard, self.places.starts(shard))
+        began_s, tokens = time.monotonic(), 0
+        writing.begin(shard, file)
+        for ids in self._pieces(shard):
+            parts = list[tuple[Batch, Kept]]()
+            for batch in self._batches(ids):
+                if stopping.is_set():
+                    writing.leave(shard)
+                    return
+                parts.append((batch, loaded.kept(batch.tokens, batch.places)))
+                tokens += batch.num_tokens
+            writing.submit(partial(_write, file, parts, ids))
+        writing.end(shard, tokens, began_s)
 
     def _pieces(self, shard: int) -> Iterator[list[int]]:
         """Yield a shard's samples in pieces whose rows have PIECE_BYTES, or one sample more."""
@@ -198,6 +193,67 @@ class Stage:
         train, pad = self.prepared.train, self.prepared.pad_token
         for chosen in teacher.batches(train, ids, self.facts.batch_tokens):
             yield Batch(train, self.places, chosen, pad, self._longest)
+
+
+class _Writing:
+    """Writes pieces of shards in a thread, some of which wait; a context that ends with it."""
+
+    def __init__(self, writer: Writer, claims: Claims, progress: Progress) -> None:
+        self._writer, self._claims, self._progress = writer, claims, progress
+        self._thread = ThreadPoolExecutor(1, "shards")
+        self._pending: deque[Future[None]] = deque()
+        self._files: dict[int, ShardWriter] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove what is not whole."""
+        self._thread.shutdown(cancel_futures=True)
+        for file in self._files.values():
+            file.close()
+
+    @property
+    def shards(self) -> Collection[int]:
+        """The shards that are being written."""
+        return self._files.keys()
+
+    def begin(self, shard: int, file: ShardWriter) -> None:
+        """Begin a shard."""
+        self._files[shard] = file
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Let the thread write; waits, and raises what an earlier call raised, if some wait."""
+        while len(self._pending) >= WAITING_MAX:
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(write))
+
+    def end(self, shard: int, tokens: int, began_s: float) -> None:
+        """Put a shard's file into its place and into the list, once its pieces are written."""
+
+        def finish() -> None:
+            entry = self._files[shard].finish()
+            self._writer.add(entry)
+            self._claims.give_up(shard)
+            seconds = time.monotonic() - began_s
+            made = Made(shard=shard, rows=entry.rows, tokens=tokens, seconds=seconds)
+            self._progress.made.append(made)
+            del self._files[shard]
+
+        self.submit(finish)
+
+    def leave(self, shard: int) -> None:
+        """Leave a shard that is not whole."""
+        self.settle()
+        self._files.pop(shard).close()
+        self._claims.give_up(shard)
+
+    def settle(self) -> bool:
+        """Wait until all is written; return whether anything was left to be."""
+        was_busy = bool(self._pending)
+        while self._pending:
+            self._pending.popleft().result()
+        return was_busy
 
 
 def _write(file: ShardWriter, parts: Sequence[tuple[Batch, Kept]], ids: Sequence[int]) -> None:

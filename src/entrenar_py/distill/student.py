@@ -192,8 +192,8 @@ def places(train: Samples, seed: int, num_each: int) -> Places:
     return Places(train, order, num_each)
 
 
-def workload(prepared: Prepared) -> Finetuning:
-    """Return the workload of a run, a `Student` if it learns from a teacher.
+def workload(prepared: Prepared, kind: type[Student] = Student) -> Finetuning:
+    """Return the workload of a run, a `kind` of student if it learns from a teacher.
 
     Raises UsageError as `Prepared.workload` and `facts_of` do.
     """
@@ -217,7 +217,7 @@ def workload(prepared: Prepared) -> Finetuning:
         patience_s=section.wait_s,
     )
     mix = Mix(section.alpha, section.temperature, facts.has_rest)
-    return prepared.workload(Student, teacher=rows, mix=mix)
+    return prepared.workload(kind, teacher=rows, mix=mix)
 
 
 def vocabulary_of(config: Any) -> int:

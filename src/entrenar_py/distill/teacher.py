@@ -25,11 +25,21 @@ _EXTRA = "pip install 'entrenar-py[finetune]'"
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of some positions, on the teacher's device: each [m, k], and `rest` [m]."""
+    """What is kept of some positions: each [m, k], and `rest` [m].
+
+    Once `copied` has happened, if it is not None, they are on the host.
+    """
 
     tokens: Tensor
     log_probabilities: Tensor
     rest: Tensor
+    copied: torch.cuda.Event | None = None
+
+    def arrays(self) -> list[Any]:
+        """Return them as arrays; waits for a GPU, but not for what it was given later."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return [one.numpy() for one in (self.tokens, self.log_probabilities, self.rest)]
 
 
 class Teacher:
@@ -63,26 +73,44 @@ class Teacher:
             nullcontext() if self._head is None else fused_loss.replaced_by_identity(self._head)
         )
         with replaced:
-            found = self._module(input_ids=tokens, use_cache=False).logits
-        outputs = found.flatten(0, 1).index_select(0, places)
+            found = self._module(input_ids=tokens.to(self.device), use_cache=False).logits
+        outputs = found.flatten(0, 1).index_select(0, places.to(self.device))
         rows = max(1, fused_loss.LOGITS_MAX // self.vocabulary)
         parts = [self._kept(part) for part in outputs.split(rows)]
-        return Kept(
-            *(torch.cat([getattr(one, n) for one in parts]) for n in Kept.__dataclass_fields__)
-        )
+        tokens = torch.cat([one.tokens for one in parts])
+        logs = torch.cat([one.log_probabilities for one in parts])
+        rest = torch.cat([one.rest for one in parts])
+        if self.device.type == "cpu":
+            return Kept(tokens, logs, rest)
+        copies = [_to_host(one) for one in (tokens, logs, rest)]
+        copied: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(self.device))
+        return Kept(copies[0], copies[1], copies[2], copied)
 
     def _kept(self, outputs: Tensor) -> Kept:
         logits = outputs if self._head is None else self._head(outputs)
-        whole = logits.float().logsumexp(-1)
-        if self._top_k == self.vocabulary:
-            tokens = torch.arange(self._top_k, device=self.device).expand(len(logits), -1)
-            logs = logits.float() - whole[:, None]
-            rest = torch.full_like(whole, -torch.inf)
-            return Kept(tokens.to(torch.int32), logs.to(self._stored), rest)
-        values, tokens = logits[:, : self._known].topk(self._top_k, dim=-1, sorted=True)
-        logs = values.float() - whole[:, None]
-        stored = logs.to(self._stored)
-        return Kept(tokens.to(torch.int32), stored, _rest(logs))
+        return kept_of(logits, top_k=self._top_k, known=self._known, stored=self._stored)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Return a copy on the host, which is there when the GPU's present work is done."""
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def kept_of(logits: Tensor, *, top_k: int, known: int, stored: torch.dtype) -> Kept:
+    """Return what is kept of `logits` [m, vocabulary]: the `top_k` largest of the first `known`.
+
+    Log-probabilities are rounded to the format `stored`.
+    """
+    whole = logits.float().logsumexp(-1)
+    if top_k == logits.shape[-1]:
+        tokens = torch.arange(top_k, device=logits.device).expand(len(logits), -1)
+        logs = logits.float() - whole[:, None]
+        return Kept(tokens.to(torch.int32), logs.to(stored), torch.full_like(whole, -torch.inf))
+    values, tokens = logits[:, :known].topk(top_k, dim=-1, sorted=True)
+    logs = values.float() - whole[:, None]
+    return Kept(tokens.to(torch.int32), logs.to(stored), _rest(logs))
 
 
 def _rest(logs: Tensor) -> Tensor:
@@ -212,8 +240,7 @@ class Batch:
 
     def rows(self, kept: Kept) -> Rows:
         """Return the batch's rows, with what was kept of them."""
-        held: list[Any] = [one.cpu().numpy() for one in vars(kept).values()]
-        return Rows(self.sample, self.position, *held)
+        return Rows(self.sample, self.position, *kept.arrays())
 
 
 def in_order(parts: Sequence[Rows], ids: Sequence[int]) -> Rows:

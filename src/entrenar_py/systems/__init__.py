@@ -18,7 +18,7 @@ from entrenar_py.faults import PIPELINE_PLACES, RING_PLACES, Fault
 from entrenar_py.scenario import DEFAULTS, Scenario
 from entrenar_py.systems import updates
 from entrenar_py.systems.system import System
-from entrenar_py.systems.tuned_options import BY_RANKS, OWN, STAGED, TUNED
+from entrenar_py.systems.tuned_options import BY_RANKS, DISTILLED, OWN, STAGED, TUNED
 from entrenar_py.trace import Traits
 
 _TERMS = "terms"  # an option of the workload `vectors`
@@ -161,6 +161,20 @@ SYSTEMS: dict[str, System] = {
         options=STAGED,
         only=("cpu",),
         traits=Traits(masks="shard", updates="server"),
+    ),
+    "distilled": System(
+        room="finetuned.distilled",
+        what="a small student that learns from a teacher's shards, over the simulated star",
+        faults=(*_FAULTS, *faults.SILENT),
+        options=DISTILLED,
+        only=("cpu",),
+        traits=_STAR,
+    ),
+    "soft_targets": System(
+        room="probes",
+        what="a distillation's loss and gradient of rows of logits, with what is kept of them",
+        options=("pairs", "vocabulary", "top_k", "alpha", "temperatures", "spread", "alike"),
+        only=("cpu",),
     ),
     "matmul": System(
         room="probes.products",

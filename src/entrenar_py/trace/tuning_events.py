@@ -97,3 +97,68 @@ class Quantised(Event):
     due: bool
     held: Tensors
     stock: Tensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Softened(Event):
+    """A distillation's loss of some rows of logits, as the trainer computes it.
+
+    `student` and `teacher` are logits, `vocabulary` numbers a row, one row after another, and
+    `targets` the token to predict in each. Of the teacher the trainer keeps `tokens` and
+    `log_probabilities`, `top_k` numbers a row, and `rest`, the mass of all other tokens. `losses`
+    has a row's loss each, and `gradients` the derivatives of their sum by the student's logits.
+    """
+
+    alpha: float
+    temperature: float
+    vocabulary: int
+    top_k: int
+    student: tuple[float, ...]
+    teacher: tuple[float, ...]
+    targets: tuple[int, ...]
+    tokens: tuple[int, ...]
+    log_probabilities: tuple[float, ...]
+    rest: tuple[float, ...]
+    losses: tuple[float, ...]
+    gradients: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherRow(Event):
+    """A row of a teacher's shard `shard`, beside stock `transformers` in float64.
+
+    `tokens` and `log_probabilities` are what the row has at `position` of `sample`, and `rest` the
+    mass of all other tokens. `stock` has the log-probability of each token of the vocabulary there.
+    """
+
+    shard: int
+    sample: int
+    position: int
+    tokens: tuple[int, ...]
+    log_probabilities: tuple[float, ...]
+    rest: float
+    stock: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharded(Event):
+    """The shards of a teacher as they were `when`: the digest of each file that is listed.
+
+    `complete` is what the stage said of itself. `due` is the number of shards that there are to be.
+    """
+
+    when: str
+    digests: tuple[str, ...]
+    complete: bool
+    due: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnedAway(Event):
+    """A student was given shards that are not its own: `what` is wrong with them.
+
+    `refused` is the message, None if it took them.
+    """
+
+    what: str
+    refused: str | None

@@ -11,8 +11,8 @@ from entrenar_py.tuning.settings import CLASS_WEIGHTS, METHODS, RECOMPUTED, STRA
 
 FAMILIES = ("qwen3", "llama", "gpt2")
 # What a run records beside its training: samples and what the loss depended on; what it wrote, as
-# stock libraries load it; the merged model; each step beside float64.
-FACTS = ("samples", "outputs", "merged", "gradients")
+# stock libraries load it; the merged model; each step beside float64; a student's refusals.
+FACTS = ("samples", "outputs", "merged", "gradients", "refusals")
 _CHOICES = {
     "task": TASKS,
     "method": METHODS,

@@ -88,6 +88,16 @@ def make(folder: Path, scenario: Scenario, asked: Asked) -> Made:
     return Made(settings=settings, rows=rows)
 
 
+def teacher(folder: Path, made: Made, asked: Asked, scenario: Scenario) -> None:
+    """Write a model like that of `made`, with other weights and its tokenizer, to `folder`."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(made.settings.model, local_files_only=True)
+    tokenizer.save_pretrained(folder)
+    other = scenario.with_(seed=scenario.seed + 1)
+    _model(asked, len(tokenizer), other).save_pretrained(folder)
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep what the libraries write on standard error, bars and warnings, from the report's."""

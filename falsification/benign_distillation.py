@@ -1,0 +1,99 @@
+"""Correct distillations that are not ours: no check may report any of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor
+
+from entrenar_py.distill import loss, student
+from entrenar_py.distill.loss import Mix
+from entrenar_py.mutants import Variant
+from entrenar_py.tuning.samples import Samples
+
+from .distillation import DISTILL, LOSS, distilled, soft
+
+_forward = student.StudentObjective.forward
+_LOSSES = ("F-KD-001", "F-KD-003", "F-KD-005")
+
+
+def by_kl_div(wanted: Tensor, found: Tensor, temperature: float) -> Tensor:
+    """Calls torch's own divergence."""
+    logs = [(one / temperature).log_softmax(-1) for one in (found, wanted)]
+    apart = F.kl_div(logs[0], logs[1].exp(), reduction="none")
+    return temperature**2 * apart.sum(-1)
+
+
+def one_by_one(hidden: Tensor, weight: Tensor, *rows: Any) -> Tensor:
+    """Lets autograd find the gradient, position by position."""
+    *tensors, mix = rows
+    logits, parts = hidden @ weight.t(), []
+    for n in range(len(logits)):
+        targets, tokens, logs, rest = (one[n : n + 1] for one in tensors)
+        parts.append(loss.of_logits(logits[n : n + 1], targets, tokens, logs, rest, mix))
+    return torch.stack(parts).sum()
+
+
+def in_order(samples: Samples, ids: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Runs the teacher on a sample at a time, in the shard's order."""
+    for one in ids:
+        yield [one]
+
+
+def rest_by_sum(logs: Tensor) -> Tensor:
+    """Returns what the kept mass leaves, in another way."""
+    return torch.log1p(-logs.double().exp().sum(-1).clamp(max=1)).float()
+
+
+def student_in_classes(
+    logits: Tensor, targets: Tensor, tokens: Tensor, taught: Tensor, mix: Mix
+) -> tuple[Tensor, Tensor]:
+    """Lets autograd find a part's gradient."""
+    with torch.enable_grad():
+        given = logits.detach().clone().requires_grad_()
+        kept, rest = taught[:, : tokens.shape[1]], taught[:, -1]
+        found = loss.of_logits(given, targets, tokens, kept, rest, mix)
+        (gradient,) = torch.autograd.grad(found, given)
+    return found.detach(), gradient
+
+
+VARIANTS = (
+    Variant(
+        name="kd-kl-div",
+        summary="the divergence is torch's kl_div",
+        plants={f"{LOSS}.divergence": by_kl_div},
+        scenario=soft(alpha=1.0, temperatures=[1.0, 4.0]),
+        tried=_LOSSES,
+    ),
+    Variant(
+        name="kd-autograd",
+        summary="the gradient is autograd's",
+        plants={f"{LOSS}._loss_and_gradient": student_in_classes},
+        scenario=soft(alpha=0.4, pairs=20, temperatures=[2.0]),
+        tried=("F-KD-005",),
+    ),
+    Variant(
+        name="kd-autograd-in-training",
+        summary="positions are computed one by one",
+        plants={f"{LOSS}.of_hidden": one_by_one},
+        scenario=distilled("samples", "gradients"),
+        tried=("F-KD-008", "F-KD-009"),
+    ),
+    Variant(
+        name="kd-batches-of-one",
+        summary="the teacher sees a sample at a time, and the rest is summed otherwise",
+        plants={f"{DISTILL}.teacher.batches": in_order, f"{DISTILL}.teacher._rest": rest_by_sum},
+        scenario=distilled("samples", "refusals"),
+        tried=("F-KD-008", "F-KD-009", "F-KD-010", "F-KD-011"),
+    ),
+    Variant(
+        name="kd-one-worker-leaves",
+        summary="a student's worker leaves, and the other one makes its shards",
+        plants={},
+        scenario=distilled(world_size=3, num_steps=3, dropout=0.1),
+        tried=("F-KD-012",),
+    ),
+)

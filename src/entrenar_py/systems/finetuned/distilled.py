@@ -1,0 +1,278 @@
+"""A distillation: a small teacher's shards, and a student that learns from them.
+
+Teacher and student are two models of one family, of other weights, with one tokenizer. The shards
+are made as `entrenar distill logits` makes them, and the student is trained as `finetuned` is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from entrenar_py import trace
+from entrenar_py.distill import manifest, shards, student
+from entrenar_py.distill.claims import Claims
+from entrenar_py.distill.manifest import Entry
+from entrenar_py.distill.producing import Progress, Stage
+from entrenar_py.distill.shards import File, Rows
+from entrenar_py.distill.student import Student
+from entrenar_py.errors import EntrenarError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.finetuned import samples_seen, small
+from entrenar_py.systems.finetuned.asked import Asked
+from entrenar_py.systems.finetuned.samples_seen import Watched
+from entrenar_py.systems.finetuned.small import Made
+from entrenar_py.systems.finetuned.textbook import Textbook
+from entrenar_py.systems.star.scenario_run import ScenarioRun
+from entrenar_py.systems.star.simulated import SimulatedTransport
+from entrenar_py.trace import Trace
+from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.settings import Distillation
+
+SAMPLES = 5  # of a shard
+_OWN = ("top_k", "temperature", "share")  # options of distillations alone
+
+
+class WatchedStudent(Watched, Student):
+    """A student that notes on which states its loss depended."""
+
+
+def run(scenario: Scenario) -> Trace:
+    """Make shards, train the student as `scenario` says, and record both.
+
+    Raises UsageError without the extra `finetune`.
+    """
+    own = {name: scenario.options[name] for name in _OWN if name in scenario.options}
+    plain = {name: one for name, one in scenario.options.items() if name not in _OWN}
+    asked = Asked.of(scenario.with_(options=plain))
+    with small.quiet(), tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        made = _made(folder, scenario, asked, own)
+        prepared = preparing.prepare(made.settings, folder / "cache")
+        events: list[trace.Event] = [*_stages(prepared, folder)]
+        workload = student.workload(prepared, WatchedStudent)
+        assert isinstance(workload, WatchedStudent), "it was asked for"
+        training = ScenarioRun(scenario, SimulatedTransport, workload)
+        done = training.train()
+        if done.end.status != "completed":
+            return done
+        if "samples" in asked.facts:
+            events += samples_seen.events(made, prepared, workload)
+            events += _rows(made, prepared, workload)
+        if "gradients" in asked.facts:
+            final = training.server.replica.replica.arrays
+            shapes = {name: array.shape for name, array in final.items()}
+            events += SoftTextbook(made, asked, shapes, workload).steps(done)
+        if "refusals" in asked.facts:
+            events += _turned_away(prepared, folder)
+    return replace(done, events=(*done.events[:-1], *events, done.events[-1]))
+
+
+def _made(folder: Path, scenario: Scenario, asked: Asked, own: Mapping[str, Any]) -> Made:
+    """Write both checkpoints and the rows."""
+    made = small.make(folder, scenario, asked)
+    small.teacher(folder / "teacher", made, asked, scenario)
+    section = Distillation(
+        logits=folder / "shards",
+        teacher=folder / "teacher",
+        top_k=int(own.get("top_k", 8)),
+        alpha=float(own.get("share", 0.5)),
+        temperature=float(own.get("temperature", 2.0)),
+        stored="float32",
+        precision="float32",
+        shard_samples=SAMPLES,
+        batch_tokens=64,
+        wait_s=0.0,
+    )
+    return replace(made, settings=replace(made.settings, distill=section))
+
+
+def _stages(prepared: Prepared, folder: Path) -> Iterator[trace.Sharded]:
+    """Make the shards at once, then again in two goes, and record both."""
+    section = student.of(prepared)
+    yield _made_by(prepared, "made at once")
+    again = folder / "again"
+    elsewhere = replace(section, logits=again)
+    other = replace(prepared, settings=replace(prepared.settings, distill=elsewhere))
+    yield _made_by(other, "stopped after a shard", stops=True)
+    for path in again.glob("*.parquet"):
+        path.write_bytes(path.read_bytes()[:-1])  # damaged meanwhile: it has to be made again
+        break
+    yield _made_by(other, "resumed")
+
+
+def _made_by(prepared: Prepared, when: str, *, stops: bool = False) -> trace.Sharded:
+    stopping, num_heard = threading.Event(), 0
+
+    def heard(_: Progress) -> None:  # before each shard, and at the end
+        nonlocal num_heard
+        num_heard += 1
+        if stops and num_heard > 1:
+            stopping.set()
+
+    stage = Stage(prepared, "cpu")
+    complete = stage.run(heard, stopping)
+    listed = manifest.read(stage.folder)
+    held = {} if listed is None else listed.shards
+    return trace.Sharded(
+        when=when,
+        digests=tuple(f"{n}:{_digest(stage, held[n])}" for n in sorted(held)),
+        complete=complete,
+        due=stage.facts.num_shards,
+    )
+
+
+def _digest(stage: Stage, entry: Entry) -> str:
+    """Return the digest of a listed shard's file."""
+    path = manifest.path_of(stage.folder, stage.facts, entry.shard)
+    return shards.digest_of(path) if path.exists() else "not there"
+
+
+def _rows(made: Made, prepared: Prepared, workload: Student) -> Iterator[trace.TeacherRow]:
+    """Yield each row of each shard, beside stock transformers in float64."""
+    from transformers import AutoModelForCausalLM
+
+    section = student.of(prepared)
+    assert section.teacher is not None, "a teacher was made"
+    model: Any = AutoModelForCausalLM.from_pretrained(section.teacher, local_files_only=True)
+    model = model.double().eval()
+    facts = workload.teacher.facts
+    stock = []
+    for tokens, _ in samples_seen.stock_rows(made):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([tokens])).logits[0]
+        stock.append(logits.log_softmax(-1))
+    places = student.places(prepared.train, facts.seed, max(facts.samples))
+    for shard in range(facts.num_shards):
+        starts = places.starts(shard)
+        file = File(section.shards, facts, shard, starts)
+        parts: list[Rows] = [file.read(n) for n in range(len(shards.groups(facts, starts)))]
+        rows = shards.joined(parts)
+        for row in range(len(rows)):
+            sample, position = int(rows.sample[row]), int(rows.position[row])
+            yield trace.TeacherRow(
+                shard=shard,
+                sample=sample,
+                position=position,
+                tokens=tuple(rows.tokens[row].tolist()),
+                log_probabilities=tuple(rows.log_probabilities[row].astype(float).tolist()),
+                rest=float(np.exp(rows.rest[row])),
+                stock=tuple(stock[sample][position].tolist()),
+            )
+
+
+def _turned_away(prepared: Prepared, folder: Path) -> Iterator[trace.TurnedAway]:
+    """Give the student shards that are not its own, and record whether it takes them."""
+    section = student.of(prepared)
+
+    def given(what: str, change: Any) -> trace.TurnedAway:
+        other = folder / "others"
+        shutil.copytree(section.shards, other)
+        change(other)
+        settings = replace(prepared.settings, distill=replace(section, logits=other))
+        try:
+            workload = student.workload(replace(prepared, settings=settings))
+            workload.batch(range(len(prepared.train)))
+            refused = None
+        except EntrenarError as error:
+            refused = str(error).replace(str(folder), "")
+        shutil.rmtree(other)
+        return trace.TurnedAway(what=what, refused=refused)
+
+    yield given("shards of another tokenizer", _of_another_tokenizer)
+    yield given("half of a shard", _halved)
+    yield given("a shard that is missing", lambda one: next(one.glob("*.parquet")).unlink())
+    yield given("a shard in another's place", _exchanged)
+
+
+def _of_another_tokenizer(folder: Path) -> None:
+    listed = manifest.read(folder)
+    assert listed is not None, "it was made here"
+    facts = replace(listed.facts, tokenizer="0" * 32)
+    _listed_anew(folder, facts, listed.shards)
+
+
+def _listed_anew(folder: Path, facts: Any, entries: Mapping[int, Entry]) -> None:
+    (folder / manifest.name_of(None)).unlink()
+    claims = Claims(folder)
+    writer = manifest.Writer(folder, facts, None, claims)
+    for entry in entries.values():
+        writer.add(entry)
+    claims.close()
+
+
+def _halved(folder: Path) -> None:
+    path = sorted(folder.glob("*.parquet"))[-1]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _exchanged(folder: Path) -> None:
+    """Put the first shard's file into the second one's place, with a list that says so."""
+    listed = manifest.read(folder)
+    assert listed is not None, "it was made here"
+    one, other = (manifest.path_of(folder, listed.facts, n) for n in (0, 1))
+    shutil.copy(one, other)
+    first = listed.shards[0]
+    entries = {
+        **listed.shards,
+        1: replace(listed.shards[1], bytes=first.bytes, digest=first.digest),
+    }
+    _listed_anew(folder, listed.facts, entries)
+
+
+class SoftTextbook(Textbook):
+    """The textbook's loss with a teacher: alpha T^2 KL + (1 - alpha) cross entropy, in classes.
+
+    The teacher's rows are those of the shards, which F-KD-008 compares with its own outputs.
+    """
+
+    def __init__(self, made: Made, asked: Asked, shapes: Any, workload: Student) -> None:
+        super().__init__(made, asked, shapes)
+        self._workload = workload
+        self._rows: Rows | None = None
+
+    def batch(self, ids: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Textbook`."""
+        self._rows = self._workload.teacher.rows(ids)
+        return super().batch(ids)
+
+    def loss(self, tensors: Mapping[str, Tensor], tokens: Tensor, mask: Tensor, due: Tensor) -> Any:
+        """See `Textbook`."""
+        rows, mix = self._rows, self._workload.mix
+        assert rows is not None, "a batch was asked for"
+        logs = torch.log_softmax(self.outputs(tensors, tokens, mask), -1)[:, :-1].flatten(0, 1)
+        counted = torch.from_numpy(np.flatnonzero(self._counted(rows, tokens.shape)))
+        logs = logs.index_select(0, counted)
+        kept = torch.from_numpy(rows.tokens.astype(np.int64))
+        student_kept = logs.gather(1, kept)
+        teacher_kept = torch.from_numpy(rows.log_probabilities.astype(np.float32))
+        targets = tokens[:, 1:].flatten().index_select(0, counted)
+        entropy = -logs.gather(1, targets[:, None]).sum()
+        is_kept = torch.zeros_like(logs.detach()).scatter(1, kept, 1.0)
+        others = (logs.exp() * (1 - is_kept)).sum(1, keepdim=True).log()
+        found = torch.cat([student_kept, others], 1) / mix.temperature
+        rest = torch.from_numpy(rows.rest)[:, None]
+        wanted = torch.cat([teacher_kept, rest], 1) / mix.temperature
+        q = torch.softmax(wanted, 1)
+        apart = (q * (torch.log_softmax(wanted, 1) - torch.log_softmax(found, 1))).sum()
+        whole = mix.alpha * mix.temperature**2 * apart + (1 - mix.alpha) * entropy
+        return whole / due[:, 1:].sum()
+
+    @staticmethod
+    def _counted(rows: Rows, shape: Any) -> Any:
+        """Return which of the flattened places [n, t - 1] have a row."""
+        number, length = shape
+        order = {one: place for place, one in enumerate(dict.fromkeys(rows.sample.tolist()))}
+        table = np.zeros((number, length - 1), bool)
+        table[[order[one] for one in rows.sample.tolist()], rows.position] = True
+        return table

@@ -1,0 +1,124 @@
+"""A distillation's loss and its gradient, of rows of logits that are drawn from the seed.
+
+Options: `pairs` (rows), `vocabulary`, `top_k`, `alpha`, `temperatures`, at each of which the same
+rows are computed, and `spread`, the standard deviation of the logits. With `alike` the student's
+are the teacher's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entrenar_py import trace
+from entrenar_py.distill import loss, teacher
+from entrenar_py.errors import UsageError
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.recorder import Recorder
+
+ROWS = 200  # of an event
+_TARGETS = 7  # every so many rows' target is the teacher's first token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a scenario asks for. Raises UsageError for a value that is not possible."""
+
+    pairs: int = 100
+    vocabulary: int = 24
+    top_k: int = 6
+    alpha: float = 0.5
+    temperatures: tuple[float, ...] = (2.0,)
+    spread: float = 2.0
+    alike: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("pairs", "vocabulary", "top_k"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise UsageError(f"options {name}={value!r}: use a whole number >= 1", field=name)
+        if self.top_k > self.vocabulary:
+            raise UsageError(
+                f"options top_k={self.top_k}: use at most vocabulary={self.vocabulary}",
+                field="top_k",
+            )
+        numbers = [("alpha", self.alpha), ("spread", self.spread)]
+        for name, value in (*numbers, *(("temperatures", one) for one in self.temperatures)):
+            if type(value) not in (int, float) or not 0 <= value < 1e6:
+                raise UsageError(f"options {name}={value!r}: use a number >= 0", field=name)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Asked:
+        """Return what `options` ask for."""
+        given = dict(options)
+        temperatures = given.pop("temperatures", (2.0,))
+        if not isinstance(temperatures, list | tuple) or not temperatures:
+            raise UsageError(
+                f"options temperatures={temperatures!r}: use a list of numbers > 0",
+                field="temperatures",
+            )
+        return cls(**given, temperatures=tuple(temperatures))
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Record Softened events. Raises UsageError for options that are not possible."""
+    recorder = Recorder(scenario)
+    for event in _events(scenario, Asked.of(scenario.options)):
+        recorder.emit(event)
+    return recorder.finish(status="completed")
+
+
+def _events(scenario: Scenario, asked: Asked) -> Iterator[trace.Softened]:
+    draw = scenario.rng("logits")
+    for start in range(0, asked.pairs, ROWS):
+        shape = min(ROWS, asked.pairs - start), asked.vocabulary
+        both = [torch.from_numpy(draw.normal(0, asked.spread, shape)).float() for _ in range(2)]
+        targets = torch.from_numpy(draw.integers(asked.vocabulary, size=shape[0]))
+        targets[::_TARGETS] = both[1].argmax(-1)[::_TARGETS]
+        for temperature in asked.temperatures:
+            student = both[1] if asked.alike else both[0]
+            yield measured(student, both[1], targets, asked, temperature)
+
+
+def measured(
+    student: Tensor, taught: Tensor, targets: Tensor, asked: Asked, temperature: float
+) -> trace.Softened:
+    """Return what the trainer makes of logits [n, vocabulary], and of targets [n].
+
+    The head is the identity, whose products are exact: the last hidden states are the logits.
+    """
+    kept = teacher.kept_of(taught, top_k=asked.top_k, known=asked.vocabulary, stored=torch.float32)
+    tokens, head = kept.tokens.long(), torch.eye(asked.vocabulary)
+    mix = loss.Mix(asked.alpha, temperature, asked.top_k < asked.vocabulary)
+    hidden = student.clone().requires_grad_()
+    rows = targets, tokens, kept.log_probabilities, kept.rest
+    whole = loss.of_hidden(hidden, head, *rows, mix)
+    (gradient,) = torch.autograd.grad(whole, hidden)
+    with torch.no_grad():
+        losses = []
+        for n in range(len(student)):
+            target, kept_there, logs, rest = (one[n : n + 1] for one in rows)
+            given = student[n : n + 1], head, target, kept_there, logs, rest
+            losses.append(float(loss.of_hidden(*given, mix)))
+    return trace.Softened(
+        alpha=float(asked.alpha),
+        temperature=float(temperature),
+        vocabulary=asked.vocabulary,
+        top_k=asked.top_k,
+        student=_flat(student),
+        teacher=_flat(taught),
+        targets=tuple(targets.tolist()),
+        tokens=tuple(tokens.flatten().tolist()),
+        log_probabilities=_flat(kept.log_probabilities),
+        rest=_flat(kept.rest.exp()),
+        losses=tuple(losses),
+        gradients=_flat(gradient),
+    )
+
+
+def _flat(tensor: Tensor) -> tuple[float, ...]:
+    return tuple(tensor.flatten().tolist())
