@@ -163,6 +163,7 @@ def of_teacher(given: argparse.Namespace) -> dict[str, Any]:
         )
         stage = Stage(prepared, given.backend)
         loaded = stage._teacher()
+        loaded._known = loaded.vocabulary  # the tokenizer has few words; a real one has all
         stage._teacher = lambda: loaded  # type: ignore[method-assign]
         bare, ours = [], []
         for _ in range(given.runs):

@@ -152,30 +152,39 @@ class _Distilled(torch.autograd.Function):
 def _loss_and_gradient(
     logits: Tensor, targets: Tensor, tokens: Tensor, teacher: Tensor, mix: Mix
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of some positions, and its gradient [m, vocabulary] in `logits`."""
+    """Return the summed loss of some positions, and its gradient [m, vocabulary].
+
+    `logits` is float32, and its memory is used for the gradient. Passes over the vocabulary are
+    what takes time: there are six of them.
+    """
     alpha, temperature = mix.alpha, mix.temperature
     is_there = targets >= 0
     wanted = targets.clamp(min=0)[:, None]
-    whole = logits.logsumexp(-1, keepdim=True)
-    student = logits.gather(1, tokens) - whole
-    entropy = (whole - logits.gather(1, wanted))[:, 0]
-    kept = student.exp() * (1 - alpha)  # the part of cross entropy's gradient
+    top = logits.amax(-1, keepdim=True)
+    logits -= top
+    kept, target = logits.gather(1, tokens), logits.gather(1, wanted)
+    logits.exp_()
+    _put(logits, tokens, torch.zeros_like(kept))
+    rest = logits.sum(-1, keepdim=True)  # of exponentials
+    whole = (rest + kept.exp().sum(-1, keepdim=True)).log()
+    entropy = (whole - target)[:, 0]
+    student = kept - whole
+    of_kept = student.exp() * (1 - alpha)  # the part of cross entropy's gradient
     if mix.has_rest:
-        _put(logits, tokens, torch.full_like(student, -torch.inf))
-        others = logits.logsumexp(-1, keepdim=True)
-        logits.sub_(others).exp_()  # shares within the rest
-        student = torch.cat([student, others - whole], -1)
-    else:
-        logits.zero_()
+        # Where all others vanish, the rest is as small as float32 has it, and no gradient is lost.
+        rest = rest.clamp(min=torch.finfo(torch.float32).tiny)
+        student = torch.cat([student, rest.log() - whole], -1)
     found = (student / temperature).log_softmax(-1)
     shares = (teacher / temperature).log_softmax(-1).exp()
     loss = alpha * divergence(teacher, student, temperature) + (1 - alpha) * entropy
     off = alpha * temperature * (found.exp() - shares)  # [m, classes]
+    counts = is_there[:, None].to(logits.dtype)
+    scale = (1 - alpha) * (-whole).exp()
     if mix.has_rest:
-        logits *= off[:, -1:] + (1 - alpha) * (others - whole).exp()
-    _put(logits, tokens, off[:, : tokens.shape[1]] + kept)
-    _put(logits, wanted, logits.gather(1, wanted) - (1 - alpha))
-    logits *= is_there[:, None]
+        scale = scale + off[:, -1:] / rest
+    logits *= scale * counts
+    _put(logits, tokens, (off[:, : tokens.shape[1]] + of_kept) * counts)
+    _put(logits, wanted, logits.gather(1, wanted) - (1 - alpha) * counts)
     return torch.where(is_there, loss, 0.0).sum(), logits
 
 

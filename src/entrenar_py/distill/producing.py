@@ -118,7 +118,7 @@ class Stage:
     ) -> bool:
         progress, loaded = Progress(self.facts), cast("Teacher | None", None)
         checked: dict[int, Entry] = {}  # whose files have been looked at
-        with _Writing(writer, claims, progress) as writing:
+        with _Writing(writer, claims, progress, checked) as writing:
             while not stopping.is_set():
                 left = self._left(checked, progress)
                 listen(progress)
@@ -198,8 +198,12 @@ class Stage:
 class _Writing:
     """Writes pieces of shards in a thread, some of which wait; a context that ends with it."""
 
-    def __init__(self, writer: Writer, claims: Claims, progress: Progress) -> None:
+    def __init__(
+        self, writer: Writer, claims: Claims, progress: Progress, checked: dict[int, Entry]
+    ) -> None:
+        """Shards are noted in `checked` when they are in their place."""
         self._writer, self._claims, self._progress = writer, claims, progress
+        self._checked = checked
         self._thread = ThreadPoolExecutor(1, "shards")
         self._pending: deque[Future[None]] = deque()
         self._files: dict[int, ShardWriter] = {}
@@ -233,6 +237,7 @@ class _Writing:
 
         def finish() -> None:
             entry = self._files[shard].finish()
+            self._checked[shard] = entry
             self._writer.add(entry)
             self._claims.give_up(shard)
             seconds = time.monotonic() - began_s
