@@ -10,6 +10,7 @@ import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.distill import loss as losses
+from entrenar_py.distill import teacher
 from entrenar_py.distill.loss import Mix
 from entrenar_py.tuning import fused_loss
 from entrenar_py.tuning.objectives import IGNORED
@@ -95,3 +96,15 @@ def test_a_class_without_mass_counts_nothing() -> None:
     apart = losses.divergence(teacher, student, 1.0)
     assert float(apart.detach()) == pytest.approx(0.693147, rel=1e-5)
     assert torch.autograd.grad(apart.sum(), student)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("columns", [128, 1000, 3000, 12_345])
+@pytest.mark.parametrize("top_k", [1, 5, 40])
+def test_the_largest_of_many(columns: int, top_k: int) -> None:
+    """They are those of torch, also where some are equal."""
+    draw = torch.Generator().manual_seed(columns)
+    logits = torch.randn(9, columns, generator=draw).bfloat16()
+    values, tokens = teacher.largest(logits, top_k)
+    assert torch.equal(values, logits.topk(top_k).values)
+    assert torch.equal(logits.gather(1, tokens), values)
+    assert all(len(set(row)) == top_k for row in tokens.tolist())

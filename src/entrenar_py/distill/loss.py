@@ -195,8 +195,9 @@ def _put(into: Tensor, columns: Tensor, values: Tensor) -> None:
     """
     is_on = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
+    # Not `torch.use_deterministic_algorithms`: it has compiled blocks of a model compiled again.
+    torch._C._set_deterministic_algorithms(False)
     try:
         into.scatter_(1, columns, values)
     finally:
-        torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+        torch._C._set_deterministic_algorithms(is_on, warn_only=only_warns)

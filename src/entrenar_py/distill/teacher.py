@@ -20,6 +20,7 @@ from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Distillation, Lora, Settings
 
 LENGTHS = 8  # rows are filled up to a multiple of this
+_BLOCK = 128  # columns
 _LOGITS_MAX = 2**28  # made at a time on a GPU: 512 MiB in bfloat16
 _STORED = {"float16": torch.float16, "float32": torch.float32}
 _EXTRA = "pip install 'entrenar-py[finetune]'"
@@ -117,9 +118,30 @@ def kept_of(logits: Tensor, *, top_k: int, known: int, stored: torch.dtype) -> K
         tokens = torch.arange(top_k, device=logits.device).expand(len(logits), -1)
         logs = logits.float() - whole[:, None]
         return Kept(tokens.to(torch.int32), logs.to(stored), torch.full_like(whole, -torch.inf))
-    values, tokens = logits[:, :known].topk(top_k, dim=-1, sorted=True)
+    values, tokens = largest(logits[:, :known], top_k)
     logs = values.float() - whole[:, None]
     return Kept(tokens.to(torch.int32), logs.to(stored), _rest(logs))
+
+
+def largest(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the `top_k` largest of each row, largest first, and their columns.
+
+    Of blocks of columns, those with the largest maxima have them all. So a large vocabulary is
+    passed over once, in place of eight times.
+    """
+    number = logits.shape[1] // _BLOCK
+    if number <= 2 * top_k:
+        found = logits.topk(top_k, dim=-1, sorted=True)
+        return found.values, found.indices
+    blocks = logits[:, : number * _BLOCK].view(len(logits), number, _BLOCK)
+    chosen = blocks.amax(-1).topk(top_k, dim=-1, sorted=False).indices
+    values = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
+    columns = (chosen[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
+    left = torch.arange(number * _BLOCK, logits.shape[1], device=logits.device)
+    values = torch.cat([values, logits[:, number * _BLOCK :]], 1)
+    columns = torch.cat([columns, left.expand(len(logits), -1)], 1)
+    found = values.topk(top_k, dim=-1, sorted=True)
+    return found.values, columns.gather(1, found.indices)
 
 
 def _log_sum(logits: Tensor) -> Tensor:
