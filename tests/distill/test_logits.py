@@ -94,14 +94,17 @@ def test_rows_are_the_teachers(
 
 
 @pytest.mark.slow
-def test_killed_fifty_times_the_shards_are_the_same(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [8, pytest.param(50, marks=pytest.mark.by_hand)])
+def test_killed_at_random_the_shards_are_the_same(
+    config: Path, tmp_path: Path, number: int
+) -> None:
     """At any moment. The process is started anew each time, and goes on."""
     undisturbed = made.files(made.make_shards(config))
     lines = (tmp_path / "shards" / "manifest.jsonl").read_bytes()
     (tmp_path / "shards").rename(tmp_path / "first")
     draw = random.Random(7)
     kills = 0
-    while kills < 50:
+    while kills < number:
         child = Forked(config)
         # A run of it takes about half a second, and the first shard comes after half of that.
         time.sleep(draw.uniform(0.0, 0.6))

@@ -27,7 +27,13 @@ def needs_an_adapter() -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize(("names", "alone"), [(("cpu", "wgpu"), "cpu"), (("wgpu", "wgpu"), "wgpu")])
+@pytest.mark.parametrize(
+    ("names", "alone"),
+    [
+        (("cpu", "wgpu"), "cpu"),
+        pytest.param(("wgpu", "wgpu"), "wgpu", marks=pytest.mark.by_hand),
+    ],
+)
 def test_stages_train_the_adapters_of_one_process(
     machines: Cluster,
     small: Path,

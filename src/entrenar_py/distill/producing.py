@@ -15,14 +15,14 @@ from typing import Self, cast
 
 import numpy as np
 
-from entrenar_py.distill import manifest, shards, student, teacher
+from entrenar_py.distill import manifest, schema, shards, student, teacher
 from entrenar_py.distill.claims import Claims
 from entrenar_py.distill.manifest import Entry, Writer
 from entrenar_py.distill.schema import Facts
 from entrenar_py.distill.shards import Places, ShardWriter
 from entrenar_py.distill.teacher import Batch, Kept, Teacher
 from entrenar_py.errors import SystemFailure, UsageError
-from entrenar_py.tuning import fitting, model, model_class, samples
+from entrenar_py.tuning import fitting, model, model_class
 from entrenar_py.tuning.prepared import Prepared
 
 LOOK_EVERY_S = 1.0  # at what other processes make
@@ -268,8 +268,8 @@ def _write(file: ShardWriter, parts: Sequence[tuple[Batch, Kept]], ids: Sequence
 
 def require_tokenizer(prepared: Prepared, folder: Path) -> None:
     """Raise UsageError unless the teacher in `folder` has the student's tokenizer."""
-    theirs = samples.tokenizer_digest(model.tokenizer(prepared.settings, folder))
-    own = samples.tokenizer_digest(prepared.tokenizer)
+    theirs = schema.vocabulary_digest(model.tokenizer(prepared.settings, folder))
+    own = schema.vocabulary_digest(prepared.tokenizer)
     if theirs != own:
         raise UsageError(
             f"distill.teacher={folder}: its tokenizer ({theirs}) is not the student's ({own}, "
@@ -285,7 +285,7 @@ def _facts(prepared: Prepared, vocabulary: int, digest: str) -> tuple[Facts, Pla
     every = range(len(places.of_shards))
     facts = Facts(
         teacher=digest,
-        tokenizer=samples.tokenizer_digest(prepared.tokenizer),
+        tokenizer=schema.vocabulary_digest(prepared.tokenizer),
         data=prepared.train.digest,
         vocabulary=vocabulary,
         top_k=section.top_k,

@@ -94,6 +94,16 @@ class Facts:
         return found
 
 
+def vocabulary_digest(tokenizer: Any) -> str:
+    """Return 32 hex digits over the text of each token.
+
+    Rows are tokenised once, by the student's tokenizer. So a teacher has to take the same numbers
+    for the same texts, and may have another chat template.
+    """
+    told = sorted(tokenizer.get_vocab().items())
+    return blake3(json.dumps(told).encode()).hexdigest(16)
+
+
 def file_name(number: int, num_shards: int) -> str:
     """Return the name of the shard `number`, counted from 0."""
     return f"shard-{number:05d}-of-{num_shards:05d}.parquet"

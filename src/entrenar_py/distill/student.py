@@ -12,7 +12,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from entrenar_py.distill import loss as losses
-from entrenar_py.distill import reading
+from entrenar_py.distill import reading, schema
 from entrenar_py.distill.loss import Mix
 from entrenar_py.distill.reading import TeacherRows
 from entrenar_py.distill.schema import Facts
@@ -20,7 +20,7 @@ from entrenar_py.distill.shards import Places
 from entrenar_py.errors import UsageError
 from entrenar_py.training import sharding
 from entrenar_py.training.tensors import Batch
-from entrenar_py.tuning import fused_loss, model_class, packing, samples
+from entrenar_py.tuning import fused_loss, model_class, packing
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.objectives import IGNORED, NextTokens, Objective
 from entrenar_py.tuning.prepared import Prepared
@@ -157,7 +157,7 @@ def of(prepared: Prepared) -> Distillation:
 
 def require_fitting(prepared: Prepared, section: Distillation, facts: Facts) -> None:
     """Raise UsageError unless the shards are of the run's tokenizer, rows and settings."""
-    own = samples.tokenizer_digest(prepared.tokenizer)
+    own = schema.vocabulary_digest(prepared.tokenizer)
     where = f"distill.logits={section.shards}"
     if facts.tokenizer != own:
         raise UsageError(

@@ -133,15 +133,17 @@ def largest(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     if number <= 2 * top_k:
         found = logits.topk(top_k, dim=-1, sorted=True)
         return found.values, found.indices
-    blocks = logits[:, : number * _BLOCK].view(len(logits), number, _BLOCK)
+    size = number * _BLOCK
+    blocks = logits[:, :size].view(len(logits), number, _BLOCK)
     chosen = blocks.amax(-1).topk(top_k, dim=-1, sorted=False).indices
     values = blocks.gather(1, chosen[:, :, None].expand(-1, -1, _BLOCK)).flatten(1)
-    columns = (chosen[:, :, None] * _BLOCK + torch.arange(_BLOCK, device=logits.device)).flatten(1)
-    left = torch.arange(number * _BLOCK, logits.shape[1], device=logits.device)
-    values = torch.cat([values, logits[:, number * _BLOCK :]], 1)
-    columns = torch.cat([columns, left.expand(len(logits), -1)], 1)
+    if size < logits.shape[1]:
+        values = torch.cat([values, logits[:, size:]], 1)
     found = values.topk(top_k, dim=-1, sorted=True)
-    return found.values, columns.gather(1, found.indices)
+    block = (found.indices // _BLOCK).clamp(max=top_k - 1)
+    columns = chosen.gather(1, block) * _BLOCK + found.indices % _BLOCK
+    past = found.indices - top_k * _BLOCK  # among the columns that fill no block
+    return found.values, torch.where(past >= 0, size + past, columns)
 
 
 def _log_sum(logits: Tensor) -> Tensor:

@@ -92,11 +92,12 @@ def run(case: Case, strategy: str) -> Path:
     return case.folder / "out"
 
 
+BY_HAND = pytest.mark.by_hand
 CASES = [
     pytest.param({"lora": DROPOUT, "data": VALIDATED, "more": SCORED}, id="qwen3-lora"),
     pytest.param({"method": "full"}, id="qwen3-full"),
     pytest.param({"model": "llama", "data": {"packing": True}}, id="llama-lora-packed"),
-    pytest.param({"model": "llama", "method": "full"}, id="llama-full"),
+    pytest.param({"model": "llama", "method": "full"}, id="llama-full", marks=BY_HAND),
     pytest.param({"task": "classify", "data": VALIDATED, "more": SCORED}, id="qwen3-classes"),
 ]
 
@@ -169,7 +170,7 @@ def test_stages_keep_quantised_weights(case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "strategy"),
     [
-        pytest.param(*case.values, strategy, id=f"{case.id}-{strategy}")
+        pytest.param(*case.values, strategy, id=f"{case.id}-{strategy}", marks=case.marks)
         for case in CASES
         for strategy in table.STRATEGIES
         # Replicas hold whole models, so another architecture is nothing new to them.
