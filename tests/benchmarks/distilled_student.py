@@ -51,8 +51,8 @@ def student(teacher: Path, folder: Path) -> None:
 
     torch.manual_seed(1)
     config = transformers.AutoConfig.from_pretrained(teacher)
-    config.hidden_size, config.intermediate_size = 32, 96
-    config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
+    smaller = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 1}
+    config.update({**smaller, "layer_types": config.layer_types[:1]})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(teacher / name, folder / name)
