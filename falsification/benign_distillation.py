@@ -11,6 +11,7 @@ from torch import Tensor
 
 from entrenar_py.distill import loss, student
 from entrenar_py.distill.loss import Mix
+from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.tuning.samples import Samples
 
@@ -90,10 +91,26 @@ VARIANTS = (
         tried=("F-KD-008", "F-KD-009", "F-KD-010", "F-KD-011"),
     ),
     Variant(
-        name="kd-one-worker-leaves",
-        summary="a student's worker leaves, and the other one makes its shards",
-        plants={},
+        name="kd-three-workers",
+        summary="a student has three workers, and the teacher sees a sample at a time",
+        plants={f"{DISTILL}.teacher.batches": in_order},
         scenario=distilled(world_size=3, num_steps=3, dropout=0.1),
         tried=("F-KD-012",),
+    ),
+    Variant(
+        name="kd-stops",
+        summary="a student stops in its second epoch, and the teacher sees a sample at a time",
+        plants={f"{DISTILL}.teacher.batches": in_order},
+        scenario=distilled(num_steps=4, stops=(1, 3), dropout=0.1),
+        tried=("F-KD-013",),
+    ),
+    Variant(
+        name="kd-leaves",
+        summary="a student's worker leaves, and the teacher sees a sample at a time",
+        plants={f"{DISTILL}.teacher.batches": in_order},
+        scenario=distilled(
+            world_size=3, num_steps=3, faults=(Fault(kind="leave", rank=2, step=1),)
+        ),
+        tried=("F-KD-014",),
     ),
 )

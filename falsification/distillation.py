@@ -263,7 +263,7 @@ VARIANTS = (
         plants={f"{LOSS}._loss_and_gradient": gradient_over_square},
         scenario=soft(alpha=1.0, top_k=24, temperatures=[1.0, 10.0, 1000.0], spread=0.2),
         invariants=("F-KD-004", "F-KD-006"),
-        place={},
+        place={"element": 0},
     ),
     Variant(
         name="kd-rest-without-gradient",
@@ -290,7 +290,7 @@ VARIANTS = (
         plants={f"{DISTILL}.teacher.Teacher.kept": one_later},
         scenario=distilled("samples"),
         invariants=("F-KD-008",),
-        place={},
+        place={"tensor": "row"},
     ),
     Variant(
         name="kd-padding-first",
@@ -299,7 +299,7 @@ VARIANTS = (
         plants={f"{DISTILL}.teacher.Teacher.kept": padded_in_front},
         scenario=distilled("samples"),
         invariants=("F-KD-008",),
-        place={},
+        place={"tensor": "row"},
     ),
     Variant(
         name="kd-renormalised",
@@ -317,7 +317,7 @@ VARIANTS = (
         plants={"entrenar_py.tuning.encoding.Encoder.encode": all_targets},
         scenario=distilled("samples", options={"task": "instruct"}),
         invariants=("F-KD-009",),
-        place={},
+        place={"step": 0},
     ),
     Variant(
         name="kd-stale-tokenizer",
@@ -329,7 +329,7 @@ VARIANTS = (
         },
         scenario=distilled("refusals"),
         invariants=("F-KD-010",),
-        place={},
+        place={"tensor": "shard"},
     ),
     Variant(
         name="kd-partial-shard",
@@ -338,7 +338,7 @@ VARIANTS = (
         plants={f"{DISTILL}.reading.TeacherRows.rows": zeros_where_nothing_is},
         scenario=distilled("refusals"),
         invariants=("F-KD-010",),
-        place={},
+        place={"tensor": "shard"},
     ),
     Variant(
         name="kd-exchanged-shard",
@@ -350,7 +350,7 @@ VARIANTS = (
         },
         scenario=distilled("refusals"),
         invariants=("F-KD-010",),
-        place={},
+        place={"tensor": "shard"},
     ),
     Variant(
         name="kd-completed-early",
@@ -359,7 +359,7 @@ VARIANTS = (
         plants={f"{DISTILL}.producing.Stage.run": always_complete},
         scenario=distilled(),
         invariants=("F-KD-011",),
-        place={},
+        place={"tensor": "shard"},
     ),
     Variant(
         name="kd-damage-kept",
@@ -368,7 +368,7 @@ VARIANTS = (
         plants={f"{DISTILL}.shards.problem": there_is_enough},
         scenario=distilled(),
         invariants=("F-KD-011",),
-        place={},
+        place={"tensor": "shard"},
     ),
     Variant(
         name="kd-mask-by-rank",

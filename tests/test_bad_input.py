@@ -62,7 +62,7 @@ def test_bad_contracts(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 BAD_ARGUMENTS: dict[str, tuple[tuple[str, ...], str]] = {
-    "no contract": ((), "--contract FILE is missing; shipped are distributed-training-v1.yaml"),
+    "no contract": ((), "--contract FILE is missing; shipped are distillation-v1.yaml"),
     "unknown id": (("--only", "F-DP-9"), "id 'F-DP-9' is not in small-v1.yaml: it has F-DP-001"),
     "unknown excluded": (("--exclude", "F-DP-9"), "id 'F-DP-9' is not in"),
     "no workers": (("--world-size", "0"), "use a whole number from 1 to"),

@@ -31,7 +31,7 @@ _PAIRS = 2_500  # of a scenario; there are four
 _NOTHING = "no Softened was recorded: the system soft_targets records them"
 
 
-def asked(**options: Any) -> Scenario:
+def planned(**options: Any) -> Scenario:
     """Return a scenario of the probe."""
     return probes.scenario("soft_targets", options=options)
 
@@ -40,31 +40,31 @@ def plan_sign(invariant: Invariant) -> list[Scenario]:
     """Plan 10,000 pairs, at several temperatures, and pairs that are alike."""
     kinds = ((6, 1.0, 2.0), (1, 2.0, 4.0), (23, 4.0, 1.0), (24, 0.5, 3.0))
     drawn = [
-        asked(pairs=_PAIRS, alpha=1.0, top_k=top_k, temperatures=[temperature], spread=spread)
+        planned(pairs=_PAIRS, alpha=1.0, top_k=top_k, temperatures=[temperature], spread=spread)
         for top_k, temperature, spread in kinds
     ]
-    return [*drawn, asked(alpha=1.0, alike=True), asked(alpha=1.0, top_k=24, alike=True)]
+    return [*drawn, planned(alpha=1.0, alike=True), planned(alpha=1.0, top_k=24, alike=True)]
 
 
 def plan_entropy(invariant: Invariant) -> list[Scenario]:
     """Plan losses without the teacher's part."""
-    return [asked(alpha=0.0, top_k=top_k, temperatures=[3.0]) for top_k in (1, 6, 24)]
+    return [planned(alpha=0.0, top_k=top_k, temperatures=[3.0]) for top_k in (1, 6, 24)]
 
 
 def plan_divergence(invariant: Invariant) -> list[Scenario]:
     """Plan losses of the teacher's part alone, at several temperatures."""
-    return [asked(alpha=1.0, top_k=top_k, temperatures=[*TEMPERATURES]) for top_k in (1, 6)]
+    return [planned(alpha=1.0, top_k=top_k, temperatures=[*TEMPERATURES]) for top_k in (1, 6)]
 
 
 def plan_hot(invariant: Invariant) -> list[Scenario]:
     """Plan a temperature at which both distributions are nearly uniform."""
-    return [asked(alpha=1.0, top_k=24, temperatures=[HOT], spread=1.0)]
+    return [planned(alpha=1.0, top_k=24, temperatures=[HOT], spread=1.0)]
 
 
 def plan_gradients(invariant: Invariant) -> list[Scenario]:
     """Plan both parts, alone and together."""
     return [
-        asked(pairs=20, alpha=alpha, top_k=top_k, temperatures=[temperature])
+        planned(pairs=20, alpha=alpha, top_k=top_k, temperatures=[temperature])
         for alpha in (0.0, 0.3, 1.0)
         for top_k, temperature in ((1, 2.0), (6, 1.0), (24, 4.0))
     ]
@@ -72,13 +72,13 @@ def plan_gradients(invariant: Invariant) -> list[Scenario]:
 
 def plan_temperatures(invariant: Invariant) -> list[Scenario]:
     """Plan the same pairs at temperatures from 1 to 10."""
-    return [asked(alpha=1.0, top_k=24, temperatures=[*TEMPERATURES], spread=0.2)]
+    return [planned(alpha=1.0, top_k=24, temperatures=[*TEMPERATURES], spread=0.2)]
 
 
 def plan_whole(invariant: Invariant) -> list[Scenario]:
     """Plan rows that keep the whole vocabulary."""
     return [
-        asked(alpha=alpha, top_k=24, temperatures=[temperature])
+        planned(alpha=alpha, top_k=24, temperatures=[temperature])
         for alpha, temperature in ((1.0, 1.0), (1.0, 3.0), (0.5, 2.0))
     ]
 

@@ -9,9 +9,9 @@ from collections import Counter
 
 import numpy as np
 
-from entrenar_py.checks import evidence, probes, rounding_bound
+from entrenar_py.checks import evidence, probes, rounding_bound, tuned_weights
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.tuned_weights import STEP, planned
+from entrenar_py.checks.tuned_weights import STEP
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import (
@@ -31,32 +31,32 @@ ROUNDING = 1e-4
 _ADVICE = "a run of the system distilled records it"
 
 
-def distilled(**options: object) -> Scenario:
+def planned(**options: object) -> Scenario:
     """Return the scenario of a short distillation."""
-    return planned(options=options).with_(system="distilled")
+    return tuned_weights.planned(options=options).with_(system="distilled")
 
 
 def plan_rows(invariant: Invariant) -> list[Scenario]:
     """Plan chats and texts, with some tokens kept and with all."""
     return [
-        distilled(task="instruct", facts=["samples", "gradients"]),
-        distilled(task="text", family="llama", top_k=1, share=1.0, facts=["samples", "gradients"]),
+        planned(task="instruct", facts=["samples", "gradients"]),
+        planned(task="text", family="llama", top_k=1, share=1.0, facts=["samples", "gradients"]),
     ]
 
 
 def plan_cover(invariant: Invariant) -> list[Scenario]:
     """Plan chats of one turn and of two."""
-    return [distilled(task="instruct", facts=["samples"])]
+    return [planned(task="instruct", facts=["samples"])]
 
 
 def plan_refusals(invariant: Invariant) -> list[Scenario]:
     """Plan shards that are not the student's."""
-    return [distilled(task="text", facts=["refusals"])]
+    return [planned(task="text", facts=["refusals"])]
 
 
 def plan_shards(invariant: Invariant) -> list[Scenario]:
     """Plan a stage that is stopped, and goes on."""
-    return [distilled(task="text")]
+    return [planned(task="text")]
 
 
 def compare_rows(tally: Tally, trace: Trace) -> None:
@@ -65,7 +65,7 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
         stock = np.array(event.stock)
         tokens = np.array(event.tokens, np.int64)
         what = f"the row of sample {event.sample} at position {event.position}"
-        place = {"sample_ids": (event.sample,), "scenario": trace.scenario}
+        place = {"tensor": "row", "sample_ids": (event.sample,), "scenario": trace.scenario}
         if not ((tokens >= 0) & (tokens < len(stock))).all():
             tally.check(False, f"{what} has tokens that the vocabulary lacks", **place)
             continue
@@ -98,7 +98,7 @@ def compare_cover(tally: Tally, trace: Trace) -> None:
             f"sample {sample} has {found} rows at position {position}, which predicts "
             f"{'a' if wanted else 'no'} token that is due"
         )
-        place = {"sample_ids": (sample,), "scenario": trace.scenario}
+        place = {"tensor": "row", "sample_ids": (sample,), "scenario": trace.scenario}
         tally.equal(wanted, found, message, **place)
     drawn = {i for shard in trace.of(Shard) for i in shard.ids}
     taught = {one.sample: set(one.positions) for one in trace.of(Taught)}
@@ -118,7 +118,7 @@ def compare_refusals(tally: Tally, trace: Trace) -> None:
     """Check that the student has refused each of them."""
     for event in trace.of(TurnedAway):
         message = f"the student has learned from {event.what}"
-        tally.check(event.refused is not None, message, scenario=trace.scenario)
+        tally.check(event.refused is not None, message, tensor="shard", scenario=trace.scenario)
 
 
 def compare_shards(tally: Tally, trace: Trace) -> None:
@@ -130,15 +130,17 @@ def compare_shards(tally: Tally, trace: Trace) -> None:
             f"{event.when}: {len(event.digests)} shards of {event.due} are there, and the stage "
             f"says that it is {'complete' if event.complete else 'not'}"
         )
-        tally.equal(there, event.complete, message, scenario=trace.scenario)
+        tally.equal(there, event.complete, message, tensor="shard", scenario=trace.scenario)
     first, last = made.get("made at once"), made.get("resumed")
     if first is None or last is None:
         return
     for number, (one, other) in enumerate(zip(first.digests, last.digests, strict=False)):
         message = f"shard {number} has other bytes after the stage was stopped and went on"
-        tally.equal(one, other, message, scenario=trace.scenario)
+        tally.equal(one, other, message, tensor="shard", scenario=trace.scenario)
     message = "another number of shards is there after the stage was stopped and went on"
-    tally.equal(len(first.digests), len(last.digests), message, scenario=trace.scenario)
+    tally.equal(
+        len(first.digests), len(last.digests), message, tensor="shard", scenario=trace.scenario
+    )
 
 
 ROWS = (
