@@ -115,6 +115,7 @@ def test_frozen_weights_stay_packed_and_gradients_within_their_bounds(
     assert memory["qlora"] <= in_float32 / 4
 
 
+@pytest.mark.by_hand
 def test_a_run_trains_the_adapters_that_the_cpu_trains(
     small: Path, tmp_path: Path, backend: WgpuBackend
 ) -> None:
