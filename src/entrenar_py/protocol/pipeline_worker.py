@@ -21,6 +21,8 @@ from entrenar_py.protocol.phases import WorkerPhase as Phase
 from entrenar_py.protocol.pipeline import Places
 from entrenar_py.protocol.terms import Terms, Timing
 
+ROUNDS_MAX = 32  # that may begin while a worker hears nothing of the coordinator
+
 
 @dataclass(frozen=True, slots=True)
 class Passed:
@@ -228,8 +230,8 @@ class PipelineWorker(MeshWorker):
     def _postpone(self, peer: Peer) -> list[Effect]:
         self._num_postponed += 1
         most = 2 * len(self._holders)
-        if self._group is None:  # a stage sends that much before it needs an answer
-            most = (self.places.num_stages + 1) * self.places.num_ranks
+        if self._group is None:  # a stage sends that much before it needs an answer, in each round
+            most = ROUNDS_MAX * (self.places.num_stages + 1) * self.places.num_ranks
         if self._num_postponed > most:
             raise ProtocolError("more early messages than a round can have")
         return [do.Postpone(peer)]
