@@ -105,7 +105,13 @@ CASES = [
 BFLOAT16 = {"precision": "bfloat16"}
 
 
-@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(one, marks=() if one in ("fsdp", "tensor_parallel") else BY_HAND)
+        for one in table.STRATEGIES
+    ],
+)
 @pytest.mark.parametrize("case", [{"more": BFLOAT16}], indirect=True)
 def test_products_in_bfloat16(case: Case, strategy: str) -> None:
     """Adapters are float32 and all others bfloat16, so that products convert their operands."""
