@@ -43,7 +43,7 @@ class Source(Protocol):
 
     @property
     def identity(self) -> list[str]:
-        """What answers come from: others would come from another one."""
+        """The source of the answers: another one may answer otherwise."""
         ...
 
     def answers(

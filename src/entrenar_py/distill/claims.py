@@ -1,4 +1,4 @@
-"""Which process makes which shard: one lock file of a folder, with a byte for each shard.
+"""Claims of processes on shards: one lock file of a folder, with a byte for each shard.
 
 The kernel gives a lock up when its process ends, however it ends, so no claim outlives its owner.
 On NFS the server keeps the locks, for all machines that mount the folder.

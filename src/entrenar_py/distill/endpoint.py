@@ -174,7 +174,7 @@ class Endpoint:
 
     @property
     def identity(self) -> list[str]:
-        """What answers come from."""
+        """The source of the answers: URL and model."""
         return [self._place.url, self._model]
 
     def answers(

@@ -38,7 +38,7 @@ class Generation:
 
     @property
     def identity(self) -> list[str]:
-        """What answers come from; reads all of the checkpoint."""
+        """The source of the answers: digests and format; reads all of the checkpoint."""
         return [
             fitting.digest(self._own.model),
             samples.tokenizer_digest(self._tokenizer),

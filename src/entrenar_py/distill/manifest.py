@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Listed:
-    """What the lists of a folder say together: its facts, and its shards by number."""
+    """The lists of a folder, taken together: its facts, and its shards by number."""
 
     facts: Facts
     shards: dict[int, Entry]

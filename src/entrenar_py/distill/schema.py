@@ -26,7 +26,7 @@ _EXTRA = "pip install 'entrenar-py[finetune]'"
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What every shard of a folder has in common.
+    """The facts that all shards of a folder have in common.
 
     The digests are 32 hex digits each. `rows` are the rows of each shard, and `samples` its
     samples; the order in which shards have them follows from `seed`. `temperature` is always 1:

@@ -1,4 +1,4 @@
-"""What is in a folder of shards: which are there, missing, damaged, or just being made."""
+"""The state of a folder of shards: those there, missing, damaged, or just being made."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _EXTRA = "pip install 'entrenar-py[finetune]'"
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of some positions: each [m, k], and `rest` [m].
+    """The kept part of some positions: each [m, k], and `rest` [m].
 
     Once `copied` has happened, if it is not None, they are on the host.
     """

@@ -1,4 +1,4 @@
-"""Which class of transformers makes a checkpoint's model, and how its files are read."""
+"""The class of transformers that makes a checkpoint's model, and the reading of its files."""
 
 from __future__ import annotations
 

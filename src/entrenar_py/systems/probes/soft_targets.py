@@ -26,7 +26,7 @@ _TARGETS = 7  # every so many rows' target is the teacher's first token
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a scenario asks for. Raises UsageError for a value that is not possible."""
+    """The options of a scenario. Raises UsageError for a value that is not possible."""
 
     pairs: int = 100
     vocabulary: int = 24
