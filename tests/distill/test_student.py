@@ -18,6 +18,7 @@ from entrenar_py.service import cli, exit_codes
 from entrenar_py.tuning import prepared as preparing
 from tests.distill import made
 from tests.finetune import runs
+from tests.finetune.strategies import ranks
 from tests.service.cluster import cluster
 
 
@@ -60,6 +61,35 @@ def test_any_number_of_workers_and_packing(small: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "out")
     made.configured(tmp_path, small, data={"packing": True}, workers=3)
     assert trained(config) == alone
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.by_hand)])
+def test_ranks_of_torchrun(small: Path, tmp_path: Path, strategy: str) -> None:
+    """They have the losses of one process, but for the order of sums."""
+    config = made.configured(tmp_path, small)
+    made.make_shards(config)
+    trained(config)
+    alone = [one["loss"] for one in runs.told(tmp_path / "out", "step")]
+    made.configured(tmp_path, small, strategy=strategy, output="ranks")
+    codes, told = ranks.torchrun(config, 2)
+    assert codes == [exit_codes.DONE] * 2, told
+    losses = [one["loss"] for one in runs.told(tmp_path / "ranks", "step")]
+    assert losses == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.wgpu
+@pytest.mark.by_hand
+def test_a_student_on_wgpu(small: Path, tmp_path: Path) -> None:
+    """Rows in float16 are float32 there, as all that a shader reads."""
+    config = made.configured(tmp_path, small)
+    made.make_shards(config)
+    trained(config)
+    alone = [one["loss"] for one in runs.told(tmp_path / "out", "step")]
+    made.configured(tmp_path, small, output="device")
+    given = ["distill", "train", str(config), "--backend", "wgpu"]
+    assert cli.main(given) == exit_codes.DONE
+    losses = [one["loss"] for one in runs.told(tmp_path / "device", "step")]
+    assert losses == pytest.approx(alone, rel=2e-5)
 
 
 def test_alpha_0_is_a_plain_finetuning(small: Path, tmp_path: Path) -> None:

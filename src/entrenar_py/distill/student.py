@@ -71,8 +71,8 @@ class Student(Finetuning):
         """Return what the loss is a function of; waits for rows that are still to come.
 
         That is tokens int64 [n, t], places with a target int64 [m], of n * t, these targets int64
-        [m], and the teacher's tokens int64 [m, k], log-probabilities [m, k] and log of the rest
-        float32 [m] there. If samples are packed, positions int64 [n, t] follow.
+        [m], and of the teacher there tokens int64 [m, k], log-probabilities float32 [m, k] and the
+        log of the rest float32 [m]. If samples are packed, positions int64 [n, t] follow.
         """
         tokens, places, targets, *positions = super().batch(ids)
         order = list(range(len(ids)))
@@ -90,7 +90,7 @@ class Student(Finetuning):
             places,
             targets,
             torch.from_numpy(np.concatenate([rows.tokens.astype(np.int64), filling])),
-            torch.from_numpy(_filled(rows.log_probabilities, room)),
+            torch.from_numpy(_filled(rows.log_probabilities.astype(np.float32), room)),
             torch.from_numpy(_filled(rows.rest, room)),
             *positions,
         )
