@@ -63,6 +63,25 @@ def test_any_number_of_workers_and_packing(small: Path, tmp_path: Path) -> None:
     assert trained(config) == alone
 
 
+@pytest.mark.by_hand
+@pytest.mark.slow
+def test_a_student_that_is_killed_again_and_again(small: Path, tmp_path: Path) -> None:
+    """Each time once it has made a step; it goes on from its last checkpoint."""
+    config = made.configured(tmp_path, small, checkpoint_every=1, training={"epochs": 3})
+    made.make_shards(config)
+    undisturbed = trained(config)
+    shutil.rmtree(tmp_path / "out")
+    kills = 0
+    with cluster(tmp_path) as machines:
+        while kills < 4:
+            student_run = machines.start("distill", "train", config, "--resume")
+            student_run.until(r"step \d+/15 ")
+            time.sleep(0.05 * kills)
+            student_run.kill()
+            kills += 1
+    assert trained(config, "--resume") == undisturbed
+
+
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.by_hand)])
 def test_ranks_of_torchrun(small: Path, tmp_path: Path, strategy: str) -> None:
     """They have the losses of one process, but for the order of sums."""

@@ -154,6 +154,10 @@ class Cluster:
         given = ["--coordinator", self.address, "--secret-file", secret or self.secret]
         return self._start(["worker", *given, "--patience-s", PATIENCE_S, *options], **how)
 
+    def start(self, *arguments: object, **how: Any) -> Process:
+        """Start any other command."""
+        return self._start(arguments, **how)
+
     def verify(self, *options: object) -> Process:
         """Start a verification of the ledger `ledger.jsonl`."""
         return self._start(["ledger", "verify", self.folder / "ledger.jsonl", *options])
