@@ -18,7 +18,7 @@ from entrenar_py.backends import Backend
 from entrenar_py.distill import student
 from entrenar_py.drivers.processes import Job
 from entrenar_py.drivers.tcp import WorkerClient
-from entrenar_py.errors import EntrenarError
+from entrenar_py.errors import SystemFailure
 from entrenar_py.finetune import settings_file
 from entrenar_py.protocol.effects import Effect, Finish, Load
 from entrenar_py.protocol.terms import Timing
@@ -40,7 +40,7 @@ def main(pipe: Connection) -> None:
     if given is not None:
         try:
             finish = asyncio.run(_stay(desk, json.loads(given)))
-        except EntrenarError as error:  # such as a teacher's shard that does not come
+        except SystemFailure as error:  # a teacher's shard does not come, which no restart mends
             finish = Finish("failed", str(error))
         desk.answer(json.dumps({"status": finish.status, "reason": finish.reason}).encode())
 
