@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
 
 from entrenar_py.distill import loss, student
-from entrenar_py.distill.loss import Mix
+from entrenar_py.distill.loss import Mix, Taught
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.tuning.samples import Samples
@@ -28,13 +27,12 @@ def by_kl_div(wanted: Tensor, found: Tensor, temperature: float) -> Tensor:
     return temperature**2 * apart.sum(-1)
 
 
-def one_by_one(hidden: Tensor, weight: Tensor, *rows: Any) -> Tensor:
+def one_by_one(hidden: Tensor, weight: Tensor, taught: Taught, mix: Mix) -> Tensor:
     """Lets autograd find the gradient, position by position."""
-    *tensors, mix = rows
     logits, parts = hidden @ weight.t(), []
     for n in range(len(logits)):
-        targets, tokens, logs, rest = (one[n : n + 1] for one in tensors)
-        parts.append(loss.of_logits(logits[n : n + 1], targets, tokens, logs, rest, mix))
+        one = slice(n, n + 1)
+        parts.append(loss.of_logits(logits[one], Taught(*(part[one] for part in taught)), mix))
     return torch.stack(parts).sum()
 
 
@@ -56,7 +54,7 @@ def student_in_classes(
     with torch.enable_grad():
         given = logits.detach().clone().requires_grad_()
         kept, rest = taught[:, : tokens.shape[1]], taught[:, -1]
-        found = loss.of_logits(given, targets, tokens, kept, rest, mix)
+        found = loss.of_logits(given, Taught(targets, tokens, kept, rest), mix)
         (gradient,) = torch.autograd.grad(found, given)
     return found.detach(), gradient
 

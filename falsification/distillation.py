@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from entrenar_py.distill import loss, producing, reading, shards, teacher
-from entrenar_py.distill.loss import Mix
+from entrenar_py.distill.loss import Mix, Taught
 from entrenar_py.distill.manifest import path_of
 from entrenar_py.distill.shards import Rows
 from entrenar_py.distill.teacher import Kept
@@ -84,9 +84,10 @@ def without_square(wanted: Tensor, found: Tensor, temperature: float) -> Tensor:
     return _divergence(wanted, found, temperature) / temperature**2
 
 
-def renormalised(log_probabilities: Tensor, rest: Tensor, mix: Mix) -> Tensor:
+def renormalised(taught: Taught, mix: Mix) -> Tensor:
     """Takes the kept tokens for all of the distribution."""
-    return _of_teacher(log_probabilities, torch.full_like(rest, -torch.inf), mix)
+    nothing = torch.full_like(taught.rest, -torch.inf)
+    return _of_teacher(taught._replace(rest=nothing), mix)
 
 
 def entropy_at_temperature(

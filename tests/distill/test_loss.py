@@ -11,7 +11,7 @@ from torch import Tensor
 
 from entrenar_py.distill import loss as losses
 from entrenar_py.distill import teacher
-from entrenar_py.distill.loss import Mix
+from entrenar_py.distill.loss import Mix, Taught
 from entrenar_py.tuning import fused_loss
 from entrenar_py.tuning.objectives import IGNORED
 
@@ -31,14 +31,8 @@ def drawn(top_k: int, seed: int = 0) -> dict[str, Any]:
         "hidden": torch.randn(ROWS, WIDTH, generator=draw, requires_grad=True),
         "weight": (0.4 * torch.randn(VOCABULARY, WIDTH, generator=draw)).requires_grad_(),
         "teacher": teacher,
-        "rows": (targets, tokens, logs, left.clamp(min=0).log().float()),
+        "rows": Taught(targets, tokens, logs, left.clamp(min=0).log().float()),
     }
-
-
-def of_logits(logits: Tensor, rows: tuple[Tensor, Tensor, Tensor, Tensor], mix: Mix) -> Tensor:
-    """Return the plain loss."""
-    targets, tokens, logs, rest = rows
-    return losses.of_logits(logits, targets, tokens, logs, rest, mix)
 
 
 def dense(logits: Tensor, teacher: Tensor, targets: Tensor, mix: Mix) -> Tensor:
@@ -60,12 +54,11 @@ def test_the_fused_loss_is_the_plain_one(
     one = drawn(top_k)
     mix = Mix(alpha, temperature, has_rest=top_k < VOCABULARY)
     inputs = (one["hidden"], one["weight"])
-    plain = of_logits(inputs[0] @ inputs[1].t(), one["rows"], mix)
+    plain = losses.of_logits(inputs[0] @ inputs[1].t(), one["rows"], mix)
     right = torch.autograd.grad(3 * plain, inputs)
     for held in (5, 100):
         monkeypatch.setattr(fused_loss, "LOGITS_MAX", held * VOCABULARY)
-        given: Any = (*inputs, *one["rows"], mix)
-        fused = losses.of_hidden(*given)
+        fused = losses.of_hidden(*inputs, one["rows"], mix)
         torch.testing.assert_close(fused, plain, rtol=1e-5, atol=0)
         for got, due in zip(torch.autograd.grad(3 * fused, inputs), right, strict=True):
             torch.testing.assert_close(got, due, rtol=1e-4, atol=1e-5)
@@ -76,7 +69,7 @@ def test_with_all_tokens_it_is_the_dense_loss(alpha: float, temperature: float) 
     one, mix = drawn(VOCABULARY), Mix(alpha, temperature, has_rest=False)
     logits = one["hidden"] @ one["weight"].t()
     due = dense(logits, one["teacher"], one["rows"][0], mix)
-    loss = of_logits(logits, one["rows"], mix)
+    loss = losses.of_logits(logits, one["rows"], mix)
     torch.testing.assert_close(loss.double(), due, rtol=1e-5, atol=1e-6)
 
 
@@ -84,7 +77,7 @@ def test_with_all_tokens_it_is_the_dense_loss(alpha: float, temperature: float) 
 def test_a_student_that_is_its_teacher_is_not_apart(top_k: int) -> None:
     one, mix = drawn(top_k), Mix(1.0, 2.0, has_rest=top_k < VOCABULARY)
     logits = one["teacher"].clone().requires_grad_()
-    loss = of_logits(logits, one["rows"], mix)
+    loss = losses.of_logits(logits, one["rows"], mix)
     assert abs(float(loss.detach())) < 1e-4
     assert float(torch.autograd.grad(loss, logits)[0].abs().max()) < 1e-5
 

@@ -11,7 +11,7 @@ softmax(z / T). All of it is in float32, from log-softmax.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,19 @@ class Mix:
     has_rest: bool
 
 
+class Taught(NamedTuple):
+    """The lesson of m positions: `targets` int64 [m], negative where nothing is to be learned.
+
+    Of the teacher there are `tokens` int64 [m, k], `log_probabilities` [m, k], and `rest`, the log
+    of the mass of all other tokens, [m].
+    """
+
+    targets: Tensor
+    tokens: Tensor
+    log_probabilities: Tensor
+    rest: Tensor
+
+
 def divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
     """Return T^2 KL(teacher_T || student_T) of each row, float32 [m].
 
@@ -46,46 +59,27 @@ def divergence(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
     return temperature**2 * terms.sum(-1)
 
 
-def of_teacher(log_probabilities: Tensor, rest: Tensor, mix: Mix) -> Tensor:
+def of_teacher(taught: Taught, mix: Mix) -> Tensor:
     """Return the teacher's log-probabilities by class, float32 [m, k] or [m, k + 1]."""
-    kept = log_probabilities.float()
-    return torch.cat([kept, rest.float()[:, None]], -1) if mix.has_rest else kept
+    kept = taught.log_probabilities.float()
+    return torch.cat([kept, taught.rest.float()[:, None]], -1) if mix.has_rest else kept
 
 
-def of_logits(
-    logits: Tensor,
-    targets: Tensor,
-    tokens: Tensor,
-    log_probabilities: Tensor,
-    rest: Tensor,
-    mix: Mix,
-) -> Tensor:
-    """Return the summed loss of `logits` [m, vocabulary], 0-d float32.
-
-    `targets` is int64 [m], negative where nothing is to be learned. `tokens` is int64 [m, k].
-    """
+def of_logits(logits: Tensor, taught: Taught, mix: Mix) -> Tensor:
+    """Return the summed loss of `logits` [m, vocabulary], 0-d float32."""
     logs = logits.float().log_softmax(-1)
-    is_there = targets >= 0
-    student = logs.gather(1, tokens)
+    is_there = taught.targets >= 0
+    student = logs.gather(1, taught.tokens)
     if mix.has_rest:
-        others = logs.scatter(1, tokens, -torch.inf).logsumexp(-1, keepdim=True)
+        others = logs.scatter(1, taught.tokens, -torch.inf).logsumexp(-1, keepdim=True)
         student = torch.cat([student, others], -1)
-    teacher = of_teacher(log_probabilities, rest, mix)
-    apart = divergence(teacher, student, mix.temperature)
-    entropy = -logs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    apart = divergence(of_teacher(taught, mix), student, mix.temperature)
+    entropy = -logs.gather(1, taught.targets.clamp(min=0)[:, None])[:, 0]
     mixed = mix.alpha * apart + (1 - mix.alpha) * entropy
     return torch.where(is_there, mixed, 0.0).sum()
 
 
-def of_hidden(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    tokens: Tensor,
-    log_probabilities: Tensor,
-    rest: Tensor,
-    mix: Mix,
-) -> Tensor:
+def of_hidden(hidden: Tensor, weight: Tensor, taught: Taught, mix: Mix) -> Tensor:
     """Return `of_logits` of `hidden @ weight.T`, some hundred positions at a time.
 
     `hidden` is [m, d], and `weight` [vocabulary, d]. The products have the format of
@@ -95,9 +89,8 @@ def of_hidden(
     if dtype != torch.float32:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with precision.as_given(hidden.device):
-        result: Tensor = _Distilled.apply(  # type: ignore[no-untyped-call]
-            *(hidden, weight, targets, tokens, log_probabilities, rest, mix)
-        )
+        given = hidden, weight, taught.targets, taught.tokens, of_teacher(taught, mix), mix
+        result: Tensor = _Distilled.apply(*given)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -116,15 +109,13 @@ class _Distilled(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         tokens: Tensor,
-        log_probabilities: Tensor,
-        rest: Tensor,
+        teacher: Tensor,
         mix: Mix,
     ) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), device=hidden.device)
         of_hidden = torch.empty_like(hidden) if wants_hidden else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        teacher = of_teacher(log_probabilities, rest, mix)
         rows = max(1, fused_loss.LOGITS_MAX // len(weight))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -146,7 +137,7 @@ class _Distilled(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `hidden` and `weight`, times that of the loss."""
         found = (None if one is None else one * scale.to(one.dtype) for one in ctx.saved_tensors)
-        return (*found, None, None, None, None, None)
+        return (*found, None, None, None, None)
 
 
 def _loss_and_gradient(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from entrenar_py.distill import loss as losses
 from entrenar_py.distill import reading, schema
-from entrenar_py.distill.loss import Mix
+from entrenar_py.distill.loss import Mix, Taught
 from entrenar_py.distill.reading import TeacherRows
 from entrenar_py.distill.schema import Facts
 from entrenar_py.distill.shards import Places
@@ -122,16 +122,16 @@ class StudentObjective(NextTokens):
     def forward(self, *batch: Tensor) -> Tensor:
         """Return the summed loss of what `Student.batch` returned, 0-d float32."""
         tokens, places, targets, kept, shares, rest, *positions = batch
-        of_teacher = targets, kept, shares, rest, self._mix
+        taught = Taught(targets, kept, shares, rest)
         packed = positions[0] if positions else None
         head = self.head
         if head is None or type(tokens) is not Tensor:  # such as a tensor of a graph's capture
             logits = self.logits_of(tokens, packed).index_select(0, places)
-            return losses.of_logits(logits, *of_teacher)
+            return losses.of_logits(logits, taught, self._mix)
         rows = nullcontext() if packed is None else packing.one_sample_a_row()
         with rows, fused_loss.replaced_by_identity(head):
             hidden = self.logits_of(tokens, packed)
-        return losses.of_hidden(fused_loss.select(hidden, places), head.weight, *of_teacher)
+        return losses.of_hidden(fused_loss.select(hidden, places), head.weight, taught, self._mix)
 
 
 def facts_of(prepared: Prepared) -> Facts:

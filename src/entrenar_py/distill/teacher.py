@@ -297,6 +297,6 @@ class Batch:
 def in_order(parts: Sequence[Rows], ids: Sequence[int]) -> Rows:
     """Return the rows of `parts`, those of each sample together and in the order of `ids`."""
     rows = joined(parts)
-    rank = {one: number for number, one in enumerate(ids)}
-    ranks = np.array([rank[int(one)] for one in rows.sample], np.int64)
-    return rows.taken(np.argsort(ranks, kind="stable"))
+    rank = np.empty(max(ids) + 1, np.int64)
+    rank[list(ids)] = np.arange(len(ids))
+    return rows.taken(np.argsort(rank[rows.sample], kind="stable"))

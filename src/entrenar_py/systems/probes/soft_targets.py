@@ -16,6 +16,7 @@ from torch import Tensor
 
 from entrenar_py import trace
 from entrenar_py.distill import loss, teacher
+from entrenar_py.distill.loss import Taught
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.recorder import Recorder
@@ -95,15 +96,15 @@ def measured(
     tokens, head = kept.tokens.long(), torch.eye(asked.vocabulary)
     mix = loss.Mix(asked.alpha, temperature, asked.top_k < asked.vocabulary)
     hidden = student.clone().requires_grad_()
-    rows = targets, tokens, kept.log_probabilities, kept.rest
-    whole = loss.of_hidden(hidden, head, *rows, mix)
+    rows = Taught(targets, tokens, kept.log_probabilities, kept.rest)
+    whole = loss.of_hidden(hidden, head, rows, mix)
     (gradient,) = torch.autograd.grad(whole, hidden)
     with torch.no_grad():
         losses = []
         for n in range(len(student)):
-            target, kept_there, logs, rest = (one[n : n + 1] for one in rows)
-            given = student[n : n + 1], head, target, kept_there, logs, rest
-            losses.append(float(loss.of_hidden(*given, mix)))
+            one = slice(n, n + 1)
+            of_row = Taught(*(part[one] for part in rows))
+            losses.append(float(loss.of_hidden(student[one], head, of_row, mix)))
     return trace.Softened(
         alpha=float(asked.alpha),
         temperature=float(temperature),
