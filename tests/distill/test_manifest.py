@@ -62,6 +62,29 @@ def test_a_line_that_was_not_finished_is_written_over(tmp_path: Path, cut: int) 
     assert set(found.shards) == {0, 2}
 
 
+def test_a_list_that_grows_is_read_on(tmp_path: Path) -> None:
+    """From where the last look ended; a list in its place, as of another copy, is read anew."""
+    written(tmp_path, 0)
+    path, lists = tmp_path / "manifest.jsonl", manifest.Lists(tmp_path)
+    first = lists.read()
+    assert first is not None
+    assert set(first.shards) == {0}
+    written(tmp_path, 1)
+    grown = lists.read()
+    assert grown is not None
+    assert (set(first.shards), set(grown.shards)) == ({0}, {0, 1})
+    path.unlink()
+    assert lists.read() is None
+    written(tmp_path, 2, 1, 0)
+    other = lists.read()
+    assert other is not None
+    assert set(other.shards) == {0, 1, 2}
+    path.write_bytes(path.read_bytes()[:-2] + b"x\n")
+    assert lists.read() == other  # what was read counts until the list is read again
+    with pytest.raises(UsageError, match="the line was edited"):
+        manifest.read(tmp_path)
+
+
 def test_parts_are_read_together(tmp_path: Path) -> None:
     written(tmp_path, 0, 2, part=(1, 2))
     written(tmp_path, 1, part=(2, 2))

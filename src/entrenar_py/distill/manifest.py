@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,26 +53,39 @@ def name_of(part: tuple[int, int] | None) -> str:
 
 
 def read(folder: Path) -> Listed | None:
-    """Return what the lists in `folder` say, or None if there is none yet.
+    """Return what `Lists` of `folder` say, all of them read anew."""
+    return Lists(folder).read()
 
-    A last line that is not whole yet is left out. Raises UsageError for a list that was edited or
-    damaged, and for lists of different facts.
-    """
-    found: Listed | None = None
-    for path in sorted(folder.glob(PATTERN)):
-        one = _read(path)
-        if one is None:
-            continue
-        if found is None:
-            found = one
-        elif found.facts != one.facts:
-            raise UsageError(
-                f"{path}: it is of other shards than the other lists in its folder "
-                f"({_difference(found.facts, one.facts)}); give each its own folder"
-            )
-        else:
-            found = Listed(found.facts, {**found.shards, **one.shards})
-    return found
+
+class Lists:
+    """The lists of a folder, which may grow: each call of `read` reads what was added."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[Path, _List] = {}
+
+    def read(self) -> Listed | None:
+        """Return what all lists say together, or None if there is none yet.
+
+        A last line that is not whole yet is left out. Raises UsageError for a list that was edited
+        or damaged, and for lists of different facts.
+        """
+        found: Listed | None = None
+        for path in sorted(self._folder.glob(PATTERN)):
+            one = self._known.setdefault(path, _List(path))
+            one.update()
+            if one.facts is None:
+                continue
+            if found is None:
+                found = Listed(one.facts, dict(one.shards))
+            elif found.facts != one.facts:
+                raise UsageError(
+                    f"{path}: it is of other shards than the other lists in its folder "
+                    f"({_difference(found.facts, one.facts)}); give each its own folder"
+                )
+            else:
+                found.shards.update(one.shards)
+        return found
 
 
 def _difference(one: Facts, other: Facts) -> str:
@@ -81,50 +93,66 @@ def _difference(one: Facts, other: Facts) -> str:
     return ", ".join(name for name in ours if ours[name] != theirs[name])
 
 
-def _read(path: Path) -> Listed | None:
-    try:
-        return _parsed(path)
-    except OSError as error:
-        raise UsageError(f"{path}: can't be read ({error.strerror or error}); {_AGAIN}") from error
+class _List:
+    """One list, up to its last whole line: its facts and shards, and where the next line begins."""
 
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._begin()
 
-def _parsed(path: Path) -> Listed | None:
-    facts: Facts | None = None
-    shards: dict[int, Entry] = {}
-    for number, record in enumerate(_records(path), start=1):
+    def _begin(self) -> None:
+        self.facts: Facts | None = None
+        self.shards: dict[int, Entry] = {}
+        self.end, self.chain, self._num_lines = 0, "", 0
+
+    def update(self) -> None:
+        """Read the lines that were added; all of them, if it is another file than before."""
         try:
-            if number == 1:
-                facts = Facts.from_dict({k: v for k, v in record.items() if k != "what"})
-                continue
-            assert facts is not None, "the first line has them"
-            entry = _entry(record, facts)
+            self._read_on()
+        except UsageError:
+            if not self.end:
+                raise
+            self._begin()
+            self._read_on()
+
+    def _read_on(self) -> None:
+        try:
+            with files.open_file(self._path) as file:
+                if file.seek(0, os.SEEK_END) < self.end:
+                    self._begin()
+                file.seek(self.end)
+                for line in files.lines(file):
+                    if not line.endswith(b"\n"):  # its writer was killed, or is just writing it
+                        return
+                    self._take(line)
+        except FileNotFoundError:
+            self._begin()
+        except OSError as error:
+            told = f"can't be read ({error.strerror or error})"
+            raise UsageError(f"{self._path}: {told}; {_AGAIN}") from error
+
+    def _take(self, line: bytes) -> None:
+        """Take up the next line. Raises UsageError for one that breaks the chain."""
+        where = f"{self._path}:{self._num_lines + 1}"
+        try:
+            record = json.loads(line)
+            told = record.pop("chain")
+            whole, chain = ledger.dump_line(self.chain, record)
+            is_right = whole.encode() + b"\n" == line and told == chain
+        except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
+            is_right = False
+        if not is_right or record.pop("what", None) != (_HEAD if self.facts is None else _SHARD):
+            raise UsageError(f"{where}: the line was edited, moved or damaged; {_AGAIN}")
+        try:
+            if self.facts is None:
+                self.facts = Facts.from_dict(record)
+            else:
+                entry = _entry(record, self.facts)
+                self.shards[entry.shard] = entry
         except UsageError as error:
-            raise UsageError(f"{path}:{number}: {error}") from error
-        shards[entry.shard] = entry
-    return None if facts is None else Listed(facts, shards)
-
-
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the record of each whole line. Raises UsageError for a line that breaks the chain."""
-    chain = ""
-    with files.open_file(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):  # its writer was killed, or is just writing it
-                return
-            if len(line) > files.LINE_BYTES_MAX:
-                raise UsageError(f"{path}:{number}: the line is too long; {_AGAIN}")
-            try:
-                record = json.loads(line)
-                told = record.pop("chain")
-                whole, chain = ledger.dump_line(chain, record)
-                is_right = whole.encode() + b"\n" == line and told == chain
-            except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
-                is_right = False
-            if not is_right or record.get("what") != (_HEAD if number == 1 else _SHARD):
-                raise UsageError(
-                    f"{path}:{number}: the line was edited, moved or damaged; {_AGAIN}"
-                )
-            yield record
+            raise UsageError(f"{where}: {error}") from error
+        self.end, self.chain = self.end + len(line), chain
+        self._num_lines += 1
 
 
 def _entry(record: dict[str, Any], facts: Facts) -> Entry:
@@ -153,6 +181,7 @@ class Writer:
         written.
         """
         self._path, self._claims = folder / name_of(part), claims
+        self._list = _List(self._path)
         with claims.appending():
             there = read(folder)
             if there is not None and there.facts != facts:
@@ -160,26 +189,23 @@ class Writer:
                     f"distill.logits={folder}: it has shards of another run "
                     f"({_difference(there.facts, facts)} differ); give another folder"
                 )
-            if not self._path.exists() or not any(_records(self._path)):
+            self._list.update()
+            if self._list.facts is None:
                 self._append({"what": _HEAD, **facts.to_dict()})
 
     def add(self, entry: Entry) -> None:
         """Add a shard, whose file is in its place."""
         with self._claims.appending():
+            self._list.update()  # others may have added some
             self._append({"what": _SHARD, **asdict(entry)})
 
     def _append(self, record: dict[str, Any]) -> None:
         """Write one line after the last whole one, and let the disk have it."""
-        chain, end = "", 0
-        if self._path.exists():
-            for line in self._path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):
-                    chain, end = json.loads(line)["chain"], end + len(line)
-        text, _ = ledger.dump_line(chain, record)
+        text, _ = ledger.dump_line(self._list.chain, record)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            os.ftruncate(file, end)  # a part of a line, whose writer was killed
-            os.pwrite(file, text.encode() + b"\n", end)
+            os.ftruncate(file, self._list.end)  # a part of a line, whose writer was killed
+            os.pwrite(file, text.encode() + b"\n", self._list.end)
             os.fsync(file)
         finally:
             os.close(file)

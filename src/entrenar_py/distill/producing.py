@@ -15,9 +15,9 @@ from typing import Self, cast
 
 import numpy as np
 
-from entrenar_py.distill import manifest, schema, shards, student, teacher
+from entrenar_py.distill import schema, shards, student, teacher
 from entrenar_py.distill.claims import Claims
-from entrenar_py.distill.manifest import Entry, Writer
+from entrenar_py.distill.manifest import Entry, Lists, Writer
 from entrenar_py.distill.schema import Facts
 from entrenar_py.distill.shards import Places, ShardWriter
 from entrenar_py.distill.teacher import Batch, Kept, Teacher
@@ -92,6 +92,7 @@ class Stage:
                 f"distill.top_k={section.top_k}: the teacher's vocabulary has {vocabulary} tokens; "
                 "use that many, or fewer"
             )
+        self._lists = Lists(self.folder)
         self._longest = int(np.diff(prepared.train.starts).max())
         self.facts, self.places = _facts(prepared, vocabulary, fitting.digest(self._settings.model))
 
@@ -141,7 +142,7 @@ class Stage:
 
     def _left(self, checked: dict[int, Entry], progress: Progress) -> list[int]:
         """Return the shards of this part that are missing or damaged; counts those of all parts."""
-        listed = manifest.read(self.folder)
+        listed = self._lists.read()
         there = {} if listed is None else listed.shards
         for shard, entry in there.items():
             if checked.get(shard) != entry and not shards.problem(self.folder, self.facts, entry):

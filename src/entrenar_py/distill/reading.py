@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from entrenar_py.distill import manifest, shards
-from entrenar_py.distill.manifest import Listed
+from entrenar_py.distill.manifest import Listed, Lists
 from entrenar_py.distill.schema import Facts
 from entrenar_py.distill.shards import File, Places, Rows
 from entrenar_py.errors import SystemFailure, UsageError
@@ -30,7 +30,8 @@ def facts_of(folder: Path, *, patience_s: float, say: Say = printing.say) -> Fac
     Raises UsageError if none is after `patience_s` seconds, or for one that can't be read.
     """
     begin, told = time.monotonic(), False
-    while (found := manifest.read(folder)) is None:
+    lists = Lists(folder)
+    while (found := lists.read()) is None:
         waited = time.monotonic() - begin
         if waited >= patience_s:
             raise UsageError(
@@ -64,7 +65,7 @@ class TeacherRows:
         self.facts = facts
         self._folder, self._places = folder, places
         self._num_tokens, self._patience_s, self._say = num_tokens, patience_s, say
-        self._listed = Listed(facts, {})
+        self._lists, self._listed = Lists(folder), Listed(facts, {})
         self._files: OrderedDict[int, File] = OrderedDict()
         self._held: OrderedDict[tuple[int, int], Rows] = OrderedDict()  # by shard and group
         self._held_bytes = 0
@@ -152,7 +153,7 @@ class TeacherRows:
         """Return what a shard lacks to be read; "" if nothing."""
         if shard not in self._listed.shards:
             try:
-                listed = manifest.read(self._folder)
+                listed = self._lists.read()
             except UsageError as error:
                 raise SystemFailure(str(error)) from error
             if listed is not None and listed.facts != self.facts:
