@@ -23,7 +23,9 @@ from entrenar_py.verdict import Tally
 Array = NDArray[np.float64]
 
 UNIT = 2.0**-24  # of float32, to nearest
-OPERATIONS = 32.0  # roundings in a row's loss or in an element of its gradient, at most
+# Roundings in a row's loss or in an element of its gradient, each of the largest size there is: a
+# fifth of that was seen.
+OPERATIONS = 8.0
 STEP = 1e-4  # of finite differences; their error is of the order of its square
 TEMPERATURES = (1.0, 2.0, 4.0, 10.0)
 HOT = 1000.0
