@@ -10,6 +10,7 @@ from torch import Tensor
 
 from entrenar_py.distill import loss, student
 from entrenar_py.distill.loss import Mix, Taught
+from entrenar_py.distill.teacher import Kept
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
 from entrenar_py.tuning.samples import Samples
@@ -42,9 +43,12 @@ def in_order(samples: Samples, ids: Sequence[int], batch_tokens: int) -> Iterato
         yield [one]
 
 
-def rest_by_sum(logs: Tensor) -> Tensor:
-    """Returns what the kept mass leaves, in another way."""
-    return torch.log1p(-logs.double().exp().sum(-1).clamp(max=1)).float()
+def in_double(logits: Tensor, *, top_k: int, known: int, stored: torch.dtype) -> Kept:
+    """Sorts all log-probabilities, in float64."""
+    logs = logits.double().log_softmax(-1)
+    tokens = logs[:, :known].sort(-1, descending=True).indices[:, :top_k]
+    rest = logs.scatter(1, tokens, -torch.inf).logsumexp(-1)
+    return Kept(tokens.int(), logs.gather(1, tokens).to(stored), rest.float())
 
 
 def student_in_classes(
@@ -83,8 +87,8 @@ VARIANTS = (
     ),
     Variant(
         name="kd-batches-of-one",
-        summary="the teacher sees a sample at a time, and the rest is summed otherwise",
-        plants={f"{DISTILL}.teacher.batches": in_order, f"{DISTILL}.teacher._rest": rest_by_sum},
+        summary="the teacher sees a sample at a time, and its log-probabilities are in float64",
+        plants={f"{DISTILL}.teacher.batches": in_order, f"{DISTILL}.teacher.kept_of": in_double},
         scenario=distilled("samples", "refusals"),
         tried=("F-KD-008", "F-KD-009", "F-KD-010", "F-KD-011"),
     ),

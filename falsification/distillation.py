@@ -202,6 +202,13 @@ def there_is_enough(folder: Any, facts: Any, entry: Any) -> str:
     return "" if path_of(folder, facts, entry.shard).exists() else "it is not there"
 
 
+def rest_by_difference(logits: Tensor, *, top_k: int, known: int, stored: torch.dtype) -> Kept:
+    """Takes for the rest what the kept tokens leave of 1."""
+    kept = _kept_of(logits, top_k=top_k, known=known, stored=stored)
+    left = 1 - kept.log_probabilities.double().exp().sum(-1)
+    return Kept(kept.tokens, kept.log_probabilities, left.clamp(min=0).log().float())
+
+
 VARIANTS = (
     Variant(
         name="kd-sign",
@@ -209,6 +216,15 @@ VARIANTS = (
         source="classic",
         plants={f"{LOSS}.divergence": negated},
         scenario=soft(alpha=1.0, temperatures=[2.0], pairs=200),
+        invariants=("F-KD-001",),
+        place={"tensor": "loss"},
+    ),
+    Variant(
+        name="kd-rest-by-difference",
+        summary="the mass of the rest is 1 less the sum of the kept, which rounding decides",
+        source="found in our own trainer",
+        plants={f"{DISTILL}.teacher.kept_of": rest_by_difference},
+        scenario=soft(alpha=1.0, alike=True, spread=8.0, temperatures=[2.0, 4.0, 10.0]),
         invariants=("F-KD-001",),
         place={"tensor": "loss"},
     ),

@@ -27,10 +27,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def trained(config: Path, *options: str) -> bytes:
+def trained(config: Path, *options: str, output: str = "out") -> bytes:
     """Train in processes of this machine; return the adapters."""
     assert cli.main(["distill", "train", str(config), *options]) == exit_codes.DONE
-    return runs.adapters(config.parent / "out")
+    return runs.adapters(config.parent / output)
 
 
 def test_it_ends_the_same_whenever_shards_come(small: Path, tmp_path: Path) -> None:
@@ -55,9 +55,15 @@ def test_it_ends_the_same_whenever_shards_come(small: Path, tmp_path: Path) -> N
 
 
 def test_any_number_of_workers_and_packing(small: Path, tmp_path: Path) -> None:
-    config = made.configured(tmp_path, small, data={"packing": True}, workers=1)
+    """Packed samples see themselves alone: their losses are those of rows of their own."""
+    config = made.configured(tmp_path, small, workers=1, output="apart")
     made.make_shards(config)
+    trained(config, output="apart")
+    made.configured(tmp_path, small, data={"packing": True}, workers=1)
     alone = trained(config)
+    apart, packed = (runs.told(tmp_path / name, "step") for name in ("apart", "out"))
+    losses = [one["loss"] for one in packed]
+    assert losses == pytest.approx([one["loss"] for one in apart], rel=1e-5)
     shutil.rmtree(tmp_path / "out")
     made.configured(tmp_path, small, data={"packing": True}, workers=3)
     assert trained(config) == alone

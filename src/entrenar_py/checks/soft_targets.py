@@ -39,13 +39,16 @@ def planned(**options: Any) -> Scenario:
 
 
 def plan_sign(invariant: Invariant) -> list[Scenario]:
-    """Plan 10,000 pairs, at several temperatures, and pairs that are alike."""
+    """Plan 10,000 pairs, at several temperatures, and pairs that are alike, and sure."""
     kinds = ((6, 1.0, 2.0), (1, 2.0, 4.0), (23, 4.0, 1.0), (24, 0.5, 3.0))
     drawn = [
         planned(pairs=_PAIRS, alpha=1.0, top_k=top_k, temperatures=[temperature], spread=spread)
         for top_k, temperature, spread in kinds
     ]
-    return [*drawn, planned(alpha=1.0, alike=True), planned(alpha=1.0, top_k=24, alike=True)]
+    hot = [2.0, 4.0, 10.0]
+    sure = planned(alpha=1.0, alike=True, spread=8.0, temperatures=hot)
+    alike = [planned(alpha=1.0, top_k=top_k, alike=True) for top_k in (6, 24)]
+    return [*drawn, *alike, sure]
 
 
 def plan_entropy(invariant: Invariant) -> list[Scenario]:
@@ -64,12 +67,13 @@ def plan_hot(invariant: Invariant) -> list[Scenario]:
 
 
 def plan_gradients(invariant: Invariant) -> list[Scenario]:
-    """Plan both parts, alone and together."""
-    return [
+    """Plan both parts, alone and together, and rows that are sure."""
+    drawn = [
         planned(pairs=20, alpha=alpha, top_k=top_k, temperatures=[temperature])
         for alpha in (0.0, 0.3, 1.0)
         for top_k, temperature in ((1, 2.0), (6, 1.0), (24, 4.0))
     ]
+    return [*drawn, planned(pairs=20, alpha=0.5, top_k=6, temperatures=[10.0], spread=40.0)]
 
 
 def plan_temperatures(invariant: Invariant) -> list[Scenario]:

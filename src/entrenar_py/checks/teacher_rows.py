@@ -38,10 +38,12 @@ def planned(**options: object) -> Scenario:
 
 
 def plan_rows(invariant: Invariant) -> list[Scenario]:
-    """Plan chats and texts, with some tokens kept and with all."""
+    """Plan chats and texts, with some tokens kept, with one and with all."""
+    facts = ["samples", "gradients"]
     return [
-        planned(task="instruct", facts=["samples", "gradients"]),
-        planned(task="text", family="llama", top_k=1, share=1.0, facts=["samples", "gradients"]),
+        planned(task="instruct", facts=facts),
+        planned(task="text", family="llama", top_k=1, share=1.0, facts=facts),
+        planned(task="text", top_k="all", temperature=4.0, facts=facts),
     ]
 
 
@@ -71,19 +73,22 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
             tally.check(False, f"{what} has tokens that the vocabulary lacks", **place)
             continue
         gap = float(np.abs(stock[tokens] - np.array(event.log_probabilities)).max())
-        message = f"{what} is off by {gap:.3g} from its teacher's, rounding explains {ROUNDING:g}"
+        explained = f"rounding explains {ROUNDING:g}"
+        message = f"{what} is off by {gap:.3g} from its teacher's, {explained}"
         tally.at_most(ROUNDING, gap, message, form=".3g", **place)
         others = np.delete(stock, tokens)
         least = float(np.array(event.log_probabilities).min())
         above = float(others.max(initial=-np.inf)) - least
         message = f"{what} lacks a token that is likelier than those that it has, by {above:.3g}"
         tally.check(above <= ROUNDING, message, **place)
-        gap = abs(float(np.exp(others).sum()) - event.rest)
-        message = f"the rest of {what} is off by {gap:.3g}, rounding explains {ROUNDING:g}"
+        with np.errstate(divide="ignore"):
+            due, found = np.log([np.exp(others).sum(), event.rest])
+        gap = 0.0 if due == found else abs(float(due - found))
+        message = f"the log of the rest of {what} is off by {gap:.3g}, {explained}"
         tally.at_most(ROUNDING, gap, message, form=".3g", **place)
-    for explained in trace.of(Explained):
-        if explained.of == STEP:
-            rounding_bound.judge(tally, explained, trace)
+    for step in trace.of(Explained):
+        if step.of == STEP:
+            rounding_bound.judge(tally, step, trace)
 
 
 def compare_cover(tally: Tally, trace: Trace) -> None:

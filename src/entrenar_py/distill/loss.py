@@ -151,30 +151,29 @@ def _loss_and_gradient(
     alpha, temperature = mix.alpha, mix.temperature
     is_there = targets >= 0
     wanted = targets.clamp(min=0)[:, None]
-    top = logits.amax(-1, keepdim=True)
-    logits -= top
     kept, target = logits.gather(1, tokens), logits.gather(1, wanted)
-    logits.exp_()
-    _put(logits, tokens, torch.zeros_like(kept))
-    rest = logits.sum(-1, keepdim=True)  # of exponentials
-    whole = (rest + kept.exp().sum(-1, keepdim=True)).log()
-    entropy = (whole - target)[:, 0]
-    student = kept - whole
-    of_kept = student.exp() * (1 - alpha)  # the part of cross entropy's gradient
+    whole, student = kept.logsumexp(-1, keepdim=True), kept
     if mix.has_rest:
-        # Where all others vanish, the rest is as small as float32 has it, and no gradient is lost.
-        rest = rest.clamp(min=torch.finfo(torch.float32).tiny)
-        student = torch.cat([student, rest.log() - whole], -1)
+        _put(logits, tokens, torch.full_like(kept, -torch.inf))
+        top = logits.amax(-1, keepdim=True)
+        # Less their own maximum, since beside a token that is sure all others may vanish.
+        logits -= top
+        mass = logits.exp_().sum(-1, keepdim=True)
+        rest = mass.log() + top
+        whole = torch.logaddexp(whole, rest)
+        student = torch.cat([kept, rest], -1)
+    student = student - whole
+    entropy = (whole - target)[:, 0]
     found = (student / temperature).log_softmax(-1)
     shares = (teacher / temperature).log_softmax(-1).exp()
     loss = alpha * divergence(teacher, student, temperature) + (1 - alpha) * entropy
-    off = alpha * temperature * (found.exp() - shares)  # [m, classes]
     counts = is_there[:, None].to(logits.dtype)
-    scale = (1 - alpha) * (-whole).exp()
+    # Of each class: the part of the divergence, and that of cross entropy but for the target's -1.
+    parts = alpha * temperature * (found.exp() - shares) + (1 - alpha) * student.exp()
+    parts *= counts
     if mix.has_rest:
-        scale = scale + off[:, -1:] / rest
-    logits *= scale * counts
-    _put(logits, tokens, (off[:, : tokens.shape[1]] + of_kept) * counts)
+        logits *= parts[:, -1:] / mass
+    _put(logits, tokens, parts[:, : tokens.shape[1]])
     _put(logits, wanted, logits.gather(1, wanted) - (1 - alpha) * counts)
     return torch.where(is_there, loss, 0.0).sum(), logits
 

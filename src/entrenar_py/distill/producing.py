@@ -246,7 +246,8 @@ class _Writing:
             self._progress.made.append(made)
             del self._files[shard]
 
-        self.submit(finish)
+        # It holds no rows, so it counts as none of those that wait.
+        self._pending.append(self._thread.submit(finish))
 
     def leave(self, shard: int) -> None:
         """Leave a shard that is not whole."""

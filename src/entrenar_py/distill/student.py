@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from entrenar_py.distill.shards import Places
 from entrenar_py.errors import UsageError
 from entrenar_py.training import sharding
 from entrenar_py.training.tensors import Batch
-from entrenar_py.tuning import fused_loss, model_class, packing
+from entrenar_py.tuning import model_class, packing
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.objectives import IGNORED, NextTokens, Objective
 from entrenar_py.tuning.prepared import Prepared
@@ -124,14 +123,12 @@ class StudentObjective(NextTokens):
         tokens, places, targets, kept, shares, rest, *positions = batch
         taught = Taught(targets, kept, shares, rest)
         packed = positions[0] if positions else None
-        head = self.head
-        if head is None or type(tokens) is not Tensor:  # such as a tensor of a graph's capture
+        head = self.fused_head(tokens)
+        if head is None:
             logits = self.logits_of(tokens, packed).index_select(0, places)
             return losses.of_logits(logits, taught, self._mix)
-        rows = nullcontext() if packed is None else packing.one_sample_a_row()
-        with rows, fused_loss.replaced_by_identity(head):
-            hidden = self.logits_of(tokens, packed)
-        return losses.of_hidden(fused_loss.select(hidden, places), head.weight, taught, self._mix)
+        hidden = self.hidden_of(tokens, places, packed, head)
+        return losses.of_hidden(hidden, head.weight, taught, self._mix)
 
 
 def facts_of(prepared: Prepared) -> Facts:

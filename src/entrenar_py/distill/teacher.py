@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from entrenar_py import backends
 from entrenar_py.distill.shards import Places, Rows, joined
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.tuning import blocks, fused_loss, model
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Distillation, Lora, Settings
@@ -111,16 +111,20 @@ def _to_host(tensor: Tensor) -> Tensor:
 def kept_of(logits: Tensor, *, top_k: int, known: int, stored: torch.dtype) -> Kept:
     """Return what is kept of `logits` [m, vocabulary]: the `top_k` largest of the first `known`.
 
-    Log-probabilities are rounded to the format `stored`.
+    Log-probabilities are rounded to the format `stored`. The rest is NaN where logits are not
+    finite. The logits' memory is used.
     """
-    whole = _log_sum(logits)
     if top_k == logits.shape[-1]:
         tokens = torch.arange(top_k, device=logits.device).expand(len(logits), -1)
-        logs = logits.float() - whole[:, None]
-        return Kept(tokens.to(torch.int32), logs.to(stored), torch.full_like(whole, -torch.inf))
-    values, tokens = largest(logits[:, :known], top_k)
-    logs = values.float() - whole[:, None]
-    return Kept(tokens.to(torch.int32), logs.to(stored), _rest(logs))
+        values, others = logits.float(), torch.full((len(logits),), -torch.inf).to(logits.device)
+    else:
+        found, tokens = largest(logits[:, :known], top_k)
+        values = found.float()
+        # Not 1 less the sum of what is kept: of a teacher that is sure, rounding alone is left.
+        others = _log_sum(logits.scatter_(1, tokens, -torch.inf))
+    whole = torch.logaddexp(values.logsumexp(-1), others)
+    rest = torch.where(whole.isfinite(), others - whole, torch.nan)
+    return Kept(tokens.to(torch.int32), (values - whole[:, None]).to(stored), rest)
 
 
 def largest(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -162,15 +166,6 @@ def _compiled() -> Callable[[Tensor], Tensor]:
 
     compiled: Callable[[Tensor], Tensor] = torch.compile(log_sum, dynamic=True)
     return compiled
-
-
-def _rest(logs: Tensor) -> Tensor:
-    """Return the log of the mass that the log-probabilities `logs` [m, k] leave, float32 [m].
-
-    That is -inf where rounding leaves nothing.
-    """
-    left = 1 - logs.double().exp().sum(-1)
-    return left.clamp(min=0).log().float()
 
 
 def device_of(name: str) -> torch.device:
@@ -290,8 +285,19 @@ class Batch:
         self.num_tokens = sum(map(samples.length, ids))
 
     def rows(self, kept: Kept) -> Rows:
-        """Return the batch's rows, with what was kept of them."""
-        return Rows(self.sample, self.position, *kept.arrays())
+        """Return the batch's rows, with what was kept of them.
+
+        Raises SystemFailure if the teacher's logits are not finite.
+        """
+        rows = Rows(self.sample, self.position, *kept.arrays())
+        [wrong] = np.nonzero(np.isnan(rows.rest))
+        if len(wrong):
+            raise SystemFailure(
+                f"the teacher's logits are not finite in {len(wrong)} of {len(rows)} rows, first "
+                f"at position {rows.position[wrong[0]]} of sample {rows.sample[wrong[0]]}; the "
+                "shard was not written; check the checkpoint, or try distill.precision: float32"
+            )
+        return rows
 
 
 def in_order(parts: Sequence[Rows], ids: Sequence[int]) -> Rows:

@@ -114,6 +114,20 @@ class NextTokens(Objective):
         logits: Tensor = self.module(input_ids=tokens, use_cache=False, **named).logits
         return logits.flatten(0, 1)
 
+    def fused_head(self, tokens: Tensor) -> nn.Linear | None:
+        """Return the head if the loss of `tokens` is fused with its product, else None."""
+        # A graph is captured of plain operations, with tensors of another class.
+        return self.head if type(tokens) is Tensor else None
+
+    def hidden_of(
+        self, tokens: Tensor, places: Tensor, positions: Tensor | None, head: nn.Linear
+    ) -> Tensor:
+        """Return what `head` takes at `places`: [m, d]. Packed rows have `positions`, [n, t]."""
+        rows = packing.one_sample_a_row() if positions is None else nullcontext()
+        with rows, fused_loss.replaced_by_identity(head):
+            hidden = self.logits_of(tokens, positions)
+        return fused_loss.select(hidden, places)
+
 
 class TokenObjective(NextTokens):
     """The cross entropy of a causal language model."""
@@ -125,11 +139,9 @@ class TokenObjective(NextTokens):
 
         Packed rows have `positions`, [n, t].
         """
-        head = self.head
-        if head is None or type(tokens) is not Tensor:  # such as a tensor of a graph's capture
+        head = self.fused_head(tokens)
+        if head is None:
             logits = self.logits_of(tokens, positions).index_select(0, places).float()
             return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-        rows = packing.one_sample_a_row() if positions is None else nullcontext()
-        with rows, fused_loss.replaced_by_identity(head):
-            hidden = self.logits_of(tokens, positions)
-        return fused_loss.cross_entropy(fused_loss.select(hidden, places), head.weight, targets)
+        hidden = self.hidden_of(tokens, places, positions, head)
+        return fused_loss.cross_entropy(hidden, head.weight, targets)

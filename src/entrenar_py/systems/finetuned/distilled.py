@@ -35,11 +35,13 @@ from entrenar_py.systems.finetuned.textbook import Textbook
 from entrenar_py.systems.star.scenario_run import ScenarioRun
 from entrenar_py.systems.star.simulated import SimulatedTransport
 from entrenar_py.trace import Trace
+from entrenar_py.tuning import model_class
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Distillation
 
 SAMPLES = 5  # of a shard
+ALL = "all"  # as top_k: the whole vocabulary
 _OWN = ("top_k", "temperature", "share")  # options of distillations alone
 
 
@@ -82,10 +84,13 @@ def _made(folder: Path, scenario: Scenario, asked: Asked, own: Mapping[str, Any]
     """Write both checkpoints and the rows."""
     made = small.make(folder, scenario, asked)
     small.teacher(folder / "teacher", made, asked, scenario)
+    top_k = own.get("top_k", 8)
+    if top_k == ALL:
+        top_k = student.vocabulary_of(model_class.configuration(made.settings))
     section = Distillation(
         logits=folder / "shards",
         teacher=folder / "teacher",
-        top_k=int(own.get("top_k", 8)),
+        top_k=int(top_k),
         alpha=float(own.get("share", 0.5)),
         temperature=float(own.get("temperature", 2.0)),
         stored="float32",
@@ -254,15 +259,16 @@ class SoftTextbook(Textbook):
         counted = torch.from_numpy(np.flatnonzero(self._counted(rows, tokens.shape)))
         logs = logs.index_select(0, counted)
         kept = torch.from_numpy(rows.tokens.astype(np.int64))
-        student_kept = logs.gather(1, kept)
-        teacher_kept = torch.from_numpy(rows.log_probabilities.astype(np.float32))
+        student = logs.gather(1, kept)
+        teacher = torch.from_numpy(rows.log_probabilities.astype(np.float32))
         targets = tokens[:, 1:].flatten().index_select(0, counted)
         entropy = -logs.gather(1, targets[:, None]).sum()
-        is_kept = torch.zeros_like(logs.detach()).scatter(1, kept, 1.0)
-        others = (logs.exp() * (1 - is_kept)).sum(1, keepdim=True).log()
-        found = torch.cat([student_kept, others], 1) / mix.temperature
-        rest = torch.from_numpy(rows.rest)[:, None]
-        wanted = torch.cat([teacher_kept, rest], 1) / mix.temperature
+        if mix.has_rest:
+            is_kept = torch.zeros_like(logs.detach()).scatter(1, kept, 1.0)
+            others = (logs.exp() * (1 - is_kept)).sum(1, keepdim=True).log()
+            student = torch.cat([student, others], 1)
+            teacher = torch.cat([teacher, torch.from_numpy(rows.rest)[:, None]], 1)
+        found, wanted = student / mix.temperature, teacher / mix.temperature
         q = torch.softmax(wanted, 1)
         apart = (q * (torch.log_softmax(wanted, 1) - torch.log_softmax(found, 1))).sum()
         whole = mix.alpha * mix.temperature**2 * apart + (1 - mix.alpha) * entropy

@@ -47,10 +47,16 @@ class Asked:
                 f"options top_k={self.top_k}: use at most vocabulary={self.vocabulary}",
                 field="top_k",
             )
-        numbers = [("alpha", self.alpha), ("spread", self.spread)]
-        for name, value in (*numbers, *(("temperatures", one) for one in self.temperatures)):
-            if type(value) not in (int, float) or not 0 <= value < 1e6:
-                raise UsageError(f"options {name}={value!r}: use a number >= 0", field=name)
+        for name, value, most in (("alpha", self.alpha, 1), ("spread", self.spread, 1e6)):
+            if type(value) not in (int, float) or not 0 <= value <= most:
+                allowed = f"a number from 0 to {most:g}"
+                raise UsageError(f"options {name}={value!r}: use {allowed}", field=name)
+        for value in self.temperatures:
+            if type(value) not in (int, float) or not 0 < value <= 1e6:
+                raise UsageError(
+                    f"options temperatures={value!r}: use a number > 0, at most 1e6",
+                    field="temperatures",
+                )
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Asked:
@@ -92,7 +98,8 @@ def measured(
 
     The head is the identity, whose products are exact: the last hidden states are the logits.
     """
-    kept = teacher.kept_of(taught, top_k=asked.top_k, known=asked.vocabulary, stored=torch.float32)
+    how = {"top_k": asked.top_k, "known": asked.vocabulary, "stored": torch.float32}
+    kept = teacher.kept_of(taught.clone(), **how)
     tokens, head = kept.tokens.long(), torch.eye(asked.vocabulary)
     mix = loss.Mix(asked.alpha, temperature, asked.top_k < asked.vocabulary)
     hidden = student.clone().requires_grad_()
