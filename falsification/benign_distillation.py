@@ -89,7 +89,7 @@ VARIANTS = (
         name="kd-batches-of-one",
         summary="the teacher sees a sample at a time, and its log-probabilities are in float64",
         plants={f"{DISTILL}.teacher.batches": in_order, f"{DISTILL}.teacher.kept_of": in_double},
-        scenario=distilled("samples", "refusals"),
+        scenario=distilled("samples", "gradients", "refusals"),
         tried=("F-KD-008", "F-KD-009", "F-KD-010", "F-KD-011"),
     ),
     Variant(

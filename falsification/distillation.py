@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py.distill import loss, producing, reading, shards, teacher
+from entrenar_py.distill import loss, producing, reading, teacher
 from entrenar_py.distill.loss import Mix, Taught
 from entrenar_py.distill.manifest import path_of
 from entrenar_py.distill.shards import Rows
@@ -168,6 +168,7 @@ def zeros_where_nothing_is(self: reading.TeacherRows, samples: Sequence[int]) ->
         return Rows(
             np.repeat(np.array(samples, np.int32), [len(one) for one in places]),
             np.concatenate(places).astype(np.int32),
+            np.concatenate([self._places.targets(one) for one in samples]),
             np.tile(np.arange(top_k, dtype=np.int32), (number, 1)),
             np.zeros((number, top_k), np.float32),
             np.zeros(number, np.float32),
@@ -183,10 +184,6 @@ def rows_unseen(self: reading.TeacherRows, sample: int) -> Rows:
     held = file.read(0)
     whole = np.arange(begin, end) % len(held)
     return held.taken(whole)
-
-
-def any_file(self: shards.File, form: Any) -> None:
-    """Looks at no metadata, and counts no rows."""
 
 
 def always_complete(
@@ -340,10 +337,7 @@ VARIANTS = (
         name="kd-stale-tokenizer",
         summary="shards of another tokenizer are taken",
         source="the earlier framework (tensors taken for logits)",
-        plants={
-            f"{DISTILL}.student.require_fitting": anything_fits,
-            f"{DISTILL}.shards.File._require": any_file,
-        },
+        plants={f"{DISTILL}.student.require_fitting": anything_fits},
         scenario=distilled("refusals"),
         invariants=("F-KD-010",),
         place={"tensor": "shard"},
@@ -361,10 +355,16 @@ VARIANTS = (
         name="kd-exchanged-shard",
         summary="rows are taken by their place in a file alone",
         source="classic",
-        plants={
-            f"{DISTILL}.shards.File._require": any_file,
-            f"{DISTILL}.reading.TeacherRows._rows": rows_unseen,
-        },
+        plants={f"{DISTILL}.reading.TeacherRows._rows": rows_unseen},
+        scenario=distilled("refusals"),
+        invariants=("F-KD-010",),
+        place={"tensor": "shard"},
+    ),
+    Variant(
+        name="kd-digest-unseen",
+        summary="a student takes a shard that is there for a whole one",
+        source="classic (exists() as the test of a cache)",
+        plants={f"{DISTILL}.shards.problem": there_is_enough},
         scenario=distilled("refusals"),
         invariants=("F-KD-010",),
         place={"tensor": "shard"},

@@ -71,7 +71,7 @@ def rows(given: argparse.Namespace) -> dict[str, Any]:
                 ):
                     found.setdefault(f"{kind}_{what}", []).append(seconds)
             sizes = {path.name: path.stat().st_size for path in folder.glob("*.parquet")}
-    num_bytes = number * (12 + 6 * top_k)
+    num_bytes = number * (16 + 6 * top_k)
     rates = {what: num_bytes / min(times) / 1e6 for what, times in found.items()}
     return {
         "rows": number,
@@ -92,7 +92,7 @@ def _pieces(facts: Facts) -> Any:
     position = np.tile(np.arange(OF_SAMPLE, dtype=np.int32), PIECE // OF_SAMPLE)
     for start in range(0, facts.rows[0], PIECE):
         sample = np.arange(start, start + PIECE, dtype=np.int32) // OF_SAMPLE
-        yield Rows(sample, position, tokens, logs, np.full(PIECE, -3.0, np.float32))
+        yield Rows(sample, position, position, tokens, logs, np.full(PIECE, -3.0, np.float32))
 
 
 def _ours(folder: Path, facts: Facts, starts: Any) -> tuple[float, float]:

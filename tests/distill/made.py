@@ -43,6 +43,7 @@ def rows_of(shard: int, facts: Facts = FACTS) -> Rows:
     return Rows(
         np.repeat(np.arange(len(counts), dtype=np.int32) + 2 * shard, counts),
         np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
+        draw.integers(0, facts.vocabulary, number).astype(np.int32),
         np.array(tokens, np.int32),
         logs.astype(kind),
         draw.normal(-2, 1, number).astype(np.float32),

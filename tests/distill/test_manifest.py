@@ -43,9 +43,14 @@ def test_the_last_line_of_a_shard_counts(tmp_path: Path) -> None:
     written(tmp_path, 2)
     with closing(Claims(tmp_path)) as claims:
         Writer(tmp_path, FACTS, None, claims).add(entry(1, bytes=11))
+        found = manifest.read(tmp_path)
+        assert found is not None
+        assert found.shards == {0: entry(0), 1: entry(1, bytes=11, remade=1), 2: entry(2)}
+        # A list whose name comes earlier counts as well.
+        Writer(tmp_path, FACTS, (1, 2), claims).add(entry(1, bytes=12))
     found = manifest.read(tmp_path)
     assert found is not None
-    assert found.shards == {0: entry(0), 1: entry(1, bytes=11), 2: entry(2)}
+    assert found.shards[1] == entry(1, bytes=12, remade=2)
 
 
 @pytest.mark.parametrize("cut", [1, 30])
@@ -132,7 +137,7 @@ def test_shards_of_another_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"version": 9}, "version=9: this is version 1"),
+        ({"version": 9}, "version=9: this is version 2"),
         ({"rows": [1, -1]}, "rows="),
         ({"rows": []}, "don't fit each other"),
         ({"top_k": True}, "top_k=True"),

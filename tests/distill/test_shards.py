@@ -16,7 +16,7 @@ from entrenar_py.errors import UsageError
 from tests.distill import made
 from tests.distill.made import FACTS, STARTS
 
-NAMES = ("sample", "position", "tokens", "log_probabilities", "rest")
+NAMES = ("sample", "position", "target", "tokens", "log_probabilities", "rest")
 
 
 def same(one: Rows, other: Rows) -> bool:
@@ -51,6 +51,7 @@ def test_others_read_it_as_parquet(tmp_path: Path) -> None:
     table = made.table_of(tmp_path / "shard-00001-of-00003.parquet")
     assert table.column_names == list(NAMES)
     assert [str(field.type) for field in table.schema] == [
+        "int32",
         "int32",
         "int32",
         "fixed_size_list<element: int32 not null>[4]",

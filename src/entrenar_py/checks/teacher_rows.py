@@ -29,6 +29,15 @@ from entrenar_py.verdict import Tally
 # What float32 explains of a log-probability, of a small model's logits, beside float64: 1e-6 was
 # seen.
 ROUNDING = 1e-5
+# What is wrong with shards, and a part of the message that refuses them.
+REFUSALS = {
+    "shards of another tokenizer": "tokenizer",
+    "half of a shard": "bytes, and the list says",
+    "a shard with a bit turned": "digest",
+    "a shard that is missing": "not there",
+    "a shard in another's place": "another folder's or another run's",
+    "rows of other samples": "are not those of sample",
+}
 _ADVICE = "a run of the system distilled records it"
 
 
@@ -86,9 +95,11 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
         gap = 0.0 if due == found else abs(float(due - found))
         message = f"the log of the rest of {what} is off by {gap:.3g}, {explained}"
         tally.at_most(ROUNDING, gap, message, form=".3g", **place)
-    for step in trace.of(Explained):
-        if step.of == STEP:
-            rounding_bound.judge(tally, step, trace)
+    steps = [event for event in trace.of(Explained) if event.of == STEP]
+    if not steps:
+        tally.miss("no step was recorded beside float64")
+    for step in steps:
+        rounding_bound.judge(tally, step, trace)
 
 
 def compare_cover(tally: Tally, trace: Trace) -> None:
@@ -121,10 +132,18 @@ def compare_cover(tally: Tally, trace: Trace) -> None:
 
 
 def compare_refusals(tally: Tally, trace: Trace) -> None:
-    """Check that the student has refused each of them."""
-    for event in trace.of(TurnedAway):
-        message = f"the student has learned from {event.what}"
-        tally.check(event.refused is not None, message, tensor="shard", scenario=trace.scenario)
+    """Check that the student has refused each of them, for what is wrong with it."""
+    given = {event.what: event.refused for event in trace.of(TurnedAway)}
+    for what, why in REFUSALS.items():
+        if what not in given:
+            tally.miss(f"the student was not given {what}")
+            continue
+        refused = given[what]
+        message = f"the student has learned from {what}"
+        if refused is not None:
+            message = f"{what}: refused, and not because {why!r}: {refused}"
+        is_right = refused is not None and why in refused
+        tally.check(is_right, message, tensor="shard", scenario=trace.scenario)
 
 
 def compare_shards(tally: Tally, trace: Trace) -> None:
@@ -139,6 +158,7 @@ def compare_shards(tally: Tally, trace: Trace) -> None:
         tally.equal(there, event.complete, message, tensor="shard", scenario=trace.scenario)
     first, last = made.get("made at once"), made.get("resumed")
     if first is None or last is None:
+        tally.miss("no stage was recorded that was stopped, beside one that was not")
         return
     for number, (one, other) in enumerate(zip(first.digests, last.digests, strict=False)):
         message = f"shard {number} has other bytes after the stage was stopped and went on"
@@ -170,7 +190,7 @@ ROWS = (
     Check(
         name="shard_refusals",
         id="F-KD-010",
-        decides="shards of another tokenizer, halved, missing or exchanged are refused",
+        decides="shards of another tokenizer or of other rows, damaged or missing are refused",
         spoken_of="distillation tokenizer stale",
         judge=probes.judge(compare_refusals, f"no TurnedAway was recorded: {_ADVICE}"),
         plan=plan_refusals,

@@ -6,9 +6,11 @@ On NFS the server keeps the locks, for all machines that mount the folder.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,22 +30,19 @@ class Claims:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises UsageError on a file system without locks."""
+        """Raises OSError if the lock file can't be opened."""
         self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._folder = folder
 
     def take(self, shard: int) -> bool:
-        """Claim a shard; return False if another process has it."""
+        """Claim a shard; return False if another process has it.
+
+        Raises UsageError on a file system without locks.
+        """
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, shard)
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, shard)
         except (BlockingIOError, PermissionError):  # the standard allows either
             return False
-        except OSError as error:
-            raise UsageError(
-                f"distill.logits={self._folder}: its file system gives no locks "
-                f"({error.strerror}), so two processes might make one shard twice; use another "
-                "folder, or give each process its own folder and a part (--part 1/2)"
-            ) from error
         return True
 
     def give_up(self, shard: int) -> None:
@@ -52,12 +51,24 @@ class Claims:
 
     @contextmanager
     def appending(self) -> Iterator[None]:
-        """Keep other writers from the folder's lists in the body."""
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _APPENDING)
+        """Keep other writers from the folder's lists in the body. Raises as `take` does."""
+        self._lock(fcntl.LOCK_EX, _APPENDING)
         try:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _APPENDING)
+
+    def _lock(self, how: int, byte: int) -> None:
+        try:
+            fcntl.lockf(self._file, how, 1, byte)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+                raise
+            raise UsageError(
+                f"distill.logits={self._folder}: its file system gives no locks "
+                f"({error.strerror}), so two processes might make one shard twice; use a folder "
+                "on another one"
+            ) from error
 
     def close(self) -> None:
         """Give all claims up."""
@@ -67,8 +78,11 @@ class Claims:
 def being_made(folder: Path, num_shards: int) -> dict[int, int]:
     """Return the shards that other processes make just now, with the process id of each.
 
-    The id of a process on another machine says nothing.
+    The id of a process on another machine says nothing. Only Linux is asked: elsewhere there are
+    none.
     """
+    if sys.platform != "linux":
+        return {}
     try:
         file = os.open(folder / NAME, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # nobody has made any here

@@ -99,17 +99,15 @@ class Generation:
         given = torch.tensor([tokens], device=self._device)
         is_cuda = self._device.type == "cuda"
         temperature = self._text.temperature
-        # The checkpoint's own top_p and top_k are not followed, as the settings have none.
-        how: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None}
+        how: dict[str, Any] = {"do_sample": False}
         if temperature:
-            how = {"do_sample": True, "temperature": temperature, "top_p": 1.0}
+            how = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
         with torch.random.fork_rng(devices=[self._device] if is_cuda else []):
             torch.manual_seed(self._seed(prompt))
             made = self._module.generate(
                 input_ids=given,
                 attention_mask=torch.ones_like(given),
                 max_new_tokens=most,
-                top_k=0 if temperature else None,
                 pad_token_id=model.padding(self._tokenizer),
                 eos_token_id=sorted(self._ends()),
                 stopping_criteria=_criteria(stopping),
@@ -141,7 +139,19 @@ class Generation:
         if self._module is None:
             module = teacher.checkpoint(self._settings, self._section, self._device)
             self._module = module.to(self._device)
+            self._module.generation_config = _plain(self._module.generation_config)
         return self._module
+
+
+def _plain(config: Any) -> Any:
+    """Return a way of generating with the ends of `config` alone.
+
+    A checkpoint's penalties, beams and the like are not followed: the settings have the
+    temperature, and nothing else is asked for.
+    """
+    from transformers import GenerationConfig
+
+    return GenerationConfig(eos_token_id=getattr(config, "eos_token_id", None))
 
 
 def _criteria(stopping: threading.Event) -> Any:

@@ -1,15 +1,15 @@
 """The list of a folder's shards: JSON lines in a BLAKE3 chain, as in a ledger.
 
 The first line has the facts of the folder, each other one a shard that is whole. A shard that was
-made again has a line more, and the last one counts. A writer that has only some of the shards
-(`--part 2/3`) has a list of its own, so that folders can be put together by copying.
+made again has a line more, which counts how often it had been made. A writer that has only some of
+the shards (`--part 2/3`) has a list of its own, so that folders can be put together by copying.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,16 @@ _AGAIN = "make the shards again in an empty folder, or copy the folder again"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A shard that is whole: its rows, its bytes, and the BLAKE3 digest of its file."""
+    """A shard that is whole: its rows, its bytes, and the BLAKE3 digest of its file.
+
+    `remade` is how often it had been made before.
+    """
 
     shard: int
     rows: int
     bytes: int
     digest: str
+    remade: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ class Lists:
                     f"({_difference(found.facts, one.facts)}); give each its own folder"
                 )
             else:
-                found.shards.update(one.shards)
+                for shard, entry in one.shards.items():
+                    if entry.remade >= found.shards.get(shard, entry).remade:
+                        found.shards[shard] = entry
         return found
 
 
@@ -162,10 +168,11 @@ def _entry(record: dict[str, Any], facts: Facts) -> Entry:
             "rows": int(rows),
             "bytes": int(num_bytes),
             "digest": str(digest),
+            "remade": int(remade),
         } if 0 <= shard < facts.num_shards and num_bytes > 0:
             if rows != facts.rows[shard]:
                 raise UsageError(f"shard {shard} has {rows} rows of {facts.rows[shard]}; {_AGAIN}")
-            return Entry(shard=shard, rows=rows, bytes=num_bytes, digest=digest)
+            return Entry(shard=shard, rows=rows, bytes=num_bytes, digest=digest, remade=remade)
     raise UsageError(f"the line names no shard of the folder; {_AGAIN}")
 
 
@@ -180,10 +187,10 @@ class Writer:
         Raises UsageError if the folder has shards of other facts, and OSError if it can't be
         written.
         """
-        self._path, self._claims = folder / name_of(part), claims
+        self._path, self._claims, self._lists = folder / name_of(part), claims, Lists(folder)
         self._list = _List(self._path)
         with claims.appending():
-            there = read(folder)
+            there = self._lists.read()
             if there is not None and there.facts != facts:
                 raise UsageError(
                     f"distill.logits={folder}: it has shards of another run "
@@ -193,11 +200,18 @@ class Writer:
             if self._list.facts is None:
                 self._append({"what": _HEAD, **facts.to_dict()})
 
-    def add(self, entry: Entry) -> None:
-        """Add a shard, whose file is in its place."""
+    def add(self, entry: Entry) -> Entry:
+        """Add a shard, whose file is in its place; return what the list has of it.
+
+        Raises OSError if it can't be written.
+        """
         with self._claims.appending():
+            there = self._lists.read()
+            before = None if there is None else there.shards.get(entry.shard)
+            entry = replace(entry, remade=0 if before is None else before.remade + 1)
             self._list.update()  # others may have added some
             self._append({"what": _SHARD, **asdict(entry)})
+        return entry
 
     def _append(self, record: dict[str, Any]) -> None:
         """Write one line after the last whole one, and let the disk have it."""
@@ -205,7 +219,10 @@ class Writer:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             os.ftruncate(file, self._list.end)  # a part of a line, whose writer was killed
-            os.pwrite(file, text.encode() + b"\n", self._list.end)
+            line, at = text.encode() + b"\n", self._list.end
+            while line:  # a disk that is nearly full takes a part of it
+                written = os.pwrite(file, line, at)
+                line, at = line[written:], at + written
             os.fsync(file)
         finally:
             os.close(file)

@@ -44,11 +44,16 @@ class Made:
 
 @dataclass
 class Progress:
-    """How far a stage is. `rows_done` and `shards_done` count those of other processes, too."""
+    """How far a stage is. `rows_done` and `shards_done` count those of other processes, too.
+
+    `rows_left` are those of this process's part. `state` is running, stopped or completed.
+    """
 
     facts: Facts
     rows_done: int = 0
     shards_done: int = 0
+    rows_left: int = 0
+    state: str = "running"
     made: list[Made] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
 
@@ -64,11 +69,9 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until all shards are there at the pace of this process alone."""
+        """Seconds until this process's part is there at the pace of this process alone."""
         own = sum(one.rows for one in self.made)
-        if not own:
-            return None
-        return (sum(self.facts.rows) - self.rows_done) * self.seconds / own
+        return self.rows_left * self.seconds / own if own else None
 
 
 Listener = Callable[[Progress], None]
@@ -119,33 +122,48 @@ class Stage:
     ) -> bool:
         progress, loaded = Progress(self.facts), cast("Teacher | None", None)
         checked: dict[int, Entry] = {}  # whose files have been looked at
-        with _Writing(writer, claims, progress, checked) as writing:
+        with _Writing(writer) as writing:
+
+            def left() -> list[int]:
+                for made, entry in writing.finished():
+                    progress.made.append(made)
+                    checked[entry.shard] = entry
+                    claims.give_up(entry.shard)
+                return self._left(checked, progress)
+
             while not stopping.is_set():
-                left = self._left(checked, progress)
+                due = left()
                 listen(progress)
-                if not left:
-                    return True
-                free = [shard for shard in left if shard not in writing.shards]
+                if not due:
+                    break
+                free = [shard for shard in due if shard not in writing.shards]
                 mine = next((shard for shard in free if claims.take(shard)), None)
                 if mine is None:  # they are written here, or others make them
                     if not writing.settle():
                         stopping.wait(LOOK_EVERY_S)
                     continue
                 # It may have been made between the look and the claim.
-                if mine in self._left(checked, progress):
+                if mine in left():
                     loaded = loaded or self._teacher()
+                    shards.remove_unfinished(self.folder, self.facts, mine)
                     self._make(loaded, mine, writing, stopping)
-                else:
+                if mine not in writing.shards:
                     claims.give_up(mine)
             writing.settle()
-        return not self._left(checked, progress)
+            is_complete = not left()  # what the list says, once all has been written
+        progress.state = "completed" if is_complete else "stopped"
+        listen(progress)
+        return is_complete
 
     def _left(self, checked: dict[int, Entry], progress: Progress) -> list[int]:
         """Return the shards of this part that are missing or damaged; counts those of all parts."""
         listed = self._lists.read()
         there = {} if listed is None else listed.shards
         for shard, entry in there.items():
-            if checked.get(shard) != entry and not shards.problem(self.folder, self.facts, entry):
+            if checked.get(shard) == entry:
+                continue
+            checked.pop(shard, None)
+            if not shards.problem(self.folder, self.facts, entry):
                 checked[shard] = entry
         progress.shards_done = len(checked)
         progress.rows_done = sum(entry.rows for entry in checked.values())
@@ -153,7 +171,9 @@ class Stage:
         if self._part is not None:
             number, num_parts = self._part
             every = range(number - 1, self.facts.num_shards, num_parts)
-        return [shard for shard in every if shard not in checked]
+        left = [shard for shard in every if shard not in checked]
+        progress.rows_left = sum(self.facts.rows[shard] for shard in left)
+        return left
 
     def _teacher(self) -> Teacher:
         section = student.of(self.prepared)
@@ -199,14 +219,11 @@ class Stage:
 class _Writing:
     """Writes pieces of shards in a thread, some of which wait; a context that ends with it."""
 
-    def __init__(
-        self, writer: Writer, claims: Claims, progress: Progress, checked: dict[int, Entry]
-    ) -> None:
-        """Shards are noted in `checked` when they are in their place."""
-        self._writer, self._claims, self._progress = writer, claims, progress
-        self._checked = checked
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
         self._thread = ThreadPoolExecutor(1, "shards")
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[Future[tuple[Made, Entry] | None]] = deque()
+        self._finished: list[tuple[Made, Entry]] = []
         self._files: dict[int, ShardWriter] = {}
 
     def __enter__(self) -> Self:
@@ -230,37 +247,47 @@ class _Writing:
     def submit(self, write: Callable[[], None]) -> None:
         """Let the thread write; waits, and raises what an earlier call raised, if some wait."""
         while len(self._pending) >= WAITING_MAX:
-            self._pending.popleft().result()
+            self._take()
         self._pending.append(self._thread.submit(write))
 
     def end(self, shard: int, tokens: int, began_s: float) -> None:
         """Put a shard's file into its place and into the list, once its pieces are written."""
+        file = self._files[shard]
 
-        def finish() -> None:
-            entry = self._files[shard].finish()
-            self._checked[shard] = entry
-            self._writer.add(entry)
-            self._claims.give_up(shard)
+        def finish() -> tuple[Made, Entry]:
+            entry = self._writer.add(file.finish())
             seconds = time.monotonic() - began_s
-            made = Made(shard=shard, rows=entry.rows, tokens=tokens, seconds=seconds)
-            self._progress.made.append(made)
-            del self._files[shard]
+            return Made(shard=shard, rows=entry.rows, tokens=tokens, seconds=seconds), entry
 
         # It holds no rows, so it counts as none of those that wait.
         self._pending.append(self._thread.submit(finish))
+
+    def finished(self) -> list[tuple[Made, Entry]]:
+        """Return the shards that are in the list since the last call; raises as `submit` does."""
+        while self._pending and self._pending[0].done():
+            self._take()
+        found, self._finished = self._finished, []
+        for _, entry in found:
+            del self._files[entry.shard]
+        return found
 
     def leave(self, shard: int) -> None:
         """Leave a shard that is not whole."""
         self.settle()
         self._files.pop(shard).close()
-        self._claims.give_up(shard)
 
     def settle(self) -> bool:
         """Wait until all is written; return whether anything was left to be."""
         was_busy = bool(self._pending)
         while self._pending:
-            self._pending.popleft().result()
+            self._take()
         return was_busy
+
+    def _take(self) -> None:
+        """Wait for the oldest of all that is to be written."""
+        made = self._pending.popleft().result()
+        if made is not None:
+            self._finished.append(made)
 
 
 def _write(file: ShardWriter, parts: Sequence[tuple[Batch, Kept]], ids: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from entrenar_py.distill import manifest, shards
-from entrenar_py.distill.manifest import Listed, Lists
+from entrenar_py.distill.manifest import Entry, Listed, Lists
 from entrenar_py.distill.schema import Facts
 from entrenar_py.distill.shards import File, Places, Rows
 from entrenar_py.errors import SystemFailure, UsageError
@@ -19,7 +19,7 @@ from entrenar_py.untrusted import printing
 LOOK_EVERY_S = 0.5
 TELL_AFTER_S = 10.0
 HELD_BYTES = 2**28  # of decoded row groups
-OPEN_MAX = 32  # files
+OPEN_MAX = 256  # files
 
 Say = Callable[[str], None]
 
@@ -67,6 +67,9 @@ class TeacherRows:
         self._num_tokens, self._patience_s, self._say = num_tokens, patience_s, say
         self._lists, self._listed = Lists(folder), Listed(facts, {})
         self._files: OrderedDict[int, File] = OrderedDict()
+        # Shards whose digests were compared, and their files' states then: a run with a new order
+        # in each epoch opens a file again and again.
+        self._seen: dict[int, tuple[Entry, tuple[int, ...] | None]] = {}
         self._held: OrderedDict[tuple[int, int], Rows] = OrderedDict()  # by shard and group
         self._held_bytes = 0
 
@@ -92,16 +95,23 @@ class TeacherRows:
         group = file.group_of(begin)
         first = file.first_of(group)
         found = self._group(file, shard, group).part(slice(begin - first, end - first))
-        positions = self._places.positions(sample)
+        positions, targets = self._places.positions(sample), self._places.targets(sample)
         if not (found.sample == sample).all() or not np.array_equal(found.position, positions):
             raise SystemFailure(
                 f"{file.path}: rows {begin} to {end - 1} are not those of sample {sample} at "
                 f"positions {_shown(positions)}: they are of {_shown(np.unique(found.sample))} at "
                 f"{_shown(found.position)}; make the shard again by `entrenar distill logits`"
             )
-        if found.tokens.min() < 0 or found.tokens.max() >= self._num_tokens:
+        if not np.array_equal(found.target, targets):
             raise SystemFailure(
-                f"{file.path}: sample {sample} has token {found.tokens.max()}, and the student has "
+                f"{file.path}: rows {begin} to {end - 1} predict {_shown(found.target)}, and "
+                f"sample {sample} has {_shown(targets)} there; make the shard again by `entrenar "
+                "distill logits`"
+            )
+        if found.tokens.min() < 0 or found.tokens.max() >= self._num_tokens:
+            wrong = found.tokens[(found.tokens < 0) | (found.tokens >= self._num_tokens)]
+            raise SystemFailure(
+                f"{file.path}: sample {sample} has token {wrong[0]}, and teacher and student have "
                 f"{self._num_tokens}; make the shard again by `entrenar distill logits`"
             )
         return found
@@ -165,10 +175,24 @@ class TeacherRows:
         entry = self._listed.shards.get(shard)
         if entry is None:
             return f"shard {shard} of {self.facts.num_shards} is not there"
+        state = _state(manifest.path_of(self._folder, self.facts, shard))
+        if state is not None and self._seen.get(shard) == (entry, state):
+            return ""
         why = shards.problem(self._folder, self.facts, entry)
         if why:  # it may be listed anew when it has been made again
             self._listed = Listed(self.facts, {})
+        else:
+            self._seen[shard] = entry, state
         return why
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    """Return what changes when a file is written or replaced; None if it isn't there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _shown(numbers: np.ndarray) -> str:

@@ -1,8 +1,8 @@
 """The columns of a shard, and what is known of all shards of a folder.
 
 A row is one position of one sample: the token there, and those before it, are what the teacher saw,
-and the token after it is what it predicts. Log-probabilities are natural, at temperature 1. `rest`
-is the log of the mass that the other tokens have together, -inf where nothing is left.
+and `target`, the token after it, is what it predicts. Log-probabilities are natural, at temperature
+1. `rest` is the log of the mass that the other tokens have together, -inf if there are none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from entrenar_py.errors import UsageError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-VERSION = 1
+VERSION = 2
+STORED = ("float16", "float32")
 KEY = b"entrenar-distill"  # of a file's metadata
 _EXTRA = "pip install 'entrenar-py[finetune]'"
 
@@ -89,8 +90,13 @@ class Facts:
                 raise UsageError(f"{name}={value!r}: it is no {kind}; make them again")
         lists = {name: tuple(record[name]) for name in ("samples", "rows")}
         found = cls(**{**record, **lists})
-        if len(found.samples) != len(found.rows) or not found.rows or found.top_k < 1:
+        if len(found.samples) != len(found.rows) or not found.rows:
             raise UsageError("samples and rows don't fit each other; make them again")
+        if not 1 <= found.top_k <= found.vocabulary:
+            raise UsageError(f"top_k={found.top_k} of {found.vocabulary} tokens; make them again")
+        if found.stored not in STORED or found.temperature != 1:
+            told = f"stored={found.stored!r}, temperature={found.temperature:g}"
+            raise UsageError(f"{told}: unknown here; make them again")
         return found
 
 
@@ -119,6 +125,7 @@ def columns(facts: Facts, number: int) -> pa.Schema:
         [
             pa.field("sample", pa.int32(), nullable=False),
             pa.field("position", pa.int32(), nullable=False),
+            pa.field("target", pa.int32(), nullable=False),
             pa.field("tokens", fixed(pa.int32(), facts.top_k), nullable=False),
             pa.field("log_probabilities", fixed(value, facts.top_k), nullable=False),
             pa.field("rest", pa.float32(), nullable=False),

@@ -24,7 +24,7 @@ from entrenar_py.tuning.samples import Samples
 
 GROUP_BYTES = 2**22  # of a row group's rows, at least, but for the last one of a file
 COMPRESSION = "zstd"
-_COLUMNS = ("sample", "position", "tokens", "log_probabilities", "rest")
+_COLUMNS = ("sample", "position", "target", "tokens", "log_probabilities", "rest")
 _AGAIN = "make it again by `entrenar distill logits`, or copy it again"
 
 
@@ -32,12 +32,13 @@ _AGAIN = "make it again by `entrenar distill logits`, or copy it again"
 class Rows:
     """The teacher's rows of some samples, one after another.
 
-    `sample` and `position` are int32 [m], `tokens` int32 [m, k], `log_probabilities` float16 or
-    float32 [m, k], and `rest` float32 [m].
+    `sample`, `position` and `target` are int32 [m], `tokens` int32 [m, k], `log_probabilities`
+    float16 or float32 [m, k], and `rest` float32 [m].
     """
 
     sample: NDArray[np.int32]
     position: NDArray[np.int32]
+    target: NDArray[np.int32]
     tokens: NDArray[np.int32]
     log_probabilities: NDArray[Any]
     rest: NDArray[np.float32]
@@ -79,6 +80,7 @@ class Places:
         self._place = np.empty(len(visit), np.int64)
         self._place[list(visit)] = np.arange(len(visit))
         self._num_each = num_each
+        self._starts = -1, np.zeros(0, np.int64)  # of the shard that was last asked for
 
     def shard_of(self, sample: int) -> int:
         """Return the number of the shard that has `sample`."""
@@ -90,8 +92,12 @@ class Places:
 
     def starts(self, shard: int) -> NDArray[np.int64]:
         """Return where the rows of each of a shard's samples begin, and where the last ones end."""
-        counts = self._samples.num_targets[list(self.of_shards[shard])]
-        return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        known, starts = self._starts
+        if known != shard:
+            counts = self._samples.num_targets[list(self.of_shards[shard])]
+            starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+            self._starts = shard, starts
+        return starts
 
     def index_in(self, shard: int, sample: int) -> int:
         """Return which of the shard's samples `sample` is."""
@@ -100,6 +106,11 @@ class Places:
     def positions(self, sample: int) -> NDArray[np.int64]:
         """Return the positions of a sample's rows: of each token before one to predict."""
         return np.flatnonzero(self._samples.is_target[self._samples.part(sample)]) - 1
+
+    def targets(self, sample: int) -> NDArray[np.int32]:
+        """Return the tokens that a sample's rows predict."""
+        part = self._samples.part(sample)
+        return self._samples.tokens[part][self._samples.is_target[part]].astype(np.int32)
 
 
 def groups(facts: Facts, starts: NDArray[np.int64]) -> list[slice]:
@@ -116,7 +127,7 @@ def groups(facts: Facts, starts: NDArray[np.int64]) -> list[slice]:
 
 def row_bytes(facts: Facts) -> int:
     """Return the bytes of a row in memory."""
-    return 12 + facts.top_k * (4 + {"float16": 2, "float32": 4}[facts.stored])
+    return 16 + facts.top_k * (4 + {"float16": 2, "float32": 4}[facts.stored])
 
 
 class ShardWriter:
@@ -174,6 +185,12 @@ class ShardWriter:
         self._own.unlink(missing_ok=True)
 
 
+def remove_unfinished(folder: Path, facts: Facts, shard: int) -> None:
+    """Remove what killed processes left of a shard; only who has claimed it may."""
+    for path in folder.glob(f".{path_of(folder, facts, shard).name}.*"):
+        path.unlink(missing_ok=True)
+
+
 def _arrays(form: Any, rows: Rows) -> list[Any]:
     pa = schema.arrow()
 
@@ -185,6 +202,7 @@ def _arrays(form: Any, rows: Rows) -> list[Any]:
     return [
         pa.array(rows.sample),
         pa.array(rows.position),
+        pa.array(rows.target),
         lists("tokens"),
         lists("log_probabilities"),
         pa.array(rows.rest),
@@ -217,7 +235,7 @@ class File:
 
     def __init__(self, folder: Path, facts: Facts, shard: int, starts: NDArray[np.int64]) -> None:
         """Raises UsageError for a file that is no such shard."""
-        self.path, self.num_rows = path_of(folder, facts, shard), int(starts[-1])
+        self.path = path_of(folder, facts, shard)
         self._groups, self._facts = groups(facts, starts), facts
         pa = schema.arrow()
         try:
@@ -254,11 +272,6 @@ class File:
                 f"{len(due)} are due; {_AGAIN}"
             )
 
-    @property
-    def num_groups(self) -> int:
-        """The number of row groups."""
-        return len(self._groups)
-
     def group_of(self, row: int) -> int:
         """Return the number of the group that has `row`."""
         return bisect.bisect_right(self._groups, row, key=lambda part: part.stop)
@@ -293,6 +306,7 @@ def rows_of(table: Any, top_k: int) -> Rows:
     return Rows(
         flat("sample").to_numpy(zero_copy_only=False),
         flat("position").to_numpy(zero_copy_only=False),
+        flat("target").to_numpy(zero_copy_only=False),
         lists("tokens"),
         lists("log_probabilities"),
         flat("rest").to_numpy(zero_copy_only=False),

@@ -15,9 +15,8 @@ from entrenar_py.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The shards of `folder` by number; `damaged` says what is wrong, `making` which process."""
+    """The shards of a folder by number; `damaged` says what is wrong, `making` which process."""
 
-    folder: Path
     facts: Facts
     rows: int
     num_bytes: int
@@ -77,13 +76,14 @@ def look(folder: Path) -> Status:
         for shard, entry in sorted(listed.shards.items())
         if (why := shards.problem(folder, listed.facts, entry))
     }
+    there = listed.shards.keys() - damaged
+    making = claims.being_made(folder, listed.facts.num_shards)
     whole = [entry for shard, entry in listed.shards.items() if shard not in damaged]
     return Status(
-        folder=folder,
         facts=listed.facts,
         rows=sum(entry.rows for entry in whole),
         num_bytes=sum(entry.bytes for entry in whole),
         missing=tuple(listed.missing),
         damaged=damaged,
-        making=claims.being_made(folder, listed.facts.num_shards),
+        making={shard: process for shard, process in making.items() if shard not in there},
     )

@@ -206,6 +206,13 @@ def workload(prepared: Prepared, kind: type[Student] = Student) -> Finetuning:
             f"{facts.vocabulary} logits, and the student has {vocabulary} "
             f"({prepared.settings.model}); make them with a smaller top_k"
         )
+    known = len(prepared.tokenizer)
+    if vocabulary < facts.vocabulary and facts.top_k > known:
+        raise UsageError(
+            f"distill.logits={section.shards}: its rows have {facts.top_k} of the teacher's "
+            f"{facts.vocabulary} logits, of which the student has {vocabulary} and the tokenizer "
+            f"{known}; make them with top_k={known} or less"
+        )
     rows = TeacherRows(
         section.shards,
         facts,

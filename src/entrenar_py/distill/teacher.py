@@ -53,16 +53,10 @@ class Teacher:
     ) -> None:
         """Keep the `top_k` most likely of the tokens below `known`, those that a tokenizer has.
 
-        If there are fewer of these, all tokens are looked at. Raises UsageError if the model has
-        fewer than `top_k` logits.
+        If there are fewer of these, all tokens are looked at.
         """
         config = cast("Any", module).config
         self.vocabulary = int(config.get_text_config().vocab_size)
-        if top_k > self.vocabulary:
-            raise UsageError(
-                f"distill.top_k={top_k}: the teacher's vocabulary has {self.vocabulary} tokens; "
-                "use that many, or fewer"
-            )
         self._top_k, self._stored = top_k, _STORED[stored]
         self._known = known if top_k <= known < self.vocabulary else self.vocabulary
         self.device = device
@@ -282,6 +276,7 @@ class Batch:
         )
         self.sample = np.repeat(np.array(ids, np.int32), [len(own) for own in positions])
         self.position = np.concatenate(positions).astype(np.int32)
+        self.target = np.concatenate([places.targets(one) for one in ids])
         self.num_tokens = sum(map(samples.length, ids))
 
     def rows(self, kept: Kept) -> Rows:
@@ -289,7 +284,7 @@ class Batch:
 
         Raises SystemFailure if the teacher's logits are not finite.
         """
-        rows = Rows(self.sample, self.position, *kept.arrays())
+        rows = Rows(self.sample, self.position, self.target, *kept.arrays())
         [wrong] = np.nonzero(np.isnan(rows.rest))
         if len(wrong):
             raise SystemFailure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,20 +17,24 @@ FILE = "report.html"
 
 
 def write(section: Distillation, progress: Progress) -> Path:
-    """Write the page, and return its path; warn if it can't be written: the shards are there."""
+    """Write the page, and return its path; warn if it can't be written: the shards are there.
+
+    Processes that share the folder write the same file: it is that of the last one.
+    """
     path = section.shards / FILE
+    own = path.with_name(f".{FILE}.{secrets.token_hex(8)}")
     try:
-        path.write_text("\n".join(_lines(section, progress)) + "\n", encoding="utf-8")
+        own.write_text("\n".join(_lines(section, progress)) + "\n", encoding="utf-8")
+        own.replace(path)
     except OSError as error:
+        own.unlink(missing_ok=True)
         printing.warn(f"entrenar: {path}: can't be written ({error.strerror or error})")
     return path
 
 
 def _lines(section: Distillation, progress: Progress) -> Iterator[str]:
-    facts = progress.facts
-    is_done = progress.shards_done == facts.num_shards
     name = f"logits of {section.teacher.name if section.teacher else 'the teacher'}"
-    status, badge = ("completed", "held") if is_done else ("running", "inconclusive")
+    status, badge = progress.state, "held" if progress.state == "completed" else "inconclusive"
     yield from document.begin(f"{name}: {status}")
     mark = f'<span class="verdict {badge}">{status}</span>'
     yield f"<header><h1>{escaping.html(name)} {mark}</h1><dl>"
@@ -50,7 +55,7 @@ def _told(section: Distillation, progress: Progress) -> Iterator[tuple[str, str]
     facts = progress.facts
     yield "shards", f"{progress.shards_done:,} of {facts.num_shards:,} in {section.shards}"
     behind = facts.num_shards - progress.shards_done
-    yield "behind", f"{behind:,} shards"
+    yield "behind", f"{behind:,} shards, {progress.rows_left:,} rows of this process's part"
     yield "rows", f"{progress.rows_done:,} of {sum(facts.rows):,}"
     if progress.made:
         yield "pace", f"{progress.tokens_per_s:,.0f} tokens/s of this process"

@@ -83,6 +83,7 @@ def train(
     rows_read.say(prepared)
     foresight.look(path, prepared, names)
     workload = student.workload(prepared)
+    rows_read.say_teacher(workload)
     output = export.make_folder(prepared)
     config = Config(
         scenario=preparing.scenario(settings, workload),

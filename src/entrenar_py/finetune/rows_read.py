@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from entrenar_py.distill.student import Student
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning import samples
 from entrenar_py.tuning.prepared import Prepared
@@ -20,6 +21,19 @@ def say(prepared: Prepared) -> None:
         if found is not None:
             printing.say(f"{what}: {counted(len(found), 'sample')}")
     say_skipped(_skipped(prepared))
+
+
+def say_teacher(workload: object) -> None:
+    """Print from which teacher's shards the run learns, if it learns from any.
+
+    The checkpoint that the configuration names need not be here, so nothing is compared with it.
+    """
+    if isinstance(workload, Student):
+        facts = workload.teacher.facts
+        printing.say(
+            f"teacher: {facts.teacher}, {facts.top_k} of {facts.vocabulary} tokens, in "
+            f"{counted(facts.num_shards, 'shard')}"
+        )
 
 
 def say_skipped(skipped: Sequence[BadRow]) -> None:

@@ -127,6 +127,8 @@ def train(
 
 def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
     workload = together(lambda: student.workload(prepared))
+    if not here.rank:
+        rows_read.say_teacher(workload)
     scenario = together(lambda: _scenario(settings, workload, here))
     return Shards(workload, scenario, here.device)
 

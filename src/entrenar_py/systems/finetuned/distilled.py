@@ -9,7 +9,8 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from entrenar_py.distill import manifest, shards, student
 from entrenar_py.distill.claims import Claims
 from entrenar_py.distill.manifest import Entry
 from entrenar_py.distill.producing import Progress, Stage
-from entrenar_py.distill.shards import File, Rows
+from entrenar_py.distill.schema import Facts
+from entrenar_py.distill.shards import File, Rows, ShardWriter
 from entrenar_py.distill.student import Student
 from entrenar_py.errors import EntrenarError
 from entrenar_py.scenario import Scenario
@@ -159,10 +161,7 @@ def _rows(made: Made, prepared: Prepared, workload: Student) -> Iterator[trace.T
         stock.append(logits.log_softmax(-1))
     places = student.places(prepared.train, facts.seed, max(facts.samples))
     for shard in range(facts.num_shards):
-        starts = places.starts(shard)
-        file = File(section.shards, facts, shard, starts)
-        parts: list[Rows] = [file.read(n) for n in range(len(shards.groups(facts, starts)))]
-        rows = shards.joined(parts)
+        rows = _read(section.shards, facts, shard, places.starts(shard))
         for row in range(len(rows)):
             sample, position = int(rows.sample[row]), int(rows.position[row])
             yield trace.TeacherRow(
@@ -179,60 +178,94 @@ def _rows(made: Made, prepared: Prepared, workload: Student) -> Iterator[trace.T
 def _turned_away(prepared: Prepared, folder: Path) -> Iterator[trace.TurnedAway]:
     """Give the student shards that are not its own, and record whether it takes them."""
     section = student.of(prepared)
-
-    def given(what: str, change: Any) -> trace.TurnedAway:
-        other = folder / "others"
-        shutil.copytree(section.shards, other)
-        change(other)
-        settings = replace(prepared.settings, distill=replace(section, logits=other))
+    others = _Others(prepared, folder / "others")
+    changes: dict[str, Callable[[], None]] = {
+        "shards of another tokenizer": others.of_another_tokenizer,
+        "half of a shard": others.halve,
+        "a shard with a bit turned": others.turn_a_bit,
+        "a shard that is missing": others.remove,
+        "a shard in another's place": others.exchange,
+        "rows of other samples": others.reverse_rows,
+    }
+    for what, change in changes.items():
+        shutil.copytree(section.shards, others.folder)
+        change()
+        settings = replace(prepared.settings, distill=replace(section, logits=others.folder))
         try:
             workload = student.workload(replace(prepared, settings=settings))
             workload.batch(range(len(prepared.train)))
             refused = None
         except EntrenarError as error:
             refused = str(error).replace(str(folder), "")
-        shutil.rmtree(other)
-        return trace.TurnedAway(what=what, refused=refused)
-
-    yield given("shards of another tokenizer", _of_another_tokenizer)
-    yield given("half of a shard", _halved)
-    yield given("a shard that is missing", lambda one: next(one.glob("*.parquet")).unlink())
-    yield given("a shard in another's place", _exchanged)
+        shutil.rmtree(others.folder)
+        yield trace.TurnedAway(what=what, refused=refused)
 
 
-def _of_another_tokenizer(folder: Path) -> None:
-    listed = manifest.read(folder)
-    assert listed is not None, "it was made here"
-    facts = replace(listed.facts, tokenizer="0" * 32)
-    _listed_anew(folder, facts, listed.shards)
+class _Others:
+    """Changes a copy of a run's shards, whose list always says what its files are."""
+
+    def __init__(self, prepared: Prepared, folder: Path) -> None:
+        self.folder, self._prepared = folder, prepared
+        self._facts = student.facts_of(prepared)
+        seed, num_each = self._facts.seed, max(self._facts.samples)
+        self._places = student.places(prepared.train, seed, num_each)
+
+    def of_another_tokenizer(self) -> None:
+        """Write all shards as another tokenizer's, in files and in the list."""
+        self._write(replace(self._facts, tokenizer="0" * 32), lambda rows: rows)
+
+    def reverse_rows(self) -> None:
+        """Write the rows of each shard in reverse order."""
+        self._write(self._facts, lambda rows: rows.taken(np.arange(len(rows))[::-1]))
+
+    def halve(self) -> None:
+        """Cut the last shard's file off, as a copy is that goes on."""
+        path = sorted(self.folder.glob("*.parquet"))[-1]
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    def turn_a_bit(self) -> None:
+        """Change the last shard's file where its rows are."""
+        path = sorted(self.folder.glob("*.parquet"))[-1]
+        held = bytearray(path.read_bytes())
+        held[len(held) // 3] ^= 1
+        path.write_bytes(held)
+
+    def remove(self) -> None:
+        """Remove the first shard's file."""
+        min(self.folder.glob("*.parquet")).unlink()
+
+    def exchange(self) -> None:
+        """Put the first shard's file into the second one's place, also in the list."""
+        listed = manifest.read(self.folder)
+        assert listed is not None, "it was made here"
+        first, other = (manifest.path_of(self.folder, self._facts, n) for n in (0, 1))
+        shutil.copy(first, other)
+        own = listed.shards[0]
+        moved = replace(listed.shards[1], bytes=own.bytes, digest=own.digest)
+        self._list(self._facts, {**listed.shards, 1: moved}.values())
+
+    def _write(self, facts: Facts, change: Callable[[Rows], Rows]) -> None:
+        entries = []
+        for shard in range(facts.num_shards):
+            starts = self._places.starts(shard)
+            rows = change(_read(student.of(self._prepared).shards, self._facts, shard, starts))
+            with closing(ShardWriter(self.folder, facts, shard, starts)) as file:
+                file.add(rows)
+                entries.append(file.finish())
+        self._list(facts, entries)
+
+    def _list(self, facts: Facts, entries: Iterable[Entry]) -> None:
+        (self.folder / manifest.name_of(None)).unlink()
+        with closing(Claims(self.folder)) as claims:
+            writer = manifest.Writer(self.folder, facts, None, claims)
+            for entry in entries:
+                writer.add(entry)
 
 
-def _listed_anew(folder: Path, facts: Any, entries: Mapping[int, Entry]) -> None:
-    (folder / manifest.name_of(None)).unlink()
-    claims = Claims(folder)
-    writer = manifest.Writer(folder, facts, None, claims)
-    for entry in entries.values():
-        writer.add(entry)
-    claims.close()
-
-
-def _halved(folder: Path) -> None:
-    path = sorted(folder.glob("*.parquet"))[-1]
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def _exchanged(folder: Path) -> None:
-    """Put the first shard's file into the second one's place, with a list that says so."""
-    listed = manifest.read(folder)
-    assert listed is not None, "it was made here"
-    one, other = (manifest.path_of(folder, listed.facts, n) for n in (0, 1))
-    shutil.copy(one, other)
-    first = listed.shards[0]
-    entries = {
-        **listed.shards,
-        1: replace(listed.shards[1], bytes=first.bytes, digest=first.digest),
-    }
-    _listed_anew(folder, listed.facts, entries)
+def _read(folder: Path, facts: Facts, shard: int, starts: Any) -> Rows:
+    """Return all rows of a shard."""
+    file = File(folder, facts, shard, starts)
+    return shards.joined([file.read(n) for n in range(len(shards.groups(facts, starts)))])
 
 
 class SoftTextbook(Textbook):

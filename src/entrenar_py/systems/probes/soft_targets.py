@@ -98,8 +98,8 @@ def measured(
 
     The head is the identity, whose products are exact: the last hidden states are the logits.
     """
-    how = {"top_k": asked.top_k, "known": asked.vocabulary, "stored": torch.float32}
-    kept = teacher.kept_of(taught.clone(), **how)
+    size, form = asked.vocabulary, torch.float32
+    kept = teacher.kept_of(taught.clone(), top_k=asked.top_k, known=size, stored=form)
     tokens, head = kept.tokens.long(), torch.eye(asked.vocabulary)
     mix = loss.Mix(asked.alpha, temperature, asked.top_k < asked.vocabulary)
     hidden = student.clone().requires_grad_()
