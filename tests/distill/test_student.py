@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -143,7 +144,18 @@ def test_workers_of_other_machines_have_copies(small: Path, tmp_path: Path) -> N
         without = machines.worker(cache=tmp_path / "theirs")
         assert without.code() == exit_codes.INVALID
         assert "give their folder by --logits" in without.text
+        # One that waits for shards ends when it is told to, before it has joined and afterwards.
+        waiting = machines.worker("--logits", tmp_path / "none", cache=tmp_path / "theirs")
+        waiting.until("waits for the first list")
+        waiting.signal(signal.SIGTERM)
+        assert waiting.code() == exit_codes.STOPPED, waiting.text
         shutil.copytree(folder, tmp_path / "copy")
+        made.moved(tmp_path / "copy", tmp_path / "aside", 0)
+        waiting = machines.worker("--logits", tmp_path / "copy", cache=tmp_path / "theirs")
+        waiting.until("takes part")
+        waiting.signal(signal.SIGTERM)
+        assert waiting.code() == exit_codes.STOPPED, waiting.text
+        shutil.copytree(tmp_path / "aside", tmp_path / "copy", dirs_exist_ok=True)
         worker = machines.worker("--logits", tmp_path / "copy", cache=tmp_path / "theirs")
         assert worker.code() == serving.code() == exit_codes.DONE, worker.text + serving.text
     assert runs.adapters(tmp_path / "out") == alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -24,10 +25,13 @@ OPEN_MAX = 256  # files
 Say = Callable[[str], None]
 
 
-def facts_of(folder: Path, *, patience_s: float, say: Say = printing.say) -> Facts:
+def facts_of(
+    folder: Path, *, patience_s: float, ended: threading.Event, say: Say = printing.say
+) -> Facts:
     """Return the facts of the shards in `folder`; waits until a first list is there.
 
-    Raises UsageError if none is after `patience_s` seconds, or for one that can't be read.
+    Raises UsageError if none is after `patience_s` seconds, or for one that can't be read, and
+    SystemFailure once `ended` is set.
     """
     begin, told = time.monotonic(), False
     lists = Lists(folder)
@@ -41,8 +45,13 @@ def facts_of(folder: Path, *, patience_s: float, say: Say = printing.say) -> Fac
         if not told:
             say(f"waits for the first list of shards in {folder}")
             told = True
-        time.sleep(min(LOOK_EVERY_S, patience_s - waited))
+        _wait_on(ended, folder, min(LOOK_EVERY_S, patience_s - waited))
     return found.facts
+
+
+def _wait_on(ended: threading.Event, folder: Path, seconds: float) -> None:
+    if ended.wait(seconds):
+        raise SystemFailure(f"distill.logits={folder}: the wait for a shard was ended")
 
 
 class TeacherRows:
@@ -56,15 +65,17 @@ class TeacherRows:
         *,
         num_tokens: int,
         patience_s: float,
+        ended: threading.Event,
         say: Say = printing.say,
     ) -> None:
         """A shard that is missing, or not whole, is waited for, `patience_s` seconds at most.
 
-        All tokens are below `num_tokens`.
+        All tokens are below `num_tokens`. Once `ended` is set, nothing is waited for.
         """
         self.facts = facts
         self._folder, self._places = folder, places
         self._num_tokens, self._patience_s, self._say = num_tokens, patience_s, say
+        self._ended = ended
         self._lists, self._listed = Lists(folder), Listed(facts, {})
         self._files: OrderedDict[int, File] = OrderedDict()
         # Shards whose digests were compared, and their files' states then: a run with a new order
@@ -80,6 +91,10 @@ class TeacherRows:
         of the samples.
         """
         return shards.joined([self._rows(int(sample)) for sample in samples])
+
+    def interrupt(self) -> None:
+        """End a wait in another thread, which raises SystemFailure."""
+        self._ended.set()
 
     def require(self, samples: Sequence[int]) -> None:
         """Wait until the shards of all `samples` are there. Raises SystemFailure as `rows` does."""
@@ -157,7 +172,7 @@ class TeacherRows:
             if why != told and waited >= min(TELL_AFTER_S, self._patience_s / 2):
                 self._say(f"waits for shard {shard}: {why}")
                 told = why
-            time.sleep(min(LOOK_EVERY_S, self._patience_s - waited))
+            _wait_on(self._ended, self._folder, min(LOOK_EVERY_S, self._patience_s - waited))
 
     def _lacks(self, shard: int) -> str:
         """Return what a shard lacks to be read; "" if nothing."""

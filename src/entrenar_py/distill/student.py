@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,10 @@ class Student(Finetuning):
             "distill.alpha": self.mix.alpha,
             "distill.temperature": self.mix.temperature,
         }
+
+    def interrupt(self) -> None:
+        """See `Workload`."""
+        self.teacher.interrupt()
 
     def require(self, ids: Sequence[int]) -> None:
         """Wait until the teacher's rows of all samples `ids` are there."""
@@ -131,13 +136,14 @@ class StudentObjective(NextTokens):
         return losses.of_hidden(hidden, head.weight, taught, self._mix)
 
 
-def facts_of(prepared: Prepared) -> Facts:
+def facts_of(prepared: Prepared, ended: threading.Event | None = None) -> Facts:
     """Return the facts of a run's shards, once a first list of them is there.
 
-    Raises UsageError if they are of another tokenizer, of other rows, or of other settings.
+    Raises UsageError if they are of another tokenizer, of other rows, or of other settings, and
+    SystemFailure if `ended` is set while there is none.
     """
-    section = of(prepared)
-    facts = reading.facts_of(section.shards, patience_s=section.wait_s)
+    section, ended = of(prepared), ended or threading.Event()
+    facts = reading.facts_of(section.shards, patience_s=section.wait_s, ended=ended)
     require_fitting(prepared, section, facts)
     return facts
 
@@ -189,15 +195,18 @@ def places(train: Samples, seed: int, num_each: int) -> Places:
     return Places(train, order, num_each)
 
 
-def workload(prepared: Prepared, kind: type[Student] = Student) -> Finetuning:
+def workload(
+    prepared: Prepared, kind: type[Student] = Student, ended: threading.Event | None = None
+) -> Finetuning:
     """Return the workload of a run, a `kind` of student if it learns from a teacher.
 
-    Raises UsageError as `Prepared.workload` and `facts_of` do.
+    Raises as `Prepared.workload` and `facts_of` do.
     """
     section = prepared.settings.distill
     if section is None:
         return prepared.workload()
-    facts = facts_of(prepared)
+    ended = ended or threading.Event()
+    facts = facts_of(prepared, ended)
     # Heads of one family may be filled up to other sizes, with tokens that no tokenizer has.
     vocabulary = vocabulary_of(model_class.configuration(prepared.settings))
     if vocabulary != facts.vocabulary and not facts.has_rest:
@@ -219,6 +228,7 @@ def workload(prepared: Prepared, kind: type[Student] = Student) -> Finetuning:
         places(prepared.train, facts.seed, max(facts.samples)),
         num_tokens=min(vocabulary, facts.vocabulary),
         patience_s=section.wait_s,
+        ended=ended,
     )
     mix = Mix(section.alpha, section.temperature, facts.has_rest)
     return prepared.workload(kind, teacher=rows, mix=mix)

@@ -6,8 +6,10 @@ Code of a checkpoint is fetched and run only if this worker's own command line a
 from __future__ import annotations
 
 import argparse
+import asyncio
 import hashlib
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -64,8 +66,15 @@ async def obtain(
         return finish
     if files.num_fetched:
         say(f"fetched {files.num_fetched} bytes, all verified")
-    with tempfile.TemporaryDirectory(prefix="entrenar-") as folder:
-        return _workload(listed, files, Path(folder), given.model, given.logits)
+    ended = threading.Event()
+    with tempfile.TemporaryDirectory(prefix="entrenar-") as name:
+        own = given.model, given.logits
+        making = asyncio.to_thread(_workload, listed, files, Path(name), *own, ended=ended)
+        try:
+            return await making
+        except asyncio.CancelledError:
+            ended.set()  # else a wait for the first shard would outlive this worker
+            raise
 
 
 def _received(say: Say) -> ReceivedFiles:
@@ -104,17 +113,19 @@ def _workload(
     files: ReceivedFiles,
     folder: Path,
     own: Path | None,
-    logits: Path | None = None,
+    logits: Path | None,
+    ended: threading.Event,
 ) -> Finetuning:
     """Return the model with its samples. `folder` is needed only until then.
 
-    `own` is this machine's copy of the checkpoint, and `logits` that of a teacher's shards.
+    `own` is this machine's copy of the checkpoint, and `logits` that of a teacher's shards, which
+    are waited for until `ended` is set.
     """
     settings = _with_shards(received_run.settings_of(listed), logits)
     settings = replace(settings, model=_checkpoint(listed, files, folder) if own is None else own)
     train = received_run.rows(listed, files, settings)
     fitting.require_checkpoint(settings.model)
-    return student.workload(received_run.prepared(listed, train, settings))
+    return student.workload(received_run.prepared(listed, train, settings), ended=ended)
 
 
 def _with_shards(settings: Settings, logits: Path | None) -> Settings:

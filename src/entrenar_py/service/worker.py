@@ -98,6 +98,7 @@ class Stay:
     _stopped: str | None = None  # the signal that stopped it
     _asking: asyncio.Task[Any] | None = None
     _client: WorkerClient | None = None
+    _workload: Workload | None = None
     _problem: str = ""
 
     async def take_part(self) -> Finish:
@@ -135,12 +136,21 @@ class Stay:
                 "checkpoint; leave it out"
             )
         if workload is None or isinstance(workload, Workload):
+            self._workload = workload
             self._client = self.join(told, workload)
         else:
             self._client = workload.client(told, self)
-        return await self._client.run(
-            host, port, context=self.context, patience_s=self.given.patience_s
-        )
+        try:
+            return await self._client.run(
+                host, port, context=self.context, patience_s=self.given.patience_s
+            )
+        except SystemFailure:
+            if self._stopped is None:
+                raise
+            return Finish("stopped")  # its wait for data was ended
+        finally:
+            if self._workload is not None:
+                self._workload.interrupt()
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T | Finish:
         """Return the result of `work`; a Finish if a signal stops this worker before."""
@@ -240,6 +250,8 @@ class Stay:
         self._stopped = number.name
         if self._client is not None:
             self._client.leave(f"stopped by {number.name}")
+            if self._workload is not None:
+                self._workload.interrupt()
         elif self._asking is not None:
             self._asking.cancel()
 

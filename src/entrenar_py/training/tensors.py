@@ -72,6 +72,12 @@ class Workload(ABC):
         """Return the number of tokens in the samples `ids`; None if they are not made of tokens."""
         return None
 
+    def interrupt(self) -> None:
+        """End what `batch` waits for in another thread: it raises SystemFailure, now and later.
+
+        Here it waits for nothing.
+        """
+
     @abstractmethod
     def batch(self, ids: Sequence[int]) -> tuple[Tensor, ...]:
         """Return the CPU tensors of the samples `ids`; shapes depend only on the number of ids."""
