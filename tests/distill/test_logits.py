@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from entrenar_py.distill import manifest, shards, student
+from entrenar_py.distill import manifest, shards, student, teacher
 from entrenar_py.distill.shards import File
+from entrenar_py.distill.teacher import Teacher
+from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.finetune import settings_file
 from entrenar_py.service import cli, exit_codes
 from entrenar_py.tuning import prepared as preparing
@@ -56,8 +58,8 @@ def rows_in(config: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
         ({"stored": "float16"}, 2e-2),
         ({"top_k": 512, "stored": "float32"}, 1e-5),
         ({"top_k": 1, "batch_tokens": 1}, 2e-2),
-        ({"precision": "bfloat16"}, 0.3),
-        ({"precision": "int8"}, 0.3),
+        ({"precision": "bfloat16"}, 0.03),
+        ({"precision": "int8"}, 0.03),
     ],
 )
 def test_rows_are_the_teachers(
@@ -168,6 +170,50 @@ def test_parts_are_put_together(config: Path, tmp_path: Path) -> None:
     assert cli.main(["distill", "status", str(tmp_path / "1")]) == exit_codes.DONE
 
 
+def test_int8_is_refused_where_it_would_change_nothing() -> None:
+    """Or where the model reads the weights of its layers itself."""
+    import transformers
+
+    sizes = {"vocab_size": 32, "num_hidden_layers": 1}
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=8, n_head=2, **sizes))
+    with pytest.raises(UsageError, match="GPT2LMHeadModel have no linear layer"):
+        teacher._quantise(plain)
+    config = transformers.MambaConfig(hidden_size=8, state_size=4, **sizes)
+    reading: Any = transformers.MambaForCausalLM(config).bfloat16()
+    teacher._quantise(reading)
+    with pytest.raises(UsageError, match="MambaForCausalLM doesn't run with its linear layers"):
+        teacher._require_running(reading)
+
+
+def test_a_teacher_that_converts_what_its_head_takes() -> None:
+    """Mamba's last hidden state is float32, its head's weights are not."""
+    import transformers
+
+    config = transformers.MambaConfig(
+        vocab_size=32, hidden_size=8, state_size=4, num_hidden_layers=1
+    )
+    module: Any = transformers.MambaForCausalLM(config).bfloat16().eval()
+    how: dict[str, Any] = {"top_k": 3, "stored": "float32", "known": 32}
+    made_by = Teacher(module, torch.device("cpu"), **how)
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    kept = made_by.kept(tokens, torch.arange(4))
+    due = module(input_ids=tokens, use_cache=False).logits[0].float().log_softmax(-1).topk(3)
+    torch.testing.assert_close(kept.log_probabilities, due.values)
+
+
+@pytest.mark.parametrize("top_k", [3, 32])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_end_the_stage(top_k: int, wrong: float) -> None:
+    logits = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    logits[2, 9] = wrong
+    kept = teacher.kept_of(logits, top_k=top_k, known=32, stored=torch.float32)
+    assert kept.rest.isnan().tolist() == [False, False, True, False]
+    batch: Any = object.__new__(teacher.Batch)
+    batch.sample = batch.position = batch.target = np.arange(4, dtype=np.int32)
+    with pytest.raises(SystemFailure, match="not finite in 1 of 4 rows, first at position 2"):
+        batch.rows(kept)
+
+
 def test_what_is_there_missing_and_damaged(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,7 +227,7 @@ def test_what_is_there_missing_and_damaged(
     assert cli.main(given) == exit_codes.WRONG
     told = capsys.readouterr().out
     assert "2 of 4 shards" in told
-    assert "damaged: shard 1: shard-00001-of-00004.parquet is listed, and not there" in told
+    assert "missing: shard 1" in told
     assert "damaged: shard 2: shard-00002-of-00004.parquet has 4 bytes" in told
     assert json.loads(record.read_text("utf-8"))["is_whole"] is False
     assert made.files(made.make_shards(config)) == whole

@@ -85,7 +85,7 @@ class Lists:
             elif found.facts != one.facts:
                 raise UsageError(
                     f"{path}: it is of other shards than the other lists in its folder "
-                    f"({_difference(found.facts, one.facts)}); give each its own folder"
+                    f"({_difference(one.facts, found.facts)}); give each its own folder"
                 )
             else:
                 for shard, entry in one.shards.items():
@@ -95,8 +95,13 @@ class Lists:
 
 
 def _difference(one: Facts, other: Facts) -> str:
-    ours, theirs = one.to_dict(), other.to_dict()
-    return ", ".join(name for name in ours if ours[name] != theirs[name])
+    """Return the names and values that differ, but for lists, whose names are enough."""
+    pairs = {name: (value, other.to_dict()[name]) for name, value in one.to_dict().items()}
+    return ", ".join(
+        name if isinstance(here, list) else f"{name} {here} and {there}"
+        for name, (here, there) in pairs.items()
+        if here != there
+    )
 
 
 class _List:
@@ -194,7 +199,7 @@ class Writer:
             if there is not None and there.facts != facts:
                 raise UsageError(
                     f"distill.logits={folder}: it has shards of another run "
-                    f"({_difference(there.facts, facts)} differ); give another folder"
+                    f"({_difference(there.facts, facts)} here); give another folder"
                 )
             self._list.update()
             if self._list.facts is None:

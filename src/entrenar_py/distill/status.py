@@ -71,19 +71,21 @@ def look(folder: Path) -> Status:
             f"{folder}: there are no shards ({manifest.PATTERN} is missing); give the folder that "
             "`entrenar distill logits` writes"
         )
+    facts = listed.facts
+    absent = {n for n in listed.shards if not manifest.path_of(folder, facts, n).exists()}
     damaged = {
         shard: why
         for shard, entry in sorted(listed.shards.items())
-        if (why := shards.problem(folder, listed.facts, entry))
+        if shard not in absent and (why := shards.problem(folder, facts, entry))
     }
-    there = listed.shards.keys() - damaged
-    making = claims.being_made(folder, listed.facts.num_shards)
-    whole = [entry for shard, entry in listed.shards.items() if shard not in damaged]
+    there = listed.shards.keys() - damaged.keys() - absent
+    making = claims.being_made(folder, facts.num_shards)
+    whole = [listed.shards[shard] for shard in there]
     return Status(
-        facts=listed.facts,
+        facts=facts,
         rows=sum(entry.rows for entry in whole),
         num_bytes=sum(entry.bytes for entry in whole),
-        missing=tuple(listed.missing),
+        missing=tuple(sorted({*listed.missing, *absent})),
         damaged=damaged,
         making={shard: process for shard, process in making.items() if shard not in there},
     )

@@ -215,7 +215,14 @@ def workload(
             f"{facts.vocabulary} logits, and the student has {vocabulary} "
             f"({prepared.settings.model}); make them with a smaller top_k"
         )
+    # A teacher keeps tokens that the tokenizer has, unless more are asked for than there are.
     known = len(prepared.tokenizer)
+    if vocabulary < min(known, facts.vocabulary):
+        raise UsageError(
+            f"model={prepared.settings.model}: it has {vocabulary} logits, and its tokenizer "
+            f"{known} tokens, of which the teacher's rows have any; use a student with a logit for "
+            "each"
+        )
     if vocabulary < facts.vocabulary and facts.top_k > known:
         raise UsageError(
             f"distill.logits={section.shards}: its rows have {facts.top_k} of the teacher's "

@@ -18,6 +18,7 @@ from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.tuning import blocks, fused_loss, model
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Distillation, Lora, Settings
+from entrenar_py.untrusted import printing
 
 LENGTHS = 8  # rows are filled up to a multiple of this
 _BLOCK = 128  # columns
@@ -212,19 +213,26 @@ def checkpoint(settings: Settings, section: Distillation, device: torch.device) 
     module = model.plain(settings_of(settings, section))
     if section.precision == "int8":
         _quantise(module)
+        _require_running(module)
     return module
 
 
 def _quantise(module: nn.Module) -> None:
-    """Put the linear layers within blocks in int8, by bitsandbytes' LLM.int8() for CPUs."""
+    """Put the linear layers within blocks in int8, by bitsandbytes' LLM.int8() for CPUs.
+
+    Raises UsageError for a model without any. A warning says if other weights are most.
+    """
     try:
         from bitsandbytes import nn as quantised
     except ImportError as error:
         raise UsageError(f"distill.precision=int8 needs bitsandbytes; {_EXTRA}") from error
-    for block in blocks.of(module):
+    of_blocks = blocks.of(module)
+    total, narrowed = sum(one.numel() for one in of_blocks.parameters()), 0
+    for block in of_blocks:
         for name, layer in list(block.named_modules()):
             if type(layer) is not nn.Linear:
                 continue
+            narrowed += layer.weight.numel()
             narrow = quantised.Linear8bitLt(
                 layer.in_features,
                 layer.out_features,
@@ -234,6 +242,29 @@ def _quantise(module: nn.Module) -> None:
             narrow.load_state_dict(layer.state_dict())
             above, _, own = name.rpartition(".")
             setattr(block.get_submodule(above), own, narrow.to("cpu").requires_grad_(False))
+    if not narrowed:
+        raise UsageError(
+            f"distill.precision=int8: the blocks of {type(module).__name__} have no linear layer "
+            "(nn.Linear), so all would stay in bfloat16; use precision: bfloat16"
+        )
+    if 2 * narrowed < total:
+        printing.warn(
+            f"warning: distill.precision=int8: {narrowed / total:.0%} of the weights in blocks of "
+            f"{type(module).__name__} are in int8; the others, such as experts, stay in bfloat16"
+        )
+
+
+def _require_running(module: nn.Module) -> None:
+    """Raise UsageError if the model can't compute with its layers in int8: it may read weights."""
+    try:
+        with torch.inference_mode():
+            module.eval()(input_ids=torch.tensor([[1, 2, 3, 4]]), use_cache=False)
+    except RuntimeError as error:
+        told = str(error).partition("\n")[0]
+        raise UsageError(
+            f"distill.precision=int8: {type(module).__name__} doesn't run with its linear layers "
+            f"in int8 ({told}); use precision: bfloat16"
+        ) from error
 
 
 def batches(samples: Samples, ids: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:

@@ -36,7 +36,11 @@ def head_of(module: nn.Module) -> nn.Linear | None:
         logits = module(input_ids=tokens, use_cache=False).logits
         with replaced_by_identity(head):
             hidden = module(input_ids=tokens, use_cache=False).logits
-        is_last = hidden.shape[-1] == head.in_features and torch.equal(head(hidden), logits)
+        is_last = (
+            hidden.shape[-1] == head.in_features
+            and hidden.dtype == head.weight.dtype  # some convert what they give the head
+            and torch.equal(head(hidden), logits)
+        )
     return cast("nn.Linear", head) if is_last else None
 
 

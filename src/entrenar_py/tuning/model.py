@@ -41,6 +41,8 @@ def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
     Raises UsageError if it can't be read.
     """
     transformers, folder = model_class.library(), folder or settings.model
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: there is no such folder; give one with a checkpoint")
     with model_class.reading(folder, "tokenizer"):
         found = transformers.AutoTokenizer.from_pretrained(
             folder,
