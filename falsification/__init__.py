@@ -32,6 +32,7 @@ from . import (
     data,
     devices,
     distillation,
+    distillation_shards,
     fallback,
     finetuning,
     initialisation,
@@ -63,7 +64,7 @@ _MUTANTS = (
     *(checkpoint, membership, non_finite, randomness, devices, manifests, fallback),
     *(wire, averaging, protocol, blocks, mesh, audits, rings, updates),
     *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd),
-    *(wgpu_steps, wgpu_kernels, finetuning, stages, distillation),
+    *(wgpu_steps, wgpu_kernels, finetuning, stages, distillation, distillation_shards),
 )
 _BENIGN = (
     *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),

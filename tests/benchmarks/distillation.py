@@ -166,7 +166,7 @@ def of_teacher(given: argparse.Namespace) -> dict[str, Any]:
         loaded._known = loaded.vocabulary  # the tokenizer has few words; a real one has all
         stage._teacher = lambda: loaded  # type: ignore[method-assign]
         for batch in _first(stage):  # kernels are chosen, and compiled
-            loaded._module(input_ids=batch.tokens.to(loaded.device), use_cache=False)
+            loaded.module(input_ids=batch.tokens.to(loaded.device), use_cache=False)
             loaded.kept(batch.tokens, batch.places).arrays()
         bare, ours = [], []
         for _ in range(given.runs):
@@ -204,7 +204,7 @@ def _bare(stage: Stage, loaded: teacher.Teacher) -> float:
     began = time.perf_counter()
     with torch.inference_mode():
         for batch in batches:
-            loaded._module(input_ids=batch.tokens.to(loaded.device), use_cache=False)
+            loaded.module(input_ids=batch.tokens.to(loaded.device), use_cache=False)
     _wait(loaded.device)
     return time.perf_counter() - began
 

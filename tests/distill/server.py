@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import threading
 import time
@@ -53,7 +54,7 @@ def prompt_of(body: dict[str, Any]) -> str:
     return str(body["prompt"] if "prompt" in body else body["messages"][-1]["content"])
 
 
-def chat(content: str | None, *, reason: str = "stop", **message: Any) -> Reply:
+def chat(content: str | None, *, reason: str | None = "stop", **message: Any) -> Reply:
     """Return an answer to a conversation."""
     said = {"role": "assistant", "content": content, **message}
     return Reply(body={"choices": [{"index": 0, "message": said, "finish_reason": reason}]})
@@ -62,6 +63,22 @@ def chat(content: str | None, *, reason: str = "stop", **message: Any) -> Reply:
 def completion(text: str, *, reason: str = "stop") -> Reply:
     """Return what follows a text."""
     return Reply(body={"choices": [{"index": 0, "text": text, "finish_reason": reason}]})
+
+
+@contextmanager
+def sending(reply: bytes) -> Iterator[str]:
+    """Answer the first connection with bytes that need not be HTTP; yield the base URL."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(2**16)
+                connection.sendall(reply)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
 
 
 @contextmanager

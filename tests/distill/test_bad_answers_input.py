@@ -39,6 +39,14 @@ URL = "http://127.0.0.1:9/v1"
         ({"endpoint": URL, "rows": "run.yaml/a.jsonl"}, "a.jsonl: can't be written"),
         ({"endpoint": URL, "rows": "prompts.jsonl"}, "would read it, too; give it another name"),
         ({"endpoint": URL, "data": {"train": "*.jsonl"}}, "would read it, too"),
+        ({"endpoint": URL, "data": {"validation": "answers.jsonl"}}, "data.validation="),
+        (
+            {"endpoint": URL, "rows": "d/a.jsonl", "data": {"train": "d*/*.jsonl"}},
+            "would read it, too",
+        ),
+        ({"endpoint": URL, "rows": "run.jsonl"}, "so this command did not write it"),
+        ({"endpoint": URL, "temperature": 1e-40}, "use 0, which takes the most likely token, or"),
+        ({"endpoint": URL, "timeout_s": 1e10}, "use a number > 0 and <= 86400"),
         ({"endpoint": URL, "data": {"train": "none.jsonl"}}, "can't be read"),
         ({"endpoint": URL, "prompts": "none.jsonl"}, "can't be read"),
         ({"distill": {"teacher": "none"}}, "no such folder"),
@@ -55,6 +63,7 @@ def test_refused(
     """One message says what was given, what is allowed, and what to do."""
     monkeypatch.setenv("ODD", f"{servers.KEY} \u20ac")
     path = config(tmp_path, chats(["a"]), **changes)
+    (tmp_path / "run.jsonl").write_text("{}\n", encoding="utf-8")
     assert cli.main(["distill", "text", str(path)]) == exit_codes.INVALID
     shown = capsys.readouterr()
     assert message in shown.err

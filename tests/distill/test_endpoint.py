@@ -193,6 +193,63 @@ def test_truncation_and_refusals_are_counted(
     assert said(tmp_path) == ["yes"]
 
 
+@pytest.mark.parametrize("reason", ["abort", "error", None, 7])
+def test_an_answer_that_was_broken_off_is_not_learned(
+    tmp_path: Path, reason: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Servers that give up say so in words of their own."""
+    with serving(lambda *_: chat("and then", reason=reason)) as server:
+        path = config(tmp_path, chats(["a"]), endpoint=server.url, retries=1, **ALL)
+        assert ask(path) == exit_codes.WRONG
+    assert len(server.asked) == 2
+    told = "does not say how it ended" if reason is None else f"ended by {reason!r}"
+    assert f"an answer that {told} (finish_reason)" in capsys.readouterr().out
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_endings_in_other_words(tmp_path: Path) -> None:
+    answers = {"a": chat("x", reason="max_tokens"), "b": chat("y", reason="EOS")}
+    with serving(lambda prompt, _: answers[prompt]) as server:
+        assert ask(config(tmp_path, chats([*answers]), endpoint=server.url, **ALL)) == 0
+    assert said(tmp_path) == ["y"]
+
+
+@pytest.mark.parametrize("status", [200, 400, 503])
+@pytest.mark.parametrize("form", [r"sk-secret\u002dof-the-tests", "sk-secret-of-the-tests"])
+def test_a_key_that_comes_back_is_hidden(
+    tmp_path: Path,
+    status: int,
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """However JSON has written it, in what is said and in what is written."""
+    monkeypatch.setenv("KEY", servers.KEY)
+    body = f'{{"error": {{"message": "{"x" * 190} {form}"}}}}'
+    if status == 200:
+        said_so = f'{{"content": "the key {form}"}}'
+        body = f'{{"choices": [{{"message": {said_so}, "finish_reason": "stop"}}]}}'
+    with serving(lambda *_: Reply(body=body.encode(), status=status)) as server:
+        given: dict[str, Any] = {"endpoint": server.url, "key_variable": "KEY", "retries": 0}
+        ask(config(tmp_path, chats(["a"]), **given, **ALL))
+    shown = capsys.readouterr()
+    written_too = "".join(path.read_text("utf-8") for path in tmp_path.glob("answers*"))
+    for text in (shown.out, shown.err, written_too):
+        assert "sk-secret" not in text
+
+
+def test_a_size_that_is_none_is_a_broken_connection(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A chunk of -5 bytes."""
+    with servers.sending(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nab") as url:
+        path = config(tmp_path, chats(["a"]), endpoint=url, retries=0, timeout_s=5, **ALL)
+        assert ask(path) == exit_codes.WRONG
+    shown = capsys.readouterr()
+    assert "1 failed" in shown.out
+    assert "Traceback" not in shown.err
+
+
 def test_calls_of_functions_are_kept(tmp_path: Path) -> None:
     """An answer that calls a function is a row with the call; a damaged call is a failure."""
     function = {"name": "look", "arguments": '{"at": 1}'}
@@ -236,7 +293,8 @@ def test_a_server_that_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert ask(path) == exit_codes.DONE
         assert time.monotonic() - began < 10
         path = config(tmp_path, chats(["slow"]), endpoint=server.url, timeout_s=0.3, retries=0)
-        (tmp_path / "answers.jsonl.journal").unlink()
+        for name in ("answers.jsonl.journal", "answers.jsonl"):
+            (tmp_path / name).unlink()
         server.asked.clear()
         assert ask(path) == exit_codes.WRONG
         assert "no whole answer within 0.3 s" in capsys.readouterr().out

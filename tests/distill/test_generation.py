@@ -26,6 +26,7 @@ def teacher(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "generation_config.json"
     record = json.loads(path.read_text(encoding="utf-8"))
     record |= {"eos_token_id": [1, *range(5, 512, 9)], "top_p": 0.5, "do_sample": True}
+    record |= {"repetition_penalty": 1.8, "num_beams": 2}  # not followed
     path.write_text(json.dumps(record), encoding="utf-8")
     return folder
 
@@ -62,7 +63,13 @@ def test_greedy_answers_are_those_of_transformers(teacher: Path, tmp_path: Path)
             return_dict=True,
         )
         given.pop("token_type_ids", None)
-        how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        how: dict[str, Any] = {
+            "do_sample": False,
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+        }
+        how |= {"repetition_penalty": 1.0, "num_beams": 1}
         tokens = model.generate(**given, max_new_tokens=48, pad_token_id=0, **how)
         new = tokens[0, given["input_ids"].shape[1] :].tolist()
         is_ended = new[-1] in model.generation_config.eos_token_id

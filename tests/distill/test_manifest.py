@@ -121,7 +121,7 @@ def test_lines_in_another_order(tmp_path: Path) -> None:
 def test_shards_of_another_run(tmp_path: Path) -> None:
     written(tmp_path, 0)
     other = replace(FACTS, teacher="f" * 32, top_k=3)
-    with closing(Claims(tmp_path)) as claims, pytest.raises(UsageError, match="teacher, top_k"):
+    with closing(Claims(tmp_path)) as claims, pytest.raises(UsageError, match=r"teacher 1+ and f+, top_k 4 and 3 here"):
         Writer(tmp_path, other, None, claims)
     (tmp_path / "manifest-1-of-2.jsonl").write_bytes(b"")
     assert manifest.read(tmp_path) is not None

@@ -174,7 +174,7 @@ def test_a_shard_that_does_not_come(
     if is_damaged:
         (folder / "shard-00002-of-00004.parquet").write_bytes(b"half")
     capfd.readouterr()
-    assert cli.main(["distill", "train", str(config), "--no-follow"]) == exit_codes.STOPPED
+    assert cli.main(["distill", "train", str(config), "--no-follow"]) == exit_codes.WRONG
     captured = capfd.readouterr()
     why = "has 4 bytes, and the list says" if is_damaged else "is listed, and not there"
     assert captured.out.count(f"shard-00002-of-00004.parquet {why}") >= 1

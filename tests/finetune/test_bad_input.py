@@ -141,7 +141,7 @@ def few_positions(model: Path) -> None:
         (fewer_embeddings, "and the model has embeddings of tokens 0 to 299; use the tokenizer"),
         (
             few_positions,
-            "data.max_tokens=64: the model takes rows of 48 tokens at most "
+            "the model takes rows of 48 tokens at most "
             "(max_position_embeddings in config.json); use max_tokens <= 48",
         ),
     ],

@@ -125,7 +125,7 @@ def test_workers_that_read_other_rows_are_told(
         rows.write_text(rows.read_text(encoding="utf-8").replace("rm", "ls"), encoding="utf-8")
 
     monkeypatch.setattr(foresight, "look", change)
-    assert cli.main(["finetune", str(config)]) == exit_codes.STOPPED
+    assert cli.main(["finetune", str(config)]) == exit_codes.WRONG
     told = capsys.readouterr().out
     assert "worker 0 ended (refused: " in told
     assert "no worker is left: worker 0 ended" in told
@@ -139,7 +139,7 @@ def test_a_run_ends_when_no_worker_is_left(
     monkeypatch.setattr(local, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(worker_process, "main", runs.die)
     config = runs.configured(tmp_path, small, workers=2)
-    assert cli.main(["finetune", str(config)]) == exit_codes.STOPPED
+    assert cli.main(["finetune", str(config)]) == exit_codes.WRONG
     told = capsys.readouterr().out
     assert "worker 1 died (exit code 3) and is started again" in told
     assert "no worker is left" in told
@@ -161,7 +161,7 @@ def test_a_worker_that_cannot_start_again_is_told(
         return give(crew, job)
 
     monkeypatch.setattr(Crew, "give", refuse)
-    assert cli.main(["finetune", str(runs.configured(tmp_path, small))]) == exit_codes.STOPPED
+    assert cli.main(["finetune", str(runs.configured(tmp_path, small))]) == exit_codes.WRONG
     told = capsys.readouterr().out
     assert told.count("worker 0: no worker process starts") == len(given) - 1 > 0
     assert "no worker is left" in told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import secrets
 import threading
@@ -19,7 +18,7 @@ from blake3 import blake3
 from entrenar_py.distill import endpoint, prompts
 from entrenar_py.distill.endpoint import Endpoint
 from entrenar_py.distill.generation import Generation
-from entrenar_py.distill.journal import Journal
+from entrenar_py.distill.journal import Journal, journal_of
 from entrenar_py.distill.prompts import (
     REFUSED,
     TRUNCATED,
@@ -35,6 +34,7 @@ from entrenar_py.tuning import prepared, rows
 from entrenar_py.tuning.settings import Completions, Distillation, Settings
 
 _VERSION = 1  # of what an answer depends on
+LEAST_TEMPERATURE = 1e-3  # above 0; with less a checkpoint's logits overflow
 _ENDS = (".jsonl", ".ndjson")
 
 
@@ -226,12 +226,28 @@ def _require_output(settings: Settings, text: Completions) -> None:
             f"distill.text.rows={text.rows}: JSON lines are written; use a name that ends with "
             f"{' or '.join(_ENDS)}"
         )
-    for key, path in (("data.train", settings.data.train), ("distill.text.prompts", text.prompts)):
-        if _fits(text.rows, path):
+    if 0 < text.temperature < LEAST_TEMPERATURE:
+        raise UsageError(
+            f"distill.text.temperature={text.temperature:g}: use 0, which takes the most likely "
+            f"token, or at least {LEAST_TEMPERATURE:g}"
+        )
+    read = {
+        "data.train": settings.data.train,
+        "data.validation": settings.data.validation,
+        "distill.text.prompts": text.prompts,
+    }
+    for key, path in read.items():
+        if path is not None and _fits(text.rows, path):
             raise UsageError(
                 f"distill.text.rows={text.rows}: {key}={path} would read it, too; give it another "
                 "name or folder"
             )
+    if text.rows.exists() and not journal_of(text.rows).exists():
+        raise UsageError(
+            f"distill.text.rows={text.rows}: it is there, and has no journal beside it "
+            f"({journal_of(text.rows).name}), so this command did not write it; give another name, "
+            "or remove it"
+        )
 
 
 def _fits(file: Path, given: Path) -> bool:
@@ -239,8 +255,10 @@ def _fits(file: Path, given: Path) -> bool:
     own = Path(os.path.realpath(file))
     if file.exists() and any(sign in given.name for sign in "*?["):
         return own in {Path(os.path.realpath(one)) for one in rows.files(given)}
-    is_beside = Path(os.path.realpath(given.parent)) == own.parent
-    return is_beside and (given.name == own.name or fnmatch.fnmatchcase(own.name, given.name))
+    if own == Path(os.path.realpath(given)):
+        return True
+    places = (own, Path(os.path.abspath(file)))  # noqa: PTH100  (links stay as they are)
+    return any(one.match(os.path.abspath(given)) for one in places)  # noqa: PTH100
 
 
 def _write(path: Path, lines: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ FIRST_WAIT_S = 1.0  # before a request is tried again; then twice as long each t
 WAIT_S_MAX = 600.0
 HOPELESS = 16  # prompts in a row that the server failed; the others are not asked then
 _TICK_S = 0.2
+_READ_BYTES = 2**16  # at a time
 _AGAIN = (408, 409, 425, 429)  # statuses below 500 that another try may change
 _REFUSALS = {
     401: "name the environment variable with the right key in distill.text.key_variable",
@@ -257,8 +258,7 @@ class Endpoint:
         try:
             return replies.answer(reply)
         except BadReplyError as problem:
-            told = f"the endpoint sends {self._hidden(str(problem))}"
-            raise _TroubleError(told, again=True) from problem
+            raise _TroubleError(f"the endpoint sends {problem}", again=True) from problem
 
     def _exchange(
         self, path: str, body: dict[str, Any], asking: _Asking
@@ -283,28 +283,28 @@ class Endpoint:
                 sent = json.dumps(body, default=str).encode()
                 connection.request("POST", path, sent, headers)
                 reply = connection.getresponse()
-                found = reply.read(REPLY_BYTES_MAX + 1)
+                found = _body(reply)
         except ssl.SSLCertVerificationError as error:
             raise UsageError(
                 f"endpoint={self._place.url}: its certificate is not trusted "
                 f"({error.verify_message}); use the name that it is for, or let the system trust "
                 "its issuer (SSL_CERT_FILE)"
             ) from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             if time.monotonic() - began_s >= limit_s:
                 told = f"no whole answer within {limit_s:g} s (distill.text.timeout_s)"
             else:
                 why = self._hidden(str(error) or type(error).__name__)
                 told = f"no connection, or one that broke ({why})"
             raise _TroubleError(told, again=True) from error
-        if time.monotonic() - began_s >= limit_s and not found:
+        if time.monotonic() - began_s >= limit_s:
             told = f"no whole answer within {limit_s:g} s (distill.text.timeout_s)"
             raise _TroubleError(told, again=True)
         if len(found) > REPLY_BYTES_MAX:
             told = f"the endpoint sends more than {REPLY_BYTES_MAX} bytes, the most that are read"
             raise _TroubleError(told, again=False)
-        if self._key is not None and reply.status != http.client.OK:  # some send it back
-            found = found.replace(self._key.encode(), b"***")
+        if self._key is not None:  # some send it back
+            found = _without(self._key, found)
         return reply.status, _seconds(reply.getheader("Retry-After")), found
 
     def _connection(self, connect_s: float) -> http.client.HTTPConnection:
@@ -318,6 +318,28 @@ class Endpoint:
     def _hidden(self, text: str) -> str:
         """Return a server's text without the key, which some send back."""
         return text if self._key is None else text.replace(self._key, "***")
+
+
+def _body(reply: http.client.HTTPResponse) -> bytes:
+    """Return a reply's body, or a byte more than is allowed.
+
+    Raises HTTPException for one that breaks off, and ValueError for sizes that are no numbers.
+    """
+    found = bytearray()
+    while len(found) <= REPLY_BYTES_MAX and (part := reply.read1(_READ_BYTES)):
+        found += part
+    if reply.length and len(found) <= REPLY_BYTES_MAX:
+        raise http.client.IncompleteRead(bytes(found), reply.length)
+    return bytes(found[: REPLY_BYTES_MAX + 1])
+
+
+def _without(key: str, body: bytes) -> bytes:
+    """Return a body in which stars stand for the key, however JSON has written it."""
+    with suppress(ValueError, RecursionError):  # else it is hidden where it stands as it is
+        body = json.dumps(json.loads(body)).encode()
+    for form in {key, json.dumps(key)[1:-1]}:
+        body = body.replace(form.encode(), b"***")
+    return body
 
 
 def seed_of(prompt: Prompt, seed: int) -> int:

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from entrenar_py.distill import teacher
 from entrenar_py.distill.prompts import REFUSED, TRUNCATED, WHOLE, Answer, Failed, Prompt, Result
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.tuning import chat_template, fitting, model, samples
 from entrenar_py.tuning.conversations import BadConversationError
 from entrenar_py.tuning.settings import Completions, Distillation, Settings
@@ -39,10 +39,12 @@ class Generation:
     @property
     def identity(self) -> list[str]:
         """The source of the answers: digests and format; reads all of the checkpoint."""
+        ends = self._own.model / "generation_config.json"
         return [
             fitting.digest(self._own.model),
             samples.tokenizer_digest(self._tokenizer),
             self._section.precision,
+            blake3(ends.read_bytes() if ends.is_file() else b"").hexdigest(16),
         ]
 
     def answers(
@@ -111,6 +113,7 @@ class Generation:
                 pad_token_id=model.padding(self._tokenizer),
                 eos_token_id=sorted(self._ends()),
                 stopping_criteria=_criteria(stopping),
+                logits_processor=[_require_finite],
                 **how,
             )
         return cast("list[int]", made[0, len(tokens) :].tolist())
@@ -141,6 +144,16 @@ class Generation:
             self._module = module.to(self._device)
             self._module.generation_config = _plain(self._module.generation_config)
         return self._module
+
+
+def _require_finite(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Return the next token's logits. Raises SystemFailure if they are not finite."""
+    if scores.isnan().any() or (scores == torch.inf).any():
+        raise SystemFailure(
+            "the teacher's logits are not finite; check the checkpoint, or try distill.precision: "
+            "float32"
+        )
+    return scores
 
 
 def _plain(config: Any) -> Any:

@@ -32,7 +32,7 @@ class Journal:
         `settings` is the digest of all else that an answer depends on. Raises UsageError if it
         can't be written, or if another process has it open.
         """
-        self.path, self._settings = rows.with_name(f"{rows.name}{END}"), settings
+        self.path, self._settings = journal_of(rows), settings
         self._new_tokens = new_tokens
         self.others = self.damaged = 0
         self._answers = dict[str, Answer]()
@@ -51,7 +51,7 @@ class Journal:
             self._lock()
             self._read()
         except BaseException:
-            self.close()
+            os.close(self._file)
             raise
 
     def _lock(self) -> None:
@@ -139,8 +139,18 @@ class Journal:
         self._answers[prompt.digest] = answer
 
     def close(self) -> None:
-        """Let the disk have it, and others open it."""
+        """Let the disk have it, and others open it. Raises SystemFailure if the disk can't."""
         try:
             os.fsync(self._file)
+        except OSError as error:
+            raise SystemFailure(
+                f"{self.path}: can't be written ({error.strerror or error}); make room, and start "
+                "it again: it asks what has no answer yet"
+            ) from error
         finally:
             os.close(self._file)
+
+
+def journal_of(rows: Path) -> Path:
+    """Return the path of the journal of the rows at `rows`."""
+    return rows.with_name(f"{rows.name}{END}")

@@ -75,7 +75,14 @@ class Lists:
         or damaged, and for lists of different facts.
         """
         found: Listed | None = None
-        for path in sorted(self._folder.glob(PATTERN)):
+        try:
+            paths = sorted(self._folder.glob(PATTERN))
+        except OSError as error:
+            told = f"can't be read ({error.strerror or error})"
+            raise UsageError(
+                f"distill.logits={self._folder}: {told}; give another folder"
+            ) from error
+        for path in paths:
             one = self._known.setdefault(path, _List(path))
             one.update()
             if one.facts is None:
@@ -201,9 +208,8 @@ class Writer:
                     f"distill.logits={folder}: it has shards of another run "
                     f"({_difference(there.facts, facts)} here); give another folder"
                 )
-            self._list.update()
-            if self._list.facts is None:
-                self._append({"what": _HEAD, **facts.to_dict()})
+            self._facts = facts
+            self._update()
 
     def add(self, entry: Entry) -> Entry:
         """Add a shard, whose file is in its place; return what the list has of it.
@@ -214,9 +220,16 @@ class Writer:
             there = self._lists.read()
             before = None if there is None else there.shards.get(entry.shard)
             entry = replace(entry, remade=0 if before is None else before.remade + 1)
-            self._list.update()  # others may have added some
+            self._update()
             self._append({"what": _SHARD, **asdict(entry)})
         return entry
+
+    def _update(self) -> None:
+        """Read what others have added, and begin a list that is not there, or no more."""
+        self._list.update()
+        if self._list.facts is None:
+            self._append({"what": _HEAD, **self._facts.to_dict()})
+            self._list.update()
 
     def _append(self, record: dict[str, Any]) -> None:
         """Write one line after the last whole one, and let the disk have it."""

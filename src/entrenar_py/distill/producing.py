@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import deque
@@ -112,8 +113,10 @@ class Stage:
                 return self._make_all(claims, writer, listen, stopping)
         except OSError as error:
             problem = f"shards can't be written ({error.strerror or error})"
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+            advice = "make room" if is_full else "give a folder that can be written to"
             raise SystemFailure(
-                f"distill.logits={self.folder}: {problem}; make room, and start it again: it goes "
+                f"distill.logits={self.folder}: {problem}; {advice}, and start it again: it goes "
                 "on with the first missing shard"
             ) from error
 
@@ -176,9 +179,13 @@ class Stage:
         return left
 
     def _teacher(self) -> Teacher:
-        section = student.of(self.prepared)
-        known = len(self.prepared.tokenizer)
-        return teacher.load(self._settings, section, self.device, known=known)
+        """Return the teacher. Raises UsageError for one that can't take the rows."""
+        section, prepared = student.of(self.prepared), self.prepared
+        known = schema.num_tokens(prepared.tokenizer)
+        loaded = teacher.load(self._settings, section, self.device, known=known)
+        both = prepared.train, prepared.validation
+        fitting.require_samples(self._settings, loaded.module, both, prepared.pad_token)
+        return loaded
 
     def _make(
         self, loaded: Teacher, shard: int, writing: _Writing, stopping: threading.Event

@@ -12,6 +12,9 @@ from entrenar_py.untrusted import escaping
 
 _SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # others are not OpenAI's
 _SHOWN_CHARS = 200
+# How answers end, by OpenAI and by servers that say it in their own words.
+_WHOLE = ("stop", "tool_calls", "function_call", "eos", "eos_token", "end_turn", "stop_sequence")
+_TRUNCATED = ("length", "max_tokens", "model_length")
 
 
 class BadReplyError(ValueError):
@@ -60,9 +63,15 @@ def answer(body: bytes) -> Answer:
         json.dumps([content, calls], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise BadReplyError("an answer with half of a character") from error
-    if reason == "length":
+    ended = reason.lower() if isinstance(reason, str) else None
+    if ended in _TRUNCATED:
         return Answer(TRUNCATED, content)
-    if said.get("refusal") or reason == "content_filter" or not (content.strip() or calls):
+    if said.get("refusal") or ended == "content_filter":
+        return Answer(REFUSED, content)
+    if ended not in _WHOLE:
+        told = "does not say how it ended" if reason is None else f"ended by {reason!r}"
+        raise BadReplyError(f"an answer that {escaping.shortened(told)} (finish_reason)")
+    if not (content.strip() or calls):
         return Answer(REFUSED, content)
     return Answer(WHOLE, content, calls)
 

@@ -110,6 +110,11 @@ def vocabulary_digest(tokenizer: Any) -> str:
     return blake3(json.dumps(told).encode()).hexdigest(16)
 
 
+def num_tokens(tokenizer: Any) -> int:
+    """Return one more than the largest number of a token; there may be gaps between them."""
+    return 1 + max(map(int, tokenizer.get_vocab().values()))
+
+
 def file_name(number: int, num_shards: int) -> str:
     """Return the name of the shard `number`, counted from 0."""
     return f"shard-{number:05d}-of-{num_shards:05d}.parquet"

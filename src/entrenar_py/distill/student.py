@@ -216,7 +216,7 @@ def workload(
             f"({prepared.settings.model}); make them with a smaller top_k"
         )
     # A teacher keeps tokens that the tokenizer has, unless more are asked for than there are.
-    known = len(prepared.tokenizer)
+    known = schema.num_tokens(prepared.tokenizer)
     if vocabulary < min(known, facts.vocabulary):
         raise UsageError(
             f"model={prepared.settings.model}: it has {vocabulary} logits, and its tokenizer "

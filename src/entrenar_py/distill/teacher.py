@@ -61,7 +61,7 @@ class Teacher:
         self._top_k, self._stored = top_k, _STORED[stored]
         self._known = known if top_k <= known < self.vocabulary else self.vocabulary
         self.device = device
-        self._module = module.to(device)
+        self.module = module.to(device)
         self._head = fused_loss.head_of(module)
 
     @torch.inference_mode()
@@ -71,7 +71,7 @@ class Teacher:
             nullcontext() if self._head is None else fused_loss.replaced_by_identity(self._head)
         )
         with replaced:
-            found = self._module(input_ids=self._here(tokens), use_cache=False).logits
+            found = self.module(input_ids=self._here(tokens), use_cache=False).logits
         outputs = found.flatten(0, 1).index_select(0, self._here(places))
         held = _LOGITS_MAX if self.device.type == "cuda" else fused_loss.LOGITS_MAX
         rows = max(1, held // self.vocabulary)

@@ -28,7 +28,7 @@ from entrenar_py.finetune import (
 )
 from entrenar_py.finetune import task as tasks
 from entrenar_py.protocol.terms import Timing
-from entrenar_py.service import coordinator, memory_peak
+from entrenar_py.service import coordinator, exit_codes, memory_peak
 from entrenar_py.service.address import Address
 from entrenar_py.service.config import Checkpoint, Config
 from entrenar_py.service.memory_peak import Memory
@@ -114,7 +114,10 @@ def train(
             tensorboard=tensorboard,
         ) as task,
     ):
-        return coordinator.serve(config, task, resume=resume)
+        code = coordinator.serve(config, task, resume=resume)
+        # Nobody stopped it: what the workers lacked has to be mended before it goes on.
+        is_given_up = code == exit_codes.STOPPED and workers.are_gone
+        return exit_codes.WRONG if is_given_up else code
 
 
 def _following(settings: Settings, follow: bool | None) -> Settings:
@@ -150,6 +153,7 @@ class _Workers:
         self._deaths = Counter[int]()
         self._peaks: dict[int, Memory] = {}
         self._address = LOOPBACK
+        self.are_gone = False
 
     def start(self, address: Address, give_up: Callable[[str], None]) -> None:
         """Start all workers of the coordinator at `address`, and look after them.
@@ -197,6 +201,7 @@ class _Workers:
         """Tell that a worker is not started again; end the run if it was the last."""
         printing.say(f"{why} and stays away")
         if all(self._deaths[other] == DEATHS_MAX for other in self._hands):
+            self.are_gone = True
             self._give_up(f"no worker is left: {why}")
 
     def _look(self) -> None:

@@ -20,6 +20,7 @@ from entrenar_py.tuning.workload import Tuned
 from entrenar_py.untrusted import printing
 
 CHECKPOINT, LEDGER, METRICS = "state.checkpoint", "ledger.jsonl", "metrics.jsonl"  # in the output
+GRACE_S = 10.0  # for a step that may wait for a teacher's shard, which may take hours
 
 
 @contextmanager
@@ -48,6 +49,7 @@ def opened(
             ended=partial(_end, prepared, workload, evaluator, num_steps),
             halt_on_spike=halt_on_spike,
             tensorboard=tensorboard,
+            grace_s=GRACE_S if prepared.settings.distill else None,
         )
 
 

@@ -288,7 +288,10 @@ def _nf4_bytes(number: int) -> int:
 
 def _cut(whole: nn.Module, cut: Cut) -> nn.Module:
     """Return a copy of the model in which only a rank's part is left."""
-    part = copy.deepcopy(whole)
+    # Some layers keep what their last pass computed, which can't be copied with its history.
+    held = [one for module in whole.modules() for one in vars(module).values()]
+    kept = {id(one): one.detach() for one in held if isinstance(one, torch.Tensor)}
+    part = copy.deepcopy(whole, kept)
     if cut.blocks is not None:
         blocks = _stack(part)
         del blocks[cut.blocks :]

@@ -92,7 +92,8 @@ class Task:
     `ended` is called when the run is over, before the listeners are closed. `halt_on_spike` halts a
     star's run before a step whose gradient is far larger than those before it. Event files go to
     the folder `tensorboard`, if there is one. `package` has the files that workers may fetch, which
-    `piece` reads. `make_server` makes what does the coordinator's arithmetic, and `machine` is its
+    `piece` reads. After a signal the step in work has `grace_s` seconds, as long as it takes by
+    default. `make_server` makes what does the coordinator's arithmetic, and `machine` is its
     state machine, by default that of the scenario's topology.
     """
 
@@ -105,6 +106,7 @@ class Task:
     tensorboard: Path | None = None
     package: Package | None = None
     piece: ReadPiece = no_piece
+    grace_s: float | None = None
     make_server: Callable[..., Server] = Server
     machine: type[Coordinator] | None = None
 
@@ -219,7 +221,7 @@ async def _serve(settings: Config, task: Task, host: Host, first: int, *, resume
         peer.rank: peer.backend for peer in peers.values() if peer.rank is not None
     }
     host.give_up = lambda reason: _end_soon(loop, server, reason)
-    signals.deliver(_Stopper(server, host).stop)
+    signals.deliver(_Stopper(server, host, task.grace_s).stop)
     host.note("listening", f"listens at {Address(*at)}, from step {first} on")
     task.listening(Address(*at), partial(_end_soon, loop, server))
     finish = await server.finish()
@@ -271,16 +273,23 @@ def _end_soon(loop: asyncio.AbstractEventLoop, server: CoordinatorServer, reason
 
 
 class _Stopper:
-    """Ends a run on signals. The first lets the current step finish; the second ends it at once."""
+    """Ends a run on signals. The first lets the current step finish; the second ends it at once.
 
-    def __init__(self, server: CoordinatorServer, host: Host) -> None:
-        self._server, self._host = server, host
+    So does the end of `grace_s` seconds, for a step that may wait for long.
+    """
+
+    def __init__(self, server: CoordinatorServer, host: Host, grace_s: float | None) -> None:
+        self._server, self._host, self._grace_s = server, host, grace_s
         self._again = False
 
     def stop(self, number: signal.Signals) -> None:
         """Handle the signal `number`."""
-        when = "now" if self._again else "after the step in work"
+        grace = "" if self._grace_s is None else f", {self._grace_s:g} s at most"
+        when = "now" if self._again else f"after the step in work{grace}"
         self._host.note("stopping", f"{number.name}: stops {when}")
         reason = f"the coordinator was stopped by {number.name}"
         self._server.stop(reason, at_once=self._again)
+        if self._grace_s is not None and not self._again:
+            end = partial(self._server.stop, reason, at_once=True)
+            asyncio.get_running_loop().call_later(self._grace_s, end)
         self._again = True

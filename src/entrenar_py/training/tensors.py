@@ -72,7 +72,7 @@ class Workload(ABC):
         """Return the number of tokens in the samples `ids`; None if they are not made of tokens."""
         return None
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> None:  # noqa: B027  (a hook)
         """End what `batch` waits for in another thread: it raises SystemFailure, now and later.
 
         Here it waits for nothing.

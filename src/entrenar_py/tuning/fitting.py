@@ -207,8 +207,8 @@ def require_samples(
     most, limit = settings.data.max_tokens, longest(module)
     if limit is not None and most > limit:
         raise UsageError(
-            f"data.max_tokens={most}: the model takes rows of {limit} tokens at most "
-            f"(max_position_embeddings in config.json); use max_tokens <= {limit}"
+            f"data.max_tokens={most} with {settings.model}: the model takes rows of {limit} tokens "
+            f"at most (max_position_embeddings in config.json); use max_tokens <= {limit}"
         )
 
 

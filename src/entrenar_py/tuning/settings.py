@@ -150,9 +150,11 @@ class Completions:
     ] = 0.0
     concurrent: Annotated[int, Key("requests at a time", least=1, most=2**10)] = 4
     retries: Annotated[int, Key("how often a failed request is tried again", least=0, most=100)] = 4
-    timeout_s: Annotated[float, Key("seconds that an answer may take", above=0)] = 300.0
+    timeout_s: Annotated[float, Key("seconds that an answer may take", above=0, most=86_400)] = (
+        300.0
+    )
     synthetic_share: Annotated[
-        float, Key("share of the written rows that the teacher made", above=0, most=1)
+        float, Key("share of the written rows that the teacher made", least=0.001, most=1)
     ] = 0.5
 
 

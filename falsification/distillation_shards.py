@@ -1,0 +1,222 @@
+"""Bugs of distillations: in the teacher's rows, in their shards, and in a student's run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from entrenar_py.distill import producing, reading, teacher
+from entrenar_py.distill.manifest import path_of
+from entrenar_py.distill.shards import Rows
+from entrenar_py.distill.teacher import Kept
+from entrenar_py.errors import SystemFailure
+from entrenar_py.faults import Fault
+from entrenar_py.mutants import Variant
+from entrenar_py.tuning import encoding
+from entrenar_py.tuning.encoding import Sample
+
+from .distillation import DISTILL, LOSS, distilled, renormalised
+from .finetuning import forget_moments, masks_by_rank
+from .subjects import REPLICAS, SERVER
+
+_kept, _rows, _run = teacher.Teacher.kept, reading.TeacherRows.rows, producing.Stage.run
+_encode = encoding.Encoder.encode
+
+
+# --- the teacher's rows ---------------------------------------------------------------------------
+
+
+def one_later(self: teacher.Teacher, tokens: Tensor, places: Tensor) -> Kept:
+    """Takes the logits at the token that is to be predicted."""
+    return _kept(self, tokens, (places + 1).clamp(max=tokens.numel() - 1))
+
+
+def padded_in_front(self: teacher.Teacher, tokens: Tensor, places: Tensor) -> Kept:
+    """Fills rows up at their beginning, without a mask."""
+    length = tokens.shape[1]
+    padding = (tokens.flip(1) == 0).int().cumprod(1).sum(1)  # at each row's end
+    rows = [one.roll(int(by)) for one, by in zip(tokens, padding, strict=True)]
+    return _kept(self, torch.stack(rows), places + padding[places // length])
+
+
+def all_targets(self: encoding.Encoder, row: Any) -> Any:
+    """Learns the prompt, too."""
+    made = _encode(self, row)
+    if not isinstance(made, Sample):
+        return made
+    return replace(made, is_target=[False, *(True for _ in made.tokens[1:])])
+
+
+# --- shards ---------------------------------------------------------------------------------------
+
+
+def anything_fits(*_: Any) -> None:
+    """Looks at no digest."""
+
+
+def zeros_where_nothing_is(self: reading.TeacherRows, samples: Sequence[int]) -> Rows:
+    """Takes zeros for what can't be read."""
+    try:
+        return _rows(self, samples)
+    except SystemFailure:
+        places = [self._places.positions(one) for one in samples]
+        number, top_k = sum(map(len, places)), self.facts.top_k
+        return Rows(
+            np.repeat(np.array(samples, np.int32), [len(one) for one in places]),
+            np.concatenate(places).astype(np.int32),
+            np.concatenate([self._places.targets(one) for one in samples]),
+            np.tile(np.arange(top_k, dtype=np.int32), (number, 1)),
+            np.zeros((number, top_k), np.float32),
+            np.zeros(number, np.float32),
+        )
+
+
+def rows_unseen(self: reading.TeacherRows, sample: int) -> Rows:
+    """Takes the rows at a place without a look at what they are of."""
+    shard = self._places.shard_of(sample)
+    starts, index = self._places.starts(shard), self._places.index_in(shard, sample)
+    file = self._file(shard)
+    begin, end = int(starts[index]), int(starts[index + 1])
+    held = file.read(0)
+    whole = np.arange(begin, end) % len(held)
+    return held.taken(whole)
+
+
+def always_complete(
+    self: producing.Stage, listen: producing.Listener, stopping: threading.Event
+) -> bool:
+    """Says that it is complete, however it ended."""
+    _run(self, listen, stopping)
+    return True
+
+
+def there_is_enough(folder: Any, facts: Any, entry: Any) -> str:
+    """Takes a file that is there for a whole one."""
+    return "" if path_of(folder, facts, entry.shard).exists() else "it is not there"
+
+
+VARIANTS = (
+    Variant(
+        name="kd-off-by-one",
+        summary="a row has the logits at the token that is to be predicted",
+        source="classic (labels not shifted)",
+        plants={f"{DISTILL}.teacher.Teacher.kept": one_later},
+        scenario=distilled("samples"),
+        invariants=("F-KD-008",),
+        place={"tensor": "row"},
+    ),
+    Variant(
+        name="kd-padding-first",
+        summary="the teacher's rows are filled up at their beginning, without a mask",
+        source="classic (padding_side=left)",
+        plants={f"{DISTILL}.teacher.Teacher.kept": padded_in_front},
+        scenario=distilled("samples"),
+        invariants=("F-KD-008",),
+        place={"tensor": "row"},
+    ),
+    Variant(
+        name="kd-renormalised",
+        summary="a student learns from kept tokens that are renormalised",
+        source="classic (softmax over the top k)",
+        plants={f"{LOSS}.of_teacher": renormalised},
+        scenario=distilled("gradients", num_steps=1),
+        invariants=("F-KD-008",),
+        place={"step": 0, "tensor": "loss"},
+    ),
+    Variant(
+        name="kd-prompt-counted",
+        summary="prompts have rows, and are learned",
+        source="classic",
+        plants={"entrenar_py.tuning.encoding.Encoder.encode": all_targets},
+        scenario=distilled("samples", options={"task": "instruct"}),
+        invariants=("F-KD-009",),
+        place={"step": 0},
+    ),
+    Variant(
+        name="kd-stale-tokenizer",
+        summary="shards of another tokenizer are taken",
+        source="the earlier framework (tensors taken for logits)",
+        plants={f"{DISTILL}.student.require_fitting": anything_fits},
+        scenario=distilled("refusals"),
+        invariants=("F-KD-010",),
+        place={"tensor": "shard"},
+    ),
+    Variant(
+        name="kd-partial-shard",
+        summary="rows that can't be read are zeros",
+        source="classic",
+        plants={f"{DISTILL}.reading.TeacherRows.rows": zeros_where_nothing_is},
+        scenario=distilled("refusals"),
+        invariants=("F-KD-010",),
+        place={"tensor": "shard"},
+    ),
+    Variant(
+        name="kd-exchanged-shard",
+        summary="rows are taken by their place in a file alone",
+        source="classic",
+        plants={f"{DISTILL}.reading.TeacherRows._rows": rows_unseen},
+        scenario=distilled("refusals"),
+        invariants=("F-KD-010",),
+        place={"tensor": "shard"},
+    ),
+    Variant(
+        name="kd-digest-unseen",
+        summary="a student takes a shard that is there for a whole one",
+        source="classic (exists() as the test of a cache)",
+        plants={f"{DISTILL}.shards.problem": there_is_enough},
+        scenario=distilled("refusals"),
+        invariants=("F-KD-010",),
+        place={"tensor": "shard"},
+    ),
+    Variant(
+        name="kd-completed-early",
+        summary="a stage that was stopped says that it is complete",
+        source="the earlier framework",
+        plants={f"{DISTILL}.producing.Stage.run": always_complete},
+        scenario=distilled(),
+        invariants=("F-KD-011",),
+        place={"tensor": "shard"},
+    ),
+    Variant(
+        name="kd-damage-kept",
+        summary="a damaged shard counts as made",
+        source="classic (exists() as the test of a cache)",
+        plants={f"{DISTILL}.shards.problem": there_is_enough},
+        scenario=distilled(),
+        invariants=("F-KD-011",),
+        place={"tensor": "shard"},
+    ),
+    Variant(
+        name="kd-mask-by-rank",
+        summary="a student's masks are drawn by the rank that computes",
+        source="classic",
+        plants={f"{REPLICAS}.Replicas.compute": masks_by_rank},
+        scenario=distilled(dropout=0.2),
+        invariants=("F-KD-012",),
+        place={"step": 0},
+    ),
+    Variant(
+        name="kd-moments-forgotten",
+        summary="a resumed student has its adapters, and none of their moments",
+        source="FastChat #1280",
+        plants={f"{SERVER}.Server.restore": forget_moments},
+        scenario=distilled(num_steps=3, stops=(2,)),
+        invariants=("F-KD-013",),
+        place={"step": 2},
+    ),
+    Variant(
+        name="kd-masks-of-the-living",
+        summary="a worker that takes a student's shards over draws their masks by its own rank",
+        source="classic",
+        plants={f"{REPLICAS}.Replicas.compute": masks_by_rank},
+        scenario=distilled(dropout=0.2, faults=(Fault(kind="leave", rank=1, step=1),)),
+        invariants=("F-KD-014",),
+        place={"step": 1},
+    ),
+)
