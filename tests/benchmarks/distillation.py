@@ -118,7 +118,7 @@ def _pyarrow(folder: Path, facts: Facts, starts: Any) -> tuple[float, float]:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     written = time.perf_counter()
-    whole = pa.parquet.ParquetFile(path, memory_map=True)
+    whole = pa.parquet.ParquetFile(path, memory_map=False)
     total = 0
     for group in range(whole.num_row_groups):
         total += len(whole.read_row_group(group, use_threads=False))

@@ -22,8 +22,9 @@ from entrenar_py.distill.schema import Facts
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning.samples import Samples
 
-GROUP_BYTES = 2**22  # of a row group's rows, at least, but for the last one of a file
+GROUP_BYTES = 2**20  # of a row group's rows, at least, but for the last one of a file
 COMPRESSION = "zstd"
+_HASHED_BYTES = 2**22  # at a time
 _COLUMNS = ("sample", "position", "target", "tokens", "log_probabilities", "rest")
 _AGAIN = "make it again by `entrenar distill logits`, or copy it again"
 
@@ -211,7 +212,12 @@ def _arrays(form: Any, rows: Rows) -> list[Any]:
 
 def digest_of(path: Path) -> str:
     """Return the BLAKE3 digest of a file, 32 hex digits."""
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest(16)
+    hasher, piece = blake3(max_threads=blake3.AUTO), memoryview(bytearray(_HASHED_BYTES))
+    # Not as a mapping: a file that shrinks meanwhile, on NFS say, would kill this process.
+    with path.open("rb", buffering=0) as file:
+        while number := file.readinto(piece):
+            hasher.update(piece[:number])
+    return hasher.hexdigest(16)
 
 
 def problem(folder: Path, facts: Facts, entry: Entry) -> str:
@@ -225,7 +231,7 @@ def problem(folder: Path, facts: Facts, entry: Entry) -> str:
             return f"{path.name} is damaged: its digest is not that of the list"
     except FileNotFoundError:
         return f"{path.name} is listed, and not there"
-    except (OSError, ValueError) as error:
+    except OSError as error:
         return f"{path.name} can't be read ({error})"
     return ""
 
@@ -239,7 +245,7 @@ class File:
         self._groups, self._facts = groups(facts, starts), facts
         pa = schema.arrow()
         try:
-            self._file = pa.parquet.ParquetFile(self.path, memory_map=True)
+            self._file = pa.parquet.ParquetFile(self.path, memory_map=False)
         except (OSError, pa.ArrowException) as error:
             told = " ".join(str(error).split())
             raise UsageError(f"{self.path}: it is no Parquet file ({told}); {_AGAIN}") from error
