@@ -121,7 +121,10 @@ def test_lines_in_another_order(tmp_path: Path) -> None:
 def test_shards_of_another_run(tmp_path: Path) -> None:
     written(tmp_path, 0)
     other = replace(FACTS, teacher="f" * 32, top_k=3)
-    with closing(Claims(tmp_path)) as claims, pytest.raises(UsageError, match=r"teacher 1+ and f+, top_k 4 and 3 here"):
+    with (
+        closing(Claims(tmp_path)) as claims,
+        pytest.raises(UsageError, match=r"teacher 1+ and f+, top_k 4 and 3 here"),
+    ):
         Writer(tmp_path, other, None, claims)
     (tmp_path / "manifest-1-of-2.jsonl").write_bytes(b"")
     assert manifest.read(tmp_path) is not None
@@ -130,7 +133,9 @@ def test_shards_of_another_run(tmp_path: Path) -> None:
         folder.mkdir()
         Writer(folder, other, (1, 2), claims)
     (folder / "manifest-1-of-2.jsonl").rename(tmp_path / "manifest-1-of-2.jsonl")
-    with pytest.raises(UsageError, match=r"it is of other shards .*teacher 1+ and f+, top_k 4 and 3"):
+    with pytest.raises(
+        UsageError, match=r"it is of other shards .*teacher 1+ and f+, top_k 4 and 3"
+    ):
         manifest.read(tmp_path)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,3 +153,16 @@ def test_dismissal_ends_the_frozen(crew: Crew, monkeypatch: pytest.MonkeyPatch) 
     crew.dismiss()
     assert not frozen.process.is_alive()
     assert _ended(frozen.pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_group_while_modules_are_loaded(number: signal.Signals) -> None:
+    """As a terminal sends it, or a service manager: it is for the process that began."""
+    command = [sys.executable, "-m", "tests.drivers.signalled_crew"]
+    with subprocess.Popen(
+        command, cwd=TOP, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loads\n"
+        os.killpg(process.pid, number)
+        assert process.stdout.read().splitlines() == ["told", "answered"]

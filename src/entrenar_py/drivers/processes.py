@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.forkserver import _forkserver
 from multiprocessing.process import BaseProcess
@@ -22,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from entrenar_py.errors import SystemFailure
 
 ENDING_S = 5.0
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM)  # sent to all processes of a group
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
@@ -132,13 +134,18 @@ class Crew:
     def _new(self) -> Hand:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(self._main, theirs), daemon=True)
+        resource_tracker.ensure_running()  # first, since it lets these signals come again
+        # A fork server that is just loading modules would be ended by a signal to the whole group,
+        # as a terminal or a service manager sends it; it inherits that these wait.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
         try:
             process.start()
-        except (EOFError, OSError) as error:  # a signal to the whole group ends the fork server
+        except (EOFError, OSError) as error:
             raise SystemFailure(
                 f"no worker process starts: their fork server ended ({error}); start it again"
             ) from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         return Hand(process, ours)
 
@@ -150,6 +157,8 @@ def _run(main: Callable[[Connection], None], pipe: Connection) -> None:
     parent, the fork server. The fork server ends when the last writer of its own pipe is closed.
     Every child inherits such a writer, and has to close it here.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it handles interrupts
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
     os.close(_forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     _forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
     if sys.platform == "linux":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 from collections.abc import Mapping
 from functools import partial
 from multiprocessing.connection import Connection
@@ -33,7 +32,6 @@ REPORT_EVERY_S = 2.0
 
 def main(pipe: Connection) -> None:
     """Do the one job that comes over `pipe`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     desk = Job(pipe)
     given = desk.next()

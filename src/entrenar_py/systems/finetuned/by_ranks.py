@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -173,7 +172,6 @@ def _gather(hands: Sequence[Hand]) -> None:
 
 def main(pipe: Connection) -> NoReturn:
     """Be one rank, and end at once: gloo's threads sometimes hang when torch is shut down."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     torch.set_num_threads(1)
     desk = Job(pipe)
     message = desk.next()

@@ -36,7 +36,6 @@ from entrenar_py.training.vectors import GivenVectors
 
 def main(pipe: Connection) -> None:
     """Do the jobs that come over `pipe`, until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     torch.set_num_threads(1)
     desk = Job(pipe)
     while (given := desk.next()) is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -298,7 +297,6 @@ def main(pipe: Connection) -> NoReturn:
 
     torch is not shut down: gloo's threads sometimes hang or abort when it is.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     torch.set_num_threads(1)
     desk = Job(pipe)
     message = desk.next()

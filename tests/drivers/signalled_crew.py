@@ -1,0 +1,22 @@
+"""A crew whose fork server loads this module, which takes a while; run by test_processes.py."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from entrenar_py.drivers.processes import Crew
+from tests.drivers import jobs
+
+if __name__ == "tests.drivers.signalled_crew":  # in the fork server
+    print("loads", flush=True)
+    time.sleep(1)
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: print("told", flush=True))
+    crew = Crew(jobs.main, preload=["tests.drivers.signalled_crew"])
+    hand = crew.give(b"pid")
+    crew.gather(20)
+    print("answered" if hand.answer else "died", flush=True)
+    crew.dismiss()
