@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -42,17 +41,23 @@ def test_it_ends_the_same_whenever_shards_come(small: Path, tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "out")
     folder.rename(tmp_path / "all")
 
-    def copy() -> None:
-        folder.mkdir()
-        for name in ("manifest.jsonl", *sorted(made.files(tmp_path / "all"))):
-            time.sleep(0.5)
+    def copy(*names: str) -> None:
+        for name in names:
             shutil.copy(tmp_path / "all" / name, folder / f".{name}")
             (folder / f".{name}").rename(folder / name)
 
-    coming = threading.Thread(target=copy)
-    coming.start()
-    assert trained(config) == afterwards
-    coming.join()
+    first, *others = sorted(made.files(tmp_path / "all"))
+    with cluster(tmp_path) as machines:
+        started = machines.start("distill", "train", config)
+        started.until("waits for the first list")
+        folder.mkdir()
+        copy("manifest.jsonl")
+        time.sleep(0.5)  # it looks at the list, and for a shard that is not there
+        copy(first)
+        started.until(r"step 1/10 ")
+        copy(*others)
+        assert started.code() == exit_codes.DONE, started.text
+    assert runs.adapters(tmp_path / "out") == afterwards
 
 
 def test_any_number_of_workers_and_packing(small: Path, tmp_path: Path) -> None:
