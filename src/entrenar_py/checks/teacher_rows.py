@@ -73,7 +73,12 @@ def plan_shards(invariant: Invariant) -> list[Scenario]:
 
 def compare_rows(tally: Tally, trace: Trace) -> None:
     """Compare each row with the teacher's own distribution, and each step with the textbook's."""
-    for event in trace.of(TeacherRow):
+    rows = trace.of(TeacherRow)
+    steps = [event for event in trace.of(Explained) if event.of == STEP]
+    if bool(rows) != bool(steps):
+        lacking = "step beside float64" if rows else "TeacherRow"
+        tally.miss(f"no {lacking} was recorded: {_ADVICE}")
+    for event in rows:
         stock = np.array(event.stock)
         tokens = np.array(event.tokens, np.int64)
         what = f"the row of sample {event.sample} at position {event.position}"
@@ -95,9 +100,6 @@ def compare_rows(tally: Tally, trace: Trace) -> None:
         gap = 0.0 if due == found else abs(float(due - found))
         message = f"the log of the rest of {what} is off by {gap:.3g}, {explained}"
         tally.at_most(ROUNDING, gap, message, form=".3g", **place)
-    steps = [event for event in trace.of(Explained) if event.of == STEP]
-    if not steps:
-        tally.miss("no step was recorded beside float64")
     for step in steps:
         rounding_bound.judge(tally, step, trace)
 
@@ -134,6 +136,8 @@ def compare_cover(tally: Tally, trace: Trace) -> None:
 def compare_refusals(tally: Tally, trace: Trace) -> None:
     """Check that the student has refused each of them, for what is wrong with it."""
     given = {event.what: event.refused for event in trace.of(TurnedAway)}
+    if not given:
+        return
     for what, why in REFUSALS.items():
         if what not in given:
             tally.miss(f"the student was not given {what}")
@@ -157,6 +161,8 @@ def compare_shards(tally: Tally, trace: Trace) -> None:
         )
         tally.equal(there, event.complete, message, tensor="shard", scenario=trace.scenario)
     first, last = made.get("made at once"), made.get("resumed")
+    if not made:
+        return
     if first is None or last is None:
         tally.miss("no stage was recorded that was stopped, beside one that was not")
         return
