@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +171,51 @@ def test_parts_are_put_together(config: Path, tmp_path: Path) -> None:
             path.rename(tmp_path / "1" / path.name)
     assert made.files(tmp_path / "1") == whole
     assert cli.main(["distill", "status", str(tmp_path / "1")]) == exit_codes.DONE
+
+
+def test_a_disk_that_is_full_at_the_last_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All files are in their places then, and the stage is not complete."""
+    whole = made.files(made.make_shards(config))
+    folder = config.parent / "shards"
+    shutil.rmtree(folder)
+    add = manifest.Writer.add
+
+    def full(self: manifest.Writer, entry: manifest.Entry) -> manifest.Entry:
+        if entry.shard == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return add(self, entry)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest.Writer, "add", full)
+        assert cli.main(["distill", "logits", str(config)]) == exit_codes.FAILED
+    shown = capsys.readouterr()
+    assert "shards can't be written (No space left on device); make room" in shown.err
+    assert made.files(folder) == whole
+    assert cli.main(["distill", "status", str(folder)]) == exit_codes.WRONG
+    (folder / ".shard-00003-of-00004.parquet.left").write_bytes(b"of a killed process")
+    assert made.files(made.make_shards(config)) == whole
+    assert not list(folder.glob(".shard*"))
+
+
+def test_a_disk_that_takes_a_part_of_a_line(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, line, at: write(file, line[:7], at))
+    folder = made.make_shards(config)
+    assert cli.main(["distill", "status", str(folder)]) == exit_codes.DONE
+
+
+def test_a_teacher_that_takes_no_such_rows(
+    config: Path, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(small / "model", tmp_path / "short")
+    path = tmp_path / "short" / "config.json"
+    record = json.loads(path.read_text("utf-8")) | {"max_position_embeddings": 8}
+    path.write_text(json.dumps(record), "utf-8")
+    made.configured(tmp_path, small, distill={"teacher": str(tmp_path / "short")})
+    assert cli.main(["distill", "logits", str(config)]) == exit_codes.INVALID
+    assert "short: the model takes rows of 8 tokens at most" in capsys.readouterr().err
 
 
 def test_int8_is_refused_where_it_would_change_nothing() -> None:
