@@ -8,7 +8,7 @@
 `speed` prints one JSON line: seconds of a step with the hook, of stock DistributedDataParallel with
 the same deterministic kernels, and of that with torch's default kernels, rounds in turns; the
 slowest rank counts. `weights` prints one: a digest of the weights after some steps, which has to be
-the same for every number of ranks.
+the same for every number of ranks, and that of stock DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -150,20 +150,26 @@ def speed(given: argparse.Namespace) -> dict[str, object]:
 
 
 def weights(given: argparse.Namespace) -> dict[str, object]:
-    """The digest of the weights after `--steps` steps of `--micro-batches` micro-batches."""
-    training = Training(given, micro_batches=given.micro_batches, canonical=True)
-    for _ in range(given.steps):
-        training.step()
-    digest = hashlib.sha256()
-    for one in training.model.module.parameters():
-        digest.update(one.detach().view(torch.uint8).cpu().numpy())
-    everyone: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, digest.hexdigest()[:32])
+    """The digests of the weights after `--steps` steps of `--micro-batches` micro-batches."""
+    found: dict[str, list[str]] = {}
+    num_parameters = 0
+    for name, canonical in (("weights", True), ("stock_weights", False)):
+        training = Training(given, micro_batches=given.micro_batches, canonical=canonical)
+        for _ in range(given.steps):
+            training.step()
+        digest = hashlib.sha256()
+        for one in training.model.module.parameters():
+            digest.update(one.detach().view(torch.uint8).cpu().numpy())
+        everyone: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(everyone, digest.hexdigest()[:32])
+        found[name] = sorted(set(everyone))
+        num_parameters = training.num_parameters
+        del training
     return {
-        "parameters": training.num_parameters,
+        "parameters": num_parameters,
         "micro_batches": given.micro_batches,
         "steps": given.steps,
-        "weights": sorted(set(everyone)),
+        **found,
     }
 
 
