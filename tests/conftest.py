@@ -21,6 +21,7 @@ from entrenar_py.mutants import Variant
 from entrenar_py.verdict import Finding
 from tests import pile
 
+OF_CHECKPOINTS = ("finetuned", "finetuned_by_stages", "distilled")  # systems
 VARIANTS_AT_ONCE = 6  # of the kill matrix, that a process takes
 
 # A timing is a benchmark, never a test: a slow machine must not fail one.
@@ -82,12 +83,13 @@ def _tried() -> list[Variant]:
         one
         for one in mutants.catalogue().values()
         if has_adapter() or not any("backends.wgpu." in path for path in one.plants)
-        if has_peft() or one.scenario.system != "finetuned"
+        if has_peft() or one.scenario.system not in OF_CHECKPOINTS
     ]
     quick = [
         one
         for one in variants
-        if one.scenario.system != "finetuned" and not systems.SYSTEMS[one.scenario.system].only
+        if one.scenario.system not in OF_CHECKPOINTS
+        and not systems.SYSTEMS[one.scenario.system].only
     ]
     shown = {(one.benign, clause) for one in quick for clause in _about(one)}
     for one in variants:

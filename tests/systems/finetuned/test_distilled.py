@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from entrenar_py import systems
+from entrenar_py.checks import teacher_rows
 from entrenar_py.errors import UsageError
 from entrenar_py.systems.probes import soft_targets
 from entrenar_py.trace import Shard, Sharded, Softened, TeacherRow, TurnedAway
@@ -24,12 +25,7 @@ def test_what_a_run_records() -> None:
     assert (stopped.complete, len(stopped.digests), stopped.due) == (False, 1, 3)
     assert at_once.digests == resumed.digests
     assert len({(one.sample, one.position) for one in done.of(TeacherRow)}) > 12
-    assert [one.what for one in done.of(TurnedAway)] == [
-        "shards of another tokenizer",
-        "half of a shard",
-        "a shard that is missing",
-        "a shard in another's place",
-    ]
+    assert [one.what for one in done.of(TurnedAway)] == list(teacher_rows.REFUSALS)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +34,8 @@ def test_what_a_run_records() -> None:
         ({"top_k": 25}, "options top_k=25: use at most vocabulary=24"),
         ({"pairs": 0}, "options pairs=0: use a whole number >= 1"),
         ({"temperatures": []}, r"options temperatures=\[\]: use a list of numbers > 0"),
-        ({"alpha": "half"}, "options alpha='half': use a number >= 0"),
+        ({"alpha": "half"}, "options alpha='half': use a number from 0 to 1"),
+        ({"temperatures": [0]}, "options temperatures=0: use a number > 0"),
     ],
 )
 def test_options_of_the_probe_that_are_none(options: dict[str, Any], told: str) -> None:

@@ -79,7 +79,6 @@ def test_job_after_job() -> None:
         assert answer["status"] == "failed"
         assert f"not admitted at 127.0.0.1:{job['port']}: " in answer["reason"]
         assert answer["struck"] is False
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def _doomed(*faults: Fault) -> tuple[Doomed, Any]:
