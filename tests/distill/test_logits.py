@@ -215,7 +215,7 @@ def test_a_teacher_that_takes_no_such_rows(
     path.write_text(json.dumps(record), "utf-8")
     made.configured(tmp_path, small, distill={"teacher": str(tmp_path / "short")})
     assert cli.main(["distill", "logits", str(config)]) == exit_codes.INVALID
-    assert "short: the model takes rows of 8 tokens at most" in capsys.readouterr().err
+    assert "short: it takes rows of 8 tokens at most" in capsys.readouterr().err
 
 
 def test_int8_is_refused_where_it_would_change_nothing() -> None:

@@ -183,8 +183,15 @@ class Stage:
         section, prepared = student.of(self.prepared), self.prepared
         known = schema.num_tokens(prepared.tokenizer)
         loaded = teacher.load(self._settings, section, self.device, known=known)
-        both = prepared.train, prepared.validation
-        fitting.require_samples(self._settings, loaded.module, both, prepared.pad_token)
+        tokens = [prepared.pad_token, int(prepared.train.tokens.max())]
+        folder, limit = self._settings.model, fitting.longest(loaded.module)
+        fitting.require_tokens(loaded.module, tokens, folder=folder)
+        if limit is not None and self._longest > limit:
+            raise UsageError(
+                f"distill.teacher={folder}: it takes rows of {limit} tokens at most "
+                f"(max_position_embeddings in config.json), and data.train has one of "
+                f"{self._longest}; use data.max_tokens <= {limit}"
+            )
         return loaded
 
     def _make(
