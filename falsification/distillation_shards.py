@@ -18,15 +18,16 @@ from entrenar_py.distill.teacher import Kept
 from entrenar_py.errors import SystemFailure
 from entrenar_py.faults import Fault
 from entrenar_py.mutants import Variant
-from entrenar_py.tuning import encoding
+from entrenar_py.tuning import encoding, packing
 from entrenar_py.tuning.encoding import Sample
+from entrenar_py.tuning.objectives import NextTokens
 
 from .distillation import DISTILL, LOSS, distilled, renormalised
 from .finetuning import forget_moments, masks_by_rank
 from .subjects import REPLICAS, SERVER
 
 _kept, _rows, _run = teacher.Teacher.kept, reading.TeacherRows.rows, producing.Stage.run
-_encode = encoding.Encoder.encode
+_encode, _hidden_of = encoding.Encoder.encode, NextTokens.hidden_of
 
 
 # --- the teacher's rows ---------------------------------------------------------------------------
@@ -43,6 +44,12 @@ def padded_in_front(self: teacher.Teacher, tokens: Tensor, places: Tensor) -> Ke
     padding = (tokens.flip(1) == 0).int().cumprod(1).sum(1)  # at each row's end
     rows = [one.roll(int(by)) for one, by in zip(tokens, padding, strict=True)]
     return _kept(self, torch.stack(rows), places + padding[places // length])
+
+
+def packed_as_one(self: NextTokens, *given: Any) -> Tensor:
+    """Takes each row for one sample, also where rows are packed."""
+    with packing.one_sample_a_row():
+        return _hidden_of(self, *given)
 
 
 def all_targets(self: encoding.Encoder, row: Any) -> Any:
@@ -126,6 +133,15 @@ VARIANTS = (
         source="classic (softmax over the top k)",
         plants={f"{LOSS}.of_teacher": renormalised},
         scenario=distilled("gradients", num_steps=1),
+        invariants=("F-KD-008",),
+        place={"step": 0, "tensor": "loss"},
+    ),
+    Variant(
+        name="kd-packed-together",
+        summary="packed samples of a student see each other",
+        source="found in our own trainer",
+        plants={"entrenar_py.tuning.objectives.NextTokens.hidden_of": packed_as_one},
+        scenario=distilled("gradients", num_steps=1, options={"packing": True}),
         invariants=("F-KD-008",),
         place={"step": 0, "tensor": "loss"},
     ),

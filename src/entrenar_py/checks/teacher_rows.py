@@ -47,12 +47,12 @@ def planned(**options: object) -> Scenario:
 
 
 def plan_rows(invariant: Invariant) -> list[Scenario]:
-    """Plan chats and texts, with some tokens kept, with one and with all."""
+    """Plan chats and texts, packed and not, with some tokens kept, with one and with all."""
     facts = ["samples", "gradients"]
     return [
         planned(task="instruct", facts=facts),
         planned(task="text", family="llama", top_k=1, share=1.0, facts=facts),
-        planned(task="text", top_k="all", temperature=4.0, facts=facts),
+        planned(task="text", top_k="all", temperature=4.0, packing=True, facts=facts),
     ]
 
 

@@ -41,12 +41,11 @@ class Student(Finetuning):
         *,
         teacher: TeacherRows,
         mix: Mix,
-        packed_tokens: int | None = None,
         **options: Any,
     ) -> None:
         """Take the arguments of `Finetuning`, the teacher's rows and how they count."""
-        self.teacher, self.mix, self._capacity = teacher, mix, packed_tokens
-        super().__init__(module, train, packed_tokens=packed_tokens, **options)
+        self.teacher, self.mix = teacher, mix
+        super().__init__(module, train, **options)
         # A worker whose shards are others has other data.
         self.data_digest = blake3(f"{train.digest} {teacher.facts.digest}".encode()).hexdigest(16)
 
@@ -80,9 +79,9 @@ class Student(Finetuning):
         """
         tokens, places, targets, *positions = super().batch(ids)
         order = list(range(len(ids)))
-        if self._capacity is not None:
+        if self.packed_tokens is not None:
             lengths = [self._samples.length(i) for i in ids]
-            order = [n for row in packing.rows_of(lengths, self._capacity) for n in row]
+            order = [n for row in packing.rows_of(lengths, self.packed_tokens) for n in row]
         rows = self.teacher.rows([ids[number] for number in order])
         num_targets = int((targets != IGNORED).sum())
         assert len(rows) == num_targets, "the teacher has a row for each target"

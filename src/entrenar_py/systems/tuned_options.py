@@ -10,7 +10,7 @@ OWN = (*TUNED, "facts", "recompute")  # of what the trainer itself fine-tunes
 BY_RANKS = (*TUNED, "strategy")
 # Those that say which part of the model each worker has.
 PLACES = ("cuts",)
-DISTILLED = (*TUNED, "facts", "top_k", "temperature", "share")
+DISTILLED = (*TUNED, "packing", "facts", "top_k", "temperature", "share")
 STAGED = (*OWN, *PLACES, "network_seed")
 
 

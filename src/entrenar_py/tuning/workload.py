@@ -106,7 +106,7 @@ class Tuned(Workload):
         self.num_samples = len(samples)
         self.data_digest = samples.digest
         self._samples = samples
-        self.pad_token, self.is_packed = pad_token, packed_tokens is not None
+        self.pad_token, self.packed_tokens = pad_token, packed_tokens
         self._rows, self._labels = Rows(samples, pad_token, packed_tokens), samples.labels
         self._class_weights = np.array(class_weights, np.float32)
         if class_weights:
@@ -139,6 +139,11 @@ class Tuned(Workload):
     def has_classes(self) -> bool:
         """True if classes are learned, not next tokens."""
         return bool(len(self._class_weights))
+
+    @property
+    def is_packed(self) -> bool:
+        """True if a row may have several samples."""
+        return self.packed_tokens is not None
 
     def rows(self, ids: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, mask (of packed rows: positions) and tokens to predict, int64 [n, t]."""

@@ -40,6 +40,7 @@ class Asked:
     alpha: float = 6.0
     class_weights: str = "none"
     oversample: bool = False
+    packing: bool = False
     family: str = "qwen3"
     strategy: str = "ddp"
     recompute: str = "none"
@@ -57,8 +58,11 @@ class Asked:
             raise _refused("blocks", self.blocks, "use a whole number >= 1")
         if type(self.alpha) not in (int, float) or self.alpha <= 0:
             raise _refused("alpha", self.alpha, "use a number > 0")
-        if type(self.oversample) is not bool:
-            raise _refused("oversample", self.oversample, "use true or false")
+        for name in ("oversample", "packing"):
+            if type(getattr(self, name)) is not bool:
+                raise _refused(name, getattr(self, name), "use true or false")
+        if self.packing and self.task == "classify":
+            raise _refused("packing", self.packing, "use task instruct or text with it")
         if self.method == "qlora" and self.family == "gpt2":
             raise _refused("family", self.family, "use qwen3 or llama with method qlora")
         if self.oversample and self.class_weights != "none":

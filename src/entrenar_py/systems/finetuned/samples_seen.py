@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -13,9 +13,19 @@ from entrenar_py import trace
 from entrenar_py.systems.finetuned import small
 from entrenar_py.systems.finetuned.small import Made
 from entrenar_py.training.tensors import Array, DropFunction, Tensors
+from entrenar_py.tuning import packing
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.workload import Finetuning
+
+
+class _Part(NamedTuple):
+    """The part of a batch that is a sample's: its first token is at `begin` of the columns."""
+
+    sample: int
+    row: int
+    columns: slice
+    begin: int
 
 
 class Watched(Finetuning):
@@ -27,7 +37,7 @@ class Watched(Finetuning):
     def __init__(self, module: nn.Module, samples: Samples, **named: Any) -> None:
         super().__init__(module, samples, **named)
         self.taught: dict[int, set[int]] = defaultdict(set)
-        self._rows_now: list[tuple[int, int]] = []  # (sample, padding before it) of this batch
+        self._parts_now: list[_Part] = []  # of this batch
         model: Any = module
         if hasattr(model, "peft_config"):
             model = model.get_base_model()
@@ -37,20 +47,35 @@ class Watched(Finetuning):
         self, tensors: Tensors, ids: Sequence[int], *, drop: DropFunction, scale: float
     ) -> tuple[float, list[Array]]:
         """See `Workload.gradients`."""
-        mask = self._rows.batch(ids)[1]
-        self._rows_now = list(zip(ids, mask.argmax(1).tolist(), strict=True))
+        self._parts_now = self._parts(ids)
         return super().gradients(tensors, ids, drop=drop, scale=scale)
 
     def _watch(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
         hidden = output[0]
         if isinstance(hidden, Tensor) and hidden.requires_grad:
-            hidden.register_hook(partial(self._note, self._rows_now))  # type: ignore[no-untyped-call]
+            hidden.register_hook(partial(self._note, self._parts_now))  # type: ignore[no-untyped-call]
 
-    def _note(self, rows: Sequence[tuple[int, int]], gradient: Tensor) -> None:
+    def _parts(self, ids: Sequence[int]) -> list[_Part]:
+        """Return where each sample is. If it has a row, that is its part, padding included."""
+        if self.packed_tokens is None:
+            first = self._rows.batch(ids)[1].argmax(1).tolist()
+            places = enumerate(zip(ids, first, strict=True))
+            return [_Part(sample, row, slice(None), begin) for row, (sample, begin) in places]
+        found, lengths = list[_Part](), [self._samples.length(i) for i in ids]
+        for row, members in enumerate(packing.rows_of(lengths, self.packed_tokens)):
+            begin = 0
+            for member in members:
+                end = begin + lengths[member]
+                found.append(_Part(ids[member], row, slice(begin, end), 0))
+                begin = end
+        return found
+
+    def _note(self, parts: Sequence[_Part], gradient: Tensor) -> None:
         """Note the positions of a gradient, [n, t, width], that is not zero."""
-        for (sample, padding), counts in zip(rows, (gradient != 0).any(-1), strict=True):
-            positions = counts.nonzero().flatten() - padding
-            self.taught[sample].update(positions.tolist())
+        counts = (gradient != 0).any(-1)
+        for part in parts:
+            positions = counts[part.row, part.columns].nonzero().flatten() - part.begin
+            self.taught[part.sample].update(positions.tolist())
 
 
 def events(made: Made, prepared: Prepared, workload: Watched) -> Iterator[trace.Event]:

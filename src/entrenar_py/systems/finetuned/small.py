@@ -72,7 +72,7 @@ def make(folder: Path, scenario: Scenario, asked: Asked) -> Made:
         recompute=asked.recompute,
         output=folder / "out",
         seed=scenario.seed,
-        data=Data(train=file, max_tokens=_TOKENS_MAX),
+        data=Data(train=file, max_tokens=_TOKENS_MAX, packing=asked.packing),
         classes=Classes(
             labels=LABELS if is_classes else (),
             weights=asked.class_weights if is_classes else "none",
