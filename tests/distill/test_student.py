@@ -60,6 +60,27 @@ def test_it_ends_the_same_whenever_shards_come(small: Path, tmp_path: Path) -> N
     assert runs.adapters(tmp_path / "out") == afterwards
 
 
+@pytest.mark.by_hand
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_step_that_waits(
+    small: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """After some seconds; the run goes on from there when the shard is there."""
+    config = made.configured(tmp_path, small)
+    folder = made.make_shards(config)
+    whole = trained(config)
+    shutil.rmtree(tmp_path / "out")
+    made.moved(folder, tmp_path / "aside", 2)
+    with cluster(tmp_path) as machines:
+        waiting = machines.start("distill", "train", config)
+        waiting.until(r"step 1/5 ")
+        waiting.signal(number)
+        waiting.until("10 s at most")
+        assert waiting.code() == exit_codes.STOPPED, waiting.text
+    shutil.copytree(tmp_path / "aside", folder, dirs_exist_ok=True)
+    assert trained(config, "--resume") == whole
+
+
 def test_any_number_of_workers_and_packing(small: Path, tmp_path: Path) -> None:
     """Packed samples see themselves alone: their losses are those of rows of their own."""
     config = made.configured(tmp_path, small, workers=1, output="apart")
