@@ -70,6 +70,30 @@ model(torch.ones(3, 2)).square().mean().backward()
 optimizer.step()
 obs.close()
 """
+# Three rows on two ranks. Only the hook of the script's own makes the bias's gradient whole.
+UNEVEN = """
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+column = ColwiseParallel(output_layouts=Replicate())
+parallelize_module(model, mesh, {"0": column, "1": column})
+given = {}
+for name, parameter in model.named_parameters():
+    parameter.register_hook(lambda g, name=name: given.update({name: g.to_local().data_ptr()}))
+model[0].bias.register_hook(lambda g: g.redistribute(placements=[Replicate()]))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+obs = entrenar_py.observe(model, optimizer)
+obs.samples([0, 1, 2])
+model(torch.ones(3, 2)).square().mean().backward()
+for name, parameter in model.named_parameters():
+    if name != "0.bias":
+        assert parameter.grad.placements == parameter.placements, name
+        assert parameter.grad.to_local().data_ptr() == given[name], name
+model[0].bias.grad = model[0].bias.grad.redistribute(placements=model[0].bias.placements)
+optimizer.step()
+obs.close()
+"""
 PIPELINE = """
 stages = (nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Tanh(), nn.Linear(3, 1)))
 stages[1][1].register_parameter("copy", nn.Parameter(stages[0][0].bias.detach().clone()))
@@ -168,6 +192,20 @@ def test_fully_sharded_after_an_evaluation(tmp_path: Path) -> None:
     assert isinstance(states[2], Update)
     assert sizes(states[2].gradient) == whole
     assert len(states[2].optimizer) == 3 * len(whole)
+
+
+def test_pieces_of_different_sizes(tmp_path: Path) -> None:
+    """A gradient stays the one that autograd gave, in pieces like its parameter's.
+
+    Autograd copies a gradient that is held, and torch 2.11 copies such pieces into a whole. Of a
+    gradient that is whole by other means each rank records its piece.
+    """
+    events = assembly.ordered(recorded(UNEVEN, 2, tmp_path))
+    whole = {"0.weight": 6, "0.bias": 3, "1.weight": 6, "1.bias": 2}
+    (computed,) = [one for one in events if isinstance(one, Shard)]
+    assert sizes(computed.gradient) == whole
+    applied = [one.gradient for one in events if isinstance(one, Update)]
+    assert applied == [computed.gradient] * 2
 
 
 @pytest.fixture

@@ -9,9 +9,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from entrenar_py import hook_calls
+from entrenar_py.observing import dtensors
 
 Taken = TypeVar("Taken")
 # One over the share of all gradients that may be held at once. A GPU is waited for as often.
@@ -95,9 +97,7 @@ class GradientHooks(Generic[Taken]):
         if task not in self._passes:
             self._begin(task)
         current = self._passes[task]
-        # A sparse gradient that nobody else holds is kept without a copy, and so it may share its
-        # memory with other gradients, which a wrapper then changes with it.
-        current.held[index] = gradient.clone() if gradient.is_sparse else gradient
+        current.held[index] = _held(gradient)
         current.held_bytes += _num_bytes(gradient)
         if len(current.held) + len(current.taken) == current.num_expected:
             self._end(task)
@@ -126,6 +126,18 @@ class GradientHooks(Generic[Taken]):
         adds = self._outer is not None and self._told
         self._told = True
         (self._add if adds else self._tell)([ended.taken.get(n) for n in range(len(self._nodes))])
+
+
+def _held(gradient: Tensor) -> Tensor:
+    """Return what to hold of a gradient that autograd is about to leave in `.grad`.
+
+    Autograd copies a dense one that is held. A sparse one it keeps as it is, and so it may share
+    its memory with other gradients, which a wrapper then changes with it. The copy of a DTensor is
+    another one: torch 2.11 makes it whole, by a collective, if the pieces differ in size.
+    """
+    if isinstance(gradient, DTensor):
+        return dtensors.copied(gradient)
+    return gradient.clone() if gradient.is_sparse else gradient
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -128,8 +128,8 @@ class Subject:
         """Return records of this rank's part of each tensor, with values or sketches.
 
         Without `exact`, the digest of a sketched tensor is that of its sketch.
-        A tensor is left out if it is the term of a sum that was not reduced, or if this rank's
-        piece of it isn't the one in `pieces`.
+        A tensor is left out if it is the term of a sum that was not reduced, or if this rank holds
+        another piece of it than the one in `pieces`, and not all of it.
         """
         held = self._held(named)
         if self.values:
@@ -143,13 +143,16 @@ class Subject:
 
     def _held(self, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Return this rank's part of each tensor that can be recorded."""
-        return {
-            name: dtensors.local(tensor)
-            for name, tensor in named.items()
-            if tensor is not None
-            and not dtensors.is_partial(tensor)
-            and dtensors.piece_of(tensor) == self.pieces.get(name)
-        }
+        held = {}
+        for name, tensor in named.items():
+            if tensor is None or dtensors.is_partial(tensor):
+                continue
+            own, expected = dtensors.piece_of(tensor), self.pieces.get(name)
+            if own == expected:
+                held[name] = dtensors.local(tensor)
+            elif own is None and expected is not None and tuple(tensor.shape) == expected.whole:
+                held[name] = dtensors.local(tensor)[expected.place]
+        return held
 
     def optimizer_state(self) -> trace.Tensors:
         """Return records of the optimizers' state, by `parameter/key`."""
