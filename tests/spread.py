@@ -64,8 +64,8 @@ class Spread(LoadScopeScheduling):  # type: ignore[misc]
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)  # of pytest-xdist, whose own answer comes later
 def pytest_xdist_auto_num_workers() -> int:
-    """Return the number of cores plus two, since tests of real deadlines wait."""
-    return 2 + len(os.sched_getaffinity(0))
+    """Return the number of cores plus one, since tests of real deadlines wait."""
+    return 1 + len(os.sched_getaffinity(0))
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,15 +13,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor import Shard as Cut
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from entrenar_py.errors import UsageError
-from entrenar_py.observing import dtensors
+from entrenar_py.faults import Fault
+from entrenar_py.observing import dtensors, planned_faults
 from entrenar_py.observing.auto import surroundings
+from entrenar_py.observing.gradients_ready import GradientHooks
+from entrenar_py.observing.subject import Subject
 from entrenar_py.rank_files import assembly
-from entrenar_py.rank_files.layout import Layout
+from entrenar_py.rank_files.layout import Layout, Piece
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Shard, Start, TensorRecord, Tensors, Update
 from tests.command import zygote
@@ -70,7 +81,7 @@ model(torch.ones(3, 2)).square().mean().backward()
 optimizer.step()
 obs.close()
 """
-# Three rows on two ranks. Only the hook of the script's own makes the bias's gradient whole.
+# Three rows on two ranks. Only the script's own hook makes the bias's gradient whole.
 UNEVEN = """
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -236,6 +247,44 @@ def test_a_copy_of_a_term_stays_a_term() -> None:
     assert copied.placements == term.placements
     copied.to_local()[0] = 5.0
     assert term.to_local().tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_gradient_is_left_as_autograd_gave_it() -> None:
+    """A term of a sum stays one: torch 2.11 reduces those that are held when they are left."""
+    mesh = init_device_mesh("cpu", (4,))
+    parameter = nn.Parameter(DTensor.from_local(torch.zeros(5), mesh, [Replicate()]))
+    told: list[Sequence[object]] = []
+    GradientHooks([parameter], lambda: None, lambda taken: taken, told.append, told.append)
+    term = DTensor.from_local(torch.ones(5), mesh, [Partial()])
+    given = term.to_local()
+    torch.autograd.backward(parameter.clone(), term)
+    del term
+    assert isinstance(parameter.grad, DTensor)
+    assert parameter.grad.placements == (Partial(),)
+    (((held,),)) = told
+    assert isinstance(held, DTensor)
+    assert held.placements == (Partial(),)
+    assert held.to_local().data_ptr() != given.data_ptr()
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_a_fault_strikes_the_piece_of_a_whole_gradient() -> None:
+    """An element is struck where this rank's piece has it, and the first one is the piece's."""
+    mesh = init_device_mesh("cpu", (4,))
+    whole = DTensor.from_local(torch.ones(6, 2), mesh, [Replicate()], run_check=False)
+    in_pieces = DTensor.from_local(
+        torch.ones(2, 2), mesh, [Cut(0)], run_check=False, shape=torch.Size([6, 2]), stride=(2, 1)
+    )
+    piece = Piece(offset=(2, 0), shape=(2, 2), whole=(6, 2), ranks=(0, 1, 2))
+    subject = cast("Subject", SimpleNamespace(pieces={"w": piece}))
+
+    def struck(element: int | None, gradient: DTensor) -> tuple[int, ...] | None:
+        fault = Fault(kind="non_finite_gradient", step=0, value="nan", element=element)
+        return planned_faults._element(subject, "w", fault, gradient)
+
+    assert [struck(n, whole) for n in (None, 3, 5, 8, 12)] == [(2, 0), None, (2, 1), None, None]
+    assert [struck(n, in_pieces) for n in (None, 3, 5, 8)] == [(0, 0), None, (0, 1), None]
 
 
 @pytest.mark.usefixtures("four_ranks")

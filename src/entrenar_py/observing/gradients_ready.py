@@ -97,7 +97,7 @@ class GradientHooks(Generic[Taken]):
         if task not in self._passes:
             self._begin(task)
         current = self._passes[task]
-        current.held[index] = _held(gradient)
+        current.held[index] = _own_copy(gradient)
         current.held_bytes += _num_bytes(gradient)
         if len(current.held) + len(current.taken) == current.num_expected:
             self._end(task)
@@ -128,12 +128,13 @@ class GradientHooks(Generic[Taken]):
         (self._add if adds else self._tell)([ended.taken.get(n) for n in range(len(self._nodes))])
 
 
-def _held(gradient: Tensor) -> Tensor:
-    """Return what to hold of a gradient that autograd is about to leave in `.grad`.
+def _own_copy(gradient: Tensor) -> Tensor:
+    """Return a gradient to hold until it is recorded, without a change of what `.grad` will be.
 
-    Autograd copies a dense one that is held. A sparse one it keeps as it is, and so it may share
-    its memory with other gradients, which a wrapper then changes with it. The copy of a DTensor is
-    another one: torch 2.11 makes it whole, by a collective, if the pieces differ in size.
+    Autograd moves a dense gradient into `.grad`, but copies one that is held. For a DTensor that
+    copy may be placed otherwise: torch 2.11 reduces the terms of a sum, and gathers pieces of
+    different sizes. So a DTensor is copied here. A sparse gradient is copied because autograd
+    doesn't, and a wrapper may change its memory.
     """
     if isinstance(gradient, DTensor):
         return dtensors.copied(gradient)

@@ -154,18 +154,22 @@ def _nudge(name: str, weights: Tensor, share: float) -> None:
 def _element(subject: Subject, name: str, fault: Fault, gradient: Tensor) -> tuple[int, ...] | None:
     """Return the index of the element to replace in this rank's part of a gradient.
 
-    Without `fault.element` that is the first. It is None if this rank lacks the element, and empty
-    in a gradient without dimensions.
+    Without `fault.element` that is the first of its piece. It is None if this rank lacks the
+    element, and empty in a gradient without dimensions.
     """
-    local = dtensors.local(gradient)
-    if fault.element is None:
-        return (0,) * local.dim() if local.numel() else None
     piece = subject.pieces.get(name) if isinstance(gradient, DTensor) else None
-    whole = local.shape if piece is None else piece.whole
-    if fault.element >= math.prod(whole):
+    shape = dtensors.local(gradient).shape if piece is None else piece.shape
+    if fault.element is None:
+        place = [0] * len(shape)
+    else:
+        whole = shape if piece is None else piece.whole
+        if fault.element >= math.prod(whole):
+            return None
+        place = [int(index) for index in torch.unravel_index(torch.tensor(fault.element), whole)]
+        if piece is not None:
+            place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
+    if not all(0 <= at < size for at, size in zip(place, shape, strict=True)):
         return None
-    place = [int(index) for index in torch.unravel_index(torch.tensor(fault.element), whole)]
-    if piece is not None:
-        place = [at - begin for at, begin in zip(place, piece.offset, strict=True)]
-    inside = all(0 <= at < size for at, size in zip(place, local.shape, strict=True))
-    return tuple(place) if inside else None
+    if piece is not None and dtensors.piece_of(gradient) is None:  # it has the whole gradient
+        place = [at + begin for at, begin in zip(place, piece.offset, strict=True)]
+    return tuple(place)

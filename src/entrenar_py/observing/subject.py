@@ -129,7 +129,7 @@ class Subject:
 
         Without `exact`, the digest of a sketched tensor is that of its sketch.
         A tensor is left out if it is the term of a sum that was not reduced, or if this rank holds
-        another piece of it than the one in `pieces`, and not all of it.
+        another piece of it than `pieces` says. Of one that it holds whole, that piece is recorded.
         """
         held = self._held(named)
         if self.values:
@@ -151,7 +151,7 @@ class Subject:
             if own == expected:
                 held[name] = dtensors.local(tensor)
             elif own is None and expected is not None and tuple(tensor.shape) == expected.whole:
-                held[name] = dtensors.local(tensor)[expected.place]
+                held[name] = dtensors.local(tensor)[expected.place].contiguous()
         return held
 
     def optimizer_state(self) -> trace.Tensors:
