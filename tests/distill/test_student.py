@@ -33,6 +33,19 @@ def trained(config: Path, *options: str, output: str = "out") -> bytes:
     return runs.adapters(config.parent / output)
 
 
+def lacking_a_shard(small: Path, tmp_path: Path) -> tuple[Path, Path, bytes]:
+    """Return a configuration, the folder of its shards and the adapters that all shards give.
+
+    One shard is put aside, in the folder `aside`.
+    """
+    config = made.configured(tmp_path, small)
+    folder = made.make_shards(config)
+    whole = trained(config)
+    shutil.rmtree(tmp_path / "out")
+    made.moved(folder, tmp_path / "aside", 2)
+    return config, folder, whole
+
+
 def test_it_ends_the_same_whenever_shards_come(small: Path, tmp_path: Path) -> None:
     """It is started before there is a list, and shards come while it trains."""
     config = made.configured(tmp_path, small, training={"epochs": 2})
@@ -66,11 +79,7 @@ def test_a_signal_ends_a_step_that_waits(
     small: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """After some seconds; the run goes on from there when the shard is there."""
-    config = made.configured(tmp_path, small)
-    folder = made.make_shards(config)
-    whole = trained(config)
-    shutil.rmtree(tmp_path / "out")
-    made.moved(folder, tmp_path / "aside", 2)
+    config, folder, whole = lacking_a_shard(small, tmp_path)
     with cluster(tmp_path) as machines:
         waiting = machines.start("distill", "train", config)
         waiting.until(r"step 1/5 ")
@@ -192,11 +201,7 @@ def test_a_shard_that_does_not_come(
     small: Path, tmp_path: Path, is_damaged: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The run ends with one message, and goes on from there when the shard is there."""
-    config = made.configured(tmp_path, small)
-    folder = made.make_shards(config)
-    whole = trained(config)
-    shutil.rmtree(tmp_path / "out")
-    made.moved(folder, tmp_path / "aside", 2)
+    config, folder, whole = lacking_a_shard(small, tmp_path)
     if is_damaged:
         (folder / "shard-00002-of-00004.parquet").write_bytes(b"half")
     capfd.readouterr()
