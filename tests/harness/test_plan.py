@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import checks, systems
-from entrenar_py.contract import Contract, Invariant
+from entrenar_py import checks, contract, shipped, systems
+from entrenar_py.contract import Contract, Invariant, Vocabulary
 from entrenar_py.contract.problems import Position
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import counterexamples, plan
@@ -45,6 +45,24 @@ def test_a_clause_without_scenarios_takes_its_checks() -> None:
     """A clause without scenarios takes those of its check, unchanged by a default plan."""
     own = checks.CHECKS["coverage"].plan(clause())
     assert list(planned(Plan())) == own
+
+
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [
+        ("distributed-training-v1.yaml", "ddp"),
+        ("training-integrity-v1.yaml", "ddp"),
+        ("parallelism-v1.yaml", None),
+        ("local-sgd-v1.yaml", None),
+    ],
+)
+def test_shipped_contracts_take_eight_ranks(name: str, system: str | None) -> None:
+    """Every clause has samples for all ranks of a usual host of GPUs."""
+    vocabulary = Vocabulary(checks=checks.terms(), mutants=lambda: None)
+    invariants = contract.load(shipped.contract_path(name), vocabulary=vocabulary).invariants
+    tasks, _ = plan.divide(invariants, Plan(system=system, world_sizes=(8,)))
+    trainers = [one for task in tasks for one in task.planned if plan.is_trainer(one.system)]
+    assert {one.world_size for one in trainers} == {8}
 
 
 def test_seeds_are_shifted() -> None:
