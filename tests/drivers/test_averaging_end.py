@@ -61,6 +61,15 @@ def test_averages_are_weighted_by_total() -> None:
     assert office.heard("a")[2:] == [(5, 0, (5.0,), 3.0), SHUTDOWN]
 
 
+@pytest.mark.parametrize("total", [6, 2**63, 2**64 - 1])
+def test_a_shard_has_no_more_samples_than_were_assigned(total: int) -> None:
+    """A `total` above the shard's samples would outweigh the others, and break the ledger."""
+    office = Office(num_steps=1)
+    office.join("a", "b")
+    office.say("a", send.gradient(0, 0, [7.0], total=total))
+    assert f"total={total} of a shard with 5 samples: use at most 5" in office.closed["a"]
+
+
 def test_no_sample_counts() -> None:
     """An average over nothing is not defined: the run halts."""
     office = Office()
@@ -79,12 +88,13 @@ def test_any_order_gives_the_same_bits(data: st.DataObject) -> None:
     num_shards = data.draw(st.integers(1, 7))
     floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
     gradients = [data.draw(st.lists(floats, min_size=3, max_size=3)) for _ in range(num_shards)]
-    totals = [data.draw(st.integers(1, 2**20)) for _ in range(num_shards)]
+    size = 2**20  # samples in a shard
+    totals = [data.draw(st.integers(1, size)) for _ in range(num_shards)]
 
     def average(num_workers: int, draw: Any) -> bytes:
         office = Office(
             num_steps=1,
-            num_samples=num_shards,
+            num_samples=num_shards * size,
             num_shards=num_shards,
             world_size=num_workers,
         )
@@ -93,7 +103,8 @@ def test_any_order_gives_the_same_bits(data: st.DataObject) -> None:
         waiting = {peer: office.heard(peer)[1:] for peer in peers}
         while not office.end.finished:
             peer = draw([one for one, shards in waiting.items() if shards])
-            _, step, shard, _ = waiting[peer].pop(0)
+            _, step, start, _ = waiting[peer].pop(0)
+            shard = start // size
             office.say(peer, send.gradient(step, peer, gradients[shard], total=totals[shard]))
             if not office.end.finished:
                 waiting[peer] += office.heard(peer)
@@ -113,7 +124,7 @@ def test_any_order_gives_the_same_bits(data: st.DataObject) -> None:
 def test_one_worker_gets_its_own_bits() -> None:
     """The mean of one gradient is that gradient: signs of zero and subnormal numbers stay."""
     values = [-0.0, 2.0**-149, 3.4e38, 0.1]
-    office = Office(world_size=1, num_steps=1)
+    office = Office(world_size=1, num_steps=1, num_samples=2**28 + 1)
     office.join("a")
     office.say("a", send.gradient(0, 0, values, total=2**28 + 1))
     (answer,) = (one for one in office.heard("a") if one[0] == 5)

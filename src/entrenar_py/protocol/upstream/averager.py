@@ -300,6 +300,12 @@ class Averager:
         """Raise ProtocolError if a shard can't end with `ending`."""
         if ending.correct > ending.total:
             raise ProtocolError(f"correct={ending.correct} of total={ending.total}: use fewer")
+        assert worker.shard is not None, "only a shard can end"
+        size = len(self._shards[worker.shard])
+        if ending.total > size:  # it would outweigh all others, and no ledger holds 64 bits
+            raise ProtocolError(
+                f"total={ending.total} of a shard with {size} samples: use at most {size}"
+            )
         if not ending.gradients and not worker.extents:
             raise ProtocolError("gradients=0: the shard has no gradient at all")
         missing = lacking(worker.extents, worker.num_blocks)
