@@ -18,6 +18,8 @@ from entrenar_py.errors import UsageError, did_you_mean
 
 INT_MAX = 2**63 - 1
 _DEPTH_MAX = 16
+_DIGITS_MAX = 4300  # of a whole number that Python reads
+_WORD_INT_MAX = 10**_DIGITS_MAX - 1
 _AS_THEY_ARE = frozenset({str, int, bool, type(None)})
 
 T = TypeVar("T")
@@ -26,8 +28,9 @@ T = TypeVar("T")
 class Form(NamedTuple):
     """A pair of functions that read and write the values of one annotation.
 
-    `read` converts a JSON value. For a wrong value it raises ValueError, which says what to use.
-    `write` is None if JSON can hold the value unchanged.
+    `read` converts a JSON value, `write` makes one. For a wrong value both raise ValueError, which
+    says what to use: what a reader would refuse is not written. Without `write` the value stays as
+    it is.
     """
 
     read: Callable[[Any], Any]
@@ -58,12 +61,19 @@ class Schema(Generic[T]):
         self._required = {field.name for field in fields(kind) if not _has_default(field)}  # type: ignore[arg-type]
 
     def dump(self, value: T) -> dict[str, Any]:
-        """Return the fields of `value` in their order, converted to what JSON can hold."""
+        """Return the fields of `value` in their order, converted to what JSON can hold.
+
+        Raises UsageError for a value that `load` would refuse; the error's `field` names it.
+        """
         record = {}
         for name, write in self._writers:
             item = getattr(value, name)
             if self._usual is None or item != self._usual[name]:
-                record[name] = item if write is None else write(item)
+                try:
+                    record[name] = item if write is None else write(item)
+                except ValueError as error:
+                    problem = f"{name}={_shown(item)}: {error}"
+                    raise UsageError(self._about(problem), field=name) from error
         return record
 
     def load(self, record: Any) -> T:
@@ -117,6 +127,14 @@ def plain(value: Any) -> Any:
     return value
 
 
+def _shown(value: Any) -> str:
+    """Return `value` in a few words, even a whole number of too many digits to be written."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return f"({type(value).__name__})"
+
+
 # --- forms ------------------------------------------------------------------------------------
 
 
@@ -128,7 +146,7 @@ def whole(least: int, most: int = INT_MAX, *, advice: str) -> Form:
             raise ValueError(advice)
         return value
 
-    return Form(read)
+    return Form(read, read)
 
 
 def many(item: Form, *, most: int | None = None) -> Form:
@@ -158,7 +176,13 @@ def _exactly(*items: Form) -> Form:
             raise ValueError(f"use a list of {len(items)}")
         return tuple(item.read(element) for item, element in zip(items, value, strict=True))
 
-    return Form(read, plain)
+    def write(value: Any) -> list[Any]:
+        return [
+            element if item.write is None else item.write(element)
+            for item, element in zip(items, value, strict=True)
+        ]
+
+    return Form(read, write)
 
 
 def _mapping(item: Form) -> Form:
@@ -177,7 +201,9 @@ def _write_items(write: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
     return list if write is None else lambda value: [write(element) for element in value]
 
 
-def _write_float(value: float) -> float | str:
+def _write_float(value: Any) -> float | str:
+    if not isinstance(value, float):
+        return _read_float(value)  # a whole number, which may be too large
     return value if math.isfinite(value) else str(value)  # JSON has no NaN
 
 
@@ -196,7 +222,7 @@ def _read_flag(value: Any) -> bool:
 
 
 def _read_text(value: Any) -> str:
-    if type(value) is not str:
+    if not isinstance(value, str):
         raise ValueError("use text")
     return value
 
@@ -205,6 +231,37 @@ def _read_words(value: Any) -> dict[str, Any]:
     if type(value) is not dict or _depth(value, _DEPTH_MAX) > _DEPTH_MAX:
         raise ValueError(f"use a mapping of at most {_DEPTH_MAX} levels")
     return value
+
+
+def _write_words(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("use a mapping")
+    return {_key(name): _word(item, _DEPTH_MAX - 1) for name, item in value.items()}
+
+
+def _word(value: Any, left: int) -> Any:
+    """Return a value of a trainer's own as JSON holds it, with at most `left` levels in it."""
+    if isinstance(value, float):
+        return _write_float(value)
+    if isinstance(value, int):
+        if not -_WORD_INT_MAX <= value <= _WORD_INT_MAX:
+            raise ValueError(f"use whole numbers of at most {_DIGITS_MAX} digits")
+        return value
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping | tuple | list):
+        raise ValueError(f"JSON can't hold a {type(value).__name__}; use text and numbers")
+    if not left:
+        raise ValueError(f"use a mapping of at most {_DEPTH_MAX} levels")
+    if isinstance(value, Mapping):
+        return {_key(name): _word(item, left - 1) for name, item in value.items()}
+    return [_word(item, left - 1) for item in value]
+
+
+def _key(name: Any) -> str:
+    if not isinstance(name, str):
+        raise ValueError(f"use text as keys, not a {type(name).__name__}")
+    return name
 
 
 def _depth(value: Any, left: int) -> int:
@@ -216,13 +273,13 @@ def _depth(value: Any, left: int) -> int:
 
 
 FORMS: Mapping[str, Form] = {
-    "bool": Form(_read_flag),
+    "bool": Form(_read_flag, _read_flag),
     "int": whole(-INT_MAX, advice="use a whole number of at most 63 bits"),
     "float": Form(_read_float, _write_float),
-    "str": Form(_read_text),
+    "str": Form(_read_text, _read_text),
 }
 # A mapping of any JSON values, such as a trainer's own notes.
-WORDS = Form(_read_words, plain)
+WORDS = Form(_read_words, _write_words)
 # For a dataclass that validates its fields itself.
 UNCHECKED: Mapping[str, Form] = dict.fromkeys(FORMS, Form(lambda value: value))
 

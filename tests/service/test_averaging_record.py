@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from entrenar_py.protocol import effects as do
+from entrenar_py.service import ledger_account
 from entrenar_py.service.averaging_record import AveragingRecord, new_ledger
 from entrenar_py.service.run_events import Happening, Noted
 from entrenar_py.trace.ledger import Reader
@@ -54,3 +55,18 @@ def test_a_ledger_begins_with_the_run(tmp_path: Path) -> None:
         scenario = Reader(file, tmp_path / "l.jsonl").head.scenario
     assert (scenario.workload, scenario.world_size, scenario.num_shards) == ("own", 2, 5)
     assert (scenario.num_samples, scenario.batch_size, scenario.num_steps) == (30, 20, 2)
+
+
+def test_an_event_that_no_ledger_holds_ends_the_run(tmp_path: Path) -> None:
+    """It is not written, and the ledger stays whole."""
+    path = tmp_path / "l.jsonl"
+    record = AveragingRecord(run_of(), ledger=new_ledger(path, run_of()), listeners=())
+    given_up: list[str] = []
+    record.give_up = given_up.append
+    record.notify(do.Left(0, 2**63, "died"))
+    record.close()
+    assert given_up == [
+        "the ledger can't be written (membership step=9223372036854775808: use a whole number of "
+        "at most 63 bits)"
+    ]
+    assert ledger_account.read(path).num_lines == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from entrenar_py import backends, trace
 from entrenar_py.errors import BackendUnavailable, UsageError
 from entrenar_py.protocol.effects import Finish
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import exit_codes, ledger_verification, retraining
-from entrenar_py.trace import Attempt, Trace
+from entrenar_py.service import exit_codes, ledger_account, ledger_verification, retraining
+from entrenar_py.trace import Attempt, Trace, writer
 from tests.service.members import host_of, meet, record, scenario_of, train
+from tests.trace.samples import WHOLE, any_event
 
 CPU = Attempt(backend="cpu", served=True, device="here")
 
@@ -53,6 +57,25 @@ def changed(path: Path, change: Callable[[Trace], Trace]) -> Path:
 def whole(tmp_path: Path) -> Path:
     """Return a complete run's ledger."""
     return ledger(tmp_path / "l", end=Finish("completed"))
+
+
+@settings(max_examples=25)
+@given(batches=st.lists(st.lists(any_event(), max_size=3), max_size=3))
+def test_no_event_breaks_the_ledger_that_it_is_written_to(
+    batches: list[list[trace.Event]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever events come, a ledger is whole. Events come into it together, or not at all."""
+    path, due = tmp_path_factory.mktemp("any") / "l", list[trace.Event]()
+    written = writer.create(path, WHOLE)
+    for batch in batches:
+        with suppress(UsageError):
+            written.append(batch)
+            due += batch
+    written.close()
+    account = ledger_account.read(path)
+    assert account.num_lines == 1 + len(due)
+    assert any(sentence.startswith(f"{1 + len(due)} lines") for sentence in account.sentences())
+    assert all(first <= last for first, last in [*account.missing(), *account.twice()])
 
 
 def verdict(

@@ -1,8 +1,14 @@
-"""A trace with one event of every kind."""
+"""A trace with one event of every kind, and events with any value in each field."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
 import numpy as np
+from hypothesis import strategies as st
 
 from entrenar_py import trace
 from entrenar_py.scenario import Scenario
@@ -218,3 +224,79 @@ EVENTS: tuple[trace.Event, ...] = (
 WHOLE = trace.Trace(
     scenario=SCENARIO, environment={"torch": "2"}, promises=("bitwise",), events=EVENTS
 )
+
+
+# --- any value in each field ----------------------------------------------------------------------
+
+
+def nested(depth: int) -> Any:
+    """Return mappings nested `depth` times."""
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+# Halves of characters stand alone here: JSON makes one character of two that fit each other.
+_TEXTS = (
+    st.text(max_size=4)
+    | st.sampled_from(("\ud800", "\udcff", '","chain":"00"}', "\r\u2028\0"))
+    | st.just(10**5).map(lambda length: "k" * length)
+)
+_FLOATS = st.floats() | st.sampled_from((1e308, -5e-324, NAN, INF, -INF, -0.0))
+_SIMPLE = st.none() | st.booleans() | st.integers() | _FLOATS | _TEXTS
+_WORDS = st.recursive(
+    _SIMPLE,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_TEXTS, inner, max_size=2),
+    max_leaves=4,
+) | st.sampled_from((10**400, nested(14), nested(15)))
+# What a file holds, and what it can't hold.
+_READABLE: Mapping[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-9, 9) | st.sampled_from((2**63 - 1, 1 - 2**63)),
+    float: _FLOATS,
+    bool: st.booleans(),
+    str: _TEXTS,
+    trace.TensorRecord: (
+        st.builds(trace.TensorRecord, _TEXTS) | st.sampled_from(tuple(TENSORS.values()))
+    ),
+    NoneType: st.none(),
+    Any: _WORDS,
+}
+_UNREADABLE: Mapping[Any, st.SearchStrategy[Any]] = {
+    int: st.sampled_from((-(2**63), 2**63, 2**64 - 1, 10**400)),
+    float: st.sampled_from((2**63, 10**400)),  # to a type checker an int is a float
+    trace.TensorRecord: st.sampled_from(
+        (trace.TensorRecord("d", "AAAA", "int4"), trace.TensorRecord("d", "AAA"))
+    ),
+    # Python prints no number of so many digits, and doesn't print what is so deep.
+    Any: st.just(5000).map(lambda digits: 10**digits) | st.sampled_from((16, 2000)).map(nested),
+}
+
+
+def any_event() -> st.SearchStrategy[trace.Event]:
+    """Return a strategy for events of all kinds, with any value that an annotation allows."""
+    any_values = {kind: _READABLE[kind] | _UNREADABLE.get(kind, st.nothing()) for kind in _READABLE}
+    return st.tuples(
+        st.sampled_from(tuple(trace.EVENTS.values())), st.sampled_from((_READABLE, any_values))
+    ).flatmap(lambda drawn: _events(*drawn))
+
+
+def _events(
+    kind: type[trace.Event], plain: Mapping[Any, st.SearchStrategy[Any]]
+) -> st.SearchStrategy[trace.Event]:
+    hints = get_type_hints(kind)
+    return st.builds(kind, **{field.name: _any(hints[field.name], plain) for field in fields(kind)})
+
+
+def _any(hint: Any, plain: Mapping[Any, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in plain:
+        return plain[hint]
+    if origin in (Union, UnionType):
+        return st.one_of(*(_any(one, plain) for one in args))
+    if origin is tuple and args[-1] is Ellipsis:
+        return st.lists(_any(args[0], plain), max_size=2).map(tuple)
+    if origin is tuple:
+        return st.tuples(*(_any(one, plain) for one in args))
+    assert issubclass(origin, Mapping), hint
+    return st.dictionaries(_TEXTS, _any(args[1], plain), max_size=2)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from entrenar_py import trace
 from entrenar_py.errors import TraceError, UsageError
+from entrenar_py.trace import ledger
 from tests.trace.samples import EVENTS, SCENARIO, WHOLE
 
 
@@ -74,6 +75,14 @@ def test_any_numbers_and_names_survive(
     path = tmp_path_factory.mktemp("trace") / "run.jsonl"
     trace.save(given_trace, path)
     assert _text(trace.load(path)) == _text(given_trace)
+
+
+def test_a_line_too_long_to_be_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that no reader would take is refused, with its length."""
+    monkeypatch.setattr("entrenar_py.untrusted.files.LINE_BYTES_MAX", 200)
+    assert len(ledger.dump_line("", {"text": "k" * 100})[0]) < 200
+    with pytest.raises(UsageError, match=r"a line of 25\d bytes: at most 200 are read"):
+        ledger.dump_line("", {"text": "k" * 199})
 
 
 # --- tampering --------------------------------------------------------------------------------

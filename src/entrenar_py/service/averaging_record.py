@@ -13,6 +13,7 @@ import numpy as np
 import entrenar_py
 from entrenar_py import trace
 from entrenar_py.drivers.averaging_end import Average
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.effects import Effect
 from entrenar_py.protocol.upstream import wire_effects as wire
@@ -137,8 +138,9 @@ class AveragingRecord:
             self._ledger.append([event])
             if isinstance(event, trace.End):
                 self._ledger.sync()
-        except OSError as error:
-            self.broken = f"the ledger can't be written ({error.strerror or error})"
+        except (OSError, UsageError) as error:
+            told = getattr(error, "strerror", None) or error
+            self.broken = f"the ledger can't be written ({told})"
             self.give_up(self.broken)
 
 

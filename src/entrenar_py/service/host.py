@@ -11,6 +11,7 @@ from pathlib import Path
 
 from entrenar_py import trace
 from entrenar_py.drivers.served_pieces import ReadPiece, no_piece
+from entrenar_py.errors import UsageError
 from entrenar_py.protocol import effects as do
 from entrenar_py.protocol import pipeline
 from entrenar_py.protocol.effects import Effect, Finish, Left
@@ -337,7 +338,8 @@ class Host:
             self._ledger.append(events)
             if sync:
                 self._ledger.sync()
-        except OSError as error:
-            self.broken = f"the ledger can't be written ({error.strerror or error})"
+        except (OSError, UsageError) as error:
+            told = getattr(error, "strerror", None) or error
+            self.broken = f"the ledger can't be written ({told})"
             self._ledger = None
             self.give_up(self.broken)

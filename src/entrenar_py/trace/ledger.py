@@ -47,10 +47,19 @@ def header(trace: Trace) -> dict[str, Any]:
 
 
 def dump_line(chain: str, record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the line of `record` and its chain; `chain` is the previous line's, or ""."""
+    """Return the line of `record` and its chain; `chain` is the previous line's, or "".
+
+    Raises UsageError for a line that is too long to be read again.
+    """
     body = json.dumps(record, separators=(",", ":"), allow_nan=False)
     chain = _link(chain, body)
-    return f'{body[:-1]},"chain":"{chain}"}}', chain
+    line = f'{body[:-1]},"chain":"{chain}"}}'
+    if len(line) >= files.LINE_BYTES_MAX:
+        raise UsageError(
+            f"{record.get('kind', 'record')}: a line of {len(line) + 1} bytes: at most "
+            f"{files.LINE_BYTES_MAX} are read; record digests in place of values"
+        )
+    return line, chain
 
 
 def save(trace: Trace, path: Path) -> None:

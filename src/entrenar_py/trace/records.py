@@ -47,7 +47,10 @@ _ITEM_BYTES = {"bool": 1} | {
 
 
 def to_record(event: Event) -> dict[str, Any]:
-    """Return the kind and the fields of `event`, as JSON can hold them."""
+    """Return the kind and the fields of `event`, as JSON can hold them.
+
+    Raises UsageError for a value that `from_record` would refuse.
+    """
     return {"kind": event.kind} | _SCHEMAS[event.kind].dump(event)
 
 
@@ -76,8 +79,7 @@ def _read_tensor(value: Any) -> TensorRecord:
     if type(value) is not list or [*map(type, value)] != [str, str, str]:
         raise ValueError("use a digest, or a list of digest, data and dtype (and size)")
     digest, data, dtype = value
-    if dtype not in _ITEM_BYTES or len(b64decode(data, validate=True)) % _ITEM_BYTES[dtype]:
-        raise ValueError(f"use base64 of whole numbers or floats: {', '.join(_ITEM_BYTES)}")
+    _require_data(data, dtype)
     return TensorRecord(digest, data, dtype)
 
 
@@ -107,7 +109,15 @@ def _write_tensors(tensors: Tensors) -> dict[str, Any]:
 def _write_tensor(tensor: TensorRecord) -> str | list[str | int]:
     if tensor.sketch is not None:
         return [tensor.digest, tensor.sketch.to_text(), tensor.dtype, tensor.sketch.size]
-    return tensor.digest if tensor.data is None else [tensor.digest, tensor.data, tensor.dtype]
+    if tensor.data is None:
+        return tensor.digest
+    _require_data(tensor.data, tensor.dtype)
+    return [tensor.digest, tensor.data, tensor.dtype]
+
+
+def _require_data(data: str, dtype: str) -> None:
+    if dtype not in _ITEM_BYTES or len(b64decode(data, validate=True)) % _ITEM_BYTES[dtype]:
+        raise ValueError(f"use base64 of whole numbers or floats: {', '.join(_ITEM_BYTES)}")
 
 
 _FORMS = {"Tensors": Form(_read_tensors, _write_tensors), "Mapping[str, Any]": WORDS}

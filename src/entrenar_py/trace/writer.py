@@ -67,7 +67,10 @@ class Writer:
         return Mark(self._num_lines, self._chain)
 
     def append(self, events: Iterable[Event]) -> None:
-        """Write `events` to the file. They survive the death of this process."""
+        """Write `events` to the file. They survive the death of this process.
+
+        Raises UsageError for one that could not be read again; then none of them is written.
+        """
         self.write(map(records.to_record, events))
 
     def sync(self) -> None:
@@ -80,10 +83,11 @@ class Writer:
 
     def write(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """Write `entries` as lines, each chained to the one before."""
-        lines = []
+        lines, chain = [], self._chain
         for entry in entries:
-            line, self._chain = ledger.dump_line(self._chain, entry)
+            line, chain = ledger.dump_line(chain, entry)
             lines.append(f"{line}\n")
+        self._chain = chain
         self._num_lines += len(lines)
         left = memoryview("".join(lines).encode())
         while left.nbytes:
