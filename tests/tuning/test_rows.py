@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,9 @@ def test_rows_have_their_lines_as_places(tmp_path: Path) -> None:
         (b"[1]", "is a list; use an object ({...})"),
         (b'"text"', "is a str; use an object ({...})"),
         (b'{"a": "\xff"}', "is not UTF-8 (invalid start byte at byte 7)"),
-        (b"[" * 100_000, "is nested too deeply"),
+        (b"[" * 100_000, "can't be read (nested more than 64 levels deep)"),
+        (b'{"a": ' * 65 + b"1" + b"}" * 65, "can't be read (nested more than 64 levels deep)"),
+        (b'{"a": 1, "b": 2, "a": 1}', "can't be read ('a' appears 2 times)"),
         (b'{"a": %s}' % (b"9" * 5000), "can't be read (Exceeds the limit (4300 digits) for "),
         (b'{"a": "\\ud83d"}', "has half of a character (\\ud83d)"),
         (b'{"a": "\0"}', "is not JSON (Invalid control character at column 8)"),
@@ -37,18 +40,67 @@ def test_rows_have_their_lines_as_places(tmp_path: Path) -> None:
         (b'{"a": "\xed\xa0\xbd"}', "is not UTF-8 (invalid continuation byte at byte 7)"),
     ],
     ids=[
-        *("cut off", "a list", "a text", "Latin-1", "deep", "digits", "half a pair"),
+        *("cut off", "a list", "a text", "Latin-1", "brackets", "deep", "a name twice"),
+        *("digits", "half a pair"),
         *("a control character", "UTF-16", "half a pair as bytes"),
     ],
 )
 def test_a_bad_row_is_told_and_the_next_one_read(tmp_path: Path, line: bytes, problem: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 2}\n')
+    content = b'{"a": 1}\n' + line + b'\n{"a": 2}\n'
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(content, mtime=0))
+    for path in (tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.gz"):
+        _, bad, good = rows.read(path)
+        assert isinstance(bad, BadRow)
+        assert bad.place == f"{path}:2"
+        assert bad.problem.startswith(problem)
+        assert isinstance(good, Row)
+
+
+@pytest.mark.parametrize(
+    ("element", "problem"),
+    [
+        (b"[1]", "is a list; use an object ({...})"),
+        (
+            b'{"a": %s}' % (b"[" * 10**5 + b"]" * 10**5),
+            "can't be read (nested more than 64 levels ",
+        ),
+        (b'{"a": {"b": %s}}' % (b"[" * 65 + b"]" * 65), "can't be read (nested more than 64 "),
+        (b'{"a": %s, "]": "}"}' % (b"9" * 5000), "can't be read (Exceeds the limit (4300 digits)"),
+        (b'{"a": "\\ud83d"}', "has half of a character (\\ud83d)"),
+        (b'{"a": 1, "a": 1}', "can't be read ('a' appears 2 times)"),
+    ],
+    ids=["a list", "brackets", "deep", "digits", "half a pair", "a name twice"],
+)
+def test_a_bad_row_of_a_list_is_told_and_the_next_one_read(
+    tmp_path: Path, element: bytes, problem: str
+) -> None:
+    """A list has its bad rows as lines have them: each alone, with its number."""
+    path = tmp_path / "rows.json"
+    path.write_bytes(b'[{"a": 1},\n' + element + b' , {"a": 2}]\n')
     _, bad, good = rows.read(path)
     assert isinstance(bad, BadRow)
     assert bad.place == f"{path}:2"
     assert bad.problem.startswith(problem)
     assert isinstance(good, Row)
+    path.write_bytes(b"[ ]")
+    assert list(rows.read(path)) == []
+
+
+def test_a_row_of_too_many_bytes_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines and elements have a bound, and the next one is read after it."""
+    monkeypatch.setattr(rows, "ROW_BYTES_MAX", 100)
+    monkeypatch.setattr(rows, "_SKIPPED_BYTES", 7)
+    for name, form in (("a.jsonl", b"%s\n%s\n%s"), ("a.json", b"[%s,%s,%s]")):
+        path = tmp_path / name
+        path.write_bytes(form % (b'{"a": "%s"}' % (b"k" * 91), b'{"a": "%s"}' % (b"k" * 92), b"{}"))
+        good, bad, last = rows.read(path)
+        assert isinstance(good, Row)
+        assert isinstance(last, Row)
+        assert str(bad) == f"{path}:2: has 101 bytes or more; at most 100 are read"
+        assert last.place == f"{path}:3"
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -59,7 +111,7 @@ def test_parquet(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["a", "b"], "label": [1, None]}), path)
     assert [row.fields for row in rows.read(path) if isinstance(row, Row)] == [
         {"text": "a", "label": 1},
-        {"text": "b", "label": None},
+        {"text": "b"},  # a null column is absent: a union of sets of rows has many
     ]
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UsageError, match="not a Parquet file, or a damaged one, after row 0"):
@@ -92,6 +144,63 @@ def test_values_that_python_has_none_for_are_told_where_they_are_used(tmp_path: 
     assert (first["text"], second["text"], second["bad"]) == ("ls", "cat", "def")
     assert repr(first["bad"]).startswith("(can't be read: 'utf-8' codec can't decode byte 0xff")
     assert "out of range" in repr(first["day"])
+
+
+def _parquet(path: Path, columns: dict[str, Any]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_null_columns_of_a_union_are_absent(tmp_path: Path) -> None:
+    """Sets of rows that were put together have each other's columns, without values."""
+    union = {"text": ["a", None], "messages": [None, [{"role": "user", "content": "b"}]]}
+    found = list(rows.read(_parquet(tmp_path / "rows.parquet", union)))
+    assert [row.fields for row in found if isinstance(row, Row)] == [
+        {"text": "a"},
+        {"messages": [{"role": "user", "content": "b"}]},
+    ]
+
+
+def test_a_column_whose_name_is_damaged(tmp_path: Path) -> None:
+    """No row can have such a name, so the file is refused, and not by a traceback."""
+    path = _parquet(tmp_path / "rows.parquet", {"textual": ["a"]})
+    path.write_bytes(path.read_bytes().replace(b"textual", b"text\xffal"))
+    with pytest.raises(UsageError, match=r"rows.parquet: the name of a column is not UTF-8"):
+        list(rows.read(path))
+
+
+def test_two_columns_of_one_name(tmp_path: Path) -> None:
+    """One of them would vanish."""
+    path = _parquet(tmp_path / "rows.parquet", {"text": ["a"], "texu": ["b"]})
+    path.write_bytes(path.read_bytes().replace(b"texu", b"text"))
+    with pytest.raises(UsageError, match="2 columns are called 'text'; rename all but one"):
+        list(rows.read(path))
+
+
+def test_times_in_a_zone_that_is_unknown(tmp_path: Path) -> None:
+    """A time zone that this machine doesn't know is no harm to other columns."""
+    pyarrow = pytest.importorskip("pyarrow")
+    times = pyarrow.array([0], pyarrow.timestamp("s", tz="Nowhere/Atlantis"))
+    (row,) = rows.read(_parquet(tmp_path / "rows.parquet", {"text": ["a"], "time": times}))
+    assert isinstance(row, Row)
+    assert row.fields["text"] == "a"
+    assert repr(row.fields["time"]).startswith("(can't be read: ")
+
+
+def test_large_rows_are_decoded_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in memory is bounded by bytes, and rows keep their numbers."""
+    monkeypatch.setattr(rows, "_BATCH_BYTES", 1000)
+    path = _parquet(tmp_path / "rows.parquet", {"text": [str(n) * 99 for n in range(10, 60)]})
+    found = list(rows.read(path))
+    assert [row.place for row in found] == [f"{path}:{n}" for n in range(1, 51)]
+    monkeypatch.setattr(rows, "ROW_BYTES_MAX", 100)
+    monkeypatch.setattr(rows, "_BATCH_BYTES", 10**6)
+    assert str(next(rows.read(path))) == f"{path}:1: has 202 bytes or more; at most 100 are read"
 
 
 @pytest.mark.parametrize(
@@ -169,9 +278,13 @@ def test_a_pattern_may_name_folders(
             LIST.decode().encode("utf-16"),
             "an object a line; its first line is not UTF",
         ),
-        ("rows.jsonl", b'[\n{"a": 1},\n{"a": 2},\n]', r"as a list, and is not JSON \(.*: line "),
+        (
+            "rows.jsonl",
+            b'[\n{"a": 1},\n{"a": 2},\n]',
+            r"as a list, and is not JSON at row 3 \(.*: line ",
+        ),
         ("rows.json", b'[{"a": 1},]', "is not JSON"),
-        ("rows.json", b"[" * 100_000, "is not JSON \\(nested too deeply\\)"),
+        ("rows.json", b"[" * 100_000, "is not JSON at row 1 \\(Expecting ',' delimiter"),
         ("rows.jsonl.gz", LINES, "can't be read \\(Not a gzipped file"),
         (
             "rows.jsonl.gz",

@@ -1,0 +1,127 @@
+"""Reads JSON from outside within bounds. What is read can be copied, shown and written again.
+
+`json.loads` alone reads as deep as the caller's stack happens to allow, and what it has read ends
+`copy.deepcopy` or `json.dumps` later by RecursionError. It takes the last of two values of one
+name, and spends fifty bytes on an empty list of two. Here all that can be wrong is a ValueError
+with the reason, which the caller puts behind its place.
+
+Whole numbers have at most 4,300 digits, which is Python's own bound. NaN and infinities are
+numbers, as Python writes them: a field that nobody uses may hold one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+DEPTH_MAX = 64  # lists and objects within each other; schemas of functions have some twenty
+_DEEP = f"nested more than {DEPTH_MAX} levels deep"
+_HALF = re.compile("[\ud800-\udfff]")
+# A text as a whole, or a bracket outside of texts. A text without an end runs to the end.
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[{\]}]', re.DOTALL)
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def load(text: str | bytes, *, values_max: int | None = None, names_once: bool = False) -> Any:
+    """Return the value that `text` holds; `bytes` are UTF-8.
+
+    With `values_max` a text that has marks for more values is refused before it is parsed: for
+    what a peer sends. With `names_once` an object that has one name twice is refused. Raises
+    ValueError, which for bad syntax is json.JSONDecodeError.
+    """
+    if isinstance(text, bytes):
+        text = text.decode()
+    if values_max is not None and (num_marks := sum(map(text.count, ",[{"))) > values_max:
+        raise ValueError(f"it has marks of {num_marks} values; at most {values_max} are read")
+    value, end = load_at(text, skip_space(text, 0), names_once=names_once)
+    end = skip_space(text, end)
+    if end != len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+    if text.count("[") + text.count("{") > DEPTH_MAX:
+        require_flat(value)
+    return value
+
+
+def load_at(text: str, at: int, *, names_once: bool = False) -> tuple[Any, int]:
+    """Return the value that begins at `at`, of any depth that can be parsed, and where it ends."""
+    try:
+        return (_ONCE if names_once else _PLAIN).raw_decode(text, at)
+    except RecursionError:
+        raise ValueError(_DEEP) from None
+
+
+def skip_space(text: str, at: int) -> int:
+    """Return the place of the first character from `at` on that is no space."""
+    match = _SPACE.match(text, at)
+    assert match is not None, "no space at all matches, too"
+    return match.end()
+
+
+def end_of(text: str, at: int) -> int:
+    """Return where the list or object ends that begins at `at`, of any depth; the end of the text
+    if it doesn't. What is in it need not be JSON.
+    """
+    depth = 0
+    for token in _TOKEN.finditer(text, at):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
+        if depth <= 0:
+            return token.end()
+    return len(text)
+
+
+def require_flat(value: Any) -> None:
+    """Raise ValueError for lists and mappings that are nested too deeply to be copied or shown."""
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, Mapping | list | tuple)]:
+        depth += 1
+        if depth > DEPTH_MAX:
+            raise ValueError(_DEEP)
+        level = [inner for one in level for inner in _inner(one)]
+
+
+def require_texts(value: Any) -> None:
+    """Raise ValueError for a name or text in a flat `value` that has half of a character.
+
+    UTF-8 has no form for one, so neither a file nor a tokenizer would take it.
+    """
+    if isinstance(value, str):
+        if not value.isascii() and (half := _HALF.search(value)):
+            raise ValueError(
+                f"has half of a character ({half[0].encode('unicode_escape').decode()})"
+            )
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            require_texts(name)
+            require_texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            require_texts(inner)
+
+
+def num_chars(value: Any) -> int:
+    """Return the length of all texts (and bytes) in a flat `value`, names included."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(num_chars(name) + num_chars(inner) for name, inner in value.items())
+    return sum(map(num_chars, value)) if isinstance(value, list | tuple) else 0
+
+
+def _inner(value: Any) -> Any:
+    return value.values() if isinstance(value, Mapping) else value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        name, times = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{reprlib.repr(name)} appears {times} times")
+    return record
+
+
+# Made once: `json.loads` with options would make new ones on each call.
+_PLAIN, _ONCE = json.JSONDecoder(), json.JSONDecoder(object_pairs_hook=_once)
