@@ -79,6 +79,7 @@ def test_refused(
         ([{"messages": [{"role": "system", "content": "x"}]}], "no turn of the user"),
         ([{"messages": [{"role": "user", "content": " "}]}], "is empty"),
         ([{"other": "x"}], "has no field 'messages'"),
+        ([{"messages": [{"role": "user", "content": "x " * 2**16}]}], "has 131087 characters, too"),
     ],
 )
 def test_unusable_prompts(

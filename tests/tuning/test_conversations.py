@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from entrenar_py.tuning import conversations
 from entrenar_py.tuning.conversations import BadConversationError
@@ -118,7 +123,7 @@ def test_turns_of_weight_0_are_not_learned() -> None:
     ("row", "problem"),
     [
         ({"text": "ls"}, "has no field 'messages'; it has text; use messages, conversations, inst"),
-        ({"messages": None}, "messages is no list of messages"),
+        ({"messages": None}, "has no field 'messages'; it has none"),
         ({"messages": [USER]}, "no turn of the assistant"),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "a weight of 0 in each turn"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "message 2 has weight 0.5; use 0 or 1"),
@@ -138,7 +143,7 @@ def test_turns_of_weight_0_are_not_learned() -> None:
         ({"messages": [USER, {"from": "function_call", "value": "w("}]}, "a call that is not JSON"),
         (
             {"messages": [USER, {"from": "function_call", "value": "[" * 10**5}]},
-            "a call that is not JSON (nested too deeply)",
+            "a call that is not JSON (nested more than 64",
         ),
         ({"messages": [USER, ANSWER], "tools": "["}, "tools are not JSON"),
         ({"messages": [USER, ANSWER], "tools": "[" * 10**5}, "tools are not JSON (nested"),
@@ -203,3 +208,42 @@ def test_rows_without_a_prompt(row: Mapping[str, Any]) -> None:
     """A row that asks nothing, or more than text, is refused."""
     with pytest.raises(BadConversationError):
         conversations.prompt(row, "messages")
+
+
+_KEYS = (
+    *("messages", "conversations", "instruction", "output", "prompt", "completion", "history"),
+    *("role", "from", "content", "value", "weight", "tool_calls", "function_call", "system"),
+    *("tools", "function", "name", "arguments", "type", "text", "images", "label", "input"),
+)
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.sampled_from((0, 1, -1.5, 10**400, math.nan, "", "user", "assistant", "tool", "reasoning"))
+    | st.sampled_from(("x", "tool_call", "[" * 10**5, '{"name": "a"}', "{", b"\xff")),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+_OBJECTS = st.dictionaries(st.sampled_from(_KEYS), _VALUES, max_size=4)
+_CHATS = st.lists(
+    st.builds(
+        lambda role, content, more: {**more, "role": role, "content": content},
+        st.sampled_from(("user", "assistant", "function_call")),
+        st.just("x") | _VALUES,
+        _OBJECTS | st.builds(lambda calls: {"tool_calls": [calls]}, _OBJECTS),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=60)
+@given(_OBJECTS | st.builds(lambda chat, more: {**more, "messages": chat}, _CHATS, _OBJECTS))
+def test_any_row_is_a_conversation_or_says_why_not(row: dict[str, Any]) -> None:
+    """Wrong types anywhere are a BadConversationError, for a row to learn and for a prompt."""
+    for ask in (conversations.read, conversations.prompt):
+        with suppress(BadConversationError):
+            copy.deepcopy(ask(row, "messages").messages)

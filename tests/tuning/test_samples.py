@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from entrenar_py.errors import UsageError
 from entrenar_py.training import checkpoint
 from entrenar_py.tuning import model, samples
+from entrenar_py.tuning.encoding import Encoder
+from entrenar_py.tuning.rows import BadRow, Row
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Classes, Data, Settings
 
@@ -109,6 +112,42 @@ def test_a_row_that_cannot_be_used(
     assert "1 of 1 rows can't be used" in str(raised.value)
     with pytest.raises(UsageError, match="has no row that can be used; the first is"):
         load(small, tmp_path, task, [row], max_tokens=16, on_error="skip")
+
+
+class Untouched:
+    """A tokenizer that must not be asked for the tokens of anything."""
+
+    chat_template = "{{ messages }}"
+
+    def __getattr__(self, name: str) -> Any:
+        pytest.fail(f"{name} was asked for")
+
+    def __call__(self, text: str) -> Any:
+        pytest.fail(f"{len(text)} characters were tokenised")
+
+
+LONG = "ab " * 2**15
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("text", {"text": LONG}),
+        ("classify", {"text": LONG, "label": "safe"}),
+        ("instruct", {"messages": [{"role": "user", "content": LONG}, CHAT[1]]}),
+        ("instruct", {"messages": CHAT, "tools": [{"name": "a", "description": LONG}]}),
+    ],
+)
+def test_a_row_that_must_be_too_long_is_not_tokenised(
+    small: Path, task: str, row: dict[str, Any]
+) -> None:
+    """Its tokens would take four hundred times its bytes, only to be refused."""
+    encoder = Encoder(settings(small, small, task, max_tokens=512), Untouched())
+    bad = encoder.encode(Row("f", 7, row))
+    assert isinstance(bad, BadRow)
+    assert re.match(
+        r"f:7: has 98\d{3} characters, too many for data.max_tokens=512 \(64 a", str(bad)
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 from blake3 import blake3
 
 from entrenar_py.errors import RowsError, UsageError
-from entrenar_py.tuning import conversations, rows, samples
+from entrenar_py.tuning import conversations, encoding, rows, samples
 from entrenar_py.tuning.conversations import BadConversationError, Conversation
 from entrenar_py.tuning.rows import BadRow, Row
 from entrenar_py.tuning.settings import Data, Settings
@@ -102,6 +102,17 @@ def require(data: Data, where: str, skipped: Sequence[BadRow], num_good: int) ->
 
 
 def _prompt(row: Row, settings: Settings) -> Prompt | BadRow:
+    """Return the prompt of a row, unless nothing could be learned with it."""
+    prompt = _of_row(row, settings)
+    if isinstance(prompt, BadRow):
+        return prompt
+    asked = prompt.asked
+    texts = asked if isinstance(asked, str) else [asked.messages, asked.tools]
+    problem = encoding.too_long(texts, settings.data.max_tokens)
+    return BadRow(row.place, problem) if problem else prompt
+
+
+def _of_row(row: Row, settings: Settings) -> Prompt | BadRow:
     name = settings.data.text_field
     if settings.task == "instruct":
         try:

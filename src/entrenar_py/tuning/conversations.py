@@ -6,10 +6,11 @@ pairs of a better and a worse answer, is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+from entrenar_py.untrusted import json_text
 
 USUAL = "messages"  # the field with messages, unless settings name another
 _SHAREGPT = "conversations"
@@ -143,14 +144,14 @@ def _require_good(fields: Mapping[str, Any], field: str) -> None:
 def _given(fields: Mapping[str, Any], field: str) -> tuple[str, Any]:
     """Return the name and the value of the field that has messages, or those of a pair."""
     has = [name for name, value in fields.items() if value is not None]
-    if field in fields:
+    if field in has:
         return field, fields[field]
     if field == USUAL and _SHAREGPT in has:
         return _SHAREGPT, fields[_SHAREGPT]
     for prompt, answer in _PAIRS if field == USUAL else ():
         if prompt in has and answer in has:
             return answer, list(_of_pair(fields, prompt, answer))
-    told = f"has no field {field!r}; it has {', '.join(fields) or 'none'}"
+    told = f"has no field {field!r}; it has {', '.join(has) or 'none'}"
     raise BadConversationError(f"{told}; use {_FORMS}" if field == USUAL else told)
 
 
@@ -228,17 +229,9 @@ def _content(place: str, content: object, *, calls: bool) -> Message:
 def _parsed(place: str, text: object) -> Any:
     """Return the object that `text` holds as JSON."""
     try:
-        return _of_json(text) if isinstance(text, str) else text
+        return json_text.load(text) if isinstance(text, str) else text
     except ValueError as error:
         raise BadConversationError(f"{place} has a call that is not JSON ({error})") from error
-
-
-def _of_json(text: str) -> Any:
-    """Return what `text` holds; raises ValueError."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
 
 
 def _listed(value: Any) -> list[Any]:
@@ -272,7 +265,7 @@ def _tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
     given = fields.get("tools") or fields.get("functions")  # the latter is OpenAI's earlier field
     if isinstance(given, str):
         try:
-            given = _of_json(given) if given.strip() else None
+            given = json_text.load(given) if given.strip() else None
         except ValueError as error:
             raise BadConversationError(f"tools are not JSON ({error})") from error
     if not given:

@@ -15,8 +15,13 @@ from entrenar_py.tuning import chat_template, conversations
 from entrenar_py.tuning.conversations import BadConversationError
 from entrenar_py.tuning.rows import BadRow, Row
 from entrenar_py.tuning.settings import Settings
-from entrenar_py.untrusted import escaping
+from entrenar_py.untrusted import escaping, json_text
 
+# A text with more characters a token than this has too many tokens, and is not tokenised to learn
+# how many: that takes 400 bytes of memory for each of its own. No language comes near it. Short
+# texts are left to the tokenizer, whatever they are made of.
+CHARS_PER_TOKEN_MAX = 64
+SHORT_CHARS = 2**16
 NO_LABEL = -1
 _LONG = "has "  # how the problem of a row begins that has too many tokens
 
@@ -37,6 +42,20 @@ def length_of(bad: BadRow) -> int | None:
     """Return the number of tokens of a row that is too long; None for another problem."""
     number = bad.problem.removeprefix(_LONG).partition(" tokens; ")[0]
     return int(number) if bad.problem.startswith(_LONG) and number.isdigit() else None
+
+
+def too_long(value: Any, max_tokens: int) -> str:
+    """Return why the texts in `value` must have more than `max_tokens` tokens; "" if they need not.
+
+    `value` is a text, or lists and mappings of texts that are not nested deeply.
+    """
+    num_chars = json_text.num_chars(value)
+    if num_chars <= max(SHORT_CHARS, CHARS_PER_TOKEN_MAX * max_tokens):
+        return ""
+    return (
+        f"has {num_chars} characters, too many for data.max_tokens={max_tokens} "
+        f"({CHARS_PER_TOKEN_MAX} a token)"
+    )
 
 
 class _BadValueError(ValueError):
@@ -93,6 +112,7 @@ class Encoder:
 
     def _instructed(self, fields: Mapping[str, Any]) -> Sample:
         conversation = conversations.read(fields, self._settings.data.messages_field)
+        self._require_short([conversation.messages, conversation.tools])
         tokens, is_target = chat_template.encode(self._tokenizer, conversation)
         is_target = [False, *is_target[1:]]  # nothing stands before the first to predict it from
         if not any(is_target):
@@ -114,7 +134,12 @@ class Encoder:
             )
         return fields[name]
 
+    def _require_short(self, value: Any) -> None:
+        if problem := too_long(value, self._settings.data.max_tokens):
+            raise _BadValueError(problem)
+
     def _tokens(self, text: str) -> list[int]:
+        self._require_short(text)
         tokens = list(self._tokenizer(text)["input_ids"])
         if not tokens:
             raise _BadValueError("has no token")

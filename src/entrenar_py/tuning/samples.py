@@ -23,7 +23,7 @@ from entrenar_py.tuning.encoding import Encoder, Sample
 from entrenar_py.tuning.rows import BadRow
 from entrenar_py.tuning.settings import Settings
 
-VERSION = 4  # of the file, and of what is learned of a row; another one is made anew
+VERSION = 5  # of the file, and of what is learned of a row; another one is made anew
 _SHOWN = 20  # bad rows in a message
 
 
