@@ -149,6 +149,35 @@ def test_rank_files_are_read_without_torch() -> None:
             assert not any(f"{word} torch" in text for word in ("import", "from")), module
 
 
+# Modules that read JSON without bounds: only what another process of the same run has written to
+# a pipe or the environment, or a text that the module's own room has made.
+OF_OWN_PROCESSES = {
+    "finetune.local",
+    "finetune.worker_process",
+    "observing.auto",
+    "observing.planned_faults",
+    "reports.drawn_runs",
+    "systems.finetuned.by_ranks",
+    "systems.probes.memory",
+    "systems.single.textbook_replica",
+    "systems.star.processes",
+    "systems.star.worker_process",
+    "systems.torch.ranks",
+    "untrusted.json_text",
+}
+
+
+def test_json_of_others_is_read_within_bounds() -> None:
+    """Depth, values and numbers are bounded at one place, so no reader can forget one of them."""
+    parsers = re.compile(r"\bjson\.(loads?|JSONDecoder)\b(?=\()")
+    found = {
+        module.removeprefix("entrenar_py.")
+        for module, path in modules().items()
+        if parsers.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == OF_OWN_PROCESSES
+
+
 def texts(path: Path, *, outside: str = "") -> Iterator[str]:
     """Yield the texts in a file, except docstrings and texts in functions named `outside...`."""
     left: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import CHOICES, DEFAULTS, PARTS_MAX, Scenario, expand
+from tests.trace.samples import nested
 
 USUAL: dict[str, Any] = {"system": "reference", "workload": "linear", "world_size": 2, "seed": 0}
 USUAL_SCENARIO = Scenario(**USUAL)
@@ -117,6 +118,7 @@ def test_the_digest_sees_every_field() -> None:
         ({"options": 3}, "options=3: use a mapping"),
         ({"options": {"magnitude": float("nan")}}, "options=.*: JSON can't hold them"),
         ({"options": {"m": object()}}, "options=.*: JSON can't hold them"),
+        ({"options": nested(33)}, "options=.*nested more than 32 levels deep"),
     ],
 )
 def test_impossible_values_are_refused(change: dict[str, Any], message: str) -> None:

@@ -19,6 +19,7 @@ from blake3 import blake3
 from entrenar_py.codec import UNCHECKED, Form, Schema
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
+from entrenar_py.untrusted import json_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,6 +151,7 @@ class Scenario:
         if not isinstance(self.options, Mapping):
             raise UsageError.of("options", self.options, "use a mapping")
         try:
+            json_text.require_flat(self.options, _OPTIONS_DEPTH)
             json.dumps(dict(self.options), allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UsageError.of(
@@ -209,6 +211,7 @@ class Scenario:
         return hash(self.digest)
 
 
+_OPTIONS_DEPTH = json_text.DEPTH_MAX // 2  # files have them within other objects
 # The largest number of shards of a batch, and of micro-batches of a shard.
 PARTS_MAX = 2**16
 _POSITIVE = (

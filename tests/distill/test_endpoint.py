@@ -238,6 +238,26 @@ def test_a_key_that_comes_back_is_hidden(
         assert "sk-secret" not in text
 
 
+def test_a_reply_is_as_long_as_its_tokens_allow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One with more bytes, or more values, fails alone: 15 MB of lists took 1.2 GB."""
+    lists = b'{"choices": [' + b"[]," * 10**5 + b"[]]}"
+    answers = {
+        "long": chat("x " * 2**20),
+        "lists": Reply(body=lists),
+        "lists of an error": Reply(body=lists, status=400),
+        "whole": chat("yes, " * 2**17),  # commas within an answer are no values
+    }
+    with serving(lambda prompt, _: answers[prompt]) as server:
+        path = config(tmp_path, chats([*answers]), endpoint=server.url, retries=0, **ALL)
+        assert ask(path) == exit_codes.WRONG
+    shown = capsys.readouterr().out
+    assert "more than 1572864 bytes, the most that are read for 512 tokens" in shown
+    assert "it has marks of 200003 values; at most 65536 are read" in shown
+    assert said(tmp_path) == ["yes, " * 2**17]
+
+
 def test_a_size_that_is_none_is_a_broken_connection(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ def test_each_line_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         parsed.append(line)
         return json.JSONDecoder().decode(line.decode())
 
-    monkeypatch.setattr("entrenar_py.rank_files.rank_trace.json.loads", loads)
+    monkeypatch.setattr("entrenar_py.rank_files.rank_trace.json_text.load", loads)
     rank_trace.load(path)
     assert b"".join(parsed) == path.read_bytes()
 

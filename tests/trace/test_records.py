@@ -100,7 +100,7 @@ def test_own_words_are_kept(progress: Any) -> None:
     assert start.progress == progress
 
 
-@pytest.mark.parametrize("progress", [3, ["epoch"], None, nested(17), nested(300)])
+@pytest.mark.parametrize("progress", [3, ["epoch"], None, nested(17), nested(60)])
 def test_own_words_are_a_mapping_and_not_deep(progress: Any) -> None:
     """Notes that could not be written to a file again are refused."""
     with pytest.raises(TraceError, match=r"progress=.*use a mapping of at most 16 levels"):

@@ -51,16 +51,21 @@ def test_what_is_read_can_be_copied_and_written() -> None:
         ("[1] 2", "Extra data"),
         ("", "Expecting value"),
         (b"\xff", "invalid start byte"),
-        ("[1,1,1]", "it has marks of 3 values; at most 2 are read"),
+        ('["[,{",1,1]', "it has marks of 3 values; at most 2 are read"),
         ('[{"a": 1, "b": 2, "a": 1}]', "'a' appears 2 times"),
     ],
     ids=lambda text: str(text)[:20],
 )
 def test_what_is_not_read(text: str | bytes, problem: str) -> None:
     """Each bound, and bad syntax, is a ValueError with the reason."""
-    values_max = 2 if text == "[1,1,1]" else None
+    values_max = 2 if text == '["[,{",1,1]' else None
     with pytest.raises(ValueError, match=problem):
         json_text.load(text, values_max=values_max, names_once=True)
+
+
+def test_marks_within_texts_are_no_values() -> None:
+    """A bound on values leaves long texts alone."""
+    assert json_text.load('[",,,,[[{{\\",", "]"]', values_max=2) == [',,,,[[{{",', "]"]
 
 
 @pytest.mark.parametrize("value", ["\ud800", {"\udfff": 1}, {"a": [{"b": ("\udc00",)}]}])

@@ -6,7 +6,6 @@ Every rank that observes answers SIGUSR1 with its stack, even while it waits ins
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entrenar_py.rank_files.rank_file import STACK_SUFFIX, SUFFIX
-from entrenar_py.untrusted import files
+from entrenar_py.untrusted import files, json_text
 from entrenar_py.wording import named
 
 PATIENCE_S = 3.0
@@ -50,9 +49,9 @@ def ask(folder: Path, alive: Collection[int]) -> None:
     """
     waiting = []
     for path in folder.glob(f"*{SUFFIX}"):
-        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        with suppress(OSError, ValueError, KeyError, TypeError):
             with files.open_file(path) as file:
-                pid = int(json.loads(file.readline(_HEADER_BYTES_MAX))["pid"])
+                pid = int(json_text.load(file.readline(_HEADER_BYTES_MAX))["pid"])
             if pid in alive:
                 os.kill(pid, signal.SIGUSR1)
                 waiting.append(path.with_name(path.name.removesuffix(SUFFIX) + STACK_SUFFIX))

@@ -25,9 +25,12 @@ from entrenar_py.distill.prompts import Answer, Failed, Prompt, Result
 from entrenar_py.distill.replies import BadReplyError
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning.settings import Completions
+from entrenar_py.untrusted import json_text
 from entrenar_py.wording import counted
 
 REPLY_BYTES_MAX = 2**24
+# What a reply has beside its answer, and what JSON makes of a token (128 characters, 6 bytes each).
+_AROUND_BYTES, _TOKEN_BYTES = 2**20, 2**10
 CONNECT_S = 30.0
 FIRST_WAIT_S = 1.0  # before a request is tried again; then twice as long each time
 WAIT_S_MAX = 600.0
@@ -166,6 +169,7 @@ class Endpoint:
             )
         self._section, self._place, self._seed = section, place, seed
         self._model, self._key = section.served_model, key(section.key_variable)
+        self._bytes_max = min(REPLY_BYTES_MAX, _AROUND_BYTES + _TOKEN_BYTES * section.new_tokens)
         self._tls = ssl.create_default_context() if place.is_secure else None
 
     @property
@@ -283,7 +287,7 @@ class Endpoint:
                 sent = json.dumps(body, default=str).encode()
                 connection.request("POST", path, sent, headers)
                 reply = connection.getresponse()
-                found = _body(reply)
+                found = _body(reply, self._bytes_max)
         except ssl.SSLCertVerificationError as error:
             raise UsageError(
                 f"endpoint={self._place.url}: its certificate is not trusted "
@@ -300,8 +304,11 @@ class Endpoint:
         if time.monotonic() - began_s >= limit_s:
             told = f"no whole answer within {limit_s:g} s (distill.text.timeout_s)"
             raise _TroubleError(told, again=True)
-        if len(found) > REPLY_BYTES_MAX:
-            told = f"the endpoint sends more than {REPLY_BYTES_MAX} bytes, the most that are read"
+        if len(found) > self._bytes_max:
+            told = (
+                f"the endpoint sends more than {self._bytes_max} bytes, the most that are read for "
+                f"{self._section.new_tokens} tokens (distill.text.new_tokens)"
+            )
             raise _TroubleError(told, again=False)
         if self._key is not None:  # some send it back
             found = _without(self._key, found)
@@ -320,23 +327,23 @@ class Endpoint:
         return text if self._key is None else text.replace(self._key, "***")
 
 
-def _body(reply: http.client.HTTPResponse) -> bytes:
+def _body(reply: http.client.HTTPResponse, bytes_max: int) -> bytes:
     """Return a reply's body, or a byte more than is allowed.
 
     Raises HTTPException for one that breaks off, and ValueError for sizes that are no numbers.
     """
     found = bytearray()
-    while len(found) <= REPLY_BYTES_MAX and (part := reply.read1(_READ_BYTES)):
+    while len(found) <= bytes_max and (part := reply.read1(_READ_BYTES)):
         found += part
-    if reply.length and len(found) <= REPLY_BYTES_MAX:
+    if reply.length and len(found) <= bytes_max:
         raise http.client.IncompleteRead(bytes(found), reply.length)
-    return bytes(found[: REPLY_BYTES_MAX + 1])
+    return bytes(found[: bytes_max + 1])
 
 
 def _without(key: str, body: bytes) -> bytes:
     """Return a body in which stars stand for the key, however JSON has written it."""
-    with suppress(ValueError, RecursionError):  # else it is hidden where it stands as it is
-        body = json.dumps(json.loads(body)).encode()
+    with suppress(ValueError):  # else it is hidden where it stands as it is
+        body = json.dumps(json_text.load(body, values_max=replies.VALUES_MAX)).encode()
     for form in {key, json.dumps(key)[1:-1]}:
         body = body.replace(form.encode(), b"***")
     return body

@@ -6,7 +6,6 @@ A line is appended when an answer comes, so a process that is killed loses none 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from entrenar_py.distill.prompts import OUTCOMES, TRUNCATED, Answer, Prompt, dump
 from entrenar_py.errors import SystemFailure, UsageError
-from entrenar_py.untrusted import files
+from entrenar_py.untrusted import files, json_text
 
 END = ".journal"  # of its name, after that of the rows
 
@@ -87,8 +86,8 @@ class Journal:
 
     def _add(self, line: bytes) -> None:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = json_text.load(line)
+        except ValueError:
             record = None
         match record:
             case {

@@ -7,7 +7,6 @@ the shards (`--part 2/3`) has a list of its own, so that folders can be put toge
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from entrenar_py.distill.claims import Claims
 from entrenar_py.distill.schema import Facts, file_name
 from entrenar_py.errors import UsageError
 from entrenar_py.trace import ledger
-from entrenar_py.untrusted import files
+from entrenar_py.untrusted import files, json_text
 
 PATTERN = "manifest*.jsonl"
 _HEAD, _SHARD = "head", "shard"
@@ -153,11 +152,11 @@ class _List:
         """Take up the next line. Raises UsageError for one that breaks the chain."""
         where = f"{self._path}:{self._num_lines + 1}"
         try:
-            record = json.loads(line)
+            record = json_text.load(line)
             told = record.pop("chain")
             whole, chain = ledger.dump_line(self.chain, record)
             is_right = whole.encode() + b"\n" == line and told == chain
-        except (ValueError, RecursionError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError):
             is_right = False
         if not is_right or record.pop("what", None) != (_HEAD if self.facts is None else _SHARD):
             raise UsageError(f"{where}: the line was edited, moved or damaged; {_AGAIN}")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from entrenar_py.distill.prompts import REFUSED, TRUNCATED, WHOLE, Answer, Prompt
 from entrenar_py.tuning.conversations import Conversation, Message
-from entrenar_py.untrusted import escaping
+from entrenar_py.untrusted import escaping, json_text
 
 _SENT = ("role", "content", "name", "tool_calls", "tool_call_id")  # others are not OpenAI's
 _SHOWN_CHARS = 200
+VALUES_MAX = 2**16  # of a reply: an answer has a few, calls of functions some hundred
 # How answers end, by OpenAI and by servers that say it in their own words.
 _WHOLE = ("stop", "tool_calls", "function_call", "eos", "eos_token", "end_turn", "stop_sequence")
 _TRUNCATED = ("length", "max_tokens", "model_length")
@@ -78,8 +80,8 @@ def answer(body: bytes) -> Answer:
 
 def _record(body: bytes) -> Mapping[str, Any]:
     try:
-        record = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        record = json_text.load(body, values_max=VALUES_MAX)
+    except ValueError as error:
         raise BadReplyError(f"a reply that is not whole JSON ({error})") from error
     if not isinstance(record, Mapping):
         raise BadReplyError(f"a reply that is no object of JSON ({problem(body)})")
@@ -89,11 +91,11 @@ def _record(body: bytes) -> Mapping[str, Any]:
 def problem(body: bytes) -> str:
     """Return what a body says of an error, in a few words."""
     try:
-        record = json.loads(body)
-    except (ValueError, RecursionError):
-        record = None
+        record = json_text.load(body, values_max=VALUES_MAX)
+    except ValueError:
+        record = body.decode(errors="replace")
     if isinstance(record, Mapping):
         error = record.get("error", record.get("message", record.get("detail", record)))
         record = error.get("message", error) if isinstance(error, Mapping) else error
-    text = body.decode(errors="replace") if record is None else str(record)
-    return escaping.shortened(escaping.line(text), chars_max=_SHOWN_CHARS) or "nothing"
+    text = record if isinstance(record, str) else reprlib.repr(record)
+    return escaping.line(escaping.shortened(text, chars_max=_SHOWN_CHARS)) or "nothing"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import json
 import os
 import secrets
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from entrenar_py.distill.manifest import Entry, path_of
 from entrenar_py.distill.schema import Facts
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning.samples import Samples
+from entrenar_py.untrusted import json_text
 
 GROUP_BYTES = 2**20  # of a row group's rows, at least, but for the last one of a file
 COMPRESSION = "zstd"
@@ -321,7 +321,7 @@ def rows_of(table: Any, top_k: int) -> Rows:
 
 def _told(metadata: Any) -> dict[str, Any]:
     try:
-        found = json.loads((metadata or {})[schema.KEY])
-    except (KeyError, ValueError, RecursionError):
+        found = json_text.load((metadata or {})[schema.KEY])
+    except (KeyError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -5,7 +5,6 @@ Long runs are thinned out while they are read, so that memory does not grow with
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import Any, TypeGuard
 
 from entrenar_py.finetune import timeline
 from entrenar_py.protocol.pipeline import Timed
-from entrenar_py.untrusted import files
+from entrenar_py.untrusted import files, json_text
 
 POINTS_MAX = 400  # of a curve of steps
 NOTES_MAX = 100
@@ -76,8 +75,8 @@ def read(path: Path, *, num_steps: int) -> History:
     with files.open_file(path) as file:
         for line in files.lines(file):
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
+                record = json_text.load(line)
+            except ValueError:
                 continue
             if not isinstance(record, dict):
                 continue

@@ -15,6 +15,7 @@ from typing import Any
 
 from entrenar_py.errors import UsageError
 from entrenar_py.protocol.package import PIECE_BYTES
+from entrenar_py.untrusted import json_text
 
 VERSION = 1
 LIST_BYTES_MAX = PIECE_BYTES
@@ -95,7 +96,7 @@ def dump(contents: Contents) -> bytes:
 def parse(data: bytes) -> Contents:
     """Return what a list says. Raises UsageError for anything but what `dump` writes."""
     try:
-        record = json.loads(data)
+        record = json_text.load(data, names_once=True)
         version = record.pop("version")
         if version != VERSION:
             raise ValueError(f"version {version!r}, this worker reads {VERSION}")
@@ -107,7 +108,7 @@ def parse(data: bytes) -> Contents:
         )
         if record:
             raise ValueError(f"unknown keys {sorted(record)}")
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(
             f"the coordinator's list of files can't be read ({error}): {_ADVICE}"
         ) from error

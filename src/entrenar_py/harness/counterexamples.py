@@ -15,7 +15,7 @@ from entrenar_py import shipped
 from entrenar_py.codec import Form, Schema
 from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.untrusted import files
+from entrenar_py.untrusted import files, json_text
 from entrenar_py.verdict import Finding
 
 VERSION = "entrenar-counterexample/1"
@@ -55,11 +55,11 @@ def save(saved: Saved, folder: Path = FOLDER) -> Path:
 def load(path: Path) -> Saved:
     """Return what `save` wrote; TraceError if the file is something else or was edited."""
     try:
-        record = json.loads(files.read(path, bytes_max=BYTES_MAX).decode("utf-8"))
+        record = json_text.load(files.read(path, bytes_max=BYTES_MAX))
     except OSError as error:
         problem = f"can't be read ({error.strerror}); give a file that can be read"
         raise TraceError(f"replay file {path}: {problem}") from error
-    except (RecursionError, ValueError) as error:
+    except ValueError as error:
         raise TraceError(f"replay file {path}: not JSON ({error}); {_TO_DO}") from error
     if not isinstance(record, dict) or record.get("schema") != VERSION:
         schema = record.get("schema") if isinstance(record, dict) else type(record).__name__

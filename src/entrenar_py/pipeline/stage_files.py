@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from entrenar_py.errors import UsageError
+from entrenar_py.untrusted import json_text
 
 INDEX = "model.safetensors.index.json"
 
@@ -15,10 +16,10 @@ INDEX = "model.safetensors.index.json"
 def read(text: str) -> dict[str, Any]:
     """Return the content of INDEX. Raises UsageError unless it names a file for each weight."""
     try:
-        index = json.loads(text)
+        index = json_text.load(text)
         weights = index["weight_map"].items()
         is_known = all(isinstance(one, str) for pair in weights for one in pair)
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         is_known = False
     if not is_known:
         raise UsageError(f"{INDEX} can't be read: it has no weight_map of names; copy it again")

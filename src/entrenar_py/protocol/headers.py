@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import reprlib
-from collections import Counter
 from dataclasses import fields
 from typing import Any
 
 from entrenar_py.codec import Form, Schema, many, plain, whole
 from entrenar_py.errors import ProtocolError, UsageError
 from entrenar_py.protocol.messages import LIST_MAX, MESSAGES, TEXT_CHARS_MAX, Message
+from entrenar_py.untrusted import json_text
 
 
 def dump(message: Message) -> bytes:
@@ -29,8 +28,8 @@ def parse(tag: int, header: bytes) -> Message:
         raise ProtocolError(f"tag={tag}: no message has it")
     _require_few(schema.kind, header)
     try:
-        record = _DECODER.decode(header.decode("ascii"))
-    except (RecursionError, ValueError) as error:
+        record = json_text.load(header.decode("ascii"), names_once=True)
+    except ValueError as error:
         name = schema.kind.__name__
         raise ProtocolError(f"{name}: its header can't be read ({error})") from error
     try:
@@ -56,17 +55,8 @@ def _require_few(kind: type[Message], header: bytes) -> None:
             )
 
 
-def _record(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record = dict(pairs)
-    if len(record) < len(pairs):
-        name, times = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{reprlib.repr(name)} appears {times} times")
-    return record
-
-
-# Made once: `json.dumps` and `json.loads` with options would make new ones on each call.
+# Made once: `json.dumps` with options would make a new one on each call.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
-_DECODER = json.JSONDecoder(object_pairs_hook=_record)
 
 
 def _text(value: Any) -> str:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from entrenar_py.rank_files.layout import Layout, Piece
 from entrenar_py.rank_files.rank_file import SUFFIX, line
 from entrenar_py.trace import records
 from entrenar_py.trace.traits import CHOICES
-from entrenar_py.untrusted import files
+from entrenar_py.untrusted import files, json_text
 
 # A check has the whole run in memory. This is ten times the size of 1000 steps of 300 tensors.
 FILE_BYTES_MAX = 2**30
@@ -226,8 +225,8 @@ def is_closed(path: Path) -> bool:
 
 def _record(where: str, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        record = json_text.load(line)
+    except ValueError as error:
         raise TraceError(f"{where}: no JSON ({error}); give a file that a rank wrote") from error
     if not isinstance(record, dict):
         raise TraceError(f"{where}: not a JSON object; give a file that a rank wrote")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from entrenar_py.errors import UsageError
 from entrenar_py.training import checkpoint
+from entrenar_py.untrusted import json_text
 
 SUFFIX = ".lock"
 _TRIES = 10  # to lock a file that others remove at the same time
@@ -129,11 +130,11 @@ def _sign(file: int) -> None:
 def _holder(file: int) -> str:
     """Return who signed `file`. Its content is untrusted."""
     try:
-        match json.loads(os.pread(file, _HOLDER_BYTES_MAX, 0)):
+        match json_text.load(os.pread(file, _HOLDER_BYTES_MAX, 0)):
             case {"pid": int(pid), "host": str(host), "since": str(since)} if (
                 0 < pid < 2**31 and _HOST.fullmatch(host) and _TIME_FORM.fullmatch(since)
             ):
                 return f"process {pid} on {host} (since {since} there)"
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         pass
     return "another process"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,7 +29,7 @@ from entrenar_py.systems.star import topology
 from entrenar_py.systems.star.member import Member
 from entrenar_py.systems.system import AUTO
 from entrenar_py.training.tensors import Workload
-from entrenar_py.untrusted import printing
+from entrenar_py.untrusted import json_text, printing
 
 
 class Joining(Protocol):
@@ -259,7 +258,7 @@ class Stay:
 def scenario_of(told: Told) -> Scenario:
     """Return the scenario of a run; SystemFailure if it can't be read."""
     try:
-        return Scenario.from_dict(json.loads(told.scenario))
+        return Scenario.from_dict(json_text.load(told.scenario))
     except (UsageError, ValueError) as error:
         raise SystemFailure(
             f"the coordinator's scenario can't be read ({error}): use one release on both ends"

@@ -19,7 +19,7 @@ from entrenar_py.errors import ForeignTrace, TraceError, UsageError
 from entrenar_py.trace import records, traits
 from entrenar_py.trace.events import End, Event
 from entrenar_py.trace.run import Trace
-from entrenar_py.untrusted import files
+from entrenar_py.untrusted import files, json_text
 
 VERSION = 1
 _AGAIN = "record the run again"
@@ -118,8 +118,8 @@ def load_events(data: bytes) -> list[Event]:
     events = []
     for number, line in enumerate(data.splitlines(), start=1):
         try:
-            events.append(records.from_record(json.loads(line)))
-        except (RecursionError, UsageError, ValueError) as error:
+            events.append(records.from_record(json_text.load(line)))
+        except (UsageError, ValueError) as error:
             raise TraceError(f"event {number} can't be read ({error})") from error
     return events
 
@@ -186,8 +186,8 @@ class Reader:
 
     def _parsed(self, body: str) -> dict[str, Any]:
         try:
-            record: dict[str, Any] = json.loads(body)
-        except (ValueError, RecursionError) as error:
+            record: dict[str, Any] = json_text.load(body)
+        except ValueError as error:
             raise TraceError(f"{self._where}: not JSON ({error}); {_AGAIN}") from error
         if self.num_lines == 1 and record.get("version") != VERSION:
             raise ForeignTrace(

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
 from entrenar_py.errors import CheckpointError
-from entrenar_py.untrusted import files
+from entrenar_py.untrusted import files, json_text
 
 MAGIC = b"entrenar-checkpoint 1 "
 Arrays = Mapping[str, NDArray[Any]]
@@ -87,7 +87,7 @@ def load(
         )
     try:
         return dict(safetensors.load(payload)), _progress(payload)
-    except (KeyError, RecursionError, TypeError, ValueError, SafetensorError) as error:
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"checkpoint {path}: its content is not a checkpoint's ({error!r}); {_ADVICE}"
         ) from error
@@ -96,8 +96,8 @@ def load(
 def _progress(payload: bytes) -> dict[str, Any]:
     # safetensors.numpy.load gives no metadata; the format puts it in a length-prefixed JSON header.
     length = int.from_bytes(payload[:8], "little")
-    header = json.loads(payload[8 : 8 + length])
-    return dict(json.loads(header["__metadata__"]["progress"]))
+    header = json_text.load(payload[8 : 8 + length])
+    return dict(json_text.load(header["__metadata__"]["progress"]))
 
 
 def as_arrays(**groups: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +12,7 @@ from torch import nn
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
-from entrenar_py.untrusted import escaping, files
+from entrenar_py.untrusted import escaping, files, json_text
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _POOLER = "pooler."
@@ -44,9 +43,9 @@ def require_config(folder: Path) -> None:
 
 def _require_record(path: Path) -> None:
     try:
-        record = json.loads(files.read(path, bytes_max=_JSON_BYTES_MAX))
+        record = json_text.load(files.read(path, bytes_max=_JSON_BYTES_MAX))
         problem = "" if isinstance(record, dict) else "it is no object of JSON"
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         problem = str(error)
     if problem:
         raise UsageError(
@@ -142,9 +141,10 @@ def digest(folder: Path) -> str:
 def _shards(index: Path) -> list[str]:
     """Return the names of the files that an index names, in order."""
     try:
-        named = json.loads(files.read(index, bytes_max=_JSON_BYTES_MAX))["weight_map"].values()
+        index_file = json_text.load(files.read(index, bytes_max=_JSON_BYTES_MAX))
+        named = index_file["weight_map"].values()
         names = sorted({str(name) for name in named})
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"model={index.parent}: {INDEX} can't be read ({error!r}); copy the checkpoint again"
         ) from error

@@ -19,24 +19,27 @@ from collections.abc import Mapping
 from typing import Any
 
 DEPTH_MAX = 64  # lists and objects within each other; schemas of functions have some twenty
-_DEEP = f"nested more than {DEPTH_MAX} levels deep"
+_DEEP = "nested more than {} levels deep"
 _HALF = re.compile("[\ud800-\udfff]")
 # A text as a whole, or a bracket outside of texts. A text without an end runs to the end.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[{\]}]', re.DOTALL)
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def load(text: str | bytes, *, values_max: int | None = None, names_once: bool = False) -> Any:
     """Return the value that `text` holds; `bytes` are UTF-8.
 
-    With `values_max` a text that has marks for more values is refused before it is parsed: for
-    what a peer sends. With `names_once` an object that has one name twice is refused. Raises
+    With `values_max` a text of more values is refused before they take memory: for what a peer
+    sends. With `names_once` an object that has one name twice is refused. Raises
     ValueError, which for bad syntax is json.JSONDecodeError.
     """
     if isinstance(text, bytes):
         text = text.decode()
-    if values_max is not None and (num_marks := sum(map(text.count, ",[{"))) > values_max:
-        raise ValueError(f"it has marks of {num_marks} values; at most {values_max} are read")
+    if values_max is not None and _num_marks(text) > values_max:
+        num_marks = _num_marks(_TEXT.sub("", text))  # most marks stand in texts
+        if num_marks > values_max:
+            raise ValueError(f"it has marks of {num_marks} values; at most {values_max} are read")
     value, end = load_at(text, skip_space(text, 0), names_once=names_once)
     end = skip_space(text, end)
     if end != len(text):
@@ -51,7 +54,7 @@ def load_at(text: str, at: int, *, names_once: bool = False) -> tuple[Any, int]:
     try:
         return (_ONCE if names_once else _PLAIN).raw_decode(text, at)
     except RecursionError:
-        raise ValueError(_DEEP) from None
+        raise ValueError(_DEEP.format(DEPTH_MAX)) from None
 
 
 def skip_space(text: str, at: int) -> int:
@@ -73,13 +76,13 @@ def end_of(text: str, at: int) -> int:
     return len(text)
 
 
-def require_flat(value: Any) -> None:
+def require_flat(value: Any, depth_max: int = DEPTH_MAX) -> None:
     """Raise ValueError for lists and mappings that are nested too deeply to be copied or shown."""
     level, depth = [value], 0
     while level := [one for one in level if isinstance(one, Mapping | list | tuple)]:
         depth += 1
-        if depth > DEPTH_MAX:
-            raise ValueError(_DEEP)
+        if depth > depth_max:
+            raise ValueError(_DEEP.format(depth_max))
         level = [inner for one in level for inner in _inner(one)]
 
 
@@ -109,6 +112,10 @@ def num_chars(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(num_chars(name) + num_chars(inner) for name, inner in value.items())
     return sum(map(num_chars, value)) if isinstance(value, list | tuple) else 0
+
+
+def _num_marks(text: str) -> int:
+    return sum(map(text.count, ",[{"))
 
 
 def _inner(value: Any) -> Any:
