@@ -38,15 +38,16 @@ def rows_of(shard: int, facts: Facts = FACTS) -> Rows:
     number, top_k = facts.rows[shard], facts.top_k
     kind = {"float16": np.float16, "float32": np.float32}[facts.stored]
     tokens = [draw.permutation(facts.vocabulary)[:top_k] for _ in range(number)]
-    logs = -np.sort(draw.exponential(2.0, (number, top_k)), 1)
+    logits = -np.sort(draw.exponential(2.0, (number, top_k + 1)), 1)  # the last is the rest
+    logs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     counts = np.diff(STARTS[shard])
     return Rows(
         np.repeat(np.arange(len(counts), dtype=np.int32) + 2 * shard, counts),
         np.concatenate([np.arange(count, dtype=np.int32) for count in counts]),
         draw.integers(0, facts.vocabulary, number).astype(np.int32),
         np.array(tokens, np.int32),
-        logs.astype(kind),
-        draw.normal(-2, 1, number).astype(np.float32),
+        logs[:, :-1].astype(kind),
+        logs[:, -1].astype(np.float32),
     )
 
 

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hypothesis_numpy
+from numpy.typing import NDArray
 
-from entrenar_py.distill import claims, schema, shards
+from entrenar_py.distill import claims, schema, shards, teacher
 from entrenar_py.distill.claims import Claims
 from entrenar_py.distill.shards import File, Rows, ShardWriter
 from entrenar_py.errors import UsageError
@@ -84,6 +89,52 @@ def test_a_damaged_file(tmp_path: Path, change: object, told: str) -> None:
     entry = made.write(tmp_path, 0)
     change(tmp_path / "shard-00000-of-00003.parquet")  # type: ignore[operator]
     assert told in shards.problem(tmp_path, FACTS, entry)
+
+
+def _changed(name: str, row: int, column: int | None, value: float) -> Rows:
+    rows = made.rows_of(0)
+    array = getattr(rows, name).copy()
+    array[row if column is None else (row, column)] = value
+    return replace(rows, **{name: array})
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        (_changed("log_probabilities", 5, 1, np.nan), "add up to nan"),
+        (_changed("log_probabilities", 5, 1, np.inf), "add up to inf"),
+        (_changed("log_probabilities", 5, 0, 0.5), r"add up to [12]\.\d+"),
+        (_changed("log_probabilities", 5, 0, -np.inf), r"add up to 0\.\d+"),
+        (_changed("rest", 5, None, np.nan), "add up to nan"),
+        (_changed("rest", 5, None, 0.0), r"add up to 1\.\d+"),
+        (_changed("tokens", 5, 3, made.rows_of(0).tokens[5, 1]), r"token \d+ is in it twice"),
+    ],
+)
+def test_a_row_that_is_no_distribution(tmp_path: Path, rows: Rows, problem: str) -> None:
+    """A file with the right digest may hold anything; a student would learn NaN from it."""
+    with closing(ShardWriter(tmp_path, FACTS, 0, STARTS[0])) as writer:
+        writer.add(rows)
+        assert shards.problem(tmp_path, FACTS, writer.finish()) == ""
+    told = rf"row 5 \(sample 1, position 1\) is no distribution: .*{problem}; make it again"
+    with pytest.raises(UsageError, match=told):
+        File(tmp_path, FACTS, 0, STARTS[0]).read(0)
+
+
+@given(
+    logits=hypothesis_numpy.arrays(
+        np.float32, (3, 9), elements=st.floats(-(2.0**15), 2.0**15, width=32) | st.just(-np.inf)
+    ),
+    top_k=st.integers(1, 9),
+    stored=st.sampled_from((torch.float16, torch.float32)),
+)
+def test_whatever_a_teacher_keeps_is_a_distribution(
+    logits: NDArray[np.float32], top_k: int, stored: torch.dtype
+) -> None:
+    """Rounding alone, of large logits or to half precision, never looks like damage."""
+    logits[:, 0] = np.maximum(logits[:, 0], -(2.0**15))  # one token at least is possible
+    kept = teacher.kept_of(torch.from_numpy(logits), top_k=top_k, known=9, stored=stored)
+    none = np.zeros(3, np.int32)
+    assert shards.not_distributions(Rows(none, none, none, *kept.arrays())) is None
 
 
 def test_a_file_of_another_place(tmp_path: Path) -> None:

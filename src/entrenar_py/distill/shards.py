@@ -291,12 +291,56 @@ class File:
         pa = schema.arrow()
         try:
             table = self._file.read_row_group(group, columns=list(_COLUMNS), use_threads=False)
-            return rows_of(table, self._facts.top_k)
+            rows = rows_of(table, self._facts.top_k)
         except (OSError, ValueError, pa.ArrowException) as error:
             told = " ".join(str(error).split())
             raise UsageError(
                 f"{self.path}: group {group} can't be read ({told}); {_AGAIN}"
             ) from error
+        self._require_distributions(rows, self.first_of(group))
+        return rows
+
+    def _require_distributions(self, rows: Rows, first: int) -> None:
+        """Raise UsageError for a row that no softmax has, the first of which is row `first`."""
+        found = not_distributions(rows)
+        if found is not None:
+            index, problem = found
+            raise UsageError(
+                f"{self.path}: row {first + index} (sample {rows.sample[index]}, position "
+                f"{rows.position[index]}) is no distribution: {problem}; {_AGAIN}"
+            )
+
+
+def not_distributions(rows: Rows) -> tuple[int, str] | None:
+    """Return the index of the first row that is no distribution, and why; None if all are.
+
+    A student would learn NaN from one, or other shares than a teacher has.
+    """
+    logs = np.concatenate([rows.log_probabilities, rows.rest[:, None]], 1, dtype=np.float64)
+    ordered = np.sort(rows.tokens, 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        masses = np.exp(logs)
+        total = masses.sum(1)
+        rounding = EXPLAINED + _stored_error(rows) * np.nan_to_num(masses * -logs).sum(1)
+        bad = (ordered[:, 1:] == ordered[:, :-1]).any(1) | ~(np.abs(total - 1) <= rounding)
+    if not bad.any():
+        return None
+    row = int(np.argmax(bad))
+    [doubled] = np.nonzero(ordered[row, 1:] == ordered[row, :-1])
+    if len(doubled):
+        return row, f"token {ordered[row, doubled[0]]} is in it twice"
+    return row, f"its probabilities and the rest add up to {total[row]:.6g}"
+
+
+# What float32 explains of the sum of a row's probabilities: a teacher subtracts logs that are as
+# large as its logits. Those of 2^16 are half an ulp off, 2^-8, each of the three times that they
+# are rounded.
+EXPLAINED = 3 * 2.0**-8
+
+
+def _stored_error(rows: Rows) -> float:
+    """Return the relative error of a log-probability in the format that a shard has."""
+    return float(np.finfo(rows.log_probabilities.dtype).eps) / 2
 
 
 def rows_of(table: Any, top_k: int) -> Rows:
