@@ -19,6 +19,8 @@ USER, ANSWER = {"role": "user", "content": "list"}, {"role": "assistant", "conte
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 TEXT = '{"name": "weather", "arguments": {"city": "Rome"}}'
 
+DEEP = '{"name": "f", "arguments": ' + "[" * 33 + "]" * 33 + "}"
+
 
 def read(row: Mapping[str, Any], field: str = "messages") -> list[dict[str, Any]]:
     return list(conversations.read(row, field).messages)
@@ -145,7 +147,17 @@ def test_turns_of_weight_0_are_not_learned() -> None:
             {"messages": [USER, {"from": "function_call", "value": "[" * 10**5}]},
             "a call that is not JSON (nested more than 64",
         ),
+        (
+            {"messages": [USER, {"from": "function_call", "value": DEEP}]},
+            "a call whose arguments are nested more than 32 levels deep",
+        ),
+        ({"messages": [USER, ANSWER], "tools": f"[{DEEP}]"}, "tools are not JSON (nested more th"),
         ({"messages": [USER, ANSWER], "tools": "["}, "tools are not JSON"),
+        (
+            {"messages": [USER, {"from": "function_call", "value": r'{"a": "\ud800"}'}]},
+            r"a call that is not JSON (has half of a character (\ud800))",
+        ),
+        ({"messages": [USER, ANSWER], "tools": '[{"a": 1, "a": 2}]'}, "'a' appears 2 times"),
         ({"messages": [USER, ANSWER], "tools": "[" * 10**5}, "tools are not JSON (nested"),
         ({"messages": [USER, ANSWER], "tools": [1]}, "tools are no list of objects"),
     ],

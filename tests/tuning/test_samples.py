@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import RowsError, UsageError
 from entrenar_py.training import checkpoint
 from entrenar_py.tuning import model, samples
 from entrenar_py.tuning.encoding import Encoder
@@ -112,6 +112,49 @@ def test_a_row_that_cannot_be_used(
     assert "1 of 1 rows can't be used" in str(raised.value)
     with pytest.raises(UsageError, match="has no row that can be used; the first is"):
         load(small, tmp_path, task, [row], max_tokens=16, on_error="skip")
+
+
+def _nested(depth: int) -> str:
+    return '{"a": ' * depth + "1" + "}" * depth
+
+
+def _called(arguments: str) -> str:
+    """Return a row as a line: a chat whose answer calls a function with `arguments`, as JSON."""
+    call = f'{{"function": {{"name": "f", "arguments": {arguments}}}}}'
+    answer = f'{{"role": "assistant", "content": "x", "tool_calls": [{call}]}}'
+    return f'{{"messages": [{{"role": "user", "content": "list"}}, {answer}]}}'
+
+
+ATTACKS = {
+    "deep": _called(_nested(450)),
+    "deep in a text": _called(json.dumps(_nested(450))),
+    "too deep to be parsed": _called(_nested(10**5)),
+    "digits": _called("9" * 5000),
+    "half a character": _called('"\\ud800"'),
+    "a name twice": _called('{"a": 1, "a": 2}'),
+    "not UTF-8": _called('"\udcff"'),
+    "wrong types": '{"messages": {"role": []}}',
+    "NaN": _called("NaN"),  # which the template of this model leaves out
+    "long": _called(json.dumps({"a": "ab " * 2**15})),
+}
+
+
+def test_rows_of_an_attacker_are_skipped_and_the_others_learned(
+    small: Path, tmp_path: Path
+) -> None:
+    """No row ends the command: each is listed with its line, and why it can't be used."""
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps({"messages": CHAT})
+    text = "".join(f"{line}\n" for line in (good, *ATTACKS.values(), good))
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    chosen = settings(small, path, "instruct", on_error="skip")
+    found = samples.load(chosen, path, model.tokenizer(chosen), cache=tmp_path / "cache")
+    assert len(found) == 2
+    places = [one.place for one in found.skipped]
+    assert places == [f"{path}:{number}" for number in range(2, 2 + len(ATTACKS))]
+    strict = settings(small, path, "instruct")
+    with pytest.raises(RowsError, match="10 of 12 rows can't be used"):
+        samples.load(strict, path, model.tokenizer(strict), cache=tmp_path / "cache")
 
 
 class Untouched:

@@ -38,6 +38,7 @@ _CALL = "function_call"
 _MEDIA = ("images", "image", "videos", "audios", "audio")
 _PREFERENCES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
 _WEIGHTS = ("weight", "loss_weight", "train")  # of a message: 0 or false is not learned
+_FUNCTION_DEPTH = json_text.DEPTH_MAX // 2  # of arguments and tools: rows have them in messages
 _FORMS = (
     f"{USUAL}, {_SHAREGPT}, instruction and output, instruction and response, prompt and "
     "completion, question and answer (each with input or context)"
@@ -229,9 +230,16 @@ def _content(place: str, content: object, *, calls: bool) -> Message:
 def _parsed(place: str, text: object) -> Any:
     """Return the object that `text` holds as JSON."""
     try:
-        return json_text.load(text) if isinstance(text, str) else text
+        return _of_text(text) if isinstance(text, str) else text
     except ValueError as error:
         raise BadConversationError(f"{place} has a call that is not JSON ({error})") from error
+
+
+def _of_text(text: str) -> Any:
+    """Return what a text in a row holds, as the row itself was read. Raises ValueError."""
+    value = json_text.load(text, names_once=True)
+    json_text.require_texts(value)
+    return value
 
 
 def _listed(value: Any) -> list[Any]:
@@ -246,6 +254,10 @@ def _call(place: str, call: Any) -> Message:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):  # as OpenAI has them
         arguments = _parsed(place, arguments)
+    try:
+        json_text.require_flat(arguments, _FUNCTION_DEPTH)
+    except ValueError as error:
+        raise BadConversationError(f"{place} has a call whose arguments are {error}") from error
     about = {} if function is call else dict(call)
     named = {"name": function["name"], "arguments": arguments}
     return {"type": "function", **about, "function": {**function, **named}}
@@ -263,11 +275,12 @@ def _system(fields: Mapping[str, Any]) -> list[Message]:
 def _tools(fields: Mapping[str, Any]) -> Sequence[Any] | None:
     """Return the functions that a row lets the assistant call, as templates take them."""
     given = fields.get("tools") or fields.get("functions")  # the latter is OpenAI's earlier field
-    if isinstance(given, str):
-        try:
-            given = json_text.load(given) if given.strip() else None
-        except ValueError as error:
-            raise BadConversationError(f"tools are not JSON ({error})") from error
+    try:
+        if isinstance(given, str):
+            given = _of_text(given) if given.strip() else None
+        json_text.require_flat(given, _FUNCTION_DEPTH)
+    except ValueError as error:
+        raise BadConversationError(f"tools are not JSON ({error})") from error
     if not given:
         return None
     if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
