@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_a_bad_row_of_a_list_is_told_and_the_next_one_read(
     assert isinstance(good, Row)
     path.write_bytes(b"[ ]")
     assert list(rows.read(path)) == []
+
+
+def test_a_row_of_any_depth_is_read_or_told(tmp_path: Path) -> None:
+    """What is read can be copied and written, wherever the stack would end; else it is told."""
+    depths = [*range(1, 100), *range(300, 1100, 2)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join('{"a": ' * n + "1" + "}" * n + "\n" for n in depths), "utf-8")
+    found = list(rows.read(path))
+    read = [row.number for row in found if isinstance(row, Row)]
+    assert read == list(range(1, 65))
+    for row in found[:64]:
+        assert isinstance(row, Row)
+        assert json.loads(json.dumps(copy.deepcopy(row.fields), indent=1)) == row.fields
 
 
 def test_a_row_of_too_many_bytes_is_not_read(
