@@ -101,6 +101,12 @@ def test_no_mode() -> None:
         ("--contract c --list -- train", "a command behind -- has no effect with --list"),
         ("--contract c --backend cpu -- train", "--backend has no effect with a command behind"),
         ("--contract c --", "no command after --; write the command that trains"),
+        (
+            "--contract c torchrun --nproc_per_node=2 train.py --steps 4",
+            "behind --, as in: entrenar-check --contract c -- torchrun --nproc_per_node=2 train.py",
+        ),
+        ("--judge a b --only F-DP-001 x", "behind --, as in: entrenar-check --judge a b --only"),
+        ("my-contract.yaml", "a contract is given as --contract my-contract.yaml"),
         ("--list --validate", "not allowed with argument --list"),
         ("--json same --junit same", "--json and --junit are both same; give two files"),
         ("--html same --sarif same", "--sarif and --html are both same; give two files"),

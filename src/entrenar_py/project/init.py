@@ -29,8 +29,9 @@ _PLAIN = re.compile(r"[\w@%+=:,./{}-]+", re.ASCII)
 
 def run(arguments: Sequence[str]) -> int:
     """Write the configuration of the current folder and return 0; raises UsageError if it can't."""
-    own, command = split(arguments)
-    given = _parser().parse_args(own)
+    cli = _parser()
+    own, command = split(arguments, cli)
+    given = cli.parse_args(own)
     folder = Path.cwd()
     path, before = _file(folder)
     guess = guessing.guess(command, folder) if command else None
