@@ -249,7 +249,7 @@ def test_one_that_prints_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_command_that_does_not_train(code: str, reason: str, tmp_path: Path) -> None:
     """A command that doesn't train runs once, and every clause is inconclusive with the reason."""
     traces = scripts.record(
-        (sys.executable, "-c", code), {"parity"}, tmp_path / "runs", deadline_s=2.0
+        (sys.executable, "-c", code, "{world_size}"), {"parity"}, tmp_path / "runs", deadline_s=2.0
     )
     (run,) = traces.values()
     assert run.trace.end.status == "failed"
@@ -363,3 +363,11 @@ def test_a_program_that_is_not_there(program: str) -> None:
         launch.require_program(program)
     launch.require_program(sys.executable)
     launch.require_program("{workdir}/train")
+
+
+def test_a_program_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`./train.sh` is the file in the folder where the command runs, not a program on PATH."""
+    (tmp_path / "train.sh").touch(0o755)
+    launch.require_program("./train.sh", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    launch.require_program("./train.sh")

@@ -16,6 +16,7 @@ NEEDS = (ALONE, RESUMED, turned("accumulation"))
 
 
 def plan(*command: str, **changes: Any) -> run_plan.Plan:
+    command = (*command, "{world_size}")
     return run_plan.Plan(command=command, folder=Path(), **{"needs": NEEDS, **changes})
 
 

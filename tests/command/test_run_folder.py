@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -76,3 +78,49 @@ def test_contracts_share_their_runs(
     report = capsys.readouterr()
     assert report.out.count("exit code 3") >= 2
     assert report.err.count("the runs are kept in") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "command", "told"),
+    [
+        ("--nproc_per_node=2", "--nproc_per_node=2", "stands for the number of workers, instead"),
+        ("", "--nproc_per_node=2", "--nproc_per_node={world_size} was added to torchrun"),
+    ],
+)
+def test_the_launchers_own_number_of_workers_is_filled_in(
+    typed: str,
+    command: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A command as it is run today is checked on one worker and on two, and a line says so."""
+    launcher = tmp_path / "bin" / "torchrun"
+    launcher.parent.mkdir()
+    launcher.write_text('#!/bin/sh\necho "$@" > ../started\nexit 3\n')
+    launcher.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{launcher.parent}:{os.environ['PATH']}")
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    contract = ("--contract", "distributed-training-v1.yaml", "--in-place")
+    assert cli.main([*contract, "--", "torchrun", *typed.split(), "train.py"]) == 4
+    assert (tmp_path / "started").read_text() == f"{command} train.py\n"
+    assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["./train.sh", "sh -c 'torchrun --nproc_per_node=2 a.py'"])
+def test_a_number_of_workers_that_cannot_be_filled_in_is_refused_at_once(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing runs, and the message says where {world_size} goes."""
+    (tmp_path / "train.sh").touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    contract = ("--contract", "distributed-training-v1.yaml")
+    assert cli.main([*contract, "--", *shlex.split(command)]) == 2
+    told = capsys.readouterr().err
+    assert "would start as many workers in each run, and runs on 2 and 1 are needed: put {w" in told

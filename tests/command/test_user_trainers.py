@@ -70,7 +70,7 @@ def test_every_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
 
 def test_knobs_are_turned_one_by_one() -> None:
     """Each knob is turned alone, and with the knobs among which it may be applied wrongly."""
-    command = ("train", "{clip}", "{loss_scale}")
+    command = ("train", "{world_size}", "{clip}", "{loss_scale}")
     usual = run_plan.Plan(command=command, needs=CHECKS["parity"].needs, folder=Path())
     trace = traces.hand_written()
     turned = {name: asked.turn for name, asked in usual.pairs(trace).items()}

@@ -170,7 +170,7 @@ def test_a_command_runs_in_the_folder_of_the_file(
 ) -> None:
     """Runs work in copies of the configuration's folder; --system tries a trainer of ours."""
     script = "import os; print(os.getcwd(), {steps}, {seed})"
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-c", script, "{world_size}"]
     configure(f"command = {command}\nsteps = 5\nseed = 1\ntrace-dir = 'runs'\n", base=BASE)
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
@@ -188,13 +188,13 @@ def test_a_command_runs_in_the_folder_of_the_file(
 def test_knobs_as_the_script_spells_them(capsys: pytest.CaptureFixture[str]) -> None:
     """Each value of a knob is replaced by the script's own words; one spelled "" is left out."""
     words = [sys.executable, "-c", "import sys; print(sys.argv[1:])"]
-    words += ["--by={strategy}", "{permute}", "{loss_scale}"]
+    words += ["--by={strategy}", "{permute}", "{loss_scale}", "{world_size}"]
     base = f"{BASE}command = {words}\ntrace-dir = 'runs'\nonly = 'F-DP-001'\n"
     base += "[tool.entrenar-check.knobs]"
     configure('\nstrategy = {on = "ddp", off = "none"}\npermute = {0 = "", 1 = "-p"}', base=base)
     assert check() == 4
     printed = Path("runs/2-workers/output.txt").read_text(encoding="utf-8")
-    assert printed == "['--by=ddp', '1']\n"
+    assert printed == "['--by=ddp', '1', '2']\n"
     assert "configured: command, knobs, contract" in capsys.readouterr().out
     for text, told in (
         ("clip = {1e9 = 'no'}", "pyproject.toml:6:22: error: knobs='clip': the command has no {cl"),

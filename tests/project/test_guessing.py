@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.project import guessing, script
+from entrenar_py.project import guessing, launchers, script
 
 EXAMPLES = Path(__file__).parents[2] / "examples/user_trainers"
 SCRIPT = """
@@ -106,6 +106,19 @@ def test_workers(line: str, made: str, world_size: int | None) -> None:
     assert found.world_size == world_size
     told = any("no launcher was recognised" in one for one in found.look)
     assert told == ("{world_size}" not in made)
+
+
+def test_a_check_fills_in_what_init_does() -> None:
+    """The command behind `--` gets {world_size} by the function that `init` uses."""
+    line = "OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 train.py --nproc_per_node 3"
+    found = launchers.of(line.split())
+    assert " ".join(found.command) == (
+        "env OMP_NUM_THREADS=1 torchrun --nproc_per_node {world_size} train.py --nproc_per_node 3"
+    )
+    assert found.changes[-1] == "{world_size} stands for the number of workers, instead of 4"
+    assert found.world_size == 4
+    for untouched in ("./train.sh 2", "torchrun --nproc_per_node={world_size} train.py"):
+        assert launchers.of(untouched.split()) == launchers.Launch(command=(*untouched.split(),))
 
 
 def test_options_of_the_script() -> None:

@@ -62,7 +62,6 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     contradicts the declaration, and is reported. Raises UsageError if the command can't be run.
     """
     tasks = judging.tasks(standing.selected)
-    launch.require_program(options.command[0], options.command_folder)
     make_plan = partial(
         run_plan.Plan,
         command=options.command,
@@ -83,7 +82,8 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         spelled=options.knobs,
         made=shared.made,
     )
-    foreseen = [*make_plan(folder=Path()).foreseen()]
+    foreseen = [f"command: {change}" for change in options.command_changes]
+    foreseen += make_plan(folder=Path()).foreseen()
     if any(one.check is not None and one.check.name == FINITENESS for one in tasks):
         foreseen += _expected(options)
     runs_by_file: dict[Path, runs.Run] = {}

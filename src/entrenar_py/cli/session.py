@@ -23,7 +23,7 @@ from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.harness import counterexamples, falsify, plan, stored
 from entrenar_py.options.outputs import FILES
 from entrenar_py.options.parser import PROG
-from entrenar_py.project import exclusions
+from entrenar_py.project import exclusions, launchers
 from entrenar_py.reports import evidence, output_file
 from entrenar_py.reports.report import EXIT_NOTHING_SELECTED
 from entrenar_py.untrusted import printing
@@ -63,8 +63,17 @@ def _look(options: argparse.Namespace) -> None:
     if options.mode in (None, "judge"):
         _plan(options)
     elif options.mode == "command":
+        _fill_in_workers(options)
         launch.require_program(options.command[0], options.command_folder)
         placeholders.require_known(options.command)
+
+
+def _fill_in_workers(options: argparse.Namespace) -> None:
+    """Put {world_size} where the command's launcher has its number of workers."""
+    launched = launchers.of(options.command)
+    options.command, options.command_changes = launched.command, launched.changes
+    if launched.world_size is not None and not options.world_size:
+        options.world_size = (launched.world_size,)
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:

@@ -62,7 +62,8 @@ def require_program(word: str, cwd: Path | None = None) -> None:
 
     Raises UsageError, with what to do, if there is no such program.
     """
-    program = str((cwd or Path()) / word) if os.sep in word else word
+    # Absolute: a relative Path drops the ./ of ./train.sh, which is then sought on PATH.
+    program = str((cwd or Path()).absolute() / word) if os.sep in word else word
     if "{" not in word and shutil.which(program) is None:
         raise UsageError(
             f"the command {word!r} can't be started: there is no such program that may be "

@@ -44,8 +44,8 @@ class Plan:
     that are launched are added to it.
 
     Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
-    doesn't have, for a seed or number of steps or epochs without a placeholder to put it in, and
-    for a global batch (`{share:N}`) that can't be divided as a run needs.
+    doesn't have, for a seed or a number of workers, steps or epochs without a placeholder to put it
+    in, and for a global batch (`{share:N}`) that can't be divided as a run needs.
     """
 
     command: tuple[str, ...]
@@ -64,6 +64,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         placeholders.require_known(self.command)
+        self._require_workers()
         self._require_spelled()
         placeholders.require_shares(self.command, self.cuts)
         for option, place, usual in (
@@ -78,6 +79,18 @@ class Plan:
                     f"would never get the value; put {{{place}}} into it, or leave the option out",
                     field=place,
                 )
+
+    def _require_workers(self) -> None:
+        """Check that the command can be told its number of workers, if its runs differ in it."""
+        sizes = [asked.world_size for asked in self.plain().values()]
+        if len(sizes) > 1 and not self.can_say("world_size"):
+            raise UsageError(
+                f"the command would start as many workers in each run, and runs on "
+                f"{' and '.join(map(str, sizes))} are needed: put {{world_size}} where it takes "
+                "their number (torchrun --nproc_per_node={world_size} train.py; a script for a "
+                "shell as an argument), or check it on one worker alone: --world-size 1",
+                field="command",
+            )
 
     def _require_spelled(self) -> None:
         """Check that the command can turn each knob in `spelled`, and that each value exists."""

@@ -39,7 +39,6 @@ _KNOBS = {
 }
 _WEAK = ("dir",)  # may as well be where the data lies
 _EPOCHS = ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "n_epochs")
-_WORKERS_MAX = 64
 
 
 @dataclass
@@ -61,10 +60,13 @@ class Guess:
 
 def guess(command: Sequence[str], folder: Path) -> Guess:
     """Return `command`, which will run in `folder`, with the placeholders that can be guessed."""
-    draft = Guess(command=launchers.split(command), folder=folder)
-    if launchers.sets_variable(draft.command):
-        draft.command.insert(0, "env")
-        draft.taken.append("env was put in front, since no shell reads the command")
+    launch = launchers.of(command)
+    draft = Guess(
+        command=[*launch.command],
+        folder=folder,
+        world_size=launch.world_size,
+        taken=[*launch.changes],
+    )
     program = draft.command[0]
     if "{" not in program and shutil.which(program, path=None) is None:
         draft.look.append(f"there is no program {program!r} here: nothing can be run yet")
@@ -75,7 +77,7 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
         )
         return draft
     place, path = launchers.script(draft.command, folder)
-    _guess_workers(draft, place)
+    _look_at_workers(draft, place)
     script = scripts.read(path) if path is not None else None
     if script is None:
         named = (
@@ -101,8 +103,8 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
     return draft
 
 
-def _guess_workers(draft: Guess, end: int) -> None:
-    """Put {world_size} where the launcher, among the words before `end`, takes that number."""
+def _look_at_workers(draft: Guess, end: int) -> None:
+    """Report what the launcher, among the words before `end`, says of machines and restarts."""
     command = draft.command
     draft.restarts = bool(declarations.restarts(command[:end]))
     nodes = launchers.num_nodes(command, end)
@@ -111,26 +113,11 @@ def _guess_workers(draft: Guess, end: int) -> None:
             f"{nodes} machines: {{world_size}} counts the workers of all; start it on one for a "
             "first look (docs/multi-node.md)"
         )
-    if any("{world_size}" in word for word in command):
-        return
-    launcher = launchers.launcher(command, end)
-    if launcher is None:
+    if not any("{world_size}" in word for word in command):
         draft.look.append(
             f"no launcher was recognised ({launchers.NAMES}): put {{world_size}} into the command "
             "as the number of workers to start"
         )
-        return
-    at, options = launcher
-    number = launchers.replace(command, options, "{world_size}", start=at + 1, end=end)
-    if number is None:
-        separate = options[0].startswith("--")
-        added = [f"{options[0]}={{world_size}}"] if separate else [options[0], "{world_size}"]
-        draft.taken.append(f"{' '.join(added)} was added to {command[at]}")
-        command[at + 1 : at + 1] = added
-        return
-    draft.taken.append(f"{{world_size}} stands for the number of workers, instead of {number}")
-    if number.isdecimal() and 2 < int(number) <= _WORKERS_MAX:
-        draft.world_size = int(number)
 
 
 def _guess_options(draft: Guess, script: Script, name: str) -> None:

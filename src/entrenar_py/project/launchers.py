@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 _TORCH = ("--nproc_per_node", "--nproc-per-node")
@@ -29,6 +30,51 @@ NAMES = "torchrun, accelerate launch, mpirun, srun, deepspeed"
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _MODULE = ("-m", "--module")
+_WORKERS = "{world_size}"
+_WORKERS_MAX = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A command that can be started without a shell.
+
+    `changes` has a line for each difference from what was typed. `world_size` is the number of
+    workers that stood there, if it is more than the usual 2.
+    """
+
+    command: tuple[str, ...]
+    changes: tuple[str, ...] = ()
+    world_size: int | None = None
+
+
+def of(typed: Sequence[str]) -> Launch:
+    """Return the launch of a command as typed: its launcher's number of workers is {world_size}.
+
+    A launcher without such a number gets its option. A text for a shell is left as it is.
+    """
+    command, changes = split(typed), []
+    if sets_variable(command):
+        command.insert(0, "env")
+        changes.append("env was put in front, since no shell reads the command")
+    end, _ = script(command, Path())
+    known = launcher(command, end)
+    number = None
+    if known is not None and not is_for_shell(command) and not any(_WORKERS in w for w in command):
+        at, options = known
+        number = replace(command, options, _WORKERS, start=at + 1, end=end)
+        if number is None:
+            separate = options[0].startswith("--")
+            added = [f"{options[0]}={_WORKERS}"] if separate else [options[0], _WORKERS]
+            changes.append(f"{' '.join(added)} was added to {command[at]}")
+            command[at + 1 : at + 1] = added
+        else:
+            changes.append(f"{_WORKERS} stands for the number of workers, instead of {number}")
+    many = number is not None and number.isdecimal() and 2 < int(number) <= _WORKERS_MAX
+    return Launch(
+        command=tuple(command),
+        changes=tuple(changes),
+        world_size=int(number) if many and number is not None else None,
+    )
 
 
 def split(command: Sequence[str]) -> list[str]:
