@@ -30,6 +30,7 @@ class Verdict(StrEnum):
 
 _ORDER = (Verdict.HELD, Verdict.INCONCLUSIVE, Verdict.FALSIFIED)
 _SHOWN = 3  # reasons, or files: enough to begin with
+MEANING = "which could mean: "  # what a reason says of its cause
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

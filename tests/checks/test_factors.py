@@ -40,6 +40,25 @@ def test_a_relation_is_named(wrong: np.ndarray, words: str) -> None:
     assert factors.of(RIGHT, wrong, FOUR) == words
 
 
+@pytest.mark.parametrize(
+    ("wrong", "meaning"),
+    [
+        (4 * RIGHT, "gradients are added over the workers, not averaged"),
+        (RIGHT / 4, "gradients are divided by the number of workers twice"),
+        (3 * RIGHT, "the loss is not divided by the number of micro-batches"),
+        (RIGHT / 3, "the loss is divided by the number of micro-batches twice"),
+        (2 * RIGHT, ""),
+        (RIGHT * np.float32(3**0.5), ""),
+        (-RIGHT, ""),
+    ],
+)
+def test_a_factor_of_a_gradient_has_its_own_cause(wrong: np.ndarray, meaning: str) -> None:
+    """A factor that the run explains names one cause; any other names none."""
+    words = factors.of(RIGHT, wrong, FOUR, of_gradients=True)
+    assert words.startswith(factors.of(RIGHT, wrong, FOUR))
+    assert words.partition("which could mean: ")[2] == meaning
+
+
 def test_nothing_is_said_of_a_multiple_of_zero() -> None:
     """Any vector could follow from zeros."""
     assert factors.of(0 * RIGHT, RIGHT) == ""

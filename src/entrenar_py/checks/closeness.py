@@ -53,6 +53,7 @@ def compare_close(
     floor: float = 0.0,
     *,
     explain: Callable[[], str] = str,
+    of_gradients: bool = False,
     **place: Any,
 ) -> bool:
     """Count one comparison per tensor: |got - expected| <= bound |expected| + floor, in L2 norms.
@@ -79,7 +80,9 @@ def compare_close(
         near = gap.distance <= allowed * gap.size + (PROJECTED * floor if sketched else floor)
         words = ""
         if not near:
-            words = factors.of(gap.expected, gap.got, place.get("scenario"), bound)
+            words = factors.of(
+                *(gap.expected, gap.got, place.get("scenario"), bound), of_gradients=of_gradients
+            )
             if not words and tally.would_keep(place.get("step", 0)):
                 words = explain()
         tally.check(

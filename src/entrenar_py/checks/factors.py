@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.scenario import Scenario
+from entrenar_py.verdict import MEANING
 
 Vector = NDArray[Any]
 
@@ -24,14 +25,31 @@ _WHOLE_MAX = 16  # factors up to this (and one over it) are named even if nothin
 _POWERS = range(5, 25)  # of two, beyond _WHOLE_MAX: loss scales
 _SHIFT_MAX = 16  # elements: what padding or another alignment moves a tensor by
 _TELLING_MIN = 3  # elements: shorter vectors are shifted, or multiples, by chance
+# What a gradient means that is so many times the right one, or one over that.
+_ADDED = {
+    "world_size": "gradients are added over the workers, not averaged",
+    "accumulation": "the loss is not divided by the number of micro-batches",
+    "batch_size": "the loss is the sum over samples, not their mean",
+}
+_DIVIDED = {
+    "world_size": "gradients are divided by the number of workers twice",
+    "accumulation": "the loss is divided by the number of micro-batches twice",
+    "batch_size": "the loss is divided by the number of samples twice",
+}
 
 
 def of(
-    expected: Vector, got: Vector, scenario: Scenario | None = None, bound: float = EXACT
+    expected: Vector,
+    got: Vector,
+    scenario: Scenario | None = None,
+    bound: float = EXACT,
+    *,
+    of_gradients: bool = False,
 ) -> str:
     """Return how `got` follows from `expected`, such as `twice as large (world_size)`; "" if not.
 
-    Both are flat and of one size. `bound` is the relative L2 distance that rounding explains.
+    Both are flat and of one size. `bound` is the relative L2 distance that rounding explains. Of
+    gradients it is added what the factor could mean.
     """
     right, wrong = expected.astype(np.float64), got.astype(np.float64)
     if right.shape != wrong.shape or not (np.isfinite(right).all() and np.isfinite(wrong).all()):
@@ -44,7 +62,9 @@ def of(
     factor = ratio(right, wrong, allowed)
     if factor is not None:
         is_telling = bool(np.count_nonzero(right) >= _TELLING_MIN)
-        return _of_factor(factor, allowed, scenario, is_telling=is_telling)
+        words = _of_factor(factor, allowed, scenario, is_telling=is_telling)
+        cause = _cause(factor, scenario, allowed) if words and of_gradients else ""
+        return f"{words}, {MEANING}{cause}" if cause else words
     return _of_order(right, wrong, allowed)
 
 
@@ -70,6 +90,17 @@ def named(factor: float, scenario: Scenario | None, bound: float = EXACT) -> tup
         if abs(factor - number) <= bound * number:
             return shown, reason
     return None
+
+
+def _cause(factor: float, scenario: Scenario | None, bound: float) -> str:
+    """Return what a gradient that is `factor` times the right one could mean; "" if unknown."""
+    simple = named(factor, scenario, bound)
+    if simple is None or "root" in simple[1]:
+        return ""
+    reason = simple[1]
+    table = _DIVIDED if reason.startswith("1/") else _ADDED
+    causes = [cause for name, cause in table.items() if name in reason]
+    return (" or " if " or " in reason else ", and ").join(causes)
 
 
 def _of_factor(factor: float, bound: float, scenario: Scenario | None, *, is_telling: bool) -> str:

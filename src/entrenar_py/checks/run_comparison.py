@@ -294,6 +294,7 @@ class _Comparison:
             mine, theirs = _tensors(model, part), _tensors(update, part)
             what = f"{self.words.before}{message} {self.words.its}"
             place = evidence.place(self.trace, update)
+            place["of_gradients"] = part == "gradient"
             if part == "gradient" and self.trace.scenario.workload == "own":
                 place["explain"] = partial(shares.explain, self.trace, update, mine, bound)
             if closeness.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
@@ -308,7 +309,7 @@ class _Comparison:
         bound = changed_sums.allowed(update, GRADIENT_BOUND)
         for name, change in changed_sums.of(self.trace, update, model, GRADIENT_BOUND).items():
             got, scenario = change.right + change.change, self.trace.scenario
-            words = factors.of(change.right, got, scenario, bound)
+            words = factors.of(change.right, got, scenario, bound, of_gradients=True)
             self.tally.check(
                 False,
                 f"{message}: {name} is off by {change.relative:.2g} of its norm in what none of "
