@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import UsageError, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parent
+# Either one alone misses bugs that the other finds: a forgotten set_epoch, a sampler that pads.
+FOR_SCRIPTS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
 
 
 def contract_path(name: str) -> Path:
@@ -29,10 +31,11 @@ def contract_path(name: str) -> Path:
     if not exists:
         shipped_path = shipped_contract(name)
         if shipped_path is None:
-            shipped = ", ".join(path.name for path in shipped_contracts()) or "none"
+            names = [path.name for path in shipped_contracts()]
+            listed = f"shipped are {', '.join(names) or 'none'}"
             raise UsageError(
                 f"contract={name!r}: no such file, and no shipped contract of that name; "
-                f"shipped are {shipped}",
+                f"{did_you_mean(path.name, names, otherwise=listed)}",
                 field="contract",
             )
         return shipped_path

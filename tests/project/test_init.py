@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py import shipped
 from entrenar_py.project import reading
 from tests.command_line import check, contract_file
 
@@ -32,7 +33,7 @@ def test_a_new_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert " ".join(project.command) == (
         "torchrun --nproc_per_node={world_size} train.py --steps {steps} --dir {workdir}"
     )
-    assert project.values["contract"] == ("distributed-training-v1.yaml",)
+    assert project.values["contract"] == shipped.FOR_SCRIPTS
     assert project.values["steps"] == 8
     assert [(one.clause, one.until) for one in project.exclusions] == [("F-DP-006", None)]
     printed = capsys.readouterr().out
@@ -48,13 +49,7 @@ def test_a_new_file(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_can_t_be_tried_is_declared(text: str, clauses: set[str]) -> None:
     """A launcher that restarts nobody, and a script that saves nothing, leave clauses out."""
     Path("train.py").write_text(text)
-    both = (
-        "--contract",
-        "distributed-training-v1.yaml",
-        "--contract",
-        "training-integrity-v1.yaml",
-    )
-    assert check("init", *both, "--", *COMMAND) == 0
+    assert check("init", "--", *COMMAND) == 0
     project = reading.load(Path("entrenar-check.toml"))
     assert {one.clause for one in project.exclusions if one.until is None} == clauses
 

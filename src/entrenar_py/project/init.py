@@ -18,9 +18,7 @@ from entrenar_py.project.guessing import Guess
 from entrenar_py.untrusted import printing
 
 NAME = "init"
-CONTRACT = "distributed-training-v1.yaml"
-INTEGRITY = "training-integrity-v1.yaml"
-REFERENCE = (CONTRACT, INTEGRITY)
+CONTRACT, INTEGRITY = shipped.FOR_SCRIPTS
 STEPS = 8
 DEADLINE_S = 300
 _LINE_CHARS_MAX = 100
@@ -35,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
     folder = Path.cwd()
     path, before = _file(folder)
     guess = guessing.guess(command, folder) if command else None
-    chosen = tuple(given.contract or ((CONTRACT,) if guess else REFERENCE))
+    chosen = tuple(given.contract or shipped.FOR_SCRIPTS)
     for contract in chosen:
         shipped.contract_path(contract)
     if guess:
@@ -63,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         "--contract",
         metavar="FILE",
         action="append",
-        help=f"a contract to check, instead of {CONTRACT}; may be given several times",
+        help=f"a contract to check, instead of {CONTRACT} and {INTEGRITY}; may be given several "
+        "times",
     )
     return cli
 

@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from entrenar_py import shipped
 from entrenar_py.errors import ContractError, EntrenarError, UsageError
 from entrenar_py.options import modes, outputs
 from entrenar_py.project import location
@@ -19,7 +20,8 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
     """Return `typed` with the configuration's values for options that were not typed.
 
     `project` is set to the configuration, or None; `used` to its keys that have an effect in this
-    call; `overruled` to those that were typed instead. Raises ContractError for an invalid
+    call; `overruled` to those that were typed instead. A command without a contract is checked by
+    both that are for scripts. Raises ContractError for an invalid
     configuration, UsageError for options that don't go together.
     """
     typed.project, typed.used, typed.overruled = None, (), ()
@@ -31,6 +33,8 @@ def configured(typed: argparse.Namespace) -> argparse.Namespace:
         typed.project = reading.load(path)
         mode = _take_command(typed)
         _lay_below(typed)
+    if typed.mode == "command" and not typed.contract:
+        typed.contract = shipped.FOR_SCRIPTS
     try:
         modes.require_compatible(typed, mode=mode)
         outputs.require_distinct(typed)
