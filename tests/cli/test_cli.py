@@ -106,7 +106,7 @@ def test_output_lost_after_the_run_is_the_harness_failing(
     monkeypatch.setattr(output_file, "require_writable", lambda path, option: None)
     assert check("--contract", contract, "--examples", 0, "--json", "gone/r.json") == 3
     printed = capsys.readouterr()
-    assert "held     F-DP-001" in printed.out
+    assert "held: F-DP-001" in printed.out
     assert printed.err == (
         "entrenar-check: report file gone/r.json: can't be written (No such file or directory); "
         "give another path\n"

@@ -90,7 +90,7 @@ def test_what_a_system_can_not_do_is_left_out_and_named(
     path = Path(contract_file(tmp_path, scenario=KILLED))
     path.write_text(path.read_text().replace(KILLED, f"{calm}, {KILLED}", 1))
     json, traces = tmp_path / "r.json", tmp_path / "traces"
-    arguments = ("--contract", path, "--system", "reference", "--json", json)
+    arguments = ("--contract", path, "--system", "reference", "--json", json, "-v")
     why = "every scenario is with kill, which reference can't do"
     for more in (("--examples", 0, "--trace-dir", traces), ("--judge", traces)):
         assert check(*arguments, *more) == 0
@@ -205,7 +205,7 @@ def test_a_published_contract_passes_its_gate(
     path.write_text(PUBLISHED)
     assert check("--contract", str(path), "--examples", "0", "--strict") == 0
     printed = capsys.readouterr().out
-    assert "gate G (bar): passed" in printed
+    assert "gate G over 1 clause: passed" in printed
     assert "STEP-1" not in printed
 
 
@@ -290,7 +290,7 @@ def test_timeout(contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     """Exploration ends in time, with a note. A clause with scenarios left out is inconclusive."""
     started = time.monotonic()
     json = tmp_path / "r.json"
-    limits = ("--timeout", "1.5", "--examples", 1_000_000)
+    limits = ("--timeout", "1.5", "--examples", 1_000_000, "-v")
     assert check("--contract", contract, *limits, "--json", json) == 4
     assert time.monotonic() - started < 20
     assert verdicts(json) == {"F-DP-001": "held", "F-DP-002": "inconclusive"}
@@ -400,8 +400,10 @@ def test_reports(contract: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert set(record["environment"]) >= {"python", "torch", "numpy", "platform", "cpu", "cuda"}
     assert [case.get("name") for case in ElementTree.parse(junit).iter("testcase")]
     printed = capsys.readouterr().out
-    assert "held     F-DP-001" in printed
+    assert "held: F-DP-001 identical, F-DP-002 covered" in printed
     assert "seed 3" in printed
+    assert check(*usual, "-v") == 0
+    assert "held     F-DP-001" in capsys.readouterr().out
 
 
 def test_reports_for_services_and_browsers(
@@ -423,7 +425,7 @@ def test_reports_for_services_and_browsers(
     assert place == {"uri": "small-v1.yaml", "uriBaseId": "SRCROOT"}
     assert result["ruleId"] == "F-DP-002"
     printed = capsys.readouterr().out
-    assert "\n::error file=small-v1.yaml,line=4,col=5,title=F-DP-002 falsified::" in printed
+    assert "::error file=small-v1.yaml,line=4,col=5,title=F-DP-002 falsified::" in printed
     assert "| ❌ falsified | F\\-DP\\-002 |" in (tmp_path / "summary.md").read_text(
         encoding="utf-8"
     )
@@ -519,18 +521,19 @@ def test_a_break_is_shrunk_saved_and_replayed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The last line of the report replays the break: falsified with the bug, held without it."""
+    """The command that the report names replays the break: falsified with the bug alone."""
     json = tmp_path / "r.json"
     with monkeypatch.context() as patch:
         repeat_a_sample(patch)
         assert check("--contract", contract, "--examples", 5, "--json", json) == 1
-        last = capsys.readouterr().out.splitlines()[-1]
+        replays = [one for one in capsys.readouterr().out.splitlines() if "--replay" in one]
         (path,) = counterexamples.FOLDER.iterdir()
-        assert last == f"entrenar-check --contract {contract} --replay {path}"
+        last = f"entrenar-check --contract {contract} --replay {path}"
+        assert replays == [f"replay with: {last}"]
         small = counterexamples.load(path).scenario
         assert (small.world_size, small.num_steps) < (2, 4)
         assert check(*last.split()[1:], "--json", json) == 1
-        assert capsys.readouterr().out.splitlines()[-1] == last
+        assert f"replay with: {last}" in capsys.readouterr().out.splitlines()
         assert report(json)["results"][0]["replay"] == str(path)
     assert check(*last.split()[1:], "--json", json, "--trace-dir", "t") == 0
     assert verdicts(json) == {"F-DP-002": "held"}

@@ -65,14 +65,14 @@ def test_commands_print_what_is_shown(
 
 
 def test_the_main_report_has_every_clause(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each clause of the contract is a row, worst severity first, and all are counted as held."""
+    """Each clause of the contract is named, worst severity first, and all are counted as held."""
     assert check(*shlex.split(RUN[0])[2:], "--list") == 0
     clauses = [line.split()[:3] for line in capsys.readouterr().out.splitlines()[1:]]
-    rows = [line.split()[:4] for line in RUN[3 : RUN.index("")]]
-    assert rows == [["held", *clause] for clause in sorted(clauses, key=lambda words: words[2])]
-    assert RUN[2].split() == BUG[3].split()
-    assert RUN[-2].startswith(f"{len(rows)} held: ")
-    assert RUN[-1] == BUG[-1].partition("NOT PASSED: F-DP-001 falsified")[0] + "passed"
+    named = [f"{id_} {name}" for id_, name, _ in sorted(clauses, key=lambda words: words[2])]
+    assert RUN[2] == f"held: {', '.join(named)}"
+    assert RUN[3].startswith(f"{len(named)} held: ")
+    assert RUN[-2] == BUG[-2].partition("NOT PASSED: F-DP-001 falsified")[0] + "passed"
+    assert RUN[-1] == f"exit 0: {len(named)} held"
 
 
 def test_links_lead_somewhere() -> None:

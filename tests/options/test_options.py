@@ -39,7 +39,7 @@ FLAGS = [
         "--mutants",
     ),
     *("--strict", "--rule", "--suppress", "--json", "--junit", "--sarif", "--html", "--github"),
-    *("--trace-dir", "--quiet", "--no-color"),
+    *("--trace-dir", "--quiet", "-v", "--no-color"),
 ]
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from entrenar_py.cli import reporting
-from entrenar_py.harness import counterexamples
+from entrenar_py.errors import SystemFailure
+from entrenar_py.harness import counterexamples, falsify
+from entrenar_py.reports.report import Entry
 from tests.command_line import check, contract_file, repeat_a_sample, report, verdicts
 
 BASE = '[tool.entrenar-check]\ncontract = "small-v1.yaml"\n'
@@ -96,7 +99,7 @@ def test_exclusions(capsys: pytest.CaptureFixture[str]) -> None:
     assert (record["gate"]["passed"], record["gate"]["not_run"]) == (None, ["F-DP-002"])
     printed = capsys.readouterr().out
     assert "excluded: F-DP-002 (covered) until 9999-12-31: not yet (pyproject.toml:5:" in printed
-    assert check("--only", "F-DP-002") == 0
+    assert check("--only", "F-DP-002", "-v") == 0
     assert "note F-DP-002: tried as --only asks" in capsys.readouterr().out
     assert check("--list") == 0
     assert "excluded: F-DP-002 until 9999-12-31: not yet" in capsys.readouterr().out
@@ -105,7 +108,7 @@ def test_exclusions(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_exclusion_that_has_ended(capsys: pytest.CaptureFixture[str]) -> None:
     """A clause whose exclusion has ended is tried again."""
     configure('exclude = [{clause = "F-DP-002", reason = "then", until = 2020-01-31}]\n')
-    assert check() == 0
+    assert check("-v") == 0
     printed = capsys.readouterr().out
     assert "note F-DP-002: its exclusion ended with 2020-01-31, so it is tried again" in printed
     assert "2 held" in printed
@@ -178,8 +181,9 @@ def test_a_command_runs_in_the_folder_of_the_file(
     run = tmp_path / "runs" / "2-workers"
     printed = (run / "output.txt").read_text(encoding="utf-8")
     assert printed == f"{run}/root{tmp_path} 5 7\n"
+    assert f"command {sys.executable} -c" not in capsys.readouterr().out
+    assert check("--only", "F-DP-001", "--in-place", "-v") == 4
     assert f"command {sys.executable} -c" in capsys.readouterr().out
-    assert check("--only", "F-DP-001", "--in-place") == 4
     assert (run / "output.txt").read_text(encoding="utf-8") == f"{tmp_path} 5 1\n"
     assert check("--system", "textbook", "--examples", 0, "--json", "r.json") == 0
     assert report(Path("r.json"))["configuration"]["overruled"] == ["command"]
@@ -259,21 +263,35 @@ def test_place_of_an_output(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "worst"), [((0, 4, 1), 1), ((0, 5), 5), ((5, 4, 0), 4), ((0, 0), 0)]
+    ("error", "code", "last"),
+    [
+        (KeyboardInterrupt(), 4, "exit 4: interrupted: this is what is known so far"),
+        (SystemFailure("fire"), 3, "gate G-1 over 2 clauses: passed"),
+    ],
 )
-def test_the_worst_exit_code(codes: tuple[int, ...], worst: int) -> None:
-    """The worst of all contracts counts: falsified, inconclusive, nothing selected, held."""
-    assert reporting.run_all([lambda code=code: code for code in codes]) == worst  # type: ignore[misc]
+def test_a_contract_that_was_checked_is_reported_whatever_comes_after_it(
+    error: BaseException,
+    code: int,
+    last: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The contracts share one report, whose last line is the exit code if the run has one."""
+    for name in ("other", "third"):
+        Path(f"{name}-v1.yaml").write_text(Path("small-v1.yaml").read_text())
+    right, calls = falsify.falsify, []
 
+    def second(*tasks: Any, **options: Any) -> Iterator[Entry]:
+        calls.append(tasks)
+        if len(calls) > 1:
+            raise error
+        yield from right(*tasks, **options)
 
-def test_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
-    """Contracts after an interrupted one are not started, and are counted."""
-
-    def stopped() -> int:
-        raise reporting.Interrupted(4)
-
-    def begun() -> int:
-        raise AssertionError
-
-    assert reporting.run_all([lambda: 0, stopped, begun]) == 4
-    assert "interrupted: 1 other contract was not begun" in capsys.readouterr().err
+    monkeypatch.setattr(falsify, "falsify", second)
+    contracts = ("small-v1.yaml", "other-v1.yaml", "third-v1.yaml")
+    told = [word for name in contracts for word in ("--contract", name)]
+    assert check(*told, "--examples", 0) == code
+    printed = capsys.readouterr()
+    assert "held: F-DP-001 identical, F-DP-002 covered" in printed.out
+    assert printed.out.splitlines()[-1] == last
+    assert ("1 other contract was not begun" in printed.err) == (code == 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
+from rich.console import Console
 
 from entrenar_py.contract import SEVERITIES, Contract, FalsificationTest, Gate, Invariant
 from entrenar_py.contract.problems import Position
 from entrenar_py.faults import Fault
-from entrenar_py.reports.report import Entry, NotApplying, Report
+from entrenar_py.reports import terminal
+from entrenar_py.reports.report import Entry, NotApplying, Report, ending
 from entrenar_py.scenario import Scenario
 from entrenar_py.verdict import Counterexample, Finding, Verdict, inconclusive
 
@@ -107,6 +110,27 @@ def report(
         interrupted=interrupted,
         command=f"entrenar-check --contract {contract_given} --seed 7",
     )
+
+
+def printed(
+    *reports: Report,
+    tty: bool = False,
+    quiet: bool = False,
+    verbose: bool = False,
+    encoding: str = "utf-8",
+    width: int = 80,
+    foreseen: tuple[str, ...] = (),
+) -> list[str]:
+    """Return the lines on a terminal of `width` columns, without colours and trailing spaces."""
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, newline="\n")
+    console = Console(file=file, width=width, force_terminal=tty, color_system=None)
+    style = terminal.Style(quiet=quiet, verbose=verbose)
+    terminal.begin(reports, console, style=style, foreseen=foreseen)
+    closing = ending(reports, allow_inconclusive=False)
+    terminal.render(reports, console, style=style, ending=closing)
+    file.flush()
+    return [line.rstrip() for line in raw.getvalue().decode(encoding).splitlines()]
 
 
 def full_report() -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,12 +9,12 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from entrenar_py.contract import Binding, Position
-from entrenar_py.reports import github, html, json_format, junit, sarif, terminal
+from entrenar_py.reports import github, html, json_format, junit, sarif
 from entrenar_py.reports.report import Report
 from entrenar_py.verdict import Verdict
+from tests.reports.conftest import printed
 
 PLACE = Position("my.bindings.yaml", 7, 3)
 TOLD = "the test is bound to coverage by my.bindings.yaml:7: both count samples"
@@ -33,9 +32,7 @@ def _bound(report: Report, verdict: Verdict) -> Report:
 
 
 def _terminal(report: Report) -> str:
-    file = io.StringIO()
-    terminal.render(report, Console(file=file, width=300, color_system=None), quiet=False)
-    return file.getvalue()
+    return "\n".join(printed(report, verbose=True))
 
 
 @pytest.mark.parametrize("verdict", list(Verdict))
@@ -47,7 +44,7 @@ def _terminal(report: Report) -> str:
         lambda report: json.dumps(
             sarif.dump(report, root=Path.cwd(), allow_inconclusive=False), ensure_ascii=False
         ),
-        lambda report: unescape(github.summary(report)).replace("\\", ""),
+        lambda report: unescape(github.summary(report, allow_inconclusive=False)).replace("\\", ""),
         lambda report: unescape(html.render(report)),
     ],
 )
@@ -61,7 +58,7 @@ def test_every_format_says_to_what_and_why(
 
 def test_the_json_report_has_it_in_parts(full: Report) -> None:
     """Programs need not parse the sentence."""
-    record = json_format.dump(_bound(full, Verdict.HELD))
+    record = json_format.dump(_bound(full, Verdict.HELD), allow_inconclusive=False)
     (found,) = [one["binding"] for one in record["results"] if one["binding"]]
     assert found == {
         "kind": "test",

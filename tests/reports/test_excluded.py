@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +12,11 @@ from xml.etree import ElementTree
 
 import jsonschema
 import pytest
-from rich.console import Console
 
-from entrenar_py.reports import github, html, json_format, junit, sarif, terminal
+from entrenar_py.reports import github, html, json_format, junit, sarif
 from entrenar_py.reports.report import Configuration, Excluded, Report
 from entrenar_py.verdict import Verdict
+from tests.reports.conftest import printed
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "report-schema-v1.json"
 CONFIGURATION = Configuration(
@@ -46,9 +45,7 @@ def excluding(full: Report) -> Report:
 
 
 def _terminal(report: Report) -> str:
-    file = io.StringIO()
-    terminal.render(report, Console(file=file, width=200, color_system=None), quiet=False)
-    return file.getvalue()
+    return "\n".join(printed(report, verbose=True))
 
 
 def _junit(report: Report) -> str:
@@ -74,7 +71,7 @@ def _sarif(report: Report) -> str:
 
 
 def _json(report: Report) -> str:
-    record = json_format.dump(report)
+    record = json_format.dump(report, allow_inconclusive=False)
     jsonschema.validate(record, json.loads(SCHEMA.read_text(encoding="utf-8")))
     assert record["configuration"] == {
         "place": "pyproject.toml:4:7",
@@ -91,7 +88,7 @@ def _json(report: Report) -> str:
     "render",
     [
         *(_terminal, _junit, _sarif, _json),
-        lambda report: unescape(github.summary(report)).replace("\\", ""),
+        lambda report: unescape(github.summary(report, allow_inconclusive=False)).replace("\\", ""),
         lambda report: unescape(html.render(report)),
     ],
 )

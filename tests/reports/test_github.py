@@ -72,7 +72,11 @@ def test_annotation_outside_the_checkout(full: Report, tmp_path: Path) -> None:
 def test_summary_is_plain_text(data: DataObject, any_report: SearchStrategy[Report]) -> None:
     """No text from a contract becomes Markdown or HTML, and every row has its cells."""
     report = data.draw(any_report)
-    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(github.summary(report))
+    tokens = (
+        MarkdownIt("commonmark", {"html": True})
+        .enable("table")
+        .parse(github.summary(report, allow_inconclusive=False))
+    )
     kinds = [token.type for token in tokens]
     inner = [child.type for token in tokens for child in token.children or ()]
     assert not {"html_block", "html_inline", "link_open", "image", "code_inline", "em_open"} & {
@@ -84,10 +88,10 @@ def test_summary_is_plain_text(data: DataObject, any_report: SearchStrategy[Repo
 
 def test_summary(full: Report) -> None:
     """The summary has the verdicts as a table, the evidence, the gate and the command."""
-    text = github.summary(full)
+    text = github.summary(full, allow_inconclusive=False)
     assert "| ❌ falsified | F\\-DP\\-005 | Loss parity with one worker | P1 | 1\\,204 |" in text
     assert "\nat: step 3, rank 1, shard 2, tensor weight[0]" in text
-    assert "Gate QA\\-DT\\-001 \\(Distributed training\\)\\: NOT PASSED" in text
+    assert "Gate QA\\-DT\\-001 \\(Distributed training\\) over 3 clauses\\: NOT PASSED" in text
     assert f"\n{full.command}\n" in text
 
 
@@ -96,8 +100,10 @@ def test_summary_is_appended(full: Report, tmp_path: Path) -> None:
     path = tmp_path / "summary.md"
     path.write_text("before\n", encoding="utf-8")
     assert github.summary_path({"GITHUB_STEP_SUMMARY": str(path)}) == path
-    github.append(github.summary(full), path)
-    assert path.read_text(encoding="utf-8") == "before\n" + github.summary(full)
+    github.append(github.summary(full, allow_inconclusive=False), path)
+    assert path.read_text(encoding="utf-8") == "before\n" + github.summary(
+        full, allow_inconclusive=False
+    )
     with pytest.raises(UsageError, match="not a step of a GitHub workflow"):
         github.summary_path({})
     with pytest.raises(UsageError, match="can't be written"):

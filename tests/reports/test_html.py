@@ -86,7 +86,7 @@ def test_full_report(full: Report) -> None:
     page = Page(html.render(full))
     for words in (
         "distributed-training-v1.yaml 1.0.0 FALSIFIED",
-        "Gate QA-DT-001 (Distributed training): NOT PASSED (F-DP-002 inconclusive)",
+        "Gate QA-DT-001 (Distributed training) over 3 clauses: NOT PASSED (F-DP-002 inconclusive)",
         "at step 3, rank 1, shard 2, tensor weight[0], samples 0, 1",
         "expected 9f86d081884c7d659a2feaa0c55ad015 got 60303ae22b998861bce3b28f33eec1be",
         "note software adapter llvmpipe (LLVM 15.0.6, 256 bits)",

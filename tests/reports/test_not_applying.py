@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import replace
 from html import unescape
@@ -10,19 +9,17 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from rich.console import Console
 
-from entrenar_py.reports import github, html, json_format, junit, sarif, terminal
+from entrenar_py.reports import github, html, json_format, junit, sarif
 from entrenar_py.reports.report import NotApplying, Report
+from tests.reports.conftest import printed
 
 REASON = "every scenario is with leave, which ddp_canonical can't do"
 ALONE = "it compares steps that all workers make together"
 
 
 def _terminal(report: Report) -> str:
-    file = io.StringIO()
-    terminal.render(report, Console(file=file, width=200, color_system=None), quiet=True)
-    return file.getvalue()
+    return "\n".join(printed(report, verbose=True))
 
 
 def _junit(report: Report) -> str:
@@ -44,7 +41,7 @@ def _sarif(report: Report) -> str:
 
 
 def _json(report: Report) -> str:
-    record = json_format.dump(report)
+    record = json_format.dump(report, allow_inconclusive=False)
     assert record["not_applying"] == ["F-DP-006", "F-DP-001"]
     return "\n".join(f"{clause}: {why}" for clause, why in record["why_not_applying"].items())
 
@@ -53,7 +50,7 @@ def _json(report: Report) -> str:
     "render",
     [
         *(_terminal, _junit, _sarif, _json),
-        lambda report: unescape(github.summary(report)).replace("\\", ""),
+        lambda report: unescape(github.summary(report, allow_inconclusive=False)).replace("\\", ""),
         lambda report: unescape(html.render(report)),
     ],
 )
@@ -85,5 +82,5 @@ def test_notes_of_what_held_are_told(full: Report) -> None:
     log = sarif.dump(full, root=Path.cwd(), allow_inconclusive=False)
     (note,) = log["runs"][0]["invocations"][0]["toolExecutionNotifications"]
     assert note["associatedRule"] == {"id": "F-DP-004", "index": 2}
-    for text in (note["message"]["text"], github.summary(full)):
+    for text in (note["message"]["text"], github.summary(full, allow_inconclusive=False)):
         assert "note F-DP-004: software adapter llvmpipe" in text.replace("\\", "")

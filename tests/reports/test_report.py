@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
-from entrenar_py.reports.report import Report
+from entrenar_py.reports.report import Report, ending
 from entrenar_py.verdict import Verdict
 
 
@@ -49,6 +49,44 @@ def test_interrupted_run_exits_4_or_1(full: Report, ids: tuple[str, ...], code: 
     assert report.exit_code(allow_inconclusive=True) == code
 
 
+@pytest.mark.parametrize(
+    ("ids", "reason"),
+    [
+        (("F-DP-001", "F-DP-004"), "exit 0: 2 held"),
+        (
+            ("F-DP-001", "F-DP-002"),
+            "exit 4: F-DP-002 inconclusive: the trace has no shard events",
+        ),
+        (("F-DP-002", "F-DP-005"), "exit 1: F-DP-005 falsified"),
+        ((), "exit 5: nothing selected: no clause of the contract is left to check"),
+    ],
+)
+def test_the_exit_code_has_its_reason(full: Report, ids: tuple[str, ...], reason: str) -> None:
+    """Code and reason come from one function, so that they can't differ."""
+    assert str(ending([only(full, *ids)], allow_inconclusive=False)) == reason
+
+
+def test_several_contracts_end_in_the_worst_code(full: Report) -> None:
+    """The reason names the clauses of all contracts; what is allowed or interrupted is said."""
+    held, open_, broken, empty = (
+        only(full, *ids) for ids in (("F-DP-001",), ("F-DP-002",), ("F-DP-005",), ())
+    )
+    told = [
+        ((held, held), "exit 0: 2 held"),
+        ((held, empty), "exit 5: nothing selected: no clause of the contract is left to check"),
+        ((empty, open_, open_), "exit 4: F-DP-002, F-DP-002 inconclusive"),
+        ((held, open_, broken), "exit 1: F-DP-005 falsified"),
+        (
+            (held, replace(held, interrupted=True)),
+            "exit 4: interrupted: this is what is known so far",
+        ),
+    ]
+    for reports, reason in told:
+        assert str(ending(reports, allow_inconclusive=False)) == reason
+    allowed = str(ending([held, open_], allow_inconclusive=True))
+    assert allowed == "exit 0: 1 held, 1 inconclusive and allowed"
+
+
 @given(data=st.data())
 def test_green_needs_evidence(data: DataObject, any_report: SearchStrategy[Report]) -> None:
     """Exit 0 and a passed gate need an uninterrupted run in which every entry held.
@@ -79,7 +117,8 @@ def test_ranked_is_worst_first(data: DataObject, any_report: SearchStrategy[Repo
 @pytest.mark.parametrize(
     ("checks", "ids", "passed"),
     [
-        (("F-DP-001",), ("F-DP-001", "F-DP-005"), True),
+        (("F-DP-001",), ("F-DP-001", "F-DP-004"), True),
+        (("F-DP-001",), ("F-DP-001", "F-DP-005"), None),
         (("Loss parity with one worker",), ("F-DP-001", "F-DP-005"), False),
         (("F-DP-002",), ("F-DP-002",), False),
         (("F-DP-001", "F-DP-002"), ("F-DP-001",), None),
@@ -125,7 +164,7 @@ def test_gate_that_names_nothing_asks_for_p0_and_critical(full: Report) -> None:
         replace(clause, severity="P2", critical=clause.id == "F-DP-001")
         for clause in full.contract.invariants
     )
-    report = only(full, "F-DP-001", "F-DP-005")
+    report = only(full, "F-DP-001", "F-DP-004")
     assert replace(report, contract=replace(report.contract, invariants=clauses)).gate_passed
 
 

@@ -31,7 +31,7 @@ from entrenar_py.protocol.frames import FROM_COORDINATOR, Encoder
 from entrenar_py.protocol.messages import VERSION, Challenge
 from entrenar_py.pytest_plugin.judging import Judged
 from entrenar_py.reports import github, html, json_format, junit, output_file, sarif, terminal
-from entrenar_py.reports.report import Report
+from entrenar_py.reports.report import Report, ending
 from entrenar_py.service import cli as service
 from entrenar_py.service import progress
 from entrenar_py.service.metrics import Metrics
@@ -163,7 +163,10 @@ def test_reports() -> None:
     report = hostile_report()
     for force in (False, True):
         file = io.StringIO()
-        terminal.render(report, Console(file=file, force_terminal=force, width=99), quiet=False)
+        console = Console(file=file, force_terminal=force, width=99)
+        closing = ending([report], allow_inconclusive=False)
+        style = terminal.Style(verbose=True)
+        terminal.render([report], console, style=style, ending=closing)
         assert not UNSEEN.search(ANSI.sub("", file.getvalue()))
         if not force:  # a terminal folds lines, and is no runner
             require_harmless(file.getvalue())
@@ -173,7 +176,7 @@ def test_reports() -> None:
     page = html.render(report)
     require_harmless(page)
     assert "<script" not in page
-    summary = github.summary(report)
+    summary = github.summary(report, allow_inconclusive=False)
     require_harmless(summary)
     for line in github.annotate(report, root=Path.cwd(), allow_inconclusive=False):
         assert len(line.splitlines()) == 1
@@ -184,7 +187,7 @@ def test_reports() -> None:
 def test_json_and_sarif(tmp_path: Path) -> None:
     """Valid, free of hidden characters, and the texts in JSON are what they were."""
     report = hostile_report()
-    output_file.write(json_format.dump(report), tmp_path / "r.json")
+    output_file.write(json_format.dump(report, allow_inconclusive=False), tmp_path / "r.json")
     log = sarif.dump(report, root=tmp_path, allow_inconclusive=False)
     output_file.write(log, tmp_path / "r.sarif")
     for name in ("r.json", "r.sarif"):

@@ -83,7 +83,8 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         made=shared.made,
     )
     foreseen = [f"command: {change}" for change in options.command_changes]
-    foreseen += make_plan(folder=Path()).foreseen()
+    planned, more = make_plan(folder=Path()).foreseen()
+    foreseen += more
     if any(one.check is not None and one.check.name == FINITENESS for one in tasks):
         foreseen += _expected(options)
     runs_by_file: dict[Path, runs.Run] = {}
@@ -110,6 +111,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         system=shown_scenario.SYSTEM,
         seed=options.seed,
         not_applying=judging.elsewhere(standing.selected),
+        runs=planned,
         foreseen=tuple(foreseen),
         doubts=doubts,
         streams=True,
@@ -122,6 +124,7 @@ def _expected(options: argparse.Namespace) -> list[str]:
         return []
     _, path = launchers.script(options.command, options.command_folder or Path.cwd())
     told = script.without_a_test_for_nan(path) if path is not None else ""
+    told, _, _ = told.partition(": ")  # the finding says what to add
     return [f"expected: {told}"] if told else []
 
 

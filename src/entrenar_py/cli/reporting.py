@@ -23,24 +23,14 @@ from entrenar_py.reports import (
     json_format,
     junit,
     output_file,
+    progress_line,
     sarif,
     terminal,
 )
-from entrenar_py.reports.report import (
-    EXIT_FALSIFIED,
-    EXIT_HELD,
-    EXIT_INCONCLUSIVE,
-    EXIT_NOTHING_SELECTED,
-    Configuration,
-    Entry,
-    NotApplying,
-    Report,
-)
+from entrenar_py.reports.report import Configuration, Entry, NotApplying, Report
+from entrenar_py.reports.report import ending as end
 from entrenar_py.untrusted import printing
 from entrenar_py.verdict import Verdict
-
-Job = Callable[[], int]  # the work on one contract, which gives an exit code
-_WORST_FIRST = (EXIT_FALSIFIED, EXIT_INCONCLUSIVE, EXIT_NOTHING_SELECTED, EXIT_HELD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +38,9 @@ class Work:
     """The source of a report's entries, and the facts that the report states about them.
 
     A later entry of a clause replaces an earlier one. `environment` is called after `entries`, as
-    only then the opened devices are known. `foreseen` are lines about the runs to come. After the
-    runs `doubts` has, by id, what speaks against the claim that a clause does not apply. With
-    `streams` each verdict is printed as it comes, since the runs take long.
+    only then the opened devices are known. `runs` are the names of the runs to come, and `foreseen`
+    lines about them. After the runs `doubts` has, by id, what speaks against the claim that a
+    clause does not apply. With `streams` verdicts are shown as they come, since runs take long.
     """
 
     entries: Callable[[falsify.Progress, Listener], Iterable[Entry]]
@@ -59,79 +49,98 @@ class Work:
     seed: int
     num_traces: int | None = None
     not_applying: tuple[NotApplying, ...] = ()
+    runs: tuple[str, ...] = ()
     foreseen: tuple[str, ...] = ()
     doubts: Mapping[str, str] = field(default_factory=dict)
     streams: bool = False
 
 
-class Interrupted(Exception):
-    """Raised by an interrupted job, with its exit code, after it has reported what it knows."""
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The work on one contract, with the options that are its own."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
-
-
-def run_all(jobs: Sequence[Job]) -> int:
-    """Return the worst exit code of all jobs; no job is started after an interrupted one."""
-    codes = []
-    for number, job in enumerate(jobs, start=1):
-        try:
-            codes.append(job())
-        except Interrupted as stopped:
-            codes.append(stopped.code)
-            if number < len(jobs):
-                left = len(jobs) - number
-                told = "1 other contract was" if left == 1 else f"{left} other contracts were"
-                printing.warn(f"entrenar-check: interrupted: {told} not begun")
-            break
-    return min(codes, key=_WORST_FIRST.index)
+    options: argparse.Namespace
+    contract: Contract
+    work: Work
+    standing: exclusions.Standing
 
 
-def report(
-    options: argparse.Namespace,
-    command: str,
-    loaded: Contract,
-    work: Work,
-    standing: exclusions.Standing,
-    output: Console,
-) -> int:
-    """Do the work, render its results in every format, and return the exit code."""
-    started = time.monotonic()
-    entries: dict[str, Entry] = {}  # by id
-    interrupted = False
-    seen = curves.Curves()
-    begun = Report(
-        contract=loaded,
-        contract_given=options.contract,
-        system=work.system,
-        seed=work.seed,
+def run_all(jobs: Sequence[Job], command: str, output: Console) -> int:
+    """Do the work on all contracts, report it in every format, and return the exit code.
+
+    No job is started after an interrupted one. If a job raises, those before it are reported.
+    """
+    options = jobs[0].options
+    style = terminal.Style(quiet=options.quiet and not options.verbose, verbose=options.verbose)
+    begun = [_begun(job, command) for job in jobs]
+    streams = any(job.work.streams for job in jobs)
+    terminal.begin(begun, output, style=style, foreseen=_foreseen(jobs))
+    reports: list[Report] = []
+    ending = None
+    try:
+        for job, report in zip(jobs, begun, strict=True):
+            reports.append(_finished(job, report, output, rows=streams and style.verbose))
+            _write(reports[-1], job.options, output)
+            if reports[-1].interrupted:
+                break
+        ending = end(reports, allow_inconclusive=options.allow_inconclusive)
+    finally:
+        if reports:
+            terminal.render(reports, output, style=style, ending=ending, streamed=streams)
+    if left := len(jobs) - len(reports):
+        told = "1 other contract was" if left == 1 else f"{left} other contracts were"
+        printing.warn(f"entrenar-check: interrupted: {told} not begun")
+    return ending.code
+
+
+def _foreseen(jobs: Sequence[Job]) -> list[str]:
+    """Return in lines what is known of the runs of all contracts, each line once."""
+    lines = [line for job in jobs for line in job.work.foreseen]
+    runs = [name for job in jobs for name in job.work.runs]
+    told = [f"runs: {', '.join(dict.fromkeys(runs))}"] if runs else []
+    return [*told, *dict.fromkeys(lines)]
+
+
+def _begun(job: Job, command: str) -> Report:
+    """Return the report of a job before its work, without entries."""
+    return Report(
+        contract=job.contract,
+        contract_given=job.options.contract,
+        system=job.work.system,
+        seed=job.work.seed,
         entries=(),
         environment={},
         elapsed_s=0.0,
         interrupted=False,
         command=command,
-        num_traces=work.num_traces,
-        not_applying=(*standing.not_applying, *work.not_applying),
-        excluded=standing.excluded,
-        configuration=_configuration(options),
-        bindings_given=tuple(map(str, options.bind)),
+        num_traces=job.work.num_traces,
+        not_applying=(*job.standing.not_applying, *job.work.not_applying),
+        excluded=job.standing.excluded,
+        configuration=_configuration(job.options),
+        bindings_given=tuple(map(str, job.options.bind)),
     )
-    rows = None
-    if work.streams:
-        rows = terminal.Rows(output, standing.selected, quiet=options.quiet)
-        terminal.begin(begun, output, foreseen=work.foreseen, quiet=options.quiet)
-    with terminal.Progress(output) as progress:
+
+
+def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report:
+    """Do the work of a job and return its report; with `rows`, print each verdict as it comes."""
+    started = time.monotonic()
+    work, standing = job.work, job.standing
+    entries: dict[str, Entry] = {}  # by id
+    interrupted = False
+    seen = curves.Curves()
+    shown = terminal.Rows(output, standing.selected) if rows else None
+    with progress_line.Progress(output) as progress:
         try:
-            for entry in work.entries(progress.show, seen.see if options.html else ignore):
+            for entry in work.entries(progress.show, seen.see if job.options.html else ignore):
                 # One by one: an interrupt keeps what is known so far.
                 entries[entry.invariant.id] = _noted(entry, standing)
-                if rows is not None:
-                    rows.show(entry)
+                progress.know(entry)
+                if shown is not None:
+                    shown.show(entry)
         except KeyboardInterrupt:
             interrupted = True
-    order = [clause.id for clause in loaded.invariants]
-    finished = replace(
+    order = [clause.id for clause in job.contract.invariants]
+    return replace(
         begun,
         entries=tuple(sorted(entries.values(), key=lambda entry: order.index(entry.invariant.id))),
         not_applying=tuple(
@@ -144,12 +153,6 @@ def report(
         interrupted=interrupted,
         curves=seen.found,
     )
-    terminal.render(finished, output, quiet=options.quiet, begun=work.streams)
-    _write(finished, options, output)
-    code = finished.exit_code(allow_inconclusive=options.allow_inconclusive)
-    if finished.interrupted:
-        raise Interrupted(code)
-    return code
 
 
 def _noted(entry: Entry, standing: exclusions.Standing) -> Entry:
@@ -189,7 +192,7 @@ def _write(report: Report, options: argparse.Namespace, output: Console) -> None
     write_files(
         options,
         {
-            "json": lambda: json_format.dump(report),
+            "json": lambda: json_format.dump(report, allow_inconclusive=allowed),
             "junit": lambda: junit.render(report, allow_inconclusive=allowed),
             "sarif": lambda: sarif.dump(report, root=root, allow_inconclusive=allowed),
             "html": lambda: html.render(report),
@@ -197,7 +200,7 @@ def _write(report: Report, options: argparse.Namespace, output: Console) -> None
     )
     if options.github:
         lines = github.annotate(report, root=root, allow_inconclusive=allowed)
-        tell_github(lines, github.summary(report), output)
+        tell_github(lines, github.summary(report, allow_inconclusive=allowed), output)
 
 
 def require_writable(options: argparse.Namespace, formats: Iterable[str]) -> None:

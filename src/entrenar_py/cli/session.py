@@ -52,10 +52,14 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
             output=output,
         )
     _look(options)
-    jobs, shared = list[reporting.Job](), commanded.Shared()
-    for own, loaded in _chosen(options, _loaded(options)):
-        jobs.append(_prepared(own, called, loaded, output, shared))
-    return partial(shared.until, partial(reporting.run_all, jobs))
+    chosen = [*_chosen(options, _loaded(options))]
+    if options.mode == "suggest":
+        return lambda: max([_suggested(loaded) for _, loaded in chosen])
+    if options.mode == "list":
+        return lambda: max([_list(_standing(own, loaded), output) for own, loaded in chosen])
+    shared = commanded.Shared()
+    jobs = [_prepared(own, loaded, shared) for own, loaded in chosen]
+    return partial(shared.until, partial(reporting.run_all, jobs, called, output))
 
 
 def _look(options: argparse.Namespace) -> None:
@@ -83,27 +87,24 @@ def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:
     return shlex.join((PROG, *told, *arguments))
 
 
-def _prepared(
-    options: argparse.Namespace,
-    called: str,
-    loaded: Contract,
-    output: Console,
-    shared: commanded.Shared,
-) -> reporting.Job:
-    """Return the job for one contract; `shared` are a command's runs for all of them."""
-    if options.mode == "suggest":
-        return partial(_suggested, loaded)
+def _standing(options: argparse.Namespace, loaded: Contract) -> exclusions.Standing:
+    """Return which clauses of a contract are selected, and what the configuration leaves out."""
     selected = plan.select(
         loaded, only=options.only, exclude=options.exclude, severities=options.severity
     )
-    standing = exclusions.apply(
+    return exclusions.apply(
         selected,
         options.project.exclusions if options.project and options.mode != "replay" else (),
         options.project.acceptances if options.project else (),
         asked=options.only if "only" in options.typed else (),
     )
-    if options.mode == "list":
-        return partial(_list, standing, output)
+
+
+def _prepared(
+    options: argparse.Namespace, loaded: Contract, shared: commanded.Shared
+) -> reporting.Job:
+    """Return the job for one contract; `shared` are a command's runs for all of them."""
+    standing = _standing(options, loaded)
     reporting.require_writable(options, FILES)
     if options.mode == "replay":
         work = _replaying(options, loaded)
@@ -114,7 +115,7 @@ def _prepared(
     else:
         work = _falsifying(options, standing.selected)
     _make_trace_folder(options.trace_dir)
-    return partial(reporting.report, options, called, loaded, work, standing, output)
+    return reporting.Job(options=options, contract=loaded, work=work, standing=standing)
 
 
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:

@@ -57,7 +57,9 @@ def elsewhere(selected: Sequence[Invariant]) -> tuple[NotApplying, ...]:
     script makes.
     """
     reasons = ((clause, _why_elsewhere(clause)) for clause in selected)
-    return tuple(NotApplying(invariant=clause, reason=why) for clause, why in reasons if why)
+    return tuple(
+        NotApplying(invariant=clause, reason=why, outside=True) for clause, why in reasons if why
+    )
 
 
 def _why_elsewhere(clause: Invariant) -> str:
@@ -119,12 +121,11 @@ def judge(
             entry = replace(entry, finding=inconclusive(task.invariant.id, why))
         notes = (
             *entry.finding.notes,
-            *_untried(check, asked),
-            *(() if is_base_lost else _unresumed(check, asked)),
             *_unbroken(check, runs.values()),
             *(_not_judged(runs[file]) for file in spared),
         )
-        yield replace(entry, finding=replace(entry.finding, notes=notes))
+        untried = (*_untried(check, asked), *(() if is_base_lost else _unresumed(check, asked)))
+        yield replace(entry, finding=replace(entry.finding, notes=notes), untried=untried)
 
 
 def _name(file: Path) -> Path:
@@ -211,20 +212,16 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     return {need: tuple(plain[run] for run in some) for need, some in witnesses.items()}
 
 
-def _unresumed(check: Check, asked: Sequence[Asked]) -> list[str]:
-    """Return a note if `check` judges what a resume restores, and no run was stopped."""
-    if SAVED not in check.needs or any(run.stops for run in asked):
-        return []
-    return ["what a resume restores was not compared: put {workdir} into the command"]
+def _unresumed(check: Check, asked: Sequence[Asked]) -> tuple[str, ...]:
+    """Return the placeholder by which runs are stopped and resumed, if `check` lacks such a run."""
+    stopped = any(run.stops for run in asked)
+    return () if stopped or not {RESUMED, SAVED}.intersection(check.needs) else ("workdir",)
 
 
-def _untried(check: Check, asked: Sequence[Asked]) -> list[str]:
-    """Return a note on the knobs that `check` needs turned and that no run has turned, if any."""
+def _untried(check: Check, asked: Sequence[Asked]) -> tuple[str, ...]:
+    """Return the knobs that `check` needs turned and that no run has turned."""
     tried = {run.turn.knob for run in asked if run.turn is not None}
-    needed = [need.knob for need in check.needs if need.knob]
-    names = ", ".join(f"{{{knob}}}" for knob in needed if knob not in tried)
-    told = f"not tried, since the command lacks the placeholder: {names}"
-    return [told] if names else []
+    return tuple(need.knob for need in check.needs if need.knob and need.knob not in tried)
 
 
 def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:

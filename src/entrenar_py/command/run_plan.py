@@ -112,8 +112,8 @@ class Plan:
         """Return whether the command has the placeholder `name`."""
         return placeholders.has(self.command, name)
 
-    def foreseen(self) -> tuple[str, ...]:
-        """Return in lines which runs there will be, and what they need of the global batch.
+    def foreseen(self) -> tuple[tuple[str, ...], list[str]]:
+        """Return the names of the runs to come, and in lines what they need of the global batch.
 
         What depends on the first run (the stops, the value of a limit) is taken from a stand-in.
         """
@@ -125,7 +125,7 @@ class Plan:
         limited = {_name(self.most, turn) for knob in KNOBS for turn in self._limited(knob, usual)}
         names = [*self.plain(), *self.others(stand_in), *self.pairs(usual)]
         shown = [name.rpartition("-")[0] if name in limited else name for name in names]
-        lines = [f"runs: {', '.join(dict.fromkeys(shown))}"]
+        lines = []
         workers, micro_batches = self.cuts[-1]
         if micro_batches > 1:
             parts = workers * micro_batches
@@ -133,7 +133,7 @@ class Plan:
                 f"the largest has {workers} workers with {micro_batches} micro-batches each: the "
                 f"global batch has to be a multiple of {parts}"
             )
-        return tuple(lines)
+        return tuple(dict.fromkeys(shown)), lines
 
     def _limited(self, knob: str, usual: Trace) -> list[Turn]:
         """Return the turns of a knob whose value depends on the first run."""

@@ -20,7 +20,7 @@ _ALONE = {
 _CONTRACT = ("contract", "bind", "strict", "no_color")
 _CONFIGURED = ("config", "no_config")
 _SELECTION = ("only", "exclude", "severity")
-_REPORT = (*FILES, "github", "allow_inconclusive", "quiet")
+_REPORT = (*FILES, "github", "allow_inconclusive", "quiet", "verbose")
 _VARIATION = ("system", "world_size", "backend", "seed")
 
 # Mode, which replaces the search for counterexamples -> its options; all others are refused.

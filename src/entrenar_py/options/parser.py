@@ -26,8 +26,7 @@ examples:
   entrenar-check --contract distributed-training-v1.yaml
   entrenar-check --contract distributed-training-v1.yaml --only F-DP-005 --examples 500
   entrenar-check --contract my-contract.yaml --validate --strict --rule SCHEMA-009=off
-  entrenar-check --contract distributed-training-v1.yaml -- \\
-      torchrun --nproc_per_node={world_size} my_train.py
+  entrenar-check -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check init -- torchrun --nproc_per_node=2 my_train.py
   entrenar-check
 """
@@ -54,7 +53,10 @@ def build() -> argparse.ArgumentParser:
     )
     cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
     add = partial(_add, cli)
-    named = "a YAML contract: a path, or the name of a shipped one; may be given again"
+    named = (
+        "a YAML contract: a path, or the name of a shipped one; may be given again; a command is "
+        "checked by distributed-training-v1.yaml and training-integrity-v1.yaml if none is given"
+    )
     add("--contract FILE", named, action="append")
     bindings = (
         "bindings of the contract's statements to checks, besides those in NAME.bindings.yaml next "
@@ -159,7 +161,7 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
     _add(group, "--suppress TEXT", aside, action="append", default=())
 
 
-def _add_output(group: argparse._ActionsContainer) -> None:
+def _add_output(group: argparse._ArgumentGroup) -> None:
     add = partial(_add, group)
     add("--json FILE", "write the report as JSON", type=Path)
     add("--junit FILE", "write the report as JUnit XML", type=Path)
@@ -168,4 +170,6 @@ def _add_output(group: argparse._ActionsContainer) -> None:
     add("--github", "in a step of a GitHub workflow: annotations, and a step summary")
     add("--trace-dir DIR", "keep every run's trace here", type=Path)
     add("--quiet", "show only what did not hold")
+    rows = "also show a row for each clause, the notes, the places in the contract, the environment"
+    add("-v", rows, dest="verbose")
     add("--no-color", "no colours")

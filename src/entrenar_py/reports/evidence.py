@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,42 @@ def describe(report: Report, entry: Entry) -> list[tuple[str, str]]:
     return [(label, one_line(text)) for label, text in rows if text]
 
 
+def briefly(report: Report, entry: Entry) -> list[tuple[str, str]]:
+    """Return the pairs of `describe` that say what broke: the place with both values, and causes.
+
+    The file of the contract and the run's scenario are left out.
+    """
+    rows = describe(report, entry)
+    shown = dict(rows)
+    values = ", ".join(f"{name} {shown[name]}" for name in ("expected", "got") if name in shown)
+    at = ": ".join(filter(None, [shown.get("at"), values]))
+    accepted = [row for row in rows if row[0] == "accepted"]
+    causes = [row for row in rows if row[0] == "could mean"]
+    return [*accepted, *([("at", at)] if at else []), *causes]
+
+
+def findings(pairs: Iterable[tuple[Report, Entry]]) -> Iterator[list[tuple[Report, Entry]]]:
+    """Yield the entries that did not hold, those with one finding together.
+
+    Several clauses may see one fact: the same values at the same place.
+    """
+    groups: dict[Hashable, list[tuple[Report, Entry]]] = {}
+    for report, entry in pairs:
+        if entry.verdict is not Verdict.HELD:
+            groups.setdefault(_fact(entry), []).append((report, entry))
+    yield from groups.values()
+
+
+def _fact(entry: Entry) -> Hashable:
+    """Return what identifies the fact that an entry is about."""
+    broken = entry.finding.counterexample
+    if broken is None or entry.verdict is not Verdict.FALSIFIED:
+        return id(entry)
+    values = (broken.expected, broken.got) if broken.expected and broken.got else broken.message
+    place = (broken.step, broken.rank, broken.shard, broken.tensor, broken.element)
+    return (entry.is_accepted, *place, values)
+
+
 def _run(record: Mapping[str, Any]) -> tuple[str, str]:
     """Return the run that broke: its scenario, or how a command was launched for it.
 
@@ -86,13 +122,13 @@ def bound(clause: Invariant) -> str:
 
 
 def gate(report: Report) -> str:
-    """Return `Gate ID (name): passed`, or why it did not pass; "" for a contract without a gate."""
+    """Return `Gate ID (name) over N clauses: passed`, or why it did not; "" without a gate."""
     gate = report.contract.gate
     if gate is None:
         return ""
     word = {True: "passed", False: "NOT PASSED", None: "undecided"}[report.gate_passed]
     why = f" ({report.gate_why})" if report.gate_why else ""
-    return f"Gate {gate.id} ({gate.name}): {word}{why}"
+    return f"Gate {gate.id} ({gate.name}) {report.gate_scope}: {word}{why}"
 
 
 def note_lines(entry: Entry) -> list[str]:
@@ -103,12 +139,13 @@ def note_lines(entry: Entry) -> list[str]:
     return [one_line(f"note {entry.invariant.id}: {note}") for note in _notes(entry)]
 
 
-def all_notes(report: Report) -> list[str]:
-    """Return `note ID, ID: text` for each note of a report; clauses with the same share a line."""
+def all_notes(reports: Sequence[Report]) -> list[str]:
+    """Return `note ID, ID: text` for each note of a run; clauses with the same share a line."""
     clauses: dict[str, list[str]] = {}
-    for entry in report.ranked:
-        for note in _notes(entry):
-            clauses.setdefault(note, []).append(entry.invariant.id)
+    for report in reports:
+        for entry in report.ranked:
+            for note in _notes(entry):
+                clauses.setdefault(note, []).append(entry.invariant.id)
     return [one_line(f"note {', '.join(ids)}: {note}") for note, ids in clauses.items()]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from entrenar_py.contract import Position
 from entrenar_py.errors import UsageError
 from entrenar_py.reports import evidence, output_file
-from entrenar_py.reports.report import Entry, Report
+from entrenar_py.reports.report import Entry, Report, ending
 from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict
 
@@ -75,7 +75,7 @@ def command(level: str, text: str, *, title: str, at: Position | None, root: Pat
     return f"::{_COMMANDS[level]} {properties}::{_data(text)}"
 
 
-def summary(report: Report) -> str:
+def summary(report: Report, *, allow_inconclusive: bool) -> str:
     """Return the summary in Markdown, with a line end."""
     contract = report.contract
     heading = f"{contract.name} {contract.version}, system {report.system}, seed {report.seed}"
@@ -95,6 +95,8 @@ def summary(report: Report) -> str:
         lines += ["", markdown(line)]
     if report.configuration is not None:
         lines += ["", markdown(f"Configured: {report.configuration.told}")]
+    closing = ending([report], allow_inconclusive=allow_inconclusive)
+    lines += ["", f"**{markdown(str(closing))}**"]
     lines += ["", "Repeat with", "", _fenced([escaping.exact(report.command)])]
     return "\n".join(lines) + "\n"
 

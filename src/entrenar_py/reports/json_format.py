@@ -12,13 +12,13 @@ from typing import Any
 
 import entrenar_py
 from entrenar_py.contract import Invariant
-from entrenar_py.reports.report import Entry, Excluded, Report
+from entrenar_py.reports.report import Entry, Excluded, Report, ending
 
 SCHEMA = "entrenar-check-report/1"
 _UNSHOWN = ("invariant", "vacuous")  # fields of a finding left out; `invariant` is the result's id
 
 
-def dump(report: Report) -> dict[str, Any]:
+def dump(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:
     """Return the report as plain data that strict JSON can hold.
 
     A number that is not finite, and a value of the environment that JSON has no type for, become
@@ -33,6 +33,7 @@ def dump(report: Report) -> dict[str, Any]:
         "system": report.system,
         "seed": report.seed,
         "verdict": report.verdict,
+        "exit": asdict(ending([report], allow_inconclusive=allow_inconclusive)),
         "interrupted": report.interrupted,
         "counts": report.counts,
         "num_compared": report.num_compared,
@@ -87,6 +88,7 @@ def _result(report: Report, entry: Entry) -> dict[str, Any]:
         **_picked(entry, "num_scenarios", "num_explored", "elapsed_s", "replay"),
         "replay_command": report.replay_command(entry),
         "accepted": entry.accepted if entry.is_accepted else None,
+        "untried": entry.untried,
     }
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import datetime
 import shlex
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,12 +16,14 @@ from typing import Any
 from entrenar_py.contract import SEVERITIES, Contract, Invariant, gates
 from entrenar_py.contract.gate_criteria import Demands
 from entrenar_py.reports.curves import Curve
-from entrenar_py.verdict import Finding, Verdict, worst
+from entrenar_py.verdict import MEANING, Finding, Verdict, worst
 
 EXIT_HELD = 0
 EXIT_FALSIFIED = 1
 EXIT_INCONCLUSIVE = 4
 EXIT_NOTHING_SELECTED = 5
+_REASON_CHARS_MAX = 120  # of a clause's reason behind the exit code
+_INTERRUPTED = "interrupted: this is what is known so far"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,7 @@ class Entry:
     `num_scenarios` counts the clause's own scenarios, `num_explored` the examples that Hypothesis
     tried around them. `replay` is the path of the saved counterexample as text, None if none was
     saved. `accepted` is the reason for which the configuration accepts a falsification, "" if it
-    does not.
+    does not. `untried` are the placeholders that a command lacks and the clause could use.
     """
 
     invariant: Invariant
@@ -40,6 +43,7 @@ class Entry:
     elapsed_s: float
     replay: str | None = None
     accepted: str = ""
+    untried: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -54,10 +58,15 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class NotApplying:
-    """A selected clause that does not apply to the system of the run, and the reason."""
+    """A selected clause that does not apply to the system of the run, and the reason.
+
+    It is `outside` if it is about something other than what was checked: a gate over a script's
+    clauses does not demand a probe of backends.
+    """
 
     invariant: Invariant
     reason: str
+    outside: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +107,75 @@ class Configuration:
 
     @property
     def told(self) -> str:
-        """The configuration in words: which values came from where."""
-        parts = [f"{', '.join(self.used)} from {self.place}" if self.used else self.place]
-        if self.command:
-            parts.append(f"command {' '.join(self.command)}")
-        if self.overruled:
-            parts.append(f"replaced by the command line: {', '.join(self.overruled)}")
-        return "; ".join(parts)
+        """The configuration in words: which values came from where, and the command."""
+        command = (f"command {' '.join(self.command)}",) if self.command else ()
+        return "; ".join((self._used, *command, *self._replaced))
+
+    @property
+    def sources(self) -> str:
+        """Which values came from where."""
+        return "; ".join((self._used, *self._replaced))
+
+    @property
+    def _used(self) -> str:
+        return f"{', '.join(self.used)} from {self.place}" if self.used else self.place
+
+    @property
+    def _replaced(self) -> tuple[str, ...]:
+        names = ", ".join(self.overruled)
+        return (f"replaced by the command line: {names}",) if names else ()
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The exit code of a run, and the reason for it."""
+
+    code: int
+    reason: str
+
+    def __str__(self) -> str:
+        """Return `exit 1: F-DP-005 falsified`."""
+        return f"exit {self.code}: {self.reason}"
+
+
+def ending(reports: Sequence[Report], *, allow_inconclusive: bool) -> Ending:
+    """Return the exit code of a run over several contracts, which is the worst of all, and why.
+
+    It is never 0 for an interrupted run.
+    """
+    entries = [entry for report in reports for entry in report.ranked]
+    broken = [e for e in entries if e.verdict is Verdict.FALSIFIED]
+    falsified = [entry.invariant.id for entry in broken if not entry.is_accepted]
+    unknown = [entry for entry in entries if entry.verdict is Verdict.INCONCLUSIVE]
+    interrupted = any(report.interrupted for report in reports)
+    gates = [report.gate_open for report in reports if report.gate_open]
+    if falsified:
+        more = f"; {_INTERRUPTED}" if interrupted else ""
+        return Ending(EXIT_FALSIFIED, f"{', '.join(falsified)} falsified{more}")
+    if interrupted:
+        return Ending(EXIT_INCONCLUSIVE, _INTERRUPTED)
+    if (unknown or gates) and not allow_inconclusive:
+        return Ending(EXIT_INCONCLUSIVE, "; ".join((*_unknown(unknown), *gates)))
+    if not all(report.entries for report in reports):
+        empty = next(report for report in reports if not report.entries)
+        return Ending(EXIT_NOTHING_SELECTED, empty.incomplete)
+    counts = {
+        "held": len(entries) - len(broken) - len(unknown),
+        "falsified and accepted": len(broken),
+        "inconclusive and allowed": len(unknown),
+    }
+    told = [f"{number} {words}" for words, number in counts.items() if number]
+    return Ending(EXIT_HELD, ", ".join([*told, *gates]))
+
+
+def _unknown(entries: Sequence[Entry]) -> list[str]:
+    """Return in words which clauses are inconclusive, with the reason if it is one clause."""
+    if not entries:
+        return []
+    ids = ", ".join(entry.invariant.id for entry in entries)
+    why = entries[0].finding.reason if len(entries) == 1 else ""
+    short = textwrap.shorten(why, _REASON_CHARS_MAX, placeholder=" ...")
+    return [f"{ids} inconclusive{short and f': {short}'}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +210,16 @@ class Report:
     @property
     def left_out(self) -> tuple[str, ...]:
         """One line for each excluded clause, then one for each reason why clauses do not apply."""
+        return self._left_out(self.not_applying)
+
+    @property
+    def left_out_by_choice(self) -> tuple[str, ...]:
+        """The lines of `left_out` without the clauses that are about something else."""
+        return self._left_out([left for left in self.not_applying if not left.outside])
+
+    def _left_out(self, not_applying: Sequence[NotApplying]) -> tuple[str, ...]:
         clauses: dict[str, list[str]] = {}
-        for skipped in self.not_applying:
+        for skipped in not_applying:
             named = f"{skipped.invariant.id} ({skipped.invariant.name})"
             clauses.setdefault(skipped.reason, []).append(named)
         excluded = (f"excluded: {exclusion.named} {exclusion.why}" for exclusion in self.excluded)
@@ -171,7 +250,7 @@ class Report:
     @property
     def ranked(self) -> tuple[Entry, ...]:
         """The entries, worst verdict first, then by severity, then in the contract's order."""
-        return tuple(sorted(self.entries, key=_rank))
+        return tuple(sorted(self.entries, key=rank))
 
     @cached_property
     def _asked(self) -> Demands:
@@ -183,9 +262,21 @@ class Report:
         return self._asked.unresolved
 
     @property
+    def _demanded(self) -> tuple[str, ...]:
+        """The ids of the clauses that the gate demands of what was checked."""
+        outside = {left.invariant.id for left in self.not_applying if left.outside}
+        return tuple(clause for clause in self._asked.clauses if clause not in outside)
+
+    @property
+    def gate_scope(self) -> str:
+        """What the gate is over: `over 6 clauses`, or `over 3 script clauses` for a script."""
+        of_script = "script " if self._demanded != self._asked.clauses else ""
+        return f"over {len(self._demanded)} {of_script}clause{'s' * (len(self._demanded) != 1)}"
+
+    @property
     def gate_broken(self) -> tuple[Entry, ...]:
         """The entries that the gate demands and that did not hold, worst first."""
-        demanded = self._asked.clauses
+        demanded = self._demanded
         return tuple(
             entry
             for entry in self.ranked
@@ -195,26 +286,34 @@ class Report:
     @property
     def gate_not_run(self) -> tuple[str, ...]:
         """The ids of the clauses that the gate demands and that have no entry."""
-        demanded = self._asked.clauses
         ran = {entry.invariant.id for entry in self.entries}
-        return tuple(clause for clause in demanded if clause not in ran)
+        return tuple(clause for clause in self._demanded if clause not in ran)
 
     @property
     def gate_passed(self) -> bool | None:
         """True if every clause that the gate demands held, False if one did not.
 
         None means undecided: there is no gate, or it demands nothing. It is also None if no
-        demanded clause broke but the run was interrupted, left demanded clauses out, or could not
-        decide some demands (`gate_unresolved`).
+        demanded clause broke but another one is falsified, or if the run was interrupted, left
+        demanded clauses out, or could not decide some demands (`gate_unresolved`).
         """
         if self.contract.gate is None:
             return None
         if self.gate_broken:
             return False
-        asked = self._asked
-        if self.interrupted or self.gate_not_run or asked.unresolved or not asked.clauses:
-            return None
-        return True
+        lacking = self.gate_not_run or self.gate_unresolved or not self._demanded
+        return None if self.interrupted or lacking or self._broken_beside else True
+
+    @property
+    def _broken_beside(self) -> tuple[str, ...]:
+        """The ids of falsified clauses that the gate does not demand, and nobody accepts."""
+        return tuple(
+            entry.invariant.id
+            for entry in self.ranked
+            if entry.verdict is Verdict.FALSIFIED
+            and not entry.is_accepted
+            and entry.invariant.id not in self._demanded
+        )
 
     @property
     def gate_why(self) -> str:
@@ -222,13 +321,18 @@ class Report:
         if self.contract.gate is None or self.gate_passed:
             return ""
         if self.gate_broken:
-            return ", ".join(f"{entry.invariant.id} {entry.verdict}" for entry in self.gate_broken)
+            verdicts: dict[str, list[str]] = {}
+            for entry in self.gate_broken:
+                verdicts.setdefault(entry.verdict, []).append(entry.invariant.id)
+            return ", ".join(f"{', '.join(ids)} {verdict}" for verdict, ids in verdicts.items())
         excluded = {exclusion.invariant.id: " (excluded)" for exclusion in self.excluded}
         left = ", ".join(f"{clause}{excluded.get(clause, '')}" for clause in self.gate_not_run)
         undecided = ", ".join(self.gate_unresolved)
+        beside = ", ".join(self._broken_beside)
         parts = (
             left and f"not checked in this run: {left}",
             undecided and f"no clause decides: {undecided}",
+            beside and f"{beside} falsified, which it does not demand",
         )
         why = "; ".join(filter(None, parts))
         return why or ("interrupted" if self.interrupted else "it demands no clause")
@@ -248,16 +352,8 @@ class Report:
         return f"the gate is undecided: no clause decides {', '.join(self.gate_unresolved)}"
 
     def exit_code(self, *, allow_inconclusive: bool) -> int:
-        """Return the exit code of the process; never 0 for an interrupted run."""
-        if self.verdict is Verdict.FALSIFIED:
-            return EXIT_FALSIFIED
-        if self.interrupted:
-            return EXIT_INCONCLUSIVE
-        if not self.entries:
-            return EXIT_NOTHING_SELECTED
-        if self.verdict is Verdict.INCONCLUSIVE and not allow_inconclusive:
-            return EXIT_INCONCLUSIVE
-        return EXIT_HELD
+        """Return the exit code of a run over this contract alone."""
+        return ending([self], allow_inconclusive=allow_inconclusive).code
 
     @property
     def incomplete(self) -> str:
@@ -281,9 +377,10 @@ class Report:
     def meanings(self, entry: Entry) -> tuple[str, ...]:
         """Return the contract's explanations of a failure of `entry`; () if it is not falsified.
 
-        They are the `if_fails` of each test that attacks the clause or that became the clause.
+        They are the `if_fails` of each test that attacks the clause or that became the clause. A
+        reason that says by itself what it could mean needs none of these general ones.
         """
-        if entry.verdict is not Verdict.FALSIFIED:
+        if entry.verdict is not Verdict.FALSIFIED or MEANING in entry.finding.reason:
             return ()
         tests = self.contract.falsification_tests
         clause = entry.invariant
@@ -294,5 +391,6 @@ class Report:
 _WORST_FIRST = (Verdict.FALSIFIED, Verdict.INCONCLUSIVE, Verdict.HELD)
 
 
-def _rank(entry: Entry) -> tuple[int, int]:
+def rank(entry: Entry) -> tuple[int, int]:
+    """Return the key by which entries are sorted: worst verdict first, then by severity."""
     return -entry.verdict.badness, SEVERITIES.index(entry.invariant.severity)

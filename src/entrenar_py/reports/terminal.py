@@ -1,24 +1,24 @@
-"""The report on the terminal, and the progress line of a run.
+"""The report on the terminal.
 
 It needs no colour (a verdict is a word) and fits in 80 columns. In a pipe no line is wrapped, so
-that ids, paths and commands can be cut out of it.
+that ids, paths and commands can be cut out of it. What a user needs fits on a screen: the findings,
+and in the last line the exit code with its reason. The rest is printed if it is `verbose`.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from dataclasses import dataclass
 
-from rich import progress
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from entrenar_py.contract import Invariant
+from entrenar_py.rank_files.shown_scenario import SYSTEM
 from entrenar_py.reports import evidence
-from entrenar_py.reports.report import Entry, Report
+from entrenar_py.reports.report import EXIT_FALSIFIED, EXIT_HELD, Ending, Entry, Report, rank
 from entrenar_py.untrusted import escaping
 from entrenar_py.verdict import Verdict, inconclusive
 from entrenar_py.wording import counted
@@ -29,6 +29,7 @@ _WORDS = {
     Verdict.INCONCLUSIVE: ("INCONCLUSIVE", "bold yellow"),
     Verdict.HELD: ("held", "green"),
 }
+_ENDING_STYLES = {EXIT_HELD: "bold green", EXIT_FALSIFIED: "bold red"}
 _NUMBERS = ("compared", "runs", "s")  # columns left out on a narrow terminal, the last one first
 _GAP_CHARS = 2
 _LABEL_CHARS = 12
@@ -38,14 +39,30 @@ _PIPE_CHARS_MAX = 100_000
 _COMPARED_WIDEST = 999_999  # the width of a column must be known before its numbers are
 
 
-def begin(report: Report, console: Console, *, foreseen: Sequence[str] = (), quiet: bool) -> None:
-    """Print what is known before the first verdict: contract, configuration, runs `foreseen`."""
-    if quiet:
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How much is printed: `quiet` leaves out what held; `verbose` adds rows, notes and places."""
+
+    quiet: bool = False
+    verbose: bool = False
+
+
+def begin(
+    reports: Sequence[Report], console: Console, *, style: Style, foreseen: Sequence[str] = ()
+) -> None:
+    """Print what is known before the first verdict: contracts, configuration, runs `foreseen`."""
+    if style.quiet:
         return
-    name = f"{report.contract.name} {report.contract.version}"
-    _line(console, f"{name}, system {report.system}, seed {report.seed}", style="bold")
-    if report.configuration is not None:
-        _line(console, f"configured: {report.configuration.told}", style="dim")
+    names: dict[str, list[str]] = {}
+    for report in reports:
+        about = f"system {report.system}, seed {report.seed}"
+        names.setdefault(about, []).append(f"{report.contract.name} {report.contract.version}")
+    for about, contracts in names.items():
+        _line(console, f"{', '.join(contracts)}, {about}", style="bold")
+    for configuration in dict.fromkeys(report.configuration for report in reports):
+        if configuration is not None:
+            told = configuration.told if style.verbose else configuration.sources
+            _line(console, f"configured: {told}", style="dim")
     for line in foreseen:
         _line(console, line)
 
@@ -53,11 +70,11 @@ def begin(report: Report, console: Console, *, foreseen: Sequence[str] = (), qui
 class Rows:
     """Prints a row for each clause as its verdict becomes known, below the titles of the columns.
 
-    The first verdict on a clause is printed, except one that `quiet` leaves out.
+    The first verdict on a clause is printed.
     """
 
-    def __init__(self, console: Console, clauses: Sequence[Invariant], *, quiet: bool) -> None:
-        self._console, self._quiet = console, quiet
+    def __init__(self, console: Console, clauses: Sequence[Invariant]) -> None:
+        self._console = console
         self._seen: set[str] = set()
         widest = [
             Entry(
@@ -73,7 +90,7 @@ class Rows:
 
     def show(self, entry: Entry) -> None:
         """Print the row of `entry`, if it is the first of its clause."""
-        if entry.invariant.id in self._seen or (self._quiet and entry.verdict is Verdict.HELD):
+        if entry.invariant.id in self._seen:
             return
         table = _table(self._columns, header=not self._seen, name=self._name_chars())
         self._seen.add(entry.invariant.id)
@@ -88,75 +105,42 @@ class Rows:
         return left if self._console.is_terminal else self._columns["name"]
 
 
-def render(report: Report, console: Console, *, quiet: bool, begun: bool = False) -> None:
-    """Print the report to `console`, worst verdict first, with the replay commands last.
+def render(
+    reports: Sequence[Report],
+    console: Console,
+    *,
+    style: Style,
+    ending: Ending | None,
+    streamed: bool = False,
+) -> None:
+    """Print the reports of one run: findings, worst verdict first, what held, and the `ending`.
 
-    `quiet` leaves out clauses that held, the notes and the environment. If the report was `begun`,
-    its head and rows have been printed.
+    A finding of several clauses is told once. If verdicts were `streamed`, their rows have been
+    printed. Without an `ending` the run could not be finished.
     """
-    shown = [e for e in report.ranked if not quiet or e.verdict is not Verdict.HELD]
-    if not begun:
-        begin(report, console, quiet=quiet)
-    if shown and not begun:
-        _print_entries(console, shown)
-    alike = evidence.alike(shown)
-    for why, entries in alike.items():
-        _print_alike(console, why, entries)
-    together = {id(entry) for entries in alike.values() for entry in entries}
-    for entry in shown:
-        if entry.verdict is not Verdict.HELD and id(entry) not in together:
-            _print_evidence(console, report, entry)
-    if not quiet:
-        _print_notes(console, report)
-    if shown:
-        _line(console, "")
-    _print_summary(console, report, quiet=quiet)
-    _print_replays(console, report)
-
-
-class Progress:
-    """Shows the progress of a run on one line while the context is open, on a terminal only.
-
-    Prints nothing in a pipe or a file. When the context closes, the line is removed.
-    """
-
-    def __init__(self, console: Console) -> None:
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=20),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("{task.fields[what]}", markup=False),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None, what="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
-
-    def show(self, invariant_id: str, done: int, planned: int, what: str) -> None:
-        """Show that `done` of `planned` (0: unknown) pieces of work on an invariant are done.
-
-        `what` describes the work in progress.
-        """
-        self._bar.update(
-            self._task,
-            description=evidence.one_line(invariant_id),
-            completed=done,
-            total=planned or None,
-            what=evidence.one_line(what),
-        )
+    if style.verbose and not streamed:
+        for report in reports:
+            if report.entries:
+                _print_entries(console, report.ranked)
+    pairs = sorted(
+        ((report, entry) for report in reports for entry in report.entries),
+        key=lambda pair: rank(pair[1]),
+    )
+    _print_findings(console, pairs, style)
+    held = [entry for _, entry in pairs if entry.verdict is Verdict.HELD]
+    if held and not style.quiet and not style.verbose:
+        named = (f"{entry.invariant.id} {entry.invariant.name}" for entry in held)
+        _line(console, f"held: {', '.join(named)}")
+    if style.verbose:
+        _print_notes(console, reports)
+    _gap(console, style)
+    _print_left_out(console, reports, style)
+    _print_summary(console, reports, style)
+    _print_replays(console, reports)
+    for report in reports:
+        _line(console, _gate_text(report))
+    if ending is not None:
+        _line(console, str(ending), style=_ENDING_STYLES.get(ending.code, "bold yellow"))
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -170,7 +154,7 @@ def print_table(console: Console, table: Table) -> None:
     console.print(table, crop=False)
 
 
-def _print_entries(console: Console, entries: list[Entry]) -> None:
+def _print_entries(console: Console, entries: Sequence[Entry]) -> None:
     cells = [_cells(console, entry) for entry in entries]
     columns = _columns(console, cells)
     table = _table(columns, header=True, name=None)  # the name takes what is left
@@ -229,85 +213,148 @@ def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
     return widths
 
 
+def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], style: Style) -> None:
+    """Print what did not hold, each finding once.
+
+    Where a clause is falsified, inconclusive ones are only named, unless the report is verbose.
+    """
+    open_ids = [e.invariant.id for _, e in pairs if e.verdict is Verdict.INCONCLUSIVE]
+    broken = [pair for pair in pairs if pair[1].verdict is Verdict.FALSIFIED]
+    if broken and open_ids and not style.verbose:
+        pairs = broken
+    alike = evidence.alike([entry for _, entry in pairs])
+    for why, entries in alike.items():
+        _gap(console, style)
+        _print_alike(console, why, entries)
+    together = {id(entry) for entries in alike.values() for entry in entries}
+    for same in evidence.findings([pair for pair in pairs if id(pair[1]) not in together]):
+        _gap(console, style)
+        _print_evidence(console, same, verbose=style.verbose)
+    if pairs is broken:
+        _line(console, f"inconclusive: {', '.join(open_ids)} (-v says why)")
+
+
+def _gap(console: Console, style: Style) -> None:
+    """Part the paragraphs of a verbose report, which fits on no screen anyway."""
+    if style.verbose:
+        _line(console, "")
+
+
 def _print_alike(console: Console, why: str, entries: list[Entry]) -> None:
     """Print one paragraph for clauses that share a reason, such as having no check."""
     word, style = _WORDS[Verdict.INCONCLUSIVE]
-    _line(console, "")
     _line(console, f"{len(entries)} clauses {word}: {why}", style=style)
     _labelled(console, "clauses", ", ".join(entry.invariant.id for entry in entries))
 
 
-def _print_evidence(console: Console, report: Report, entry: Entry) -> None:
+def _print_evidence(
+    console: Console, same: Sequence[tuple[Report, Entry]], *, verbose: bool
+) -> None:
+    """Print the one finding of these entries: the ids of all, and the evidence of the first."""
+    report, entry = same[0]
     word, style = _WORDS[entry.verdict]
-    heading = f"{evidence.one_line(entry.invariant.id)} {word}"
+    ids = ", ".join(evidence.one_line(other.invariant.id) for _, other in same)
+    heading = f"{ids} {word}"
     reason = _wrap(console, f"{heading}: {evidence.one_line(entry.finding.reason)}", indent=2)
-    _line(console, "")
     for number, line in enumerate(reason):
         text = Text(line)
         if number == 0:
             text.stylize(style, 0, len(heading))
         console.print(text, soft_wrap=True)
-    for label, value in evidence.describe(report, entry):
+    rows = evidence.describe(report, entry) if verbose else evidence.briefly(report, entry)
+    for label, value in rows:
         _labelled(console, label, value)
 
 
-def _print_notes(console: Console, report: Report) -> None:
-    noted = evidence.all_notes(report)
-    if noted:
-        _line(console, "")
-    for line in noted:
+def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -> None:
+    """Print what was not tried: clauses that were left out, and placeholders of a command."""
+    for report in reports:
+        for line in report.left_out if style.verbose else report.left_out_by_choice:
+            _line(console, line)
+    ids: dict[str, list[str]] = {}  # of the clauses that could use a placeholder
+    for report in reports:
+        for entry in report.entries:
+            for name in entry.untried:
+                ids.setdefault(name, []).append(entry.invariant.id)
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, clauses in ids.items():
+        names.setdefault(tuple(clauses), []).append(f"{{{name}}}")
+    if names and not style.quiet:
+        told = (f"{' '.join(some)} ({', '.join(clauses)})" for clauses, some in names.items())
+        _line(console, f"not tried, as the command lacks: {'; '.join(told)}")
+
+
+def _print_notes(console: Console, reports: Sequence[Report]) -> None:
+    notes = evidence.all_notes(reports)
+    for line in ["", *notes] if notes else []:
         _line(console, line)
 
 
-def _print_summary(console: Console, report: Report, *, quiet: bool) -> None:
-    if not quiet:
-        facts = ", ".join(f"{name} {value}" for name, value in evidence.flatten(report.environment))
-        _line(console, f"ran on {facts}" if facts else "ran on: nothing recorded", style="dim")
-        _command(console, f"repeat with: {report.command}")
-    for line in report.left_out:
-        _line(console, evidence.one_line(line))
-    if report.interrupted:
-        _line(console, "interrupted: this is what is known so far", style="bold yellow")
-    elif not report.entries:
-        why = report.incomplete if not report.contract.invariants else ""
-        why = why or "nothing selected: no clause of the contract was checked"
-        _line(console, why, style="bold")
-    counts = ", ".join(f"{num} {verdict}" for verdict, num in report.counts.items() if num)
-    if accepted := [entry.invariant.id for entry in report.entries if entry.is_accepted]:
+def _print_summary(console: Console, reports: Sequence[Report], style: Style) -> None:
+    if style.verbose:
+        for environment in dict.fromkeys(map(_environment, reports)):
+            _line(console, f"ran on {environment}", style="dim")
+        for command in dict.fromkeys(report.command for report in reports):
+            _command(console, f"repeat with: {command}")
+    for report in reports:
+        if not report.entries and not report.interrupted:
+            _line(console, report.incomplete, style="bold")
+    entries = [entry for report in reports for entry in report.entries]
+    verdicts = [entry.verdict for entry in entries]
+    counted_verdicts = ((verdicts.count(verdict), verdict) for verdict in _WORDS)
+    counts = ", ".join(f"{num} {verdict}" for num, verdict in counted_verdicts if num)
+    if accepted := [entry.invariant.id for entry in entries if entry.is_accepted]:
         counts += f" ({', '.join(accepted)} accepted)"
-    _, style = _WORDS[report.verdict]
-    work = f"{report.num_compared:,} comparisons in {_seen(report)}, {report.elapsed_s:.1f} s"
-    _line(console, f"{counts or 'no verdicts'}: {work}", style=style)
-    _line(console, _gate_text(report))
+    compared = sum(report.num_compared for report in reports)
+    seconds = sum(report.elapsed_s for report in reports)
+    work = f"{compared:,} comparisons{_seen(reports)}, {seconds:.1f} s"
+    more = "" if style.quiet or style.verbose else _hidden(reports)
+    _line(console, f"{counts or 'no verdicts'}: {work}{more}")
 
 
-def _seen(report: Report) -> str:
-    if report.num_traces is not None:
-        return counted(report.num_traces, "stored trace")
-    planned = sum(entry.num_scenarios for entry in report.entries)
-    explored = sum(entry.num_explored for entry in report.entries)
-    return f"{planned} planned + {explored} explored scenarios"
+def _hidden(reports: Sequence[Report]) -> str:
+    """Return what a verbose report shows in addition, to end a line."""
+    outside = sum(left.outside for report in reports for left in report.not_applying)
+    parts = ((len(evidence.all_notes(reports)), "note"), (outside, "clause"))
+    told = [counted(number, noun) for number, noun in parts if number]
+    scripts = " not about scripts" if outside else ""
+    return f"; -v shows {' and '.join(told)}{scripts}" if told else ""
+
+
+def _environment(report: Report) -> str:
+    facts = evidence.flatten(report.environment)
+    return ", ".join(f"{name} {value}" for name, value in facts) or "nothing recorded"
+
+
+def _seen(reports: Sequence[Report]) -> str:
+    """Return in what the comparisons were made; "" for a command, whose runs were listed."""
+    stored = [report.num_traces for report in reports if report.num_traces is not None]
+    if stored:
+        return f" in {counted(max(stored), 'stored trace')}"
+    entries = [entry for report in reports for entry in report.entries]
+    if all(report.system == SYSTEM for report in reports):
+        return ""
+    planned = sum(entry.num_scenarios for entry in entries)
+    explored = sum(entry.num_explored for entry in entries)
+    return f" in {planned} planned + {explored} explored scenarios"
 
 
 def _gate_text(report: Report) -> str:
     gate = report.contract.gate
     if gate is None:
-        return "gate: the contract has none"
-    title = f"gate {gate.id} ({gate.name})"
+        return f"gate: {report.contract.name} has none"
+    title = f"gate {gate.id} {report.gate_scope}"
     if report.gate_passed:
         return f"{title}: passed"
     word = "NOT PASSED" if report.gate_broken else "UNDECIDED"
     return f"{title}: {word}: {report.gate_why}"
 
 
-def _print_replays(console: Console, report: Report) -> None:
-    commands = [report.replay_command(entry) for entry in report.ranked]
-    saved = [command for command in commands if command is not None]
-    if saved:
-        _line(console, "")
-        _line(console, "replay with:", style="bold")
-    for command in saved:
-        _command(console, command)
+def _print_replays(console: Console, reports: Sequence[Report]) -> None:
+    commands = [report.replay_command(entry) for report in reports for entry in report.ranked]
+    for command in commands:
+        if command is not None:
+            _command(console, f"replay with: {command}")
 
 
 def _line(console: Console, text: str, *, style: str = "") -> None:
