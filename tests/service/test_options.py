@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,31 @@ def test_help(
         options.parse(arguments.split())
     assert left.value.code == 0
     assert capsys.readouterr().out == (GOLDEN / golden).read_text(encoding="utf-8")
+
+
+def test_help_has_the_commands_own_exit_codes_alone() -> None:
+    """Each command that does something has an entry; what others return is not shown."""
+    shown = {}
+    for name, command in _commands(options.parser()):
+        _, _, codes = (command.epilog or "").partition("exit codes:\n")
+        shown[name] = [int(line[2]) for line in codes.splitlines() if line[2:3].isdigit()]
+    assert shown["finetune"] == [0, 1, 2, 3, 6]
+    assert shown["ledger verify"] == [0, 1, 2, 3, 4, 6]
+    assert shown["merge"] == [0, 2, 3, 6]
+    groups = {name for name in shown if any(one.startswith(f"{name} ") for one in shown)}
+    assert {name for name in shown if shown[name] == [*exit_codes.MEANINGS]} - {
+        "ledger verify"
+    } == (groups)
+    assert shown["watch"] == []
+
+
+def _commands(cli: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield each command by its name as typed, those of groups after the group."""
+    for action in cli._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield command.prog.removeprefix("entrenar "), command
+                yield from _commands(command)
 
 
 def test_what_a_worker_is_given() -> None:

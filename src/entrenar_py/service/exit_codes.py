@@ -1,4 +1,4 @@
-"""The exit codes of `entrenar`: one table for all its commands."""
+"""The exit codes of `entrenar`: what they mean of all its commands, and of each."""
 
 from __future__ import annotations
 
@@ -22,6 +22,45 @@ MEANINGS: Mapping[int, str] = {
     "it up), the checkpoint written, the workers told; go on with --resume",
 }
 
+_COMMON = {INVALID: MEANINGS[INVALID], FAILED: MEANINGS[FAILED], STOPPED: "interrupted"}
+_TRAINING = {
+    DONE: "the run is complete",
+    WRONG: "the run was halted or given up",
+    STOPPED: MEANINGS[STOPPED],
+}
+_SHARDS = {STOPPED: "stopped by SIGINT or SIGTERM; start it again to go on"}
+# Command -> what its codes mean, as far as that differs from _COMMON.
+_OWN: Mapping[str, Mapping[int, str]] = {
+    **dict.fromkeys(("coordinator", "finetune", "distill train"), _TRAINING),
+    "worker": {**_TRAINING, WRONG: "the run was halted or given up, or refused this worker"},
+    "ledger verify": {
+        DONE: "the ledger is right",
+        WRONG: "the ledger is broken, or training again gives another",
+        INCONCLUSIVE: MEANINGS[INCONCLUSIVE],
+    },
+    "doctor": {DONE: "the doctor has looked"},
+    "infer": {DONE: "the prompt has its answer"},
+    "merge": {DONE: "the model is written"},
+    "eval": {DONE: "the rows have their scores"},
+    "plan": {
+        DONE: "the run fits",
+        INVALID: "the command line or a file that it names is invalid, or the run does not fit",
+    },
+    "distill logits": {DONE: "all shards are there", **_SHARDS},
+    "distill text": {
+        DONE: "every prompt has its answer",
+        WRONG: "some prompts have no answer",
+        **_SHARDS,
+    },
+    "distill status": {
+        DONE: "all shards are there, and whole",
+        WRONG: "shards are missing or damaged",
+    },
+    "pipeline plan": {DONE: "the plan is printed"},
+    "pipeline init": {DONE: "the configuration is written"},
+    "pipeline import": {DONE: "the configuration is converted"},
+}
+
 # By how a run finished.
 OF_FINISH: Mapping[str, int] = {
     "completed": DONE,
@@ -29,3 +68,9 @@ OF_FINISH: Mapping[str, int] = {
     "failed": WRONG,
     "stopped": STOPPED,
 }
+
+
+def of_command(command: str) -> Mapping[int, str]:
+    """Return what the exit codes of `command` mean; those of all for a group of commands, or ""."""
+    own = _OWN.get(command)
+    return MEANINGS if own is None else dict(sorted({**_COMMON, **own}.items()))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line, with every command and option."""
     what = "Trains and fine-tunes on one machine or several, with workers that come and go."
-    cli = _Parser(prog=PROG, description=what, **_FORM)
+    cli = _Parser(prog=PROG, description=what, epilog=_epilog(), **_FORM)
     cli.add_argument("--version", action="version", version=f"%(prog)s {entrenar_py.__version__}")
     commands = cli.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", required=True
@@ -97,9 +97,9 @@ def _require_of_wire(parsed: argparse.Namespace) -> None:
         )
 
 
-def _epilog() -> str:
+def _epilog(command: str = "") -> str:
     lines = ["exit codes:"]
-    for code, meaning in exit_codes.MEANINGS.items():
+    for code, meaning in exit_codes.of_command(command).items():
         lines += textwrap.wrap(
             meaning, _HELP_COLUMNS, initial_indent=f"  {code}  ", subsequent_indent=" " * 5
         )
@@ -108,7 +108,6 @@ def _epilog() -> str:
 
 # Arguments of all parsers.
 _FORM: Mapping[str, Any] = {
-    "epilog": _epilog(),
     "formatter_class": functools.partial(
         argparse.RawDescriptionHelpFormatter, max_help_position=26
     ),
@@ -119,7 +118,9 @@ _FORM: Mapping[str, Any] = {
 def _add(commands: _Commands, name: str, what: str) -> _Parser:
     """Add a command called `name`, with `what` as its help."""
     sentence = f"{what[0].upper()}{what[1:]}."
-    return commands.add_parser(name, help=what, description=sentence, **_FORM)
+    command = commands.add_parser(name, help=what, description=sentence, **_FORM)
+    command.epilog = _epilog(command.prog.removeprefix(f"{PROG} "))
+    return command
 
 
 def _add_coordinator(commands: _Commands) -> None:
