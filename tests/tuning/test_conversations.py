@@ -114,11 +114,27 @@ def test_what_a_row_has_as_system_comes_before_its_messages(field: str) -> None:
     ]
 
 
-def test_turns_of_weight_0_are_not_learned() -> None:
-    row = {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]}
-    found = conversations.read(row, "messages")
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("weight", "loss_weight", "train", "training", "trainable", "train_on_turn"),
+        *("loss", "loss_scale", "loss_mask", "masked"),
+    ],
+)
+@pytest.mark.parametrize("no", [0, False, 0.0])
+def test_turns_that_are_marked_so_are_not_learned(key: str, no: float) -> None:
+    """By each name that OpenAI, axolotl, LLaMA-Factory, ms-swift and verl have for it."""
+    weights = (1 - no, no) if key == "masked" else (no, 1)
+    first, last = ({**ANSWER, key: weight} for weight in weights)
+    found = conversations.read({"messages": [USER, first, USER, last]}, "messages")
     assert list(found.learned) == [3]
     assert found.messages[1] == ANSWER
+
+
+def test_the_answers_in_a_prompt_are_not_learned() -> None:
+    """As TRL reads them: the completion alone is."""
+    row = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}
+    assert list(conversations.read(row, "messages").learned) == [3]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +144,23 @@ def test_turns_of_weight_0_are_not_learned() -> None:
         ({"messages": None}, "has no field 'messages'; it has none"),
         ({"messages": [USER]}, "no turn of the assistant"),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "a weight of 0 in each turn"),
+        (
+            {"messages": [USER, {**ANSWER, "no_loss": True}]},
+            "message 2 has no_loss=True; if it says that the turn is not learned, name it weight",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "train_detail": [{"begin_offset": 0, "train": False}]}]},
+            "message 2 has train_detail=[",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "train": True, "weight": 0}]},
+            "message 2 is learned by one of its keys, and not by another",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "content": [{"text": "ls", "train": False}]}]},
+            "message 2 has a part with train=False, and a turn is learned as a whole, or not",
+        ),
+        ({"messages": [USER, {**ANSWER, "train": "no"}]}, "message 2 has train 'no'; use 0 or 1"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "message 2 has weight 0.5; use 0 or 1"),
         ({"messages": [USER, {**ANSWER, "content": "\n"}]}, "the assistant's message 2 is empty"),
         ({"instruction": "list", "output": ""}, "the assistant's message 2 is empty"),

@@ -37,7 +37,15 @@ _ROLES = {
 _CALL = "function_call"
 _MEDIA = ("images", "image", "videos", "audios", "audio")
 _PREFERENCES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
-_WEIGHTS = ("weight", "loss_weight", "train")  # of a message: 0 or false is not learned
+# Keys of a message, or of a part of its content: 0 or false is not learned. OpenAI and OpenPipe say
+# weight, LLaMA-Factory loss_weight, axolotl train and training, ms-swift loss and loss_scale, verl
+# loss_mask.
+_WEIGHTS = (
+    *("weight", "loss_weight", "train", "training", "trainable", "train_on_turn"),
+    *("loss", "loss_scale", "loss_mask"),
+)
+_MASKS = ("masked",)  # 1 or true is not learned
+_DETAILS = ("train_detail", "training_detail")  # axolotl's, of which characters are learned
 _FUNCTION_DEPTH = json_text.DEPTH_MAX // 2  # of arguments and tools: rows have them in messages
 _FORMS = (
     f"{USUAL}, {_SHAREGPT}, instruction and output, instruction and response, prompt and "
@@ -158,7 +166,10 @@ def _given(fields: Mapping[str, Any], field: str) -> tuple[str, Any]:
 
 def _of_pair(fields: Mapping[str, Any], prompt: str, answer: str) -> Iterator[Mapping[str, Any]]:
     if isinstance(fields[prompt], list) and isinstance(fields[answer], list):
-        yield from (*fields[prompt], *fields[answer])  # TRL: both are messages
+        # TRL's: both are messages, and of those in the prompt none is learned.
+        for message in fields[prompt]:
+            yield {"weight": 0, **message} if isinstance(message, Mapping) else message
+        yield from fields[answer]
         return
     asked = [name for name in (prompt, *_MORE) if fields.get(name) is not None]
     for name in (*asked, answer):
@@ -188,9 +199,7 @@ def _message(name: str, number: int, given: Any) -> tuple[Message, bool]:
         raise BadConversationError(
             f"{place} has role {said!r}; use one of {', '.join(dict.fromkeys(_ROLES.values()))}"
         )
-    weights = [message.pop(key) for key in _WEIGHTS if key in message]
-    if any(weight not in (0, 1) for weight in weights):
-        raise BadConversationError(f"{place} has weight {weights[0]!r}; use 0 or 1")
+    is_learned = _is_learned(place, message)
     content = message.pop("content", message.pop("value", None))
     if _CALL in message and "tool_calls" not in message:
         message["tool_calls"] = message.pop(_CALL)
@@ -199,7 +208,37 @@ def _message(name: str, number: int, given: Any) -> tuple[Message, bool]:
     message |= {"role": role, **_content(place, content, calls="tool_calls" in message)}
     if "tool_calls" in message:
         message["tool_calls"] = [_call(place, one) for one in _listed(message["tool_calls"])]
-    return message, all(weights)
+    return message, is_learned
+
+
+def _is_learned(place: str, message: Message) -> bool:
+    """Take from a message what says whether it is learned, and return that.
+
+    A truth value of another name might say so, too, and is refused.
+    """
+    weights = list[bool]()
+    for key in (*_WEIGHTS, *_MASKS):
+        if key in message:
+            value = message.pop(key)
+            if value not in (0, 1):
+                raise BadConversationError(f"{place} has {key} {value!r}; use 0 or 1")
+            weights.append(bool(value) is (key not in _MASKS))
+    if len(set(weights)) > 1:
+        raise BadConversationError(
+            f"{place} is learned by one of its keys, and not by another; leave one out"
+        )
+    _require_no_marks(place, message)
+    return all(weights)
+
+
+def _require_no_marks(place: str, fields: Mapping[str, Any]) -> None:
+    """Refuse a message, or a part of it, that says in an unknown way what is learned."""
+    for key, value in fields.items():
+        if isinstance(value, bool) or (key in _DETAILS and value):
+            raise BadConversationError(
+                f"{place} has {key}={value!r}; if it says that the turn is not learned, name it "
+                "weight (0 or 1), else take it out of the row"
+            )
 
 
 def _content(place: str, content: object, *, calls: bool) -> Message:
@@ -212,6 +251,8 @@ def _content(place: str, content: object, *, calls: bool) -> Message:
         raise BadConversationError(f"{place} has no text as its content ({content!r})")
     texts, found = list[str](), dict[str, Any]()
     for part in content:
+        if isinstance(part, Mapping):
+            _require_whole(place, part)
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         text = next((part[key] for key in ("text", "value") if part.get(key)), "") if kind else part
         if kind == "reasoning":
@@ -225,6 +266,16 @@ def _content(place: str, content: object, *, calls: bool) -> Message:
                 f"{place} has a part of type {kind!r}; only text is learned, leave such rows out"
             )
     return {"content": "".join(texts), **found}
+
+
+def _require_whole(place: str, part: Mapping[str, Any]) -> None:
+    """Refuse a part of a content that says whether it is learned: a turn is, or is not."""
+    if marks := [key for key in (*_WEIGHTS, *_MASKS) if part.get(key) is not None]:
+        raise BadConversationError(
+            f"{place} has a part with {marks[0]}={part[marks[0]]!r}, and a turn is learned as a "
+            "whole, or not; use weight (0 or 1) of the message"
+        )
+    _require_no_marks(place, part)
 
 
 def _parsed(place: str, text: object) -> Any:
