@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from entrenar_py.tuning import hyper_parameters
+from entrenar_py.tuning import hyper_parameters, model
 from entrenar_py.tuning.hyper_parameters import RULES, Facts, Remark, Rows
+from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.tuning.samples import load
 from entrenar_py.tuning.settings import Classes, Data, Lora, Settings, Training
 
 USUAL = Settings(
@@ -217,3 +221,35 @@ def test_a_rare_class_that_is_seen_too_often() -> None:
     assert "or weights in place of oversample" in found.message
     settings, rows = classified((500, 500), epochs=100)
     assert judged("C-HP-008", settings, rows=rows) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "named", "is_told"),
+    [("<|end|>", None, False), ("<|pad|>", None, True), ("<|pad|>", "<|end|>", False)],
+)
+def test_some_row_teaches_to_end_an_answer(
+    small: Path, tmp_path: Path, end: str, named: str | None, is_told: bool
+) -> None:
+    """By the tokenizer's end token, or by one of those of generation_config.json."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (small / "model" / file).exists():
+            shutil.copy(small / "model" / file, tmp_path)
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"instruction": "list", "output": "ls"}), encoding="utf-8"
+    )
+    settings = replace(
+        USUAL, model=tmp_path, task="instruct", data=Data(train=tmp_path / "rows.jsonl")
+    )
+    tokenizer = model.tokenizer(settings)
+    tokenizer.eos_token = end
+    if named is not None:
+        ends = {"eos_token_id": [0, tokenizer.convert_tokens_to_ids(named)]}
+        (tmp_path / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
+    samples = load(settings, settings.data.train, tokenizer, cache=tmp_path / "cache")
+    prepared = Prepared(
+        settings=settings, tokenizer=tokenizer, train=samples, validation=None, class_weights=()
+    )
+    found = judged("C-HP-009", settings, rows=hyper_parameters.rows_of(prepared))
+    assert [one.message.partition(",")[0] for one in found] == [
+        "no row teaches to end an answer by <|pad|>"
+    ] * is_told

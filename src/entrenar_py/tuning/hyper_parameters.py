@@ -1,4 +1,4 @@
-"""Rules C-HP-001 to 008: hyper-parameters that rarely do what was meant.
+"""Rules C-HP-001 to 009: hyper-parameters that rarely do what was meant.
 
 Each rule looks at the settings and at facts about model and rows. It says what is unusual, and what
 to use. `docs/hyper-parameters.md` has the reason and the source of each limit.
@@ -6,9 +6,11 @@ to use. `docs/hyper-parameters.md` has the reason and the source of each limit.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -54,13 +56,14 @@ class Rows:
     """The rows to train on, before copies: their lengths in tokens, and how many each class has.
 
     `lengths` has also those that are too long. `num_skipped` counts these. `num_samples` counts
-    copies, too.
+    copies, too. `unlearned_ends` are the tokens that end an answer, if no row's targets have one.
     """
 
     lengths: tuple[int, ...]
     num_skipped: int
     class_counts: tuple[int, ...]
     num_samples: int
+    unlearned_ends: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,28 @@ def rows_of(prepared: Prepared) -> Rows:
         num_skipped=len(too_long),
         class_counts=counts,
         num_samples=len(samples),
+        unlearned_ends=_unlearned_ends(prepared),
     )
+
+
+def _unlearned_ends(prepared: Prepared) -> tuple[str, ...] | None:
+    """Return the tokens that end an answer, if none of them is to be predicted in any row."""
+    samples, tokenizer = prepared.train, prepared.tokenizer
+    if prepared.settings.task == "classify":
+        return None
+    ends = {tokenizer.eos_token_id, *_generation_ends(prepared.settings.model)} - {None}
+    if np.isin(samples.tokens[samples.is_target], sorted(ends)).any():
+        return None
+    return tuple(map(str, tokenizer.convert_ids_to_tokens(sorted(ends))))
+
+
+def _generation_ends(folder: Path) -> list[int]:
+    """Return the end tokens of a checkpoint's generation_config.json, if it names any."""
+    try:
+        named = json.loads((folder / "generation_config.json").read_bytes())["eos_token_id"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return []  # generation reads it again, and tells
+    return [one for one in (named if isinstance(named, list) else [named]) if type(one) is int]
 
 
 def remarks(facts: Facts) -> list[Remark]:
@@ -276,6 +300,20 @@ def _imbalance(facts: Facts) -> Iterator[Remark]:
         )
 
 
+def _ending(facts: Facts) -> Iterator[Remark]:
+    """C-HP-009: some row teaches to end an answer."""
+    if facts.rows is None or facts.rows.unlearned_ends is None:
+        return
+    ends = " or ".join(facts.rows.unlearned_ends)
+    told = f"no row teaches to end an answer by {ends}" if ends else "no token ends an answer"
+    yield Remark(
+        rule="C-HP-009",
+        keys=("task",),
+        message=f"{told}, so the model may never stop; use a chat template that ends the "
+        "assistant's turns by the tokenizer's eos_token, or by one of generation_config.json",
+    )
+
+
 RULES: dict[str, Callable[[Facts], Iterator[Remark]]] = {
     "C-HP-001": _rate,
     "C-HP-002": _batch,
@@ -285,6 +323,7 @@ RULES: dict[str, Callable[[Facts], Iterator[Remark]]] = {
     "C-HP-006": _clip,
     "C-HP-007": _decay,
     "C-HP-008": _imbalance,
+    "C-HP-009": _ending,
 }
 
 
