@@ -29,8 +29,10 @@ from entrenar_py.tuning import (
     saving,
 )
 from entrenar_py.tuning import workload as tuned
+from entrenar_py.tuning.conversations import Conversation
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
+from entrenar_py.tuning.token_ranges import Range, TokenRanges
 
 from .subjects import REPLICAS, SERVER, TRAINING
 
@@ -47,6 +49,7 @@ _loss, _batch, _adapted = tuned.Finetuning.loss, tuned.Rows.batch, adapters.adap
 _load, _merge, _restore = model.load, saving.merge, Server.restore
 _compute, _clip, _step = replicas.Replicas.compute, optimizer.clip, optimizer.step
 _class_weights, _loading = samples.class_weights, quantised.loading
+_targets = TokenRanges.targets
 
 
 def finetuned(*facts: str, **changes: Any) -> Scenario:
@@ -169,10 +172,22 @@ def prompt_counted(self: tuned.Rows, ids: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def rendered_then_tokenised(
-    self: chat_template.Rendering, messages: Sequence[dict[str, Any]], **options: Any
-) -> list[int]:
+    self: TokenRanges, text: str, parts: Sequence[Range]
+) -> tuple[list[int], list[bool]] | None:
     """Renders the chat as a text and tokenises that, which adds the first token again."""
-    return list(self.tokenizer(self.text(messages, **options))["input_ids"])
+    found = _targets(self, text, parts)
+    return found and ([self._tokenizer.bos_token_id, *found[0]], [False, *found[1]])
+
+
+def mask_of_offsets(
+    self: chat_template.ChatEncoder, conversation: Conversation
+) -> tuple[list[int], list[bool]]:
+    """Takes the mask that transformers makes of a template's marks and of a tokenizer's offsets."""
+    tokenizer = self._ranges._tokenizer
+    found = tokenizer.apply_chat_template(
+        list(conversation.messages), return_dict=True, return_assistant_tokens_mask=True
+    )
+    return list(found["input_ids"]), [flag == 1 for flag in found["assistant_masks"]]
 
 
 def padding_unknown(settings: Settings, pad_token: int) -> nn.Module:
@@ -368,10 +383,19 @@ VARIANTS = (
         name="ft-bos-twice",
         summary="a chat is rendered as a text that begins with a first token, and gets another",
         source="OpenRLHF #393; DeepSeek-R1 #151",
-        plants={f"{TUNING}.chat_template.Rendering.tokens": rendered_then_tokenised},
+        plants={f"{TUNING}.token_ranges.TokenRanges.targets": rendered_then_tokenised},
         scenario=finetuned("samples"),
         invariants=("F-FT-006",),
         place={"sample_ids": (0,)},
+    ),
+    Variant(
+        name="ft-mask-of-offsets",
+        summary="the mask of marked turns is transformers', from offsets without white space",
+        source="transformers #47325, #33237",
+        plants={f"{TUNING}.chat_template.ChatEncoder.encode": mask_of_offsets},
+        scenario=finetuned("samples", options={"task": "instruct", "marks": True}),
+        invariants=("F-FT-006",),
+        place={"sample_ids": (8,)},
     ),
     Variant(
         name="ft-pooled-at-padding",

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.tuning import chat_template, conversations, model
+from entrenar_py.tuning import conversations, model, rendering
+from entrenar_py.tuning.chat_template import ChatEncoder
 from entrenar_py.tuning.conversations import BadConversationError
 from tests.tuning.test_samples import settings
 
@@ -64,7 +65,7 @@ def learned(small: Path, template: str, *messages: Any) -> tuple[str, str]:
     tokenizer = model.tokenizer(settings(small, small, "instruct"))
     tokenizer.chat_template = template
     conversation = conversations.read({"messages": list(messages)}, "messages")
-    tokens, is_target = chat_template.encode(tokenizer, conversation)
+    tokens, is_target = ChatEncoder(tokenizer).encode(conversation)
     targets = [token for token, flag in zip(tokens, is_target, strict=True) if flag]
     return tokenizer.decode(tokens), tokenizer.decode(targets)
 
@@ -153,7 +154,11 @@ def test_arguments_of_calls_are_texts_where_a_template_needs_them_so(small: Path
             (USER, {**ANSWER, "reasoning_content": "hm"}),
             "leaves out a part of message 2 (assistant)",
         ),
-        (PLAIN, (USER, {**CALL, "content": ""}), "leaves out the call in message 2"),
+        (
+            PLAIN,
+            (USER, {**CALL, "content": ""}),
+            "leaves out a part of message 2 (assistant), the call of weather; use the",
+        ),
     ],
     ids=["refuses", "without a system", "without thoughts", "nor in their field", "without calls"],
 )
@@ -170,7 +175,192 @@ def test_no_tool_is_left_out_unsaid(small: Path) -> None:
     row = {"messages": [USER, ANSWER], "tools": [{"name": "weather", "parameters": {}}]}
     conversation = conversations.read(row, "messages")
     tokenizer.chat_template = "{{ tools | tojson }}" + PLAIN
-    assert any(chat_template.encode(tokenizer, conversation)[1])
+    assert any(ChatEncoder(tokenizer).encode(conversation)[1])
     tokenizer.chat_template = PLAIN
     with pytest.raises(BadConversationError, match="leaves out the tool 'weather'; take tools out"):
-        chat_template.encode(tokenizer, conversation)
+        ChatEncoder(tokenizer).encode(conversation)
+
+
+# --- marks ---
+
+
+def test_a_first_turn_of_one_token_leaves_the_users_turns_alone(small: Path) -> None:
+    """Transformers takes a last token at place 0 for none, and learns all that follows."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    )
+    first, again = {"role": "assistant", "content": "l"}, {"role": "assistant", "content": "s"}
+    assert learned(small, template, first, USER, again) == ("l<|end|>list<|end|>s<|end|>", "ls")
+
+
+def marking(of: str, said: str = "{{ m.content }}") -> str:
+    """Return a template that marks what is said where the condition `of` holds."""
+    return (
+        f"{{% for m in messages %}}<|start|>{{{{ m.role }}}}\n{{% if {of} %}}{{% generation %}}"
+        f"{said}<|end|>{{% endgeneration %}}{{% else %}}{said}<|end|>{{% endif %}}\n{{% endfor %}}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        (marking("loop.last"), "marks 1 run of text as generated ({% generation %}), and the row "),
+        (marking("m.role == 'nobody'"), "marks 0 runs of text as generated"),
+        (marking("true"), "marks a part of message 1 (user) as generated"),
+        (
+            "{% macro said(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+            "{% for m in messages %}{{ said(m)|trim if m.role == 'assistant' else m.content }}"
+            "{% endfor %}",
+            "writes another text where its marks ({% generation %}) are read",
+        ),
+    ],
+    ids=["the last turn alone", "no turn", "all turns", "and trims"],
+)
+def test_a_row_whose_turns_are_not_all_marked_is_refused(
+    small: Path, template: str, problem: str
+) -> None:
+    with pytest.raises(BadConversationError) as raised:
+        learned(small, template, USER, {**ANSWER, "content": "ls "}, USER, ANSWER)
+    assert problem in str(raised.value)
+
+
+def test_marks_in_macros_and_several_of_a_turn_are_read(small: Path) -> None:
+    """Transformers places marks within a macro wrongly: by what was written when it was called."""
+    template = (
+        "{% macro said(m) %}{% generation %}<think>{{ m.thinking }}</think>{% endgeneration %}"
+        "{{ '\\n' }}{% generation %}{{ m.content }}{% endgeneration %}{% generation %}<|end|>"
+        "{% endgeneration %}{% endmacro %}{% for m in messages %}<|start|>{{ m.role }}\n"
+        "{{ said(m) if m.role == 'assistant' else m.content + '<|end|>' }}\n{% endfor %}"
+    )
+    turn = {**ANSWER, "reasoning": "hm"}
+    first = {**turn, "loss": False}
+    text, predicted = learned(small, template, USER, first, USER, turn)
+    assert text.count("<think>hm</think>\nls<|end|>") == 2
+    assert predicted == "<think>hm</think>ls<|end|>"
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_an_end_token_that_takes_the_white_space_after_it_is_learned(
+    small: Path, template: str
+) -> None:
+    from tokenizers import AddedToken
+
+    tokenizer = model.tokenizer(settings(small, small, "instruct"))
+    tokenizer.add_tokens(
+        [AddedToken("<|stop|>", special=True, rstrip=True, lstrip=True)], special_tokens=True
+    )
+    tokenizer.chat_template = template.replace("<|end|>", "<|stop|>")
+    row = {"messages": [USER, {**ANSWER, "content": "ls  "}, USER, ANSWER]}
+    tokens, is_target = ChatEncoder(tokenizer).encode(conversations.read(row, "messages"))
+    targets = [token for token, flag in zip(tokens, is_target, strict=True) if flag]
+    assert targets.count(tokenizer.convert_tokens_to_ids("<|stop|>")) == 2
+
+
+# --- parts of rows ---
+
+ALL = (  # writes all that a row may have
+    "{{ tools | tojson if tools }}{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>\n"
+    "{% endfor %}" + ASKED
+)
+FORECAST = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "function": {
+                "name": "forecast",
+                "arguments": {
+                    "city": 'Zür"ich',
+                    "days": 3,
+                    "at": {"hours": [6, "noon"]},
+                    "x": True,
+                },
+            }
+        }
+    ],
+}
+TOOL = {"role": "tool", "content": "4"}
+WHOLE = (SYSTEM, USER, FORECAST, TOOL, {**ANSWER, "content": "4", "reasoning": "hm"})
+
+
+def test_a_template_that_writes_all_parts_is_no_alarm(small: Path) -> None:
+    _, predicted = learned(small, ALL, *WHOLE)
+    assert "hm" in predicted
+    assert '"noon"' in predicted
+    in_python = ALL.replace("call.function | tojson", "call.function")
+    assert "'noon'" in learned(small, in_python, *WHOLE)[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "problem"),
+    [
+        ("m.thinking", "m.thoughts", "message 5 (assistant), reasoning; take it out"),
+        ("{{ m.content }}", "{{ m.content if m.role != 'tool' }}", "message 4 (tool), content"),
+        (
+            "{% for m in messages %}",
+            "{% for m in messages if not m.tool_calls %}",
+            "message 3 (assistant), the call of forecast; use the checkpoint of a model that",
+        ),
+        ("call.function | tojson", "call.function.name", "the argument city"),
+        (
+            "call.function | tojson",
+            "call.function.name ~ call.function.arguments.keys() | list",
+            "the argument city='Zür\"ich'",
+        ),
+        (
+            "call.function | tojson",
+            "call.function.name ~ call.function.arguments | tojson | replace('3', '')",
+            "the argument days",
+        ),
+        (
+            "call.function | tojson",
+            "call.function | tojson | replace('true', '')",
+            "the argument x",
+        ),
+        ("m.content }}", "m.content[:2] }}", "message 1 (system), content"),
+    ],
+    ids=["thought", "tool", "turn", "keys", "values", "number", "truth value", "end"],
+)
+def test_no_part_of_a_row_is_left_out_unsaid(
+    small: Path, written: str, instead: str, problem: str
+) -> None:
+    """Not even one whose words stand elsewhere: the tool's result is the answer, too."""
+    assert written in ALL
+    with pytest.raises(BadConversationError) as raised:
+        learned(small, ALL.replace(written, instead), *WHOLE)
+    assert problem in str(raised.value)
+
+
+def test_a_turn_that_a_template_skips_is_told(small: Path) -> None:
+    template = PLAIN.replace("in messages", "in messages if m.content != 'x'")
+    messages = (USER, {**ANSWER, "content": "x"}, USER, ANSWER)
+    with pytest.raises(BadConversationError, match=r"a part of message 2 \(assistant\), content"):
+        learned(small, template, *messages)
+
+
+def test_earlier_thoughts_may_be_left_out_whatever_closes_them(small: Path) -> None:
+    template = PLAIN.replace("m.content", "m.content.split('[/THINK]')[-1]")
+    said = {"role": "assistant", "content": "[THINK]so[/THINK]ls"}
+    assert learned(small, template, USER, said, USER, ANSWER)[1] == "ls<|end|>\nls<|end|>\n"
+
+
+# --- templates that do not end ---
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(90) }}",
+        "{{ 10 ** 10 ** 10 }}",
+    ],
+)
+def test_a_template_that_does_not_end_is_ended(
+    small: Path, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "STEPS_MAX", 20_000)
+    with pytest.raises(BadConversationError, match=r"20,000 steps|computes a power"):
+        learned(small, PLAIN + template, USER, ANSWER)

@@ -14,7 +14,7 @@ import pytest
 
 from entrenar_py.errors import RowsError, UsageError
 from entrenar_py.training import checkpoint
-from entrenar_py.tuning import model, samples
+from entrenar_py.tuning import model, rendering, samples
 from entrenar_py.tuning.encoding import Encoder
 from entrenar_py.tuning.rows import BadRow, Row
 from entrenar_py.tuning.samples import Samples
@@ -68,6 +68,37 @@ def test_of_a_text_all_but_the_first_token_are_predicted(small: Path, tmp_path: 
     assert whole == "ls -la docs<|end|>"
     assert whole.endswith(predicted)
     assert found.num_targets.tolist() == [found.length(0) - 1]
+
+
+def test_a_text_that_was_rendered_already_begins_once(small: Path, tmp_path: Path) -> None:
+    """What a chat template wrote begins with the first token, which the tokenizer adds as well."""
+    from tokenizers.processors import TemplateProcessing
+
+    chosen = settings(small, tmp_path / "rows.jsonl", "text")
+    tokenizer = model.tokenizer(chosen)
+    first = tokenizer.convert_tokens_to_ids("<|start|>")
+    tokenizer.bos_token = "<|start|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|start|> $A", special_tokens=[("<|start|>", first)]
+    )
+    chosen.data.train.write_text('{"text": "<|start|>ls"}\n{"text": "ls"}\n', encoding="utf-8")
+    found = samples.load(chosen, chosen.data.train, tokenizer, cache=tmp_path / "cache")
+    one, other = (found.tokens[found.part(index)].tolist() for index in range(2))
+    assert one == other
+    assert one.count(first) == 1
+
+
+def test_a_template_that_never_ends_ends_the_run(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are skipped for it, but not by thousands: each takes a second."""
+    monkeypatch.setattr(rendering, "STEPS_MAX", 10)
+    chosen = settings(small, tmp_path / "rows.jsonl", "instruct", on_error="skip")
+    tokenizer = model.tokenizer(chosen)
+    tokenizer.chat_template = "{% for i in range(99) %}{% endfor %}"
+    chosen.data.train.write_text((json.dumps({"messages": CHAT}) + "\n") * 20, encoding="utf-8")
+    with pytest.raises(UsageError, match=r"more than 10 steps.*for 10 rows, the last at .*:10"):
+        samples.load(chosen, chosen.data.train, tokenizer, cache=tmp_path / "cache")
 
 
 def test_of_a_chat_the_assistants_turns_alone_are_predicted(small: Path, tmp_path: Path) -> None:

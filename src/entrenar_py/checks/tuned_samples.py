@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from entrenar_py.checks import evidence, probes
 from entrenar_py.checks.check import Check
@@ -24,11 +25,14 @@ _ADVICE = "a fine-tuning with the option facts: [samples] records it"
 
 
 def plan_tokens(invariant: Invariant) -> list[Scenario]:
-    """Plan each task: chats of one and of two turns, texts, and classes."""
-    return [
-        planned(options={"task": task, "facts": ["samples"]})
-        for task in ("instruct", "text", "classify")
+    """Plan each task: chats of one and two turns, with marks and without; texts, and classes."""
+    several: list[dict[str, Any]] = [
+        {"task": "instruct"},
+        {"task": "instruct", "marks": True},
+        {"task": "text"},
+        {"task": "classify"},
     ]
+    return [planned(options={**options, "facts": ["samples"]}) for options in several]
 
 
 def plan_classes(invariant: Invariant) -> list[Scenario]:

@@ -12,7 +12,8 @@ from blake3 import blake3
 from entrenar_py.distill import teacher
 from entrenar_py.distill.prompts import REFUSED, TRUNCATED, WHOLE, Answer, Failed, Prompt, Result
 from entrenar_py.errors import SystemFailure, UsageError
-from entrenar_py.tuning import chat_template, fitting, model, samples
+from entrenar_py.tuning import encoding, fitting, model, samples
+from entrenar_py.tuning.chat_template import ChatEncoder
 from entrenar_py.tuning.conversations import BadConversationError
 from entrenar_py.tuning.settings import Completions, Distillation, Settings
 
@@ -34,6 +35,7 @@ class Generation:
                 f"distill.teacher={self._own.model}: its tokenizer has no chat template, which "
                 "task: instruct needs; use the checkpoint of a chat model, or task: text"
             )
+        self._chats = ChatEncoder(self._tokenizer)
         self._module: Any = None
 
     @property
@@ -66,9 +68,8 @@ class Generation:
 
     def _tokens(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt.asked, str):
-            return list(self._tokenizer(prompt.asked)["input_ids"])
-        rendering = chat_template.Rendering(self._tokenizer, prompt.asked)
-        return rendering.tokens(prompt.asked.messages, add_generation_prompt=True)
+            return encoding.tokens_of(self._tokenizer, prompt.asked)
+        return self._chats.prompt(prompt.asked)
 
     def _answer(
         self, prompt: Prompt, tokens: list[int], stopping: threading.Event

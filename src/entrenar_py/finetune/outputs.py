@@ -12,7 +12,18 @@ from torch import nn
 
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import NEW_TOKENS, export, folder, rows_read, settings_file
-from entrenar_py.tuning import evaluation, fitting, model, precision, prepared, samples, saving
+from entrenar_py.tuning import (
+    encoding,
+    evaluation,
+    fitting,
+    model,
+    precision,
+    prepared,
+    samples,
+    saving,
+)
+from entrenar_py.tuning.chat_template import ChatEncoder
+from entrenar_py.tuning.conversations import BadConversationError, Conversation
 from entrenar_py.tuning.evaluation import Scores
 from entrenar_py.tuning.settings import Settings
 
@@ -59,12 +70,13 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
         )
     new_tokens = new_tokens or NEW_TOKENS
     if settings.task == "instruct":
-        given = _asked(tokenizer, prompt)
+        asked = _asked(tokenizer, prompt)
     else:
-        given = tokenizer(prompt, return_tensors="pt")
-    given.pop("token_type_ids", None)
+        asked = encoding.tokens_of(tokenizer, prompt)
     module = cast("Any", output.module)
-    _require_room(output, given["input_ids"][0].tolist(), new_tokens)
+    _require_room(output, asked, new_tokens)
+    tokens = torch.tensor([asked])
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     products = precision.of_products(settings)
     with torch.no_grad(), precision.applied(products, module.device):
         if settings.task == "classify":
@@ -79,20 +91,16 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
             do_sample=False,
             pad_token_id=model.padding(tokenizer),
         )
-    yield tokenizer.decode(made[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    yield tokenizer.decode(made[0, len(asked) :], skip_special_tokens=True)
 
 
-def _asked(tokenizer: Any, prompt: str) -> Any:
+def _asked(tokenizer: Any, prompt: str) -> list[int]:
     """Return a question as the chat template writes it. Raises UsageError if it refuses that."""
+    turn = {"role": "user", "content": prompt}
     try:
-        return tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-    except Exception as error:  # templates raise what they like
-        raise UsageError(f"--prompt: the chat template refuses it: {error}") from error
+        return ChatEncoder(tokenizer).prompt(Conversation(messages=[turn], tools=None, learned=()))
+    except BadConversationError as error:
+        raise UsageError(f"--prompt: {error}") from error
 
 
 def _require_room(output: Output, tokens: Sequence[int], new_tokens: int) -> None:

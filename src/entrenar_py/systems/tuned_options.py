@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-TUNED = ("task", "method", "family", "rank", "alpha", "class_weights", "oversample", "blocks")
+TUNED = (
+    *("task", "method", "family", "rank", "alpha", "class_weights", "oversample", "blocks"),
+    "marks",
+)
 OWN = (*TUNED, "facts", "recompute")  # of what the trainer itself fine-tunes
 BY_RANKS = (*TUNED, "strategy")
 # Those that say which part of the model each worker has.

@@ -1,58 +1,222 @@
-"""Renders conversations by a tokenizer's chat template, and finds which tokens are learned.
+"""Finds which tokens of a conversation are learned, by a tokenizer's chat template.
 
-A template's own marks say which, if it has any (`{% generation %}`). Else an assistant's turn
-begins where the generation prompt ends. A template may write earlier turns in another way once
-later ones follow, as those that leave out earlier thoughts do: the whole conversation is rendered
-once then, and the turns are found in that text.
+Which characters the assistant says is found in the rendered text. A template's own marks say it, if
+it has any (`{% generation %}`). Else a turn begins where the generation prompt ends. A template may
+write earlier turns in another way once later ones follow, as those that leave out earlier thoughts
+do; then a turn begins and ends where the text differs with another answer in its place.
+
+A token is learned if its last character is the assistant's. So a token that reaches into an answer
+from before it is learned, and one that reaches beyond its end is not.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from entrenar_py.tuning.conversations import BadConversationError, Conversation, Message
+from entrenar_py.tuning.rendering import ChatTemplate, EndlessTemplateError
+from entrenar_py.tuning.row_parts import Parts
+from entrenar_py.tuning.token_ranges import Range, TokenRanges
+from entrenar_py.wording import counted
 
-_MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_THOUGHT = "</think>"  # where a thought ends
 # Two texts in place of a turn. Neither begins or ends like the other, so what the conversation has
 # in common with both lies around the turn.
 _OTHERS = ("\u00a7 other", "\u00b6 another \u00a4")
 
 
-def encode(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a conversation, and whether each is to be predicted.
+class ChatEncoder:
+    """Encodes conversations by one tokenizer. Not to be used by two threads at once."""
 
-    Raises BadConversationError if the template refuses it, or where a turn begins can't be found.
-    """
-    try:
-        return _encode(tokenizer, conversation)
-    except BadConversationError:
-        if not any("tool_calls" in message for message in conversation.messages):
+    def __init__(self, tokenizer: Any) -> None:
+        self._template = ChatTemplate(tokenizer)
+        self._ranges = TokenRanges(tokenizer)
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = [token.content for token in added if token.special]
+
+    def prompt(self, conversation: Conversation) -> list[int]:
+        """Return the tokens of a conversation up to where an answer begins.
+
+        Raises BadConversationError if the template refuses it.
+        """
+        messages, tools = conversation.messages, conversation.tools
+        return self._ranges.tokens(self._template.text(messages, tools, prompt=True))
+
+    def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a conversation, and whether each is to be predicted.
+
+        Raises BadConversationError if the template refuses it or leaves out a part of it, or where
+        a turn begins can't be found.
+        """
+        try:
+            return self._encode(conversation)
+        except EndlessTemplateError:
             raise
-        as_texts = replace(conversation, messages=_with_texts(conversation.messages))
-        with contextlib.suppress(BadConversationError):
-            return _encode(tokenizer, as_texts)
-        raise
+        except BadConversationError as error:
+            if not any("tool_calls" in message for message in conversation.messages):
+                raise
+            as_texts = replace(conversation, messages=_with_texts(conversation.messages))
+            try:
+                return self._encode(as_texts)
+            except BadConversationError:
+                raise error from None
+
+    def _encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
+        text = self._template.text(conversation.messages, conversation.tools)
+        places = Parts(self._template, conversation, text).places
+        runs = self._template.marked(conversation.messages, conversation.tools)
+        if runs is not None:
+            learned = _of_turns(conversation, runs, places)
+        else:
+            learned = [self._part(conversation, text, index) for index in conversation.learned]
+            _require_own(conversation, learned, places)
+        found = self._ranges.targets(text, learned)
+        if found is None:
+            raise BadConversationError(
+                "this tokenizer does not say where its tokens are, and they are others where the "
+                "text ends with a turn; use a checkpoint with a tokenizer.json"
+            )
+        if not any(found[1]):
+            raise BadConversationError("the chat template leaves out all that the assistant says")
+        return found
+
+    def _part(self, conversation: Conversation, text: str, index: int) -> Range:
+        """Return where the turn of message `index` begins and ends in the whole `text`."""
+        messages, tools = conversation.messages, conversation.tools
+        prompt = self._template.text(messages[:index], tools, prompt=True) if index else ""
+        turn = self._template_text(messages[: index + 1], tools)
+        begins = bool(prompt) and text.startswith(prompt)
+        ends = turn is not None and text.startswith(turn)
+        if begins and turn is not None and ends:
+            return len(prompt), len(turn)
+        begin, rest = self._around(conversation, index, text)
+        end = len(text) - rest
+        if turn is not None and ends:
+            end = len(turn)
+        else:
+            so_far = replace(conversation, messages=messages[: index + 1])
+            end += self._closing(text[end:], so_far, turn)
+        return len(prompt) if begins else begin, end
+
+    def _template_text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> str | None:
+        """Return messages as the template writes them; None if it refuses them."""
+        try:
+            return self._template.text(messages, tools)
+        except EndlessTemplateError:
+            raise
+        except BadConversationError:
+            return None
+
+    def _closing(self, rest: str, so_far: Conversation, turn: str | None) -> int:
+        """Return how many characters at the beginning of `rest` close the last turn of `so_far`.
+
+        That is what closes it where it is the last of all, in the text `turn`. A template may close
+        earlier turns by another token, or refuse a conversation that ends there: one special token
+        closes it then.
+        """
+        try:
+            if turn is None:
+                return self._leading_special(rest)
+            _, length = self._around(so_far, len(so_far.messages) - 1, turn)
+        except BadConversationError:
+            return self._leading_special(rest)
+        closing = turn[len(turn) - length :]
+        shared = _shared(rest, closing)
+        return self._leading_special(rest) if shared < self._leading_special(closing) else shared
+
+    def _leading_special(self, text: str) -> int:
+        """Return the length of the special token that `text` begins with, 0 without one."""
+        return max((len(name) for name in self._special if text.startswith(name)), default=0)
+
+    def _around(self, conversation: Conversation, index: int, text: str) -> tuple[int, int]:
+        """Return how many characters of `text` come before and after the message `index`."""
+        messages = conversation.messages
+        before, after = len(text), len(text)
+        for other in _OTHERS:
+            replaced = [*messages[:index], {"role": "assistant", "content": other}]
+            changed = self._template.text([*replaced, *messages[index + 1 :]], conversation.tools)
+            before = min(before, _shared(text, changed))
+            after = min(after, _shared(text[::-1], changed[::-1]))
+        return before, after
 
 
-def _encode(tokenizer: Any, conversation: Conversation) -> tuple[list[int], list[bool]]:
-    rendering = Rendering(tokenizer, conversation)
-    rendering.require_kept()
+def _of_turns(
+    conversation: Conversation, runs: Sequence[Range], places: Sequence[tuple[int, Range]]
+) -> list[Range]:
+    """Return the marked runs of the turns that are learned.
+
+    A turn may have several, as one for its thought and one for its answer. Raises
+    BadConversationError unless each turn has one, and each run is a part of one turn.
+    """
     roles = [message["role"] for message in conversation.messages]
-    learns_all = len(conversation.learned) == roles.count("assistant")
-    if learns_all and _MARKS.search(tokenizer.get_chat_template(None, conversation.tools)):
-        found = rendering.marked()
+    turns = [index for index, role in enumerate(roles) if role == "assistant"]
+    if places:
+        owners = [_owner(run, roles, places) for run in runs]
+        turns = [turn for turn in turns if turn in {index for index, _ in places}]
     else:
-        found = rendering.by_prefixes() or rendering.by_text()
-    if not any(found[1]):
-        raise BadConversationError("the chat template leaves out all that the assistant says")
-    return found
+        owners = turns if len(runs) == len(turns) else []
+    num_marked = len(set(owners)) if owners else len(runs)
+    if num_marked != len(turns) or not owners:
+        raise BadConversationError(
+            f"the chat template marks {counted(num_marked, 'run')} of text as generated "
+            f"({{% generation %}}), and the row has {counted(len(turns), 'turn')} of the "
+            "assistant; use a template that marks each turn, or none"
+        )
+    pairs = zip(owners, runs, strict=True)
+    return [run for owner, run in pairs if owner in conversation.learned]
+
+
+def _owner(run: Range, roles: Sequence[str], places: Sequence[tuple[int, Range]]) -> int:
+    """Return the index of the assistant's message that a marked run is a part of.
+
+    A run without a part of a message, such as an end token, belongs to the turn before it, or to
+    that after it.
+    """
+    within = {index for index, (begin, end) in places if begin < run[1] and run[0] < end}
+    others = [index for index in sorted(within) if roles[index] != "assistant"]
+    if others:
+        raise BadConversationError(
+            f"the chat template marks a part of message {others[0] + 1} ({roles[others[0]]}) as "
+            "generated ({% generation %}); use a template that marks the assistant's turns alone"
+        )
+    if len(within) > 1:
+        one, other, *_ = sorted(within)
+        raise BadConversationError(
+            f"the chat template marks messages {one + 1} and {other + 1} as one run of generated "
+            "text ({% generation %}); use a template that marks each turn"
+        )
+    if within:
+        return within.pop()
+    before = max(((end, index) for index, (_, end) in places if end <= run[0]), default=None)
+    after = min(((begin, index) for index, (begin, _) in places if begin >= run[1]), default=None)
+    for near in (before, after):
+        if near is not None and roles[near[1]] == "assistant":
+            return near[1]
+    raise BadConversationError(
+        "the chat template marks a text as generated ({% generation %}) that is no turn of the "
+        "assistant; use a template that marks the assistant's turns alone"
+    )
+
+
+def _require_own(
+    conversation: Conversation, learned: Sequence[Range], places: Sequence[tuple[int, Range]]
+) -> None:
+    """Raise BadConversationError if what is learned has a part of a message that is not."""
+    for index, (begin, end) in places:
+        if index in conversation.learned:
+            continue
+        if any(first < end and begin < last for first, last in learned):
+            role = conversation.messages[index]["role"]
+            raise BadConversationError(
+                f"where the assistant's turns begin and end can't be told: a part of message "
+                f"{index + 1} ({role}) is within one, as the chat template writes it; use a "
+                "template with marks ({% generation %})"
+            )
 
 
 def _with_texts(messages: Sequence[Message]) -> list[Message]:
@@ -63,153 +227,7 @@ def _with_texts(messages: Sequence[Message]) -> list[Message]:
     return changed
 
 
-def _name_of(tool: Mapping[str, Any]) -> str:
-    """Return the name of a function that may be called; "" if it has none."""
-    function = tool["function"]
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else ""
-
-
-def _bare(text: str) -> str:
-    return "".join(text.split())
-
-
 def _shared(one: str, other: str) -> int:
     """Return the number of characters at which both texts begin alike."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-class Rendering:
-    """A conversation, rendered in several ways."""
-
-    def __init__(self, tokenizer: Any, conversation: Conversation) -> None:
-        self.tokenizer, self._conversation = tokenizer, conversation
-        self._messages = list(conversation.messages)
-
-    def require_kept(self) -> None:
-        """Require that the template writes all it is given, but for earlier turns' thoughts."""
-        conversation, text = self._conversation, _bare(self.text(self._messages))
-        for name in map(_name_of, conversation.tools or ()):
-            if _bare(name) not in text:
-                raise BadConversationError(
-                    f"the chat template leaves out the tool {name!r}; take tools out of the row, "
-                    "or use the checkpoint of a model that calls functions"
-                )
-        for number, message in enumerate(conversation.messages, 1):
-            if message["role"] in ("system", "user") or number == len(self._messages):
-                thought = message.get("reasoning_content") if number == len(self._messages) else ""
-                said = f"{message['content'] or ''}{_THOUGHT}{thought or ''}"
-                parts = said.replace("<think>", _THOUGHT).split(_THOUGHT)
-                if not all(_bare(part) in text for part in parts):
-                    raise BadConversationError(
-                        f"the chat template leaves out a part of message {number} "
-                        f"({message['role']}); take it out of the row, or use another template"
-                    )
-            for call in message.get("tool_calls", ()):
-                if _bare(call["function"]["name"]) not in text:
-                    raise BadConversationError(
-                        f"the chat template leaves out the call in message {number}; use the "
-                        "checkpoint of a model that calls functions"
-                    )
-
-    def marked(self) -> tuple[list[int], list[bool]]:
-        """Learn what the template marks."""
-        found = self._apply(
-            self._messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return list(found["input_ids"]), [mark == 1 for mark in found["assistant_masks"]]
-
-    def by_prefixes(self) -> tuple[list[int], list[bool]] | None:
-        """Learn each turn beyond what is rendered before it; None if that is not its beginning."""
-        tokens, is_target = list[int](), list[bool]()
-        for index, message in enumerate(self._messages):
-            if message["role"] != "assistant":
-                continue
-            if not index:  # no template writes a prompt of no messages
-                return None
-            before = self.tokens(self._messages[:index], add_generation_prompt=True)
-            after = self.tokens(self._messages[: index + 1])
-            if before[: len(tokens)] != tokens or after[: len(before)] != before:
-                return None
-            is_learned = index in self._conversation.learned
-            is_target += [False] * (len(before) - len(tokens))
-            is_target += [is_learned] * (len(after) - len(before))
-            tokens = after
-        return tokens, is_target
-
-    def by_text(self) -> tuple[list[int], list[bool]]:
-        """Learn each turn from where the whole text differs without it, up to its end token."""
-        text = self.text(self._messages)
-        parts = [self._part(text, index) for index in self._conversation.learned]
-        found = self.tokenizer(
-            text,
-            add_special_tokens=False,
-            return_offsets_mapping=bool(getattr(self.tokenizer, "is_fast", False)),
-        )
-        if "offset_mapping" not in found:
-            raise BadConversationError(
-                "the chat template writes earlier turns in another way once a later one follows, "
-                "and this tokenizer does not say where its tokens are; use one turn a row"
-            )
-        is_target = [
-            any(begin < last and first < last <= end for begin, end in parts)
-            for first, last in found["offset_mapping"]
-        ]
-        return list(found["input_ids"]), is_target
-
-    def _part(self, text: str, index: int) -> tuple[int, int]:
-        """Return where the turn of message `index` begins and ends in the whole `text`."""
-        begin, rest = self._around(self._messages, index, text)
-        if index:
-            prompt = self.text(self._messages[:index], add_generation_prompt=True)
-            begin = len(prompt) if text.startswith(prompt) else begin
-        end = len(text) - rest
-        return begin, end + self._closing(text[end:], self._messages[: index + 1])
-
-    def _closing(self, rest: str, so_far: Sequence[Message]) -> int:
-        """Return how many characters at the beginning of `rest` close the last turn of `so_far`.
-
-        That is what closes it where it is the last of all. A template may close earlier turns by
-        another token, or refuse a conversation that ends there: one special token closes it then.
-        """
-        try:
-            rendered = self.text(so_far)
-            _, length = self._around(so_far, len(so_far) - 1, rendered)
-        except BadConversationError:
-            return self._special(rest)
-        closing = rendered[len(rendered) - length :]
-        shared = _shared(rest, closing)
-        return self._special(rest) if shared < self._special(closing) else shared
-
-    def _special(self, text: str) -> int:
-        """Return the length of the special token that `text` begins with, 0 without one."""
-        added = self.tokenizer.added_tokens_decoder.values()
-        names = [token.content for token in added if token.special]
-        return max((len(name) for name in names if text.startswith(name)), default=0)
-
-    def _around(self, messages: Sequence[Message], index: int, text: str) -> tuple[int, int]:
-        """Return how many characters of `text` come before and after the message `index`."""
-        before, after = len(text), len(text)
-        for other in _OTHERS:
-            replaced = [*messages[:index], {"role": "assistant", "content": other}]
-            changed = self.text([*replaced, *messages[index + 1 :]])
-            before = min(before, _shared(text, changed))
-            after = min(after, _shared(text[::-1], changed[::-1]))
-        return before, after
-
-    def text(self, messages: Sequence[Message], **options: Any) -> str:
-        """Return messages as the template writes them."""
-        return str(self._apply(messages, tokenize=False, **options))
-
-    def tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Return the tokens of messages as the template writes them."""
-        return list(self._apply(messages, tokenize=True, return_dict=False, **options))
-
-    def _apply(self, messages: Sequence[Message], **options: Any) -> Any:
-        try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tools=self._conversation.tools, **options
-            )
-        except Exception as error:  # templates raise what they like
-            raise BadConversationError(f"the chat template refuses it: {error}") from error

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import chat_template, conversations
+from entrenar_py.tuning import conversations
+from entrenar_py.tuning.chat_template import ChatEncoder
 from entrenar_py.tuning.conversations import BadConversationError
+from entrenar_py.tuning.rendering import EndlessTemplateError
 from entrenar_py.tuning.rows import BadRow, Row
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping, json_text
@@ -23,6 +25,7 @@ from entrenar_py.untrusted import escaping, json_text
 CHARS_PER_TOKEN_MAX = 64
 SHORT_CHARS = 2**16
 NO_LABEL = -1
+_ENDLESS_MAX = 10  # rows whose template does not end; each takes a second or more
 _LONG = "has "  # how the problem of a row begins that has too many tokens
 
 
@@ -58,6 +61,18 @@ def too_long(value: Any, max_tokens: int) -> str:
     )
 
 
+def tokens_of(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text, with those that the tokenizer adds.
+
+    A text that was rendered from a chat begins with the first token (BOS) already, and gets no
+    other one.
+    """
+    tokens = list(tokenizer(text)["input_ids"])
+    first = tokenizer.bos_token_id
+    is_twice = first is not None and tokens[:2] == [first, first]
+    return tokens[1:] if is_twice and text.startswith(tokenizer.bos_token) else tokens
+
+
 class _BadValueError(ValueError):
     """A row's value that can't be used, and what to use."""
 
@@ -78,11 +93,26 @@ class Encoder:
                 f"model={settings.model}: its tokenizer has no chat template, which task: instruct "
                 "needs; use the checkpoint of a chat model, or task: text"
             )
+        self._chats = ChatEncoder(tokenizer)
+        self._num_endless = 0
 
     def encode(self, row: Row) -> Sample | BadRow:
-        """Return the sample of a row, or why it can't be used."""
+        """Return the sample of a row, or why it can't be used.
+
+        Raises UsageError when the chat template has taken too many steps for too many rows.
+        """
         try:
             sample = self._encode(row.fields)
+        except EndlessTemplateError as problem:
+            self._num_endless += 1
+            if self._num_endless == _ENDLESS_MAX:
+                raise UsageError(
+                    f"model={self._settings.model}: {problem}; so for {_ENDLESS_MAX} rows, the "
+                    f"last at {row.place}"
+                ) from problem
+            return BadRow(row.place, str(problem))
+        except RecursionError:
+            return BadRow(row.place, "is nested too deeply")
         except (_BadValueError, BadConversationError) as problem:
             return BadRow(row.place, escaping.shortened(escaping.exact(problem)))
         most = self._settings.data.max_tokens
@@ -113,7 +143,7 @@ class Encoder:
     def _instructed(self, fields: Mapping[str, Any]) -> Sample:
         conversation = conversations.read(fields, self._settings.data.messages_field)
         self._require_short([conversation.messages, conversation.tools])
-        tokens, is_target = chat_template.encode(self._tokenizer, conversation)
+        tokens, is_target = self._chats.encode(conversation)
         is_target = [False, *is_target[1:]]  # nothing stands before the first to predict it from
         if not any(is_target):
             raise _BadValueError("has one token, and nothing to predict")
@@ -140,7 +170,7 @@ class Encoder:
 
     def _tokens(self, text: str) -> list[int]:
         self._require_short(text)
-        tokens = list(self._tokenizer(text)["input_ids"])
+        tokens = tokens_of(self._tokenizer, text)
         if not tokens:
             raise _BadValueError("has no token")
         return tokens

@@ -41,6 +41,7 @@ class Asked:
     class_weights: str = "none"
     oversample: bool = False
     packing: bool = False
+    marks: bool = False  # in the chat template, of what the assistant says
     family: str = "qwen3"
     strategy: str = "ddp"
     recompute: str = "none"
@@ -58,7 +59,7 @@ class Asked:
             raise _refused("blocks", self.blocks, "use a whole number >= 1")
         if type(self.alpha) not in (int, float) or self.alpha <= 0:
             raise _refused("alpha", self.alpha, "use a number > 0")
-        for name in ("oversample", "packing"):
+        for name in ("oversample", "packing", "marks"):
             if type(getattr(self, name)) is not bool:
                 raise _refused(name, getattr(self, name), "use true or false")
         if self.packing and self.task == "classify":

@@ -1,4 +1,4 @@
-"""Records samples beside stock `transformers`, and the tokens whose prediction the loss counts."""
+"""Records samples beside those made without our code, and which tokens the loss counts."""
 
 from __future__ import annotations
 
@@ -112,10 +112,7 @@ def rows_of(samples: Samples, num_rows: int) -> list[int]:
 
 
 def stock_rows(made: Made) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the tokens of each row as `transformers` makes them, and the positions to predict.
-
-    The assistant's tokens are those that the chat template marks as generated.
-    """
+    """Yield the tokens of each row as `transformers` makes them, and the positions to predict."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(made.settings.model, local_files_only=True)
@@ -127,18 +124,44 @@ def _stock(
     tokenizer: Any, task: str, row: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if task == "instruct":
-        found = tokenizer.apply_chat_template(
-            row["messages"],
-            chat_template=small.MARKED_TEMPLATE,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        marks = found["assistant_masks"]
-        completion = tuple(place for place, mark in enumerate(marks) if mark)
-        return tuple(found["input_ids"]), completion
+        return _chat(tokenizer, row["messages"])
     tokens = list(tokenizer(row["text"])["input_ids"])
     if task == "classify":
         return tuple(tokens), ()
     tokens.append(tokenizer.eos_token_id)
     return tuple(tokens), tuple(range(1, len(tokens)))
+
+
+def _chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the tokens of a chat, and the positions of those that end in what the assistant says.
+
+    The chat is written without its template, and tokens are put to bytes by their names: neither
+    marks nor offsets of `transformers` have a part in it.
+    """
+    text, is_learned = small.BEGIN, [False] * len(small.BEGIN)
+    for message in messages:
+        head = f"{small.TURN}{message['role']}\n"
+        said = f"{message['content']}{small.END}\n"
+        text += head + said
+        learned = message["role"] == "assistant"
+        is_learned += [False] * len(head.encode()) + [learned] * len(said.encode())
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    table, num_bytes, completion = byte_of_character(), 0, list[int]()
+    for place, name in enumerate(tokenizer.convert_ids_to_tokens(tokens)):
+        own = name.encode() if name in small.SPECIAL else bytes(table[sign] for sign in name)
+        assert text.encode()[num_bytes:].startswith(own)
+        num_bytes += len(own)
+        if is_learned[num_bytes - 1]:
+            completion.append(place)
+    return tuple(tokens), tuple(completion)
+
+
+def byte_of_character() -> dict[str, int]:
+    """Return the byte of each character in a byte-level token's name, as GPT-2 has them."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in shown)
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + number): byte for number, byte in enumerate(others)
+    }

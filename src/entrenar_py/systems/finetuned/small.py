@@ -1,8 +1,9 @@
 """A small checkpoint in Hugging Face's format and rows to learn, drawn from a scenario's seed.
 
 Its tokenizer adds a first token to texts by itself, and its chat template writes that token too.
-Its chat template marks what the assistant says for `transformers`' own mask. Its padding token is
-not its end token, and rows have unequal lengths.
+Its offsets leave out white space. Its padding token is not its end token, and rows have unequal
+lengths. If its chat template marks what the assistant says, answers have two lines, and white space
+before, between and after them.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from entrenar_py.tuning.settings import Classes, Data, Lora, Settings
 LABELS = ("safe", "unsafe")
 SHARE_UNSAFE = 0.25
 BEGIN, END, PADDING, TURN = "<s>", "</s>", "<pad>", "<turn>"
+SPECIAL = (PADDING, BEGIN, END, TURN)
 _VOCABULARY = 192
 _TOKENS_MAX = 128
 _WORDS = ("list", "copy", "move", "show", "count", "sort", "find", "join", "pack", "send", "keep")
-# `generation` marks what is learned, for the oracle alone: the checkpoint's own has no marks.
-MARKED_TEMPLATE = (
+_MARKED_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>\n{% endgeneration %}"
     "{% else %}{{ m.content }}</s>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
 )
-_TEMPLATE = MARKED_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+_TEMPLATE = _MARKED_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 # The layers that get adapters: of attention and of the multi-layer perceptron.
 _TARGETS = {
     "qwen3": ("q_proj", "v_proj", "down_proj"),
@@ -61,7 +62,7 @@ def make(folder: Path, scenario: Scenario, asked: Asked) -> Made:
     rows = tuple(_rows(draw, scenario, asked))
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    tokenizer = _tokenizer(rows)
+    tokenizer = _tokenizer(rows, is_marked=asked.marks)
     tokenizer.save_pretrained(folder / "model")
     _model(asked, len(tokenizer), scenario).save_pretrained(folder / "model")
     is_classes = asked.task == "classify"
@@ -123,9 +124,10 @@ def require_libraries() -> None:
 def _rows(draw: np.random.Generator, scenario: Scenario, asked: Asked) -> list[dict[str, Any]]:
     """Return rows that become `scenario.num_samples` samples; each has a text of its own."""
     number = scenario.num_samples
-    if asked.task != "classify":
-        make_row = _chat if asked.task == "instruct" else _text
-        return [make_row(draw, place) for place in range(number)]
+    if asked.task == "instruct":
+        return [_chat(draw, place, asked.marks) for place in range(number)]
+    if asked.task == "text":
+        return [_text(draw, place) for place in range(number)]
     if asked.oversample and number % 2:
         raise UsageError(f"num_samples={number} with oversample: use an even number")
     num_safe = number // 2 if asked.oversample else number
@@ -144,37 +146,42 @@ def _text(draw: np.random.Generator, place: int) -> dict[str, Any]:
     return {"text": f"{place} {_words(draw)}"}
 
 
-def _chat(draw: np.random.Generator, place: int) -> dict[str, Any]:
+def _chat(draw: np.random.Generator, place: int, is_spaced: bool) -> dict[str, Any]:
     """Return a row of one turn, or for each third row of two."""
     turns = []
     for number in range(2 if place % 3 == 2 else 1):
         turns.append({"role": "user", "content": f"{place} {number} {_words(draw)}"})
-        turns.append({"role": "assistant", "content": _words(draw)})
+        said = _words(draw)
+        if is_spaced:
+            said = f"{'  ' * number}{said}\n    {_words(draw)}  "
+        turns.append({"role": "assistant", "content": said})
     return {"messages": turns}
 
 
-def _tokenizer(rows: tuple[dict[str, Any], ...]) -> Any:
+def _tokenizer(rows: tuple[dict[str, Any], ...], *, is_marked: bool) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    special = [PADDING, BEGIN, END, TURN]
     texts = [_WORDS[0] + "\n0123456789 user assistant", *map(json.dumps, rows)]
     bpe.train_from_iterator(
         texts,
-        trainers.BpeTrainer(vocab_size=_VOCABULARY, special_tokens=special, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=_VOCABULARY, special_tokens=list(SPECIAL), show_progress=False
+        ),
     )
-    bpe.post_processor = processors.TemplateProcessing(
-        single=f"{BEGIN} $A", special_tokens=[(BEGIN, special.index(BEGIN))]
+    first = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, SPECIAL.index(BEGIN))]
     )
+    bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), first])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=PADDING,
         bos_token=BEGIN,
         eos_token=END,
-        chat_template=_TEMPLATE,
+        chat_template=_MARKED_TEMPLATE if is_marked else _TEMPLATE,
     )
 
 

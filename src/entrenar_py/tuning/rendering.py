@@ -1,0 +1,157 @@
+"""Writes conversations by a tokenizer's chat template: the one place where templates run.
+
+A template is a program of whoever made the checkpoint. It runs in transformers' own sandbox, which
+keeps it from files and from the network. Two things are changed in the template's syntax tree
+before it is compiled, and neither changes what it writes:
+
+- Each round of a loop and each call of a macro counts as a step, and steps are bounded. The sandbox
+  bounds a range, but not loops within loops. Counting gives one verdict on every machine. A step
+  may itself be long (a sum over a range), so the CPU time of the thread is bounded too, widely.
+- Where the template marks what is generated, two characters are written that no text has.
+  Transformers counts what was written until then, which is wrong within macros.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from entrenar_py.tuning.conversations import BadConversationError, Message
+from entrenar_py.tuning.token_ranges import Range
+
+STEPS_MAX = 300_000  # a conversation of a hundred turns takes some thousand
+CPU_MAX_S = 20.0
+_CLOCK_EVERY = 64  # steps
+_MARKED = re.compile(r"\{%[-+]?\s*generation\b")
+_FIRST, _LAST = "\ufdd0", "\ufdd1"  # of what is marked as generated
+_GENERATION = "_generation_support"  # the name of {% generation %} in transformers
+# Names of what was thought before an answer; templates know one of the first two.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
+class EndlessTemplateError(BadConversationError):
+    """Raised when a chat template takes too many steps, or too long."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template. Not to be used by two threads at once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._compiled: dict[tuple[str, bool], Any] = {}
+        self._steps, self._start_s = 0, 0.0
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False
+    ) -> str:
+        """Return messages as the template writes them, with the beginning of an answer if asked.
+
+        Raises BadConversationError if the template refuses them, and EndlessTemplateError.
+        """
+        return self._rendered(messages, tools, prompt=prompt, is_marked=False)
+
+    def marked(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None
+    ) -> list[Range] | None:
+        """Return which characters of the text the template marks as generated, in runs.
+
+        No run is empty, and there is text between two. None if the template has no marks. Raises
+        BadConversationError as `text` does.
+        """
+        if not _MARKED.search(self._tokenizer.get_chat_template(None, tools)):
+            return None
+        rendered = self._rendered(messages, tools, prompt=False, is_marked=True)
+        runs, length, begin = list[Range](), 0, 0
+        for piece in re.split(f"([{_FIRST}{_LAST}])", rendered):
+            if piece == _FIRST:
+                begin = length
+            elif piece == _LAST and begin < length:
+                if runs and runs[-1][1] == begin:
+                    begin, _ = runs.pop()  # nothing is between them
+                runs.append((begin, length))
+            elif piece != _LAST:
+                length += len(piece)
+        plain = rendered.replace(_FIRST, "").replace(_LAST, "")
+        if plain != self.text(messages, tools):
+            raise BadConversationError(
+                "the chat template writes another text where its marks ({% generation %}) are "
+                "read; use a template that marks what it writes as it stands"
+            )
+        return runs
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        *,
+        prompt: bool,
+        is_marked: bool,
+    ) -> str:
+        key = (self._tokenizer.get_chat_template(None, tools), is_marked)
+        self._steps, self._start_s = 0, time.thread_time()
+        try:
+            template = self._compiled.get(key)
+            if template is None:
+                template = self._compiled[key] = self._compile(*key)
+            rendered = template.render(
+                messages=[_stock(message) for message in messages],
+                tools=None if tools is None else list(tools),
+                documents=None,
+                add_generation_prompt=prompt,
+                **self._tokenizer.special_tokens_map,
+            )
+        except EndlessTemplateError:
+            raise
+        except Exception as error:  # templates raise what they like
+            raise BadConversationError(f"the chat template refuses it: {error}") from error
+        return str(rendered)
+
+    def _compile(self, source: str, is_marked: bool) -> Any:
+        """Return the template of `source`, which counts its steps and may write marks."""
+        from jinja2 import nodes
+        from transformers.utils import chat_template_utils
+
+        stock = chat_template_utils._compile_jinja_template("").environment
+        environment = stock.overlay()
+        environment.extend(count_step=self._count)
+        tree = environment.parse(source)
+        if tree.find(nodes.Pow):  # one power can take for ever, in compilation already
+            raise BadConversationError("it computes a power, and no text needs one")
+        for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+            step = nodes.EnvironmentAttribute("count_step")
+            node.body.insert(0, nodes.ExprStmt(nodes.Call(step, [], [], None, None)))
+            if is_marked and isinstance(node, nodes.CallBlock) and _generates(node):
+                node.body.insert(0, nodes.Output([nodes.TemplateData(_FIRST)]))
+                node.body.append(nodes.Output([nodes.TemplateData(_LAST)]))
+        tree.set_lineno(1)  # of what was added
+        code = environment.compile(tree)
+        return environment.template_class.from_code(environment, code, environment.make_globals({}))
+
+    def _count(self) -> None:
+        self._steps += 1
+        if self._steps > STEPS_MAX or (
+            self._steps % _CLOCK_EVERY == 0 and time.thread_time() - self._start_s > CPU_MAX_S
+        ):
+            raise EndlessTemplateError(
+                f"the chat template takes more than {STEPS_MAX:,} steps, or {CPU_MAX_S:g} s; use "
+                "a shorter conversation, or the template of another checkpoint"
+            )
+
+
+def _generates(node: Any) -> bool:
+    """Return whether a call block is {% generation %}."""
+    return getattr(node.call.node, "name", None) == _GENERATION
+
+
+def _stock(message: Mapping[str, Any]) -> Message:
+    """Return a message with the names of its thought that templates know, and without nulls.
+
+    As transformers does it from 5.23 on. Templates write null as a word.
+    """
+    known = {name: value for name, value in message.items() if value is not None}
+    thoughts = [known[name] for name in THOUGHTS if name in known]
+    if not thoughts:
+        return known
+    return {"thinking": thoughts[0], **known, "reasoning_content": thoughts[0]}
