@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from entrenar_py.errors import UsageError
 from entrenar_py.tuning import prepared
 from entrenar_py.tuning.settings import Classes, Data, Lora, Settings
 
@@ -71,3 +73,31 @@ def test_other_weights_or_rows_are_another_run(settings: Settings) -> None:
     rows.write_text("\n".join([json.dumps(told), *lines[1:]]), encoding="utf-8")
     after = prepared.scenario(settings, prepared.prepare(settings, cache).workload()).options
     assert {key for key in before if after[key] != before[key]} == {"model", "rows"}
+
+
+def test_a_template_with_a_clock_is_told_one_day_in_a_run(settings: Settings) -> None:
+    """The day of the run's ledger, or that of the configuration, which `--resume` then names."""
+    rows = settings.data.train
+    rows.write_text('{"instruction": "list", "output": "ls"}', encoding="utf-8")
+    chats = replace(settings, task="instruct", classes=Classes())
+    assert prepared.prepare(chats, settings.output / "cache").settings == chats
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (settings.model / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+    def made_on(day: str | None) -> prepared.Prepared:
+        given = replace(chats, data=replace(chats.data, date=day))
+        return prepared.prepare(given, settings.output / "cache")
+
+    assert made_on(None).settings.data.date == datetime.now().astimezone().date().isoformat()
+    ledger = {"scenario": {"options": {"data.date": "2024-02-29"}}}
+    (settings.output / prepared.LEDGER).write_text(json.dumps(ledger) + "\n", encoding="utf-8")
+    usual, other = made_on(None), made_on("2025-03-01")
+    assert usual.settings.data.date == "2024-02-29"
+    assert usual.tokenizer.decode(usual.train.tokens) == "29 Feb 2024listls"
+    assert other.tokenizer.decode(other.train.tokens) == "01 Mar 2025listls"
+    first, second = (
+        dict(prepared.scenario(one.settings, one.workload()).options) for one in (usual, other)
+    )
+    assert {key for key in first if first[key] != second[key]} == {"rows", "data.date"}
+    with pytest.raises(UsageError, match=r"data.date='soon': is no day; use one as 2026-11-28"):
+        made_on("soon")

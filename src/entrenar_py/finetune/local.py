@@ -80,6 +80,7 @@ def train(
         )
     devices = _opened(names)
     prepared = preparing.prepare(settings)
+    settings = prepared.settings
     rows_read.say(prepared)
     foresight.look(path, prepared, names)
     workload = student.workload(prepared)

@@ -70,7 +70,7 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
         )
     new_tokens = new_tokens or NEW_TOKENS
     if settings.task == "instruct":
-        asked = _asked(tokenizer, prompt)
+        asked = _asked(tokenizer, prompt, settings.data.date)
     else:
         asked = encoding.tokens_of(tokenizer, prompt)
     module = cast("Any", output.module)
@@ -94,11 +94,13 @@ def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[s
     yield tokenizer.decode(made[0, len(asked) :], skip_special_tokens=True)
 
 
-def _asked(tokenizer: Any, prompt: str) -> list[int]:
+def _asked(tokenizer: Any, prompt: str, day: str | None) -> list[int]:
     """Return a question as the chat template writes it. Raises UsageError if it refuses that."""
     turn = {"role": "user", "content": prompt}
     try:
-        return ChatEncoder(tokenizer).prompt(Conversation(messages=[turn], tools=None, learned=()))
+        return ChatEncoder(tokenizer, day).prompt(
+            Conversation(messages=[turn], tools=None, learned=())
+        )
     except BadConversationError as error:
         raise UsageError(f"--prompt: {error}") from error
 

@@ -91,6 +91,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     export.require_own(settings)
     coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
     prepared = preparing.prepare(settings)
+    settings = prepared.settings
     rows_read.say(prepared)
     foresight.remark(path, prepared)  # but not at memory: what workers have is not known here
     is_pipeline = settings.strategy == LAYER_PIPELINE

@@ -15,11 +15,12 @@ from entrenar_py.finetune.page import Outcome
 from entrenar_py.service import coordinator, memory_peak
 from entrenar_py.service.coordinator import Ended, Listening, Task
 from entrenar_py.service.memory_peak import Memory
+from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.workload import Tuned
 from entrenar_py.untrusted import printing
 
-CHECKPOINT, LEDGER, METRICS = "state.checkpoint", "ledger.jsonl", "metrics.jsonl"  # in the output
+CHECKPOINT, LEDGER, METRICS = "state.checkpoint", preparing.LEDGER, "metrics.jsonl"  # in the output
 GRACE_S = 10.0  # for a step that may wait for a teacher's shard, which may take hours
 
 

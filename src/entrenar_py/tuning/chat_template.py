@@ -18,7 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 from entrenar_py.tuning.conversations import BadConversationError, Conversation, Message
-from entrenar_py.tuning.rendering import ChatTemplate, EndlessTemplateError
+from entrenar_py.tuning.rendering import (
+    ChatTemplate,
+    EndlessTemplateError,
+    TemplateRefusalError,
+)
 from entrenar_py.tuning.row_parts import Parts
 from entrenar_py.tuning.token_ranges import Range, TokenRanges
 from entrenar_py.wording import counted
@@ -31,8 +35,9 @@ _OTHERS = ("\u00a7 other", "\u00b6 another \u00a4")
 class ChatEncoder:
     """Encodes conversations by one tokenizer. Not to be used by two threads at once."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._template = ChatTemplate(tokenizer)
+    def __init__(self, tokenizer: Any, day: str | None = None) -> None:
+        """`day` is what a template with a clock is told; None for the present time."""
+        self._template = ChatTemplate(tokenizer, day)
         self._ranges = TokenRanges(tokenizer)
         added = tokenizer.added_tokens_decoder.values()
         self._special = [token.content for token in added if token.special]
@@ -61,8 +66,8 @@ class ChatEncoder:
             as_texts = replace(conversation, messages=_with_texts(conversation.messages))
             try:
                 return self._encode(as_texts)
-            except BadConversationError:
-                raise error from None
+            except BadConversationError as other:  # tell what is not for the kind of arguments
+                raise (other if isinstance(error, TemplateRefusalError) else error) from None
 
     def _encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         text = self._template.text(conversation.messages, conversation.tools)

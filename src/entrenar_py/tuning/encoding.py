@@ -93,7 +93,7 @@ class Encoder:
                 f"model={settings.model}: its tokenizer has no chat template, which task: instruct "
                 "needs; use the checkpoint of a chat model, or task: text"
             )
-        self._chats = ChatEncoder(tokenizer)
+        self._chats = ChatEncoder(tokenizer, settings.data.date)
         self._num_endless = 0
 
     def encode(self, row: Row) -> Sample | BadRow:

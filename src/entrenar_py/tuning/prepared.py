@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
-from entrenar_py.tuning import fitting, model, precision, samples
+from entrenar_py.tuning import fitting, model, precision, rendering, samples
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning, Tuned
 
 SYSTEM = "parameter_server"  # the trainer of a run
+LEDGER = "ledger.jsonl"  # in the output folder; its first line says what the run is made of
+_FIRST_LINE_BYTES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +63,23 @@ class Prepared:
 
 
 def prepare(
-    settings: Settings, cache_folder: Path | None = None, *, needs_weights: bool = True
+    settings: Settings,
+    cache_folder: Path | None = None,
+    *,
+    needs_weights: bool = True,
+    day: str | None = None,
 ) -> Prepared:
     """Read and tokenise all rows, which are kept in `cache_folder`, by default that of the user.
 
-    With `needs_weights` all files of the checkpoint must be there, though none is read. Raises
-    UsageError for a file or a row that can't be used.
+    With `needs_weights` all files of the checkpoint must be there, though none is read. `day` is
+    the run's, by default that of `day_of`. Raises UsageError for a file or a row that can't be
+    used.
     """
     if needs_weights:
         fitting.require_checkpoint(settings.model)
-    tokenizer, data, kept = model.tokenizer(settings), settings.data, cache_folder or cache()
+    tokenizer, kept = model.tokenizer(settings), cache_folder or cache()
+    settings = _dated(settings, tokenizer, day)
+    data = settings.data
     train = samples.load(settings, data.train, tokenizer, cache=kept)
     validation = None
     if data.validation is not None:
@@ -99,6 +110,35 @@ def prepare(
         class_weights=weights,
         class_counts=counts,
     )
+
+
+def day_of(settings: Settings) -> str:
+    """Return the day of the run that began the ledger in the output folder, or else the present."""
+    try:
+        with (settings.output / LEDGER).open("rb") as file:
+            options = json.loads(file.readline(_FIRST_LINE_BYTES))["scenario"]["options"]
+        day = options.get("data.date")
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        day = None  # whoever goes on with the ledger says what is wrong with it
+    return day if isinstance(day, str) else datetime.now().astimezone().date().isoformat()
+
+
+def _dated(settings: Settings, tokenizer: Any, day: str | None) -> Settings:
+    """Return settings with the day that the chat template is told, if it has a clock.
+
+    A run has one day, however often it is resumed. Raises UsageError for a text that is no day.
+    """
+    if settings.data.date is not None:
+        day = settings.data.date
+    elif settings.task != "instruct" or not rendering.has_clock(tokenizer):
+        return settings
+    else:
+        day = day or day_of(settings)
+    try:
+        date.fromisoformat(day)
+    except ValueError as error:
+        raise UsageError(f"data.date={day!r}: is no day; use one as 2026-11-28") from error
+    return replace(settings, data=replace(settings.data, date=day))
 
 
 def cache() -> Path:
@@ -142,6 +182,8 @@ def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
     if settings.task == "classify":
         found |= {"classes.labels": list(classes.labels), "classes.weights": classes.weights}
     found |= workload.decisive
+    if data.date is not None:
+        found["data.date"] = data.date
     if settings.adapts:
         found |= {f"lora.{name}": value for name, value in asdict(lora).items()}
         found["lora.targets"] = list(lora.targets)

@@ -1,12 +1,13 @@
 """Writes conversations by a tokenizer's chat template: the one place where templates run.
 
 A template is a program of whoever made the checkpoint. It runs in transformers' own sandbox, which
-keeps it from files and from the network. Two things are changed in the template's syntax tree
-before it is compiled, and neither changes what it writes:
+keeps it from files and from the network. Three things are changed before it is compiled,
+and but for the time none changes what it writes:
 
 - Each round of a loop and each call of a macro counts as a step, and steps are bounded. The sandbox
   bounds a range, but not loops within loops. Counting gives one verdict on every machine. A step
   may itself be long (a sum over a range), so the CPU time of the thread is bounded too, widely.
+- A template that asks for the time is told the day that is given, or else the present.
 - Where the template marks what is generated, two characters are written that no text has.
   Transformers counts what was written until then, which is wrong within macros.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from entrenar_py.tuning.conversations import BadConversationError, Message
@@ -26,20 +28,33 @@ CPU_MAX_S = 20.0
 _CLOCK_EVERY = 64  # steps
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
 _FIRST, _LAST = "\ufdd0", "\ufdd1"  # of what is marked as generated
+_CLOCK = "strftime_now"  # the name of the clock in transformers
 _GENERATION = "_generation_support"  # the name of {% generation %} in transformers
 # Names of what was thought before an answer; templates know one of the first two.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
+class TemplateRefusalError(BadConversationError):
+    """Raised when a chat template does, as by a call of raise_exception."""
 
 
 class EndlessTemplateError(BadConversationError):
     """Raised when a chat template takes too many steps, or too long."""
 
 
+def has_clock(tokenizer: Any) -> bool:
+    """Return whether a tokenizer's chat template asks for the time."""
+    return _CLOCK in str(getattr(tokenizer, "chat_template", None))
+
+
 class ChatTemplate:
     """A tokenizer's chat template. Not to be used by two threads at once."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, day: str | None) -> None:
+        """`day` is as 2026-11-28; None for the present time."""
         self._tokenizer = tokenizer
+        now = None if day is None else datetime.fromisoformat(day)
+        self._globals = {} if now is None else {_CLOCK: now.strftime}
         self._compiled: dict[tuple[str, bool], Any] = {}
         self._steps, self._start_s = 0, 0.0
 
@@ -105,7 +120,7 @@ class ChatTemplate:
         except EndlessTemplateError:
             raise
         except Exception as error:  # templates raise what they like
-            raise BadConversationError(f"the chat template refuses it: {error}") from error
+            raise TemplateRefusalError(f"the chat template refuses it: {error}") from error
         return str(rendered)
 
     def _compile(self, source: str, is_marked: bool) -> Any:
@@ -127,7 +142,9 @@ class ChatTemplate:
                 node.body.append(nodes.Output([nodes.TemplateData(_LAST)]))
         tree.set_lineno(1)  # of what was added
         code = environment.compile(tree)
-        return environment.template_class.from_code(environment, code, environment.make_globals({}))
+        return environment.template_class.from_code(
+            environment, code, environment.make_globals(self._globals)
+        )
 
     def _count(self) -> None:
         self._steps += 1

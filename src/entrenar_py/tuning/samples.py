@@ -150,6 +150,7 @@ def _key(settings: Settings, path: Path, tokenizer: Any) -> str:
         "task": settings.task,
         "fields": [data.text_field, data.label_field, data.messages_field],
         "max_tokens": data.max_tokens,
+        "date": data.date,
         "labels": list(settings.classes.labels),
     }
     return blake3(json.dumps(told).encode()).hexdigest(16)

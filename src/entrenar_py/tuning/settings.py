@@ -59,6 +59,10 @@ class Data:
     messages_field: Annotated[str, Key("field with a list of {role, content}, for `instruct`")] = (
         "messages"
     )
+    date: Annotated[
+        str | None,
+        Key("day that a chat template with a clock is told, as 2026-11-28; by default the start's"),
+    ] = None
     max_tokens: Annotated[int, Key("a longer row can't be used", least=2)] = 512
     packing: Annotated[
         bool, Key("put several rows into a sequence of `max_tokens`; they don't see each other")

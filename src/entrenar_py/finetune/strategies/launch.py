@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -104,6 +105,7 @@ def train(
         torch.set_num_threads(1)  # how a sum is split over threads is part of its order
     settings = together(lambda: settings_of(path))
     prepared = _prepare(settings, here)
+    settings = prepared.settings
     free = _free_bytes(here)
     together(lambda: _look(path, prepared, here, free))
     shards = _shards(settings, prepared, here)
@@ -192,8 +194,11 @@ def settings_of(path: Path) -> Settings:
 
 def _prepare(settings: Settings, here: World) -> Prepared:
     """Read the rows, first on one rank of each host: the others find them in the cache."""
-    first = together(lambda: preparing.prepare(settings) if here.local_rank == 0 else None)
-    return together(lambda: first or preparing.prepare(settings))
+    days = [preparing.day_of(settings)]
+    dist.broadcast_object_list(days)  # other hosts lack the ledger, and midnight may be between
+    prepare = partial(preparing.prepare, settings, day=days[0])
+    first = together(lambda: prepare() if here.local_rank == 0 else None)
+    return together(lambda: first or prepare())
 
 
 def _scenario(settings: Settings, workload: Finetuning, here: World) -> Scenario:
