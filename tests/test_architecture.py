@@ -138,6 +138,14 @@ def test_the_two_wings_never_meet() -> None:
             assert not rooms & {"checks", "harness", "reports", "mutants"}, module
 
 
+def test_wgpu_has_one_door() -> None:
+    """Only the door imports wgpu-py: it loads Triton before, and tries an adapter in a child."""
+    for module, path in modules().items():
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"^ *(import|from) wgpu\b|import_module\(.wgpu", text, flags=re.MULTILINE):
+            assert module == "backends.adapters"
+
+
 def test_rank_files_are_read_without_torch() -> None:
     """Reading ranks' files imports no torch, so stored runs are judged quickly and anywhere."""
     known = modules()

@@ -28,15 +28,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import wgpu
 from torch import Tensor
 
-from entrenar_py.backends import rounding
-from entrenar_py.backends.wgpu import adapters
+from entrenar_py.backends import adapters, rounding
 from entrenar_py.backends.wgpu.device import LIMITS, limits_of
 from entrenar_py.backends.wgpu.product import Kernel, product_kernel
 from entrenar_py.backends.wgpu.tiles import Layout, Product, Tiling, choose
 from entrenar_py.errors import BackendUnavailable
+
+wgpu = adapters.library()
 
 # name: m, k, n, form (n: as it lies row by row, t: transposed; a, then b), batches
 SHAPES = {

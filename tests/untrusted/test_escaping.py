@@ -338,10 +338,12 @@ def test_the_doctor() -> None:
 
 # --- no way around it -------------------------------------------------------------------------
 
-# Who prints: lines, and what rich lays out. What memory prints is JSON for the process that asked.
-# The start-up module imports nothing of ours, and its sentences are its own.
+# Who prints: lines, and what rich lays out. What memory prints is JSON for the process that asked,
+# and what a child that tries an adapter prints is read by its parent, who escapes it. The start-up
+# module imports nothing of ours, and its sentences are its own.
 PRINTERS = {
     *("untrusted.printing", "cli.console", "systems.probes.memory"),
+    "backends.adapters",
     "observing.auto.startup.sitecustomize",
 }
 # TOML has escapes of its own. What is read back as YAML can have no pairs of surrogates. Rows and

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from entrenar_py import backends
-from entrenar_py.backends import chain
+from entrenar_py.backends import adapters, chain
 from entrenar_py.doctor import Found
 from entrenar_py.errors import BackendUnavailable
 from entrenar_py.systems import environment
@@ -43,6 +43,8 @@ def versions() -> dict[str, str]:
     by_part.pop("wgpu_adapter", None)
     by_part |= {name: _version(name) for name in PACKAGES}
     by_part["wgpu_native"] = _wgpu_native()
+    if by_part["wgpu_native"] != NONE and (failure := adapters.triton_failure()):
+        by_part["triton"] += f", which can't be imported: {failure}"
     by_part["cuda runtime"] = str(torch.version.cuda or "none: torch is built without CUDA")
     by_part["nccl"] = _nccl()
     by_part["gloo"] = "in torch" if dist.is_available() and dist.is_gloo_available() else NONE
@@ -106,8 +108,6 @@ def _cuda() -> Iterator[Found]:
 
 
 def _wgpu() -> Iterator[Found]:
-    from entrenar_py.backends.wgpu import adapters
-
     try:
         there = adapters.found()
     except BackendUnavailable as error:
@@ -151,10 +151,9 @@ def _version(package: str) -> str:
 
 def _wgpu_native() -> str:
     try:
-        from wgpu.backends import wgpu_native
-    except (ImportError, OSError):
+        return str(adapters.native().__version__)
+    except BackendUnavailable:
         return NONE
-    return str(wgpu_native.__version__)
 
 
 def _nccl() -> str:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import entrenar_py
+from entrenar_py.backends import adapters
 
 
 def describe() -> dict[str, str]:
@@ -23,9 +24,7 @@ def describe() -> dict[str, str]:
     backend = sys.modules.get("entrenar_py.backends.wgpu")  # its import costs 0.2 s
     opened = [] if backend is None else backend.opened()
     if opened:
-        import wgpu  # only here: it may not be installed where no adapter was opened
-
-        adapters = [f"{one.device}{', software' if one.software else ''}" for one in opened]
-        named = "; ".join(dict.fromkeys(adapters))
-        described |= {"wgpu": wgpu.__version__, "wgpu_adapter": named}
+        titles = [f"{one.device}{', software' if one.software else ''}" for one in opened]
+        named = "; ".join(dict.fromkeys(titles))
+        described |= {"wgpu": adapters.library().__version__, "wgpu_adapter": named}
     return described

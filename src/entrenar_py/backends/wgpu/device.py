@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from entrenar_py.backends.wgpu import adapters
+from entrenar_py.backends import adapters
 from entrenar_py.backends.wgpu.tiles import Limits
 from entrenar_py.errors import BackendUnavailable
 
@@ -40,7 +40,7 @@ class Device:
     @contextmanager
     def failures(self) -> Iterator[None]:
         """Convert errors of wgpu into BackendUnavailable with the same message."""
-        import wgpu
+        wgpu = adapters.library()
 
         try:
             yield
@@ -52,7 +52,7 @@ class Device:
 
         Tries to create an object on it, because wgpu-py reports a loss only in its log.
         """
-        import wgpu
+        wgpu = adapters.library()
 
         try:
             self.handle.create_bind_group_layout(entries=[])
@@ -77,10 +77,12 @@ def open_device(index: int, features: Sequence[str] = ()) -> Device:
 
     `features` are WebGPU's names of what it has to have beyond that, such as `timestamp-query`.
 
-    Raises BackendUnavailable if wgpu-py or the adapter is missing, or if it does not start.
+    Raises BackendUnavailable if wgpu-py or the adapter is missing, or if it does not start, be it
+    that a process that opens it dies.
     """
     adapter = adapters.choose(adapters.found(), index)
-    import wgpu
+    adapters.probe(index).require_alive()
+    wgpu = adapters.library()
 
     try:
         handle = adapter.request_device_sync(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrenar_py.backends import Pair
+from entrenar_py.backends import Pair, adapters
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.product import Kernel, product_kernel
 from entrenar_py.backends.wgpu.tiles import FLOAT_BYTES, Layout, Product
@@ -63,7 +63,7 @@ class Matmul:
             return unpack(jobs, self._submit(jobs))
 
     def _submit(self, jobs: Sequence[Job]) -> memoryview:
-        import wgpu
+        wgpu = adapters.library()
 
         gpu = self._device.handle
         size = jobs[-1].offset + jobs[-1].result_bytes
@@ -83,7 +83,7 @@ class Matmul:
             staging.unmap()
 
     def _record(self, encoder: Any, job: Job, results: Any) -> None:
-        import wgpu
+        wgpu = adapters.library()
 
         gpu, usage = self._device.handle, wgpu.BufferUsage
         pipeline = self._pipeline(job.kernel.source)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from entrenar_py.backends import adapters
 from entrenar_py.backends.wgpu import plan as planning
 from entrenar_py.backends.wgpu.capture import Function, capture
 from entrenar_py.backends.wgpu.device import Device
@@ -205,7 +206,7 @@ class Program:
                 )
 
     def _allocate(self, resident: Sequence[Uploaded], scratch: Scratch) -> None:
-        import wgpu
+        wgpu = adapters.library()
 
         gpu, usage = self.device.handle, wgpu.BufferUsage
         storage = usage.STORAGE | usage.COPY_SRC
@@ -281,7 +282,7 @@ class Program:
             )
 
     def _read(self) -> memoryview:
-        import wgpu
+        wgpu = adapters.library()
 
         self._staging.map_sync(wgpu.MapMode.READ)
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from entrenar_py.backends import adapters
 from entrenar_py.backends.wgpu.device import Device
 
 
@@ -29,7 +30,7 @@ class Scratch:
         The largest size gets the smallest piece that it fits into, and so on; what fits into none
         that is left gets a new one.
         """
-        import wgpu
+        wgpu = adapters.library()
 
         free = sorted(self._pieces, key=lambda piece: piece[0])
         taken: dict[int, Any] = {}

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from entrenar_py.backends import adapters
 from entrenar_py.backends.wgpu.device import Device
 from entrenar_py.backends.wgpu.emitter import ELEMENT_BYTES
 from entrenar_py.backends.wgpu.nodes import DTYPES, STORED
@@ -36,7 +37,7 @@ def upload(device: Device, tensor: Tensor, what: str = "a tensor") -> Uploaded:
     Raises UsageError for dtypes that a kernel can't load and for integers beyond 32 bits, and
     BackendUnavailable with wgpu's message if it does not fit.
     """
-    import wgpu
+    wgpu = adapters.library()
 
     dtype = DTYPES.get(tensor.dtype) or STORED.get(tensor.dtype)
     if dtype is None:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from entrenar_py import backends
+from entrenar_py.backends import adapters
 from entrenar_py.backends.wgpu import WgpuBackend
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
@@ -97,9 +98,7 @@ def open_adapter(scenario: Scenario) -> WgpuBackend:
 @contextmanager
 def watching() -> Iterator[Meter]:
     """Yield a meter of all that happens inside the block, on any wgpu device of this process."""
-    from wgpu.backends import wgpu_native as native
-
-    meter = Meter()
+    meter, native = Meter(), adapters.native()
     with ExitStack() as stack:
         for owner, name, told in (
             (native.GPUQueue, "submit", meter.submitted),
