@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from entrenar_py.doctor import SCHEMA, Examination, Found, Reach, Trainer, visit
+from entrenar_py.doctor import SCHEMA, Examination, Found, Reach, Trainer, machine, reach, visit
 from entrenar_py.service import cli
 
 EXAMINED = Examination(
@@ -30,9 +30,9 @@ def test_what_is_printed_is_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The tables have backends with reasons and clauses with what they lack; so has the JSON."""
-    monkeypatch.setattr(visit, "examine", lambda: EXAMINED)
+    monkeypatch.setattr(visit, "examine", lambda **_: EXAMINED)
     path = tmp_path / "doctor.json"
-    assert cli.main(["doctor", "--json", str(path), "--no-color"]) == 0
+    assert cli.main(["doctor", "--clauses", "--json", str(path), "--no-color"]) == 0
     text = capsys.readouterr().out
     for expected in ("no adapter", "F-A-001 one", "3 of 3", "wgpu (no)", "1 exercised, 0 partly"):
         assert expected in text
@@ -40,6 +40,21 @@ def test_what_is_printed_is_what_is_written(
     assert record["schema"] == SCHEMA
     assert [clause["state"] for clause in record["clauses"]] == ["yes", "no"]
     assert record["backends"][1]["reason"] == "no adapter"
+
+
+def test_without_being_asked_no_clause_is_planned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The short examination says how to list the clauses; trainers that are alike share a row."""
+    monkeypatch.setattr(machine, "found", lambda: EXAMINED.backends)
+    monkeypatch.setattr(machine, "versions", lambda: EXAMINED.versions)
+    monkeypatch.setattr(reach, "clauses", pytest.fail)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["doctor", "--no-color"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 20
+    assert lines[-1].startswith("entrenar doctor --clauses lists")
+    assert any("reference, textbook" in line for line in lines)
 
 
 def test_a_file_that_can_not_be_written(

@@ -331,7 +331,7 @@ def test_the_doctor() -> None:
     file = io.StringIO()
     shown = console.standard_output(color=False)
     shown.file = file
-    doctor_visit.show(examined, shown)
+    doctor_visit.show(examined, clauses=True, console=shown)
     require_harmless(file.getvalue())
     assert not UNSEEN.search(escaping.dump_json(examined.to_dict(), indent=2))
 

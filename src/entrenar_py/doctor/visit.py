@@ -18,35 +18,42 @@ _GIB = 2**30
 _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 
 
-def run(path: Path | None, *, color: bool) -> None:
+def run(path: Path | None, *, clauses: bool, color: bool) -> None:
     """Print the examination of this machine, and write it to `path` as JSON if that is given.
 
+    Clauses are printed only on request: to plan them takes as long as all the rest. JSON has them.
     Raises UsageError if `path` can't be written.
     """
     if path is not None:
         output_file.require_writable(path, "json")
-    examined = examine()
-    show(examined, console.standard_output(color=color))
+    examined = examine(clauses=clauses or path is not None)
+    show(examined, clauses=clauses, console=console.standard_output(color=color))
     if path is not None:
         output_file.write(examined.to_dict(), path)
 
 
-def examine() -> Examination:
-    """Return the examination of this machine; opens every device that it finds."""
+def examine(*, clauses: bool) -> Examination:
+    """Return the examination of this machine, with or without the clauses that it can exercise.
+
+    Opens every device that it finds.
+    """
     backends = machine.found()
     return Examination(
         versions=machine.versions(),
         backends=backends,
         trainers=reach.trainers(backends),
-        clauses=reach.clauses(backends),
+        clauses=reach.clauses(backends) if clauses else (),
     )
 
 
-def show(examined: Examination, console: Console) -> None:
+def show(examined: Examination, *, clauses: bool, console: Console) -> None:
     """Print the tables of the examination, and how many clauses can be exercised."""
     for table in (_versions(examined), _backends(examined), _trainers(examined)):
         terminal.print_table(console, table)
         console.print()
+    if not clauses:
+        console.print("entrenar doctor --clauses lists which clauses this machine can exercise")
+        return
     terminal.print_table(console, _clauses(examined))
     counts = Counter(one.state for one in examined.clauses)
     told = f"{counts['yes']} exercised, {counts['partly']} partly, {counts['no']} not"
@@ -109,9 +116,13 @@ def _bytes(number: int) -> str:
 
 
 def _trainers(examined: Examination) -> Table:
-    table = _table("trainers", "--system", "computes here on", "limits")
+    table = _table("trainers", "computes here on", "--system", "limits")
+    alike: dict[tuple[str, str], list[str]] = {}  # trainers with the same backends and limits
     for one in examined.trainers:
-        _add(table, one.system, ", ".join(one.backends) or "nothing", "; ".join(one.limits))
+        place = ", ".join(one.backends) or "nothing", "; ".join(one.limits)
+        alike.setdefault(place, []).append(one.system)
+    for (backends, limits), systems in alike.items():
+        _add(table, backends, ", ".join(systems), limits)
     return table
 
 

@@ -88,7 +88,7 @@ def _run(given: argparse.Namespace) -> int:
     if given.command == "doctor":
         from entrenar_py.doctor import visit
 
-        visit.run(given.json, color=not given.no_color)
+        visit.run(given.json, clauses=given.clauses, color=not given.no_color)
         return exit_codes.DONE
     from entrenar_py.service import ledger_verification
 

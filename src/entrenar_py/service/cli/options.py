@@ -270,7 +270,12 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 def _add_doctor(commands: _Commands) -> None:
     doctor = _add(commands, "doctor", "say what this machine has, and which checks it can exercise")
-    doctor.add_argument("--json", metavar="FILE", type=Path, help="also write it as JSON")
+    doctor.add_argument(
+        "--clauses", action="store_true", help="list every clause, with what it lacks"
+    )
+    doctor.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write it as JSON, clauses included"
+    )
     doctor.add_argument("--no-color", action="store_true", help="no colours")
 
 
