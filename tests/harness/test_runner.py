@@ -1,9 +1,7 @@
-"""Scenarios run once each, within a deadline; a crashed check is inconclusive."""
+"""Scenarios run once each; a crashed check is inconclusive."""
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,30 +63,6 @@ def test_traces_are_kept(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     assert path.name == f"{scenario().digest}.jsonl"
     assert trace.load(path) == result
-
-
-def test_a_run_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the deadline the trace has failed with that reason, and the alarm is off again."""
-
-    def hang(one: Scenario) -> NoReturn:
-        threading.Event().wait()
-        raise AssertionError("an event that no one sets was set")
-
-    monkeypatch.setattr("entrenar_py.systems.single.reference.run", hang)
-    before = signal.getsignal(signal.SIGALRM)
-    end = Runner(run_deadline_s=0.05).run(scenario()).end
-    assert end.status == "failed"
-    assert end.reason == "SystemFailure: the run took longer than 0.05 s and was stopped"
-    assert signal.getsignal(signal.SIGALRM) is before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-
-
-def test_no_deadline_outside_the_main_thread(ran: list[Scenario]) -> None:
-    """Outside the main thread, which alone gets signals, a run has no deadline."""
-    thread = threading.Thread(target=Runner(run_deadline_s=1e-9).run, args=(scenario(),))
-    thread.start()
-    thread.join()
-    assert ran == [scenario()]
 
 
 Judge = Callable[[Invariant, Runs[trace.Trace]], Finding]

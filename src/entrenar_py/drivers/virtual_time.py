@@ -8,6 +8,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import TypeVar
 
+from entrenar_py.drivers import patience
+
 Action = Callable[[], None]
 Outcome = TypeVar("Outcome")
 
@@ -35,6 +37,7 @@ class Timeline:
     def next(self) -> None:
         """Advance to the next scheduled action, and do it."""
         self.now, _, action = heapq.heappop(self._queue)
+        patience.mark()
         action()
 
     def has_until(self, when: float) -> bool:

@@ -1,27 +1,23 @@
-"""Runs each scenario once, within a deadline, keeps its trace on request, and judges traces."""
+"""Runs each scenario once, stops one that stalls, keeps its trace on request, and judges traces."""
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
-from entrenar_py import systems, trace
+from entrenar_py import trace
 from entrenar_py.checks import Check
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.errors import SystemFailure
-from entrenar_py.harness import companions, interrupts
+from entrenar_py.harness import companions, interrupts, stopping
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.verdict import Finding, Verdict, first_few, inconclusive, worst
 
-RUN_DEADLINE_S = 120.0
-INTERRUPTED_AGAIN_S = 5.0  # a callback of the garbage collector may have swallowed the first one
+# Above the patience of systems that start processes. These end their processes without harm to
+# this one.
+RUN_PATIENCE_S = 180.0
 _ALONE = (
     "does not apply to a run whose workers step alone and only synchronise after some steps: "
     "check such a run by local-sgd-v1.yaml"
@@ -52,12 +48,12 @@ class Runner:
         self,
         trace_folder: Path | None = None,
         *,
-        run_deadline_s: float = RUN_DEADLINE_S,
+        patience_s: float = RUN_PATIENCE_S,
         on_judged: Listener = ignore,
     ) -> None:
         self._folder = trace_folder
         self._on_judged = on_judged
-        self._run_deadline_s = run_deadline_s
+        self._patience_s = patience_s
         self._known: dict[Scenario, trace.Trace] = {}
 
     def run(self, scenario: Scenario) -> trace.Trace:
@@ -66,8 +62,7 @@ class Runner:
         if scenario not in self._known:
             if len(self._known) >= REMEMBERED:
                 self._known.pop(next(iter(self._known)))
-            with _deadline(self._run_deadline_s):
-                result = systems.run(scenario)
+            result = stopping.run(scenario, patience_s=self._patience_s)
             if self._folder is not None:
                 trace.save(result, self._folder / f"{scenario.digest}.jsonl")
             self._known[scenario] = result
@@ -140,25 +135,3 @@ def combine(findings: Sequence[Finding]) -> Finding:
         notes=tuple(dict.fromkeys(note for finding in findings for note in finding.notes)),
         vacuous=all(finding.vacuous for finding in findings),
     )
-
-
-@contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """Interrupt a run that hangs. `systems.run` turns the interrupt into a failed trace.
-
-    Uses SIGALRM, so it does nothing outside the main thread or on platforms without the signal.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
-        yield
-        return
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise SystemFailure(f"the run took longer than {seconds:g} s and was stopped")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds, INTERRUPTED_AGAIN_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

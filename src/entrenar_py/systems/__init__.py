@@ -245,10 +245,10 @@ def run(scenario: Scenario, *, every_fault: bool = True) -> trace.Trace:
             result: trace.Trace = module.run(scenario)
             result = replace(result, traits=traits_of(scenario))
         except Exception as error:  # noqa: BLE001  (a system's crash is a result: inconclusive)
-            return _failed(scenario, f"{type(error).__name__}: {error}")
+            return failed(scenario, f"{type(error).__name__}: {error}")
     absent = missed(result) if every_fault and not SYSTEMS[scenario.system].is_probe else None
     if absent is not None:
-        return _failed(scenario, f"fault {absent.to_dict()} never struck: no worker reaches it")
+        return failed(scenario, f"fault {absent.to_dict()} never struck: no worker reaches it")
     if scenario.mutant is not None and planting.struck:
         return replace(result, events=(trace.Planted(name=scenario.mutant), *result.events))
     return result
@@ -267,6 +267,14 @@ def module_of(system: str) -> ModuleType:
     room = SYSTEMS[system].room
     name = room if "." in room else f"{room}.{system}"
     return import_module(f"entrenar_py.systems.{name}")
+
+
+def load(scenario: Scenario) -> None:
+    """Load the code of the scenario's system and torch, so that a run itself loads little."""
+    if scenario.system in SYSTEMS:
+        import torch  # noqa: F401
+
+        module_of(scenario.system)
 
 
 def require_possible(scenario: Scenario) -> None:
@@ -353,7 +361,8 @@ def missed(result: trace.Trace) -> Fault | None:
     return next((fault for fault in planned if fault.to_dict() not in struck), None)
 
 
-def _failed(scenario: Scenario, reason: str) -> trace.Trace:
+def failed(scenario: Scenario, reason: str) -> trace.Trace:
+    """Return the trace of a run of `scenario` that left nothing but the reason why it failed."""
     end = trace.End(status="failed", reason=reason)
     return trace.Trace(scenario=scenario, environment={}, promises=(), events=(end,))
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py import trace
+from entrenar_py.drivers import patience
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import environment
 from entrenar_py.training import in_threads
@@ -24,7 +25,11 @@ class Recorder:
         self._scenario = scenario
         self._values = scenario.detail == "values"
         self._events: list[trace.Event] = []
-        self.emit = self._events.append
+
+    def emit(self, event: trace.Event) -> None:
+        """Keep `event`, which is a sign of progress."""
+        self._events.append(event)
+        patience.mark()
 
     def tensors(self, arrays: Mapping[str, NDArray[Any]]) -> trace.Tensors:
         """Return records of the present values of `arrays`, which must be C-contiguous."""

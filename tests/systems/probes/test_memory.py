@@ -222,7 +222,7 @@ def test_a_child_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A child is killed after its deadline, and does not remain."""
     before = _children()
     _interpreter(tmp_path, monkeypatch, "exec sleep 600")
-    monkeypatch.setattr(memory, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(memory, "PATIENCE_S", 0.2)
     end = systems.run(USUAL).end
     assert (end.status, _children()) == ("failed", before)
     assert "took longer than 0.2 s" in end.reason

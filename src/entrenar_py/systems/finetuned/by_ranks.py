@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -23,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from entrenar_py import mutants, trace
+from entrenar_py.drivers.patience import Patience
 from entrenar_py.drivers.processes import Crew, Hand, Job
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
@@ -34,7 +34,7 @@ from entrenar_py.systems.recorder import Recorder
 from entrenar_py.trace import Trace
 
 MODULE = "entrenar_py.finetune.__main__"  # what torchrun runs; a name, as users give it
-DEADLINE_S = 120.0
+PATIENCE_S = 120.0
 _PRELOADED = (
     "peft",
     "transformers.models.llama.modeling_llama",
@@ -161,9 +161,11 @@ def _torchrun(scenario: Scenario, config: Path) -> tuple[list[int | None], bool,
 
 def _gather(hands: Sequence[Hand]) -> None:
     """Wait until every rank has answered or died."""
-    deadline, waiting = time.monotonic() + DEADLINE_S, list(hands)
-    while waiting and (left_s := deadline - time.monotonic()) > 0:
-        ready = connection.wait([hand.pipe for hand in waiting], left_s)
+    patience, waiting = Patience(PATIENCE_S), list(hands)
+    while waiting:
+        ready = connection.wait([hand.pipe for hand in waiting], patience.interval_s)
+        if not ready and patience.look():
+            break
         for hand in [one for one in waiting if one.pipe in ready]:
             hand.heard()
             waiting.remove(hand)

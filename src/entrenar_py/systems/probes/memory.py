@@ -25,6 +25,7 @@ import torch
 
 from entrenar_py import backends, mutants, trace
 from entrenar_py.backends import Backend
+from entrenar_py.drivers.patience import Patience
 from entrenar_py.errors import BackendUnavailable, SystemFailure, UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems import models
@@ -33,7 +34,7 @@ from entrenar_py.systems.recorder import Recorder
 from entrenar_py.training import dropout, engine, optimizer, reduction, sharding
 from entrenar_py.training.tensors import TensorSpec
 
-DEADLINE_S = 120
+PATIENCE_S = 120.0
 FLOAT_BYTES = 4
 # The allocator, and code that is first used at the real size (BLAS).
 FIXED_BYTES = 16 * 2**20
@@ -58,7 +59,7 @@ def run(scenario: Scenario) -> trace.Trace:
     """Record a Memory event for each rank; its shards are those that `reference` would give it.
 
     A rank whose device is unavailable gets a failed Attempt instead. Raises SystemFailure if a
-    process dies or exceeds its deadline. Raises UsageError without a budget, and for a `workload`,
+    process dies or stalls. Raises UsageError without a budget, and for a `workload`,
     `stops` or `detail` that this system does not support.
     """
     budget = scenario.options.get("budget_bytes")
@@ -203,14 +204,21 @@ def _measured_apart(scenario: Scenario) -> list[dict[str, Any]]:
 
 
 def _ask(child: subprocess.Popen[str], scenario: Scenario) -> tuple[str, str]:
-    """Send `scenario` to `child`, and return its two outputs; kill it after DEADLINE_S."""
+    """Send `scenario` to `child`, and return its two outputs; kill it if it stalls."""
+    message: str | None = json.dumps(scenario.to_dict())
+    patience = Patience(PATIENCE_S)
     try:
         with _ended_by_interrupt(child):
-            return child.communicate(json.dumps(scenario.to_dict()), timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired as error:
-        raise SystemFailure(
-            f"measuring {scenario.world_size} ranks took longer than {DEADLINE_S} s"
-        ) from error
+            while True:
+                try:
+                    return child.communicate(message, timeout=patience.interval_s)
+                except subprocess.TimeoutExpired as error:
+                    message = None  # it has begun to send it
+                    if patience.look():
+                        raise SystemFailure(
+                            f"measuring {scenario.world_size} ranks took longer than "
+                            f"{PATIENCE_S:g} s"
+                        ) from error
     finally:
         _kill(child)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import sys
 import tempfile
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from entrenar_py import mutants, systems, trace
+from entrenar_py.drivers.patience import Patience
 from entrenar_py.drivers.processes import Crew, Hand, Job
 from entrenar_py.errors import BackendUnavailable, SystemFailure
 from entrenar_py.faults import Fault
@@ -38,7 +40,7 @@ from entrenar_py.systems.torch import fault_timing
 from entrenar_py.systems.torch.fault_timing import Arrangement
 from entrenar_py.systems.torch.finite_guard import NotFinite
 
-DEADLINE_S = 120.0
+PATIENCE_S = 120.0
 _SILENT = "silent"  # the status of a rank that did not answer
 PARTING_S = 5.0  # how long other ranks may go on after one failed: their collectives may hang
 
@@ -236,7 +238,7 @@ class _Lives:
         }
         hands = [crew().give(json.dumps({**job, "index": i}).encode()) for i in range(len(workers))]
         self._life += 1
-        dead = _gather(hands, scenario.options.get("deadline_s", DEADLINE_S))
+        dead = _gather(hands, scenario.options.get("deadline_s", PATIENCE_S))
         answers = [
             (_SILENT, "", False) if hand.answer is None else json.loads(hand.answer)
             for hand in hands
@@ -268,16 +270,18 @@ class _Lives:
             self.events.insert(0, trace.Planted(name=self._scenario.mutant))
 
 
-def _gather(hands: Sequence[Hand], deadline_s: float) -> list[Hand]:
+def _gather(hands: Sequence[Hand], patience_s: float) -> list[Hand]:
     """Wait until every rank has answered or died, and return those that died.
 
     Once a rank has failed, the others have PARTING_S left: a collective may wait for it for ever.
     """
     dead = []
-    deadline = time.monotonic() + deadline_s
+    patience, deadline = Patience(patience_s), math.inf
     waiting = list(hands)
     while waiting and (left_s := deadline - time.monotonic()) > 0:
-        ready = connection.wait([hand.pipe for hand in waiting], left_s)
+        ready = connection.wait([hand.pipe for hand in waiting], min(left_s, patience.interval_s))
+        if not ready and patience.look():
+            break
         for hand in [one for one in waiting if one.pipe in ready]:
             hand.heard()
             waiting.remove(hand)
@@ -334,7 +338,7 @@ def _train(scenario: Scenario, job: Mapping[str, Any]) -> tuple[str, str]:
             init_method=f"file://{folder}/rendezvous",
             rank=index,
             world_size=len(workers),
-            timeout=timedelta(seconds=scenario.options.get("deadline_s", DEADLINE_S)),
+            timeout=timedelta(seconds=scenario.options.get("deadline_s", PATIENCE_S)),
         )
         rank = Rank(
             scenario=scenario,
