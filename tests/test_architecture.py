@@ -23,6 +23,7 @@ FLOORS = {
     "codec": 0,
     "errors": 0,
     "hook_calls": 0,
+    "process": 0,
     "untrusted": 0,
     "backends": 1,
     "canonical": 1,

@@ -6,13 +6,12 @@ itself failed · 4 inconclusive · 5 nothing selected.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
+from entrenar_py import process
 from entrenar_py.errors import ContractError, EntrenarError, UsageError
 from entrenar_py.harness import interrupts
 from entrenar_py.options import typed
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. `--help` and `--version` raise SystemExit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        atexit.register(gc.freeze)  # the last collection, of all of torch, takes half a second
+        process.begin()
     try:
         with interrupts.deferred(numbers=ENDED_BY, for_good=argv is None):
             code = _run(arguments)

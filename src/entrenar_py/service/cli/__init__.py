@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import atexit
-import gc
 import sys
 import traceback
 from collections.abc import Sequence
 
+from entrenar_py import process
 from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, RowsError, UsageError
 from entrenar_py.service import exit_codes
 from entrenar_py.service.cli import distill_options, options, pipeline_options
@@ -18,7 +17,7 @@ from entrenar_py.untrusted import printing
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. `--help` and `--version` raise SystemExit."""
     if argv is None:
-        atexit.register(gc.freeze)  # the last collection, of all of torch, takes half a second
+        process.begin()
     try:
         code = _run(options.parse(sys.argv[1:] if argv is None else argv))
         return exit_codes.FAILED if printing.lost() and code == exit_codes.DONE else code
