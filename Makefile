@@ -1,13 +1,14 @@
 # `make verify` and `make test` are all that is needed on a fresh machine: both create .venv.
 
 PYTHON ?= python3
-BIN := .venv/bin
-READY := .venv/.ready
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
 
 # Many processes load the same modules: what they compile is kept for the next.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: verify verify-reference verify-processes verify-wgpu verify-finetune test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs bench bench-service lint docs site clean setup vulkan
+.PHONY: verify verify-reference verify-processes verify-wgpu verify-finetune test coverage integrations mutants twins right field soak soak-schedules soak-others soak-real fuzz graphs triton unconstrained bench bench-service lint docs site clean setup vulkan
 
 # The main job: our trainers against both contracts, in one process and with real ones over TCP
 # (without the clauses that probe no trainer: the first run has those); and the wgpu backend against
@@ -116,6 +117,33 @@ graphs: setup
 	$(BIN)/python -m tests.backends.wgpu.whole_steps
 	$(BIN)/python -m tests.backends.wgpu.random_graphs $(GRAPHS) wgpu
 
+# Torch's usual Linux build brings Triton, whose LLVM is another one than Mesa's; .venv may have a
+# build without. So its wheel alone is put beside .venv: a process with both must not crash.
+BESIDE := build/triton
+triton: setup
+	@rm -rf $(BESIDE)
+	@$(BIN)/python -m pip -qq --disable-pip-version-check install --no-deps --target $(BESIDE) triton
+	PYTHONPATH=$(BESIDE) $(BIN)/entrenar doctor
+	PYTHONPATH=$(BESIDE) $(BIN)/entrenar-check --contract distributed-training-v1.yaml --only F-WGPU-001,F-HET-001
+	@rm -rf $(BESIDE)
+
+# As a new user's: a fresh venv with the newest of everything, torch's CUDA build among it, which
+# takes 6 GB and minutes. The machine's parts, a script, fine-tuning on wgpu, and the main job.
+NEWEST := build/newest
+unconstrained: vulkan
+	@rm -rf $(NEWEST) && $(PYTHON) -m venv $(NEWEST)/venv
+	@$(NEWEST)/venv/bin/python -m pip -q --disable-pip-version-check install --progress-bar off '.[wgpu,finetune]'
+	@touch $(NEWEST)/venv/.ready
+	$(NEWEST)/venv/bin/entrenar doctor
+	$(NEWEST)/venv/bin/entrenar-check --contract distributed-training-v1.yaml --exclude F-DP-006 -- \
+		$(NEWEST)/venv/bin/torchrun --standalone --nproc_per_node={world_size} \
+		examples/user_trainers/ddp.py --steps {steps} --dir {workdir}
+	$(NEWEST)/venv/bin/python examples/finetune/make_small.py $(NEWEST)/small
+	@mkdir -p $(NEWEST)/examples/finetune && cp examples/finetune/small.yaml $(NEWEST)/examples/finetune
+	$(NEWEST)/venv/bin/entrenar finetune $(NEWEST)/examples/finetune/small.yaml --backend wgpu
+	$(MAKE) --no-print-directory verify VENV=$(NEWEST)/venv
+	@rm -rf $(NEWEST)
+
 # Ours beside the peer's, as ratios.
 bench: setup
 	$(BIN)/python -m pytest tests/benchmarks --benchmark-only -q
@@ -154,8 +182,8 @@ setup: $(READY) vulkan
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(0 if sys.version_info >= (3, 11) else f"$(PYTHON) is Python {v}: 3.11 or newer is needed; say make PYTHON=/path/to/python3.11")'
-	@echo "setting up .venv (a few minutes on the first run)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setting up $(VENV) (a few minutes on the first run)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@{ $(BIN)/python -m pip --disable-pip-version-check install --progress-bar off --no-compile \
 	  --constraint constraints.txt --editable '.[dev,finetune,wgpu]' || echo "set-up failed"; } | awk '$(TOLD_BY_PIP)'
 	@touch $@
