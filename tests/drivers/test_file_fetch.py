@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -22,7 +23,7 @@ from entrenar_py.protocol import effects as do
 from entrenar_py.protocol.coordinator import Coordinator
 from entrenar_py.protocol.fetcher import Fetcher
 from entrenar_py.protocol.frames import FROM_COORDINATOR, Buffer, Decoder, Encoder
-from entrenar_py.protocol.messages import Piece, Want
+from entrenar_py.protocol.messages import Heartbeat, Message, Piece, Want
 from entrenar_py.protocol.package import PIECE_BYTES, WANTED_MAX, Package, Part, piece_bytes
 from tests.drivers.certificates import Authority, client_context, server_context
 from tests.drivers.fakes import LOOPBACK, SECRET, TIMING, AtOnce, FakeServer, go, run_of
@@ -35,6 +36,7 @@ def named(*contents: bytes) -> dict[str, bytes]:
 
 FILES = named(b"x" * (5 * PIECE_BYTES + 7), b"tiny", b"y" * (2 * PIECE_BYTES))
 LIST = next(iter(FILES))
+LONG_S = 20.0  # a time-out of the test, not of what it tests
 
 
 class Kept:
@@ -202,6 +204,71 @@ def test_a_piece_of_another_size_is_not_kept() -> None:
     go(story())
 
 
+class Stalled(FakeServer):
+    """Hands whose disk never answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_over = threading.Event()
+
+    def piece(self, piece: Piece) -> bytes | str:
+        self.is_over.wait()
+        return "it was too late"
+
+
+def test_heartbeats_alone_are_no_files() -> None:
+    """A coordinator that is alive and sends nothing is given up after the patience."""
+
+    async def story() -> None:
+        hands = Stalled()
+        async with serving(hands) as (_, port):
+            kept = Kept(FILES)
+            where = source(port, patience_s=0.3)
+            try:
+                async with asyncio.timeout(LONG_S):
+                    finish = await file_fetch.fetch(where, kept.missing, kept.store)
+            finally:
+                hands.is_over.set()
+            assert finish.status == "failed"
+            assert "the coordinator is alive, and sent no byte for" in finish.reason
+
+    go(story())
+
+
+class Listener:
+    """What a connection's machine is told: `progress` counts the bytes of pieces."""
+
+    timing = TIMING
+
+    def __init__(self) -> None:
+        self.heard_times = self.progress = 0
+
+    def receive(self, message: Message) -> list[do.Effect]:
+        return []
+
+    def heard(self, now: float) -> None:
+        self.heard_times += 1
+
+    def progressed(self, now: float) -> None:
+        self.progress += 1
+
+
+def test_a_part_of_a_piece_is_progress() -> None:
+    """Bytes of a piece that is not whole yet count; those of a heartbeat don't."""
+    machine, encoder = Listener(), Encoder(direction=FROM_COORDINATOR)
+    talk: Any = file_fetch._Talk(machine, None, None, {}, None, LIST)  # type: ignore[arg-type]
+    encoder.key = talk._decoder.key = b"k" * 32
+    beat, piece = (
+        b"".join(encoder.encode(message, content))
+        for message, content in ((Heartbeat(), b""), (Piece(file=LIST, offset=0), bytes(1000)))
+    )
+    talk._take(beat)
+    assert (machine.heard_times, machine.progress) == (1, 0)
+    for start in range(0, len(piece), 500):
+        talk._take(piece[start : start + 500])
+    assert (machine.heard_times, machine.progress) == (2, 3)
+
+
 def test_what_storing_raises_ends_it() -> None:
     """A full disk is told at once, and not tried again."""
 
@@ -249,6 +316,7 @@ def test_a_greedy_peer_costs_few_pieces() -> None:
         package=LIST,
         parts=[Part(LIST, sizes[LIST], 0)],
         timing=TIMING,
+        patience_s=5.0,
         now=0.0,
     )
     encoder, decoder = Encoder(), Decoder(lambda kind: 2**16, direction=FROM_COORDINATOR)

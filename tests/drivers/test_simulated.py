@@ -251,6 +251,7 @@ class Late(Guest):
             package=next(iter(files)),
             parts=parts,
             timing=TIMING,
+            patience_s=1000.0,
             now=0.0,
         )
         self._encoder = Encoder()

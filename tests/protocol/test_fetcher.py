@@ -36,6 +36,7 @@ from entrenar_py.protocol.phases import (
 from tests.protocol.moves import Follower
 from tests.protocol.star import SECRET, TIMING, run_of
 
+PATIENCE_S = 60.0
 LIST, FIRST, SECOND = "0" * 64, "1" * 64, "2" * 64
 SIZES = {LIST: 100, FIRST: 3 * PIECE_BYTES + 5, SECOND: PIECE_BYTES}
 
@@ -73,6 +74,7 @@ class Ends:
             package=self._package,
             parts=parts,
             timing=TIMING,
+            patience_s=PATIENCE_S,
             now=self.now,
         )
         self.peer = f"down {self._num_connections}"
@@ -324,6 +326,19 @@ def test_silence_ends_it_at_both_ends() -> None:
     beats = ends.coordinator.tick(TIMING.heartbeat_s)
     assert beats == [do.Send(ends.peer, Heartbeat())]
     assert do.Close(ends.peer, "silent for 30.0 s") in ends.coordinator.tick(TIMING.dead_after_s)
+
+
+def test_a_coordinator_that_only_beats_is_given_up() -> None:
+    """Heartbeats are no progress: after the patience without a byte the connection is over."""
+    ends = fetching()
+    for now in (20.0, 40.0, PATIENCE_S - 1):
+        ends.fetcher.heard(now)
+        ends.fetcher.tick(now)
+    ends.fetcher.progressed(50.0)
+    ends.fetcher.heard(50.0 + PATIENCE_S)
+    ends.fetcher.tick(49.0 + PATIENCE_S)
+    with pytest.raises(ProtocolError, match=r"is alive, and sent no byte for 60\.0 s"):
+        ends.fetcher.tick(50.0 + PATIENCE_S)
 
 
 def test_the_run_waits_for_who_fetches() -> None:

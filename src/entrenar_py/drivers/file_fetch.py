@@ -56,7 +56,7 @@ async def fetch(
     """Fetch what is `missing`, which is called before each connection, and `store` each piece.
 
     `store` is given the file, the offset and the bytes; what it raises ends the fetching. Returns
-    `failed` if the coordinator refuses, or after `patience_s` without a piece.
+    `failed` if the coordinator refuses, or after `patience_s` without a byte of a piece.
     """
     since, wait_s = time.monotonic(), sockets.BACKOFF_S[0]
     while True:
@@ -69,7 +69,7 @@ async def fetch(
             problem = run_query.reason(error, source.host)
         if [part.start for part in missing()] != [part.start for part in parts]:
             since, wait_s = time.monotonic(), sockets.BACKOFF_S[0]
-        elif time.monotonic() - since > source.patience_s:
+        elif time.monotonic() - since >= source.patience_s:
             return do.Finish("failed", f"no files from {source.host}:{source.port}: {problem}")
         source.alone(problem)
         await asyncio.sleep(wait_s)
@@ -89,6 +89,7 @@ async def _connection(
         package=source.package,
         parts=parts,
         timing=source.timing,
+        patience_s=source.patience_s,
         now=time.monotonic(),
     )
     sizes = {part.file: part.num_bytes for part in parts}
@@ -144,6 +145,10 @@ class _Talk:
         for received in self._decoder.feed(data):
             if self._finish is None:
                 self._do(self._machine.receive(received.message), received)
+            if isinstance(received.message, Piece):
+                self._machine.progressed(time.monotonic())
+        if self._decoder.in_work is Piece:
+            self._machine.progressed(time.monotonic())
         if self._decoder.num_frames > num_frames:
             self._machine.heard(time.monotonic())
 

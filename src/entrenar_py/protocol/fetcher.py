@@ -41,26 +41,40 @@ class Fetcher(Applicant):
         package: str,
         parts: Iterable[Part],
         timing: Timing,
+        patience_s: float,
         now: float,
     ) -> None:
-        """`package` is the digest of the package that the `parts` belong to."""
+        """`package` is the digest of the package that the `parts` belong to.
+
+        The connection is given up after `patience_s` without a byte of them.
+        """
         super().__init__(peer, nonce, secret=secret, backend=backend)
         self._package, self.timing = package, timing
         self._wanted = iter([(part.file, at) for part in parts for at in part.offsets()])
         self._due: deque[Want] = deque()  # what was wanted and has not come, in this order
-        self._heard = self._said = now
+        self._patience_s = patience_s
+        self._heard = self._said = self._progressed = now
+
+    def progressed(self, now: float) -> None:
+        """Note that bytes of a piece came."""
+        self._progressed = now
 
     def heard(self, now: float) -> None:
         """Note that a whole frame came."""
         self._heard = now
 
     def tick(self, now: float) -> list[Effect]:
-        """Send a heartbeat if one is due; disconnect from a coordinator that is silent too long."""
-        silence_s = now - self._heard
+        """Send a heartbeat if one is due.
+
+        Raises ProtocolError for a coordinator that is silent too long, or only beats.
+        """
+        silence_s, waited_s = now - self._heard, now - self._progressed
         if self.phase is Phase.OVER:
             return []
         if silence_s >= self.timing.dead_after_s:
             raise ProtocolError(f"the coordinator was silent for {silence_s:.1f} s")
+        if waited_s >= self._patience_s:
+            raise ProtocolError(f"the coordinator is alive, and sent no byte for {waited_s:.1f} s")
         if self.phase is not Phase.FETCHING or now - self._said < self.timing.heartbeat_s:
             return []
         self._said = now

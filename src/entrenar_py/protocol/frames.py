@@ -142,6 +142,11 @@ class Decoder:
         """Return the number of complete frames whose checksum was right."""
         return self._number
 
+    @property
+    def in_work(self) -> type[Message] | None:
+        """Return the kind of the message whose payload is coming, None between messages."""
+        return None if self._received is None else type(self._received.message)
+
     def buffer(self) -> memoryview:
         """Return the memory for the next bytes; it is never empty."""
         return self._rest
