@@ -69,7 +69,7 @@ def peak_mib() -> float:
 
 def fetch(port: int, digest: str, folder: Path, told: Queue[tuple[float, float, bool]]) -> None:
     """Fetch the file; tell the seconds, the memory that this took, and whether it is whole."""
-    cache = ReceivedFiles(folder, lambda text: None)
+    cache = ReceivedFiles(folder, lambda text: None, patience_s=300.0)
     since, before = time.monotonic(), peak_mib()
     get = partial(file_fetch.fetch, source(port, package=digest, timing=TIMING))
     finish = asyncio.run(cache.get([File("model.safetensors", FILE_BYTES, digest)], get))

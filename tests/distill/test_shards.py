@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +21,10 @@ from numpy.typing import NDArray
 from entrenar_py.distill import claims, schema, shards, teacher
 from entrenar_py.distill.claims import Claims
 from entrenar_py.distill.shards import File, Rows, ShardWriter
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import SystemFailure, UsageError
 from tests.distill import made
 from tests.distill.made import FACTS, STARTS
+from tests.fuzz.bad_files import KINDS
 
 NAMES = ("sample", "position", "target", "tokens", "log_probabilities", "rest")
 
@@ -163,6 +168,43 @@ def test_a_file_of_another_place(tmp_path: Path) -> None:
         File(tmp_path, FACTS, 0, STARTS[0])
 
 
+def test_a_stopped_process_keeps_nobody_out_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is stopped while it adds a line to the list is named after a while."""
+    monkeypatch.setattr(claims, "APPENDING_S", 0.1)
+    script = (
+        "import signal; from pathlib import Path; from entrenar_py.distill.claims import *;"
+        "lists = Claims(Path(sys.argv[1])).appending(); lists.__enter__();"
+        "os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    with (
+        closing(Claims(tmp_path)) as own,
+        subprocess.Popen([sys.executable, "-c", script, tmp_path]) as other,
+    ):
+        os.waitpid(other.pid, os.WUNTRACED)
+        try:
+            with (
+                pytest.raises(SystemFailure, match=f"process {other.pid} has kept its lists"),
+                own.appending(),
+            ):
+                pass
+        finally:
+            other.send_signal(signal.SIGCONT)
+        assert other.wait() == 0
+        with own.appending():
+            pass
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "full"])
+def test_a_lock_that_is_no_file(tmp_path: Path, kind: str) -> None:
+    """Whoever may write to the folder can put a pipe there: it is refused at once."""
+    KINDS[kind](tmp_path / claims.NAME)
+    with pytest.raises(OSError):
+        Claims(tmp_path)
+    assert claims.being_made(tmp_path, 3) == {}
+
+
 def test_who_makes_what(tmp_path: Path) -> None:
     """A claim ends with its process; the system's own record names the process."""
     with closing(Claims(tmp_path)) as own:
@@ -173,9 +215,6 @@ def test_who_makes_what(tmp_path: Path) -> None:
             "one = Claims(Path(sys.argv[1])); print(one.take(0), one.take(1),"
             "list(being_made(Path(sys.argv[1]), 3)))"
         )
-        import subprocess
-        import sys
-
         told = subprocess.run(
             [sys.executable, "-c", script, tmp_path], capture_output=True, text=True, check=True
         )

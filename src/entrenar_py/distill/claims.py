@@ -11,14 +11,18 @@ import fcntl
 import os
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from entrenar_py.errors import UsageError
+from entrenar_py.errors import SystemFailure, UsageError
+from entrenar_py.untrusted import files
 
 NAME = "claims.lock"
 _FORM = "hhqqi0q"  # struct flock of Linux: type, whence, start, length, process
+APPENDING_S = 60.0  # a line takes milliseconds, and a stopped process keeps the lock for ever
+LOOK_EVERY_S = 0.02
 _APPENDING = 2**40  # the byte that stands for the list; shards have those from 0 on
 
 
@@ -31,7 +35,7 @@ class Claims:
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError if the lock file can't be opened."""
-        self._file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = files.open_to_write(folder / NAME, flags=os.O_NOFOLLOW)
         self._folder = folder
 
     def take(self, shard: int) -> bool:
@@ -51,8 +55,20 @@ class Claims:
 
     @contextmanager
     def appending(self) -> Iterator[None]:
-        """Keep other writers from the folder's lists in the body. Raises as `take` does."""
-        self._lock(fcntl.LOCK_EX, _APPENDING)
+        """Keep other writers from the folder's lists in the body.
+
+        Raises as `take` does, and SystemFailure if another process keeps this one out for long.
+        """
+        until_s = time.monotonic() + APPENDING_S
+        while not self.take(_APPENDING):
+            if time.monotonic() >= until_s:
+                owner = _owner(self._file, _APPENDING)
+                whose = "another process" if owner is None else f"process {owner}"
+                raise SystemFailure(
+                    f"distill.logits={self._folder}: {whose} has kept its lists locked for "
+                    f"{APPENDING_S:g} s (is it stopped?); end it, or let it go on"
+                )
+            time.sleep(LOOK_EVERY_S)
         try:
             yield
         finally:
@@ -81,21 +97,29 @@ def being_made(folder: Path, num_shards: int) -> dict[int, int]:
     The id of a process on another machine says nothing. Only Linux is asked: elsewhere there are
     none.
     """
-    if sys.platform != "linux":
-        return {}
     try:
-        file = os.open(folder / NAME, os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(folder / NAME, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # nobody has made any here
         return {}
     found: dict[int, int] = {}
     try:
         for shard in range(num_shards):
-            asked = struct.pack(_FORM, fcntl.F_WRLCK, os.SEEK_SET, shard, 1, 0)
-            kind, _, _, _, owner = struct.unpack(_FORM, fcntl.fcntl(file, fcntl.F_GETLK, asked))
-            if kind != fcntl.F_UNLCK:
+            if (owner := _owner(file, shard)) is not None:
                 found[shard] = owner
     except OSError:  # no locks there
         return found
     finally:
         os.close(file)
     return found
+
+
+def _owner(file: int, byte: int) -> int | None:
+    """Return the process that has the lock on `byte`; None if none has, or the system is not Linux.
+
+    Raises OSError on a file system without locks.
+    """
+    if sys.platform != "linux":
+        return None
+    asked = struct.pack(_FORM, fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind, _, _, _, owner = struct.unpack(_FORM, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    return None if kind == fcntl.F_UNLCK else int(owner)

@@ -39,8 +39,7 @@ class Journal:
             rows.parent.mkdir(parents=True, exist_ok=True)
             if rows.is_dir():
                 raise IsADirectoryError(0, "is a folder")
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._file = os.open(self.path, flags, 0o644)
+            self._file = files.open_to_write(self.path, flags=os.O_APPEND)
         except OSError as error:
             raise UsageError(
                 f"distill.text.rows={rows}: can't be written ({error.strerror or error}); give a "

@@ -233,7 +233,7 @@ class Writer:
     def _append(self, record: dict[str, Any]) -> None:
         """Write one line after the last whole one, and let the disk have it."""
         text, _ = ledger.dump_line(self._list.chain, record)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = files.open_to_write(self._path)
         try:
             os.ftruncate(file, self._list.end)  # a part of a line, whose writer was killed
             line, at = text.encode() + b"\n", self._list.end

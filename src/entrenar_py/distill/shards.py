@@ -20,7 +20,7 @@ from entrenar_py.distill.manifest import Entry, path_of
 from entrenar_py.distill.schema import Facts
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning.samples import Samples
-from entrenar_py.untrusted import json_text
+from entrenar_py.untrusted import files, json_text
 
 GROUP_BYTES = 2**20  # of a row group's rows, at least, but for the last one of a file
 COMPRESSION = "zstd"
@@ -214,7 +214,7 @@ def digest_of(path: Path) -> str:
     """Return the BLAKE3 digest of a file, 32 hex digits."""
     hasher, piece = blake3(max_threads=blake3.AUTO), memoryview(bytearray(_HASHED_BYTES))
     # Not as a mapping: a file that shrinks meanwhile, on NFS say, would kill this process.
-    with path.open("rb", buffering=0) as file:
+    with files.open_file(path) as file:
         while number := file.readinto(piece):
             hasher.update(piece[:number])
     return hasher.hexdigest(16)

@@ -51,12 +51,12 @@ async def obtain(
         return listed
     _require_trust(listed, is_trusting=given.trust_remote_code)
     if listed.settings.get("strategy") == LAYER_PIPELINE:
-        return await stage_joining.obtain(listed, _received(say), source, given)
+        return await stage_joining.obtain(listed, _received(say, source), source, given)
     wanted: Sequence[File] = listed.files()
     if given.model is not None:
         received_run.require_same(given.model, listed.model)
         wanted = [listed.samples]
-    files = _received(say)
+    files = _received(say, source)
     if given.id is not None:
         raise UsageError(
             "--id: the run is no layer pipeline, whose stages have names; leave it out"
@@ -77,8 +77,8 @@ async def obtain(
             raise
 
 
-def _received(say: Say) -> ReceivedFiles:
-    return ReceivedFiles(preparing.cache() / "files", say)
+def _received(say: Say, source: Source) -> ReceivedFiles:
+    return ReceivedFiles(preparing.cache() / "files", say, patience_s=source.patience_s)
 
 
 async def _list(source: Source) -> Contents | Finish:

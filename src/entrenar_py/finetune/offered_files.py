@@ -17,6 +17,7 @@ from entrenar_py.tuning import fitting, samples
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
+from entrenar_py.untrusted import files
 
 _Stamp: TypeAlias = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
 
@@ -48,19 +49,16 @@ class OfferedFiles:
             return self._list
         path, stamp = self._places[piece.file]
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if _stamp(handle) != stamp:
+            with files.open_file(path) as file:
+                if _stamp(file.fileno()) != stamp:
                     return f"{path.name} was changed since the run began; start the run again"
-                return os.pread(handle, PIECE_BYTES, piece.offset)
-            finally:
-                os.close(handle)
+                return os.pread(file.fileno(), PIECE_BYTES, piece.offset)
         except OSError as error:
             return f"{path.name} can't be read by the coordinator ({error.strerror or error})"
 
     def _hashed(self, path: Path) -> File:
         try:
-            with path.open("rb") as file:
+            with files.open_file(path) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
                 stamp = _stamp(file.fileno())
         except OSError as error:

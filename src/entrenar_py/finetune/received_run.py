@@ -14,6 +14,7 @@ from entrenar_py.tuning import model, samples
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
+from entrenar_py.untrusted import files as own_files
 
 SETTINGS = "the settings"  # in messages
 _ADVICE = "use one release on both ends"
@@ -56,7 +57,7 @@ def require_same(folder: Path, files: Sequence[File]) -> None:
     for file in files:
         path = folder / file.name
         try:
-            with path.open("rb") as content:
+            with own_files.open_file(path) as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
         except OSError as error:
             raise UsageError(

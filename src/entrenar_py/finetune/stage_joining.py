@@ -38,6 +38,9 @@ from entrenar_py.service.worker import Stay
 from entrenar_py.training.layout import Layout
 from entrenar_py.tuning import blocks, model
 from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.untrusted import files as own_files
+
+INDEX_BYTES_MAX = 2**26  # a weight's name and its file's take some 150
 
 
 async def obtain(
@@ -161,7 +164,7 @@ class StageJoining:
         narrowed: str | None = None
         if index is not None:
             place = self.files.path(index) if self.own is None else self.own / index.name
-            content = stage_files.read(place.read_text("utf-8"))
+            content = stage_files.read(own_files.read(place, bytes_max=INDEX_BYTES_MAX))
             weights &= stage_files.of_stage(content, self.stack, own)
             narrowed = stage_files.narrowed(content, weights)
         wanted = [

@@ -13,7 +13,7 @@ from entrenar_py.untrusted import json_text
 INDEX = "model.safetensors.index.json"
 
 
-def read(text: str) -> dict[str, Any]:
+def read(text: str | bytes) -> dict[str, Any]:
     """Return the content of INDEX. Raises UsageError unless it names a file for each weight."""
     try:
         index = json_text.load(text)

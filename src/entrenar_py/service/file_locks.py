@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import re
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from entrenar_py.errors import UsageError
 from entrenar_py.training import checkpoint
-from entrenar_py.untrusted import json_text
+from entrenar_py.untrusted import files, json_text
 
 SUFFIX = ".lock"
 _TRIES = 10  # to lock a file that others remove at the same time
@@ -48,6 +48,9 @@ def claimed(path: Path, what: str, *, warn: Callable[[str], None]) -> Iterator[N
     try:
         file = _locked(lock, path, what, warn)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            problem = f"{lock} is no regular file; move it away"
+            raise UsageError(f"{what} {path}: {problem}") from error
         problem = f"can't be written ({error.strerror or error})"
         raise UsageError(f"{what} {path}: {problem}; {_ADVICE}") from error
     try:
@@ -70,8 +73,7 @@ def require_writable(path: Path) -> None:
         raise UsageError(f"checkpoint {path}: it is no regular file; {_ADVICE}")
     partial = checkpoint.partial_of(path)
     try:
-        with partial.open("wb"):
-            pass
+        os.close(files.open_to_write(partial, mode=0o666))
         partial.unlink()
     except OSError as error:
         problem = f"{partial.name} can't be made next to it ({error.strerror or error})"
@@ -84,27 +86,22 @@ _ADVICE = "give a path in a folder that is there and may be written"
 def _locked(lock: Path, path: Path, what: str, warn: Callable[[str], None]) -> int:
     """Return the descriptor of the file at `lock`, locked; OSError if it can't be opened."""
     for _ in range(_TRIES):
-        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        file = files.open_to_write(lock, flags=os.O_NOFOLLOW)
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise UsageError(f"{what} {path}: {lock} is no regular file; move it away")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = _holder(file)
+            who = holder(file)
             os.close(file)
             raise UsageError(
-                f"{what} {path}: {holder} is writing it; stop that first, or give another path"
+                f"{what} {path}: {who} is writing it; stop that first, or give another path"
             ) from error
-        except UsageError:
-            os.close(file)
-            raise
         except OSError as error:  # the file system has no locks
             warn(
                 f"{what} {path}: its file system gives no locks ({error.strerror}): see to it that "
                 "no other coordinator writes it"
             )
         if _is_at(file, lock):  # else its last holder has just removed it
-            _sign(file)
+            sign(file)
             return file
         os.close(file)
     raise UsageError(
@@ -119,7 +116,7 @@ def _is_at(file: int, lock: Path) -> bool:
     return False
 
 
-def _sign(file: int) -> None:
+def sign(file: int) -> None:
     """Write this process's id, host and time to `file`. A full disk is ignored."""
     record = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime(_TIME)}
     with suppress(OSError):
@@ -127,7 +124,7 @@ def _sign(file: int) -> None:
         os.pwrite(file, json.dumps(record).encode(), 0)
 
 
-def _holder(file: int) -> str:
+def holder(file: int) -> str:
     """Return who signed `file`. Its content is untrusted."""
     try:
         match json_text.load(os.pread(file, _HOLDER_BYTES_MAX, 0)):

@@ -42,7 +42,8 @@ def save(path: Path, arrays: Arrays, progress: Mapping[str, Any]) -> None:
     header = MAGIC + blake3(payload).hexdigest().encode() + b"\n"
     partial = partial_of(path)
     try:
-        with partial.open("wb") as file:
+        handle = files.open_to_write(partial, flags=os.O_TRUNC, mode=0o666)
+        with os.fdopen(handle, "wb") as file:
             file.write(header)
             file.write(payload)
             file.flush()

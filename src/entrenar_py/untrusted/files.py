@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ PIPE_S = 10.0  # from opening a pipe to its end
 # Longest line of a JSON lines file; the longest ones hold the values of all tensors of a model.
 LINE_BYTES_MAX = 2**28
 PIECE_BYTES = 2**16
+
+# O_NONBLOCK: opening a pipe without a writer must not block. It does not affect files.
+_NO_WAIT = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISFIFO, "a pipe"),
@@ -35,15 +39,47 @@ def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
     """
     handle = _opened(path)
     try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise _no_file(status.st_mode)
-        if bytes_max is not None and status.st_size > bytes_max:
-            raise too_large(status.st_size, bytes_max)
+        require_regular(handle)
+        size = os.fstat(handle).st_size
+        if bytes_max is not None and size > bytes_max:
+            raise too_large(size, bytes_max)
     except OSError:
         os.close(handle)
         raise
     return os.fdopen(handle, "rb")
+
+
+def open_to_write(path: Path, *, flags: int = 0, mode: int = 0o644) -> int:
+    """Return a handle of the regular file at `path`, to read and write; it is made if missing.
+
+    `flags` are added to those of `os.open`. Raises OSError at once for anything but a file.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_WAIT | flags, mode)
+    try:
+        require_regular(handle)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def require_regular(handle: int) -> None:
+    """Raise OSError unless `handle` is of a regular file."""
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        raise _no_file(mode)
+
+
+def problem(error: OSError, folder: Path) -> str:
+    """Return why a file in `folder` can't be written; for a full disk, how much is free on it."""
+    told = error.strerror or str(error)
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return told
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return told
+    return f"{told}: {free:,} bytes are free there"
 
 
 def read(path: Path, *, bytes_max: int) -> bytes:
@@ -97,8 +133,7 @@ def _no_file(mode: int) -> OSError:
 
 def _opened(path: Path) -> int:
     try:
-        # O_NONBLOCK: opening a pipe without a writer must not block. It does not affect files.
-        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        return os.open(path, os.O_RDONLY | _NO_WAIT)
     except ValueError as error:  # a NUL, or a character that no path can have
         raise OSError(errno.EINVAL, f"not a possible path ({error}); give a file") from error
 
