@@ -33,7 +33,9 @@ settings.load_profile("entrenar")
 # What a shell starts in the background ignores interrupts, and so would all that is tested here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+HANDLERS = {
+    number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+}
 
 
 @pytest.fixture(autouse=True, scope="module")

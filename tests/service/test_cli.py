@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from entrenar_py.errors import BackendUnavailable, CheckpointError
-from entrenar_py.service import cli, exit_codes, ledger_verification
+from entrenar_py.service import cli, exit_codes, ledger_verification, signals
 
 HEAVY = ("torch", "numpy", "rich", "yaml", "wgpu", "blake3", "asyncio")
 
@@ -54,6 +57,58 @@ def test_what_is_invalid(
     assert output.err.startswith(said)
     assert output.err.count("\n") == 1
     assert output.out == ""
+
+
+@pytest.mark.parametrize("number", signals.NUMBERS)
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_signal_while_all_is_being_loaded(
+    number: signal.Signals,
+    is_lost: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 6 and one line, even if a library makes an exception of its own of it."""
+
+    def load(path: Path, *, replay: bool) -> NoReturn:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt as error:
+            if is_lost:
+                raise ImportError("half of a module") from error
+            raise
+        raise AssertionError("it was not interrupted")
+
+    monkeypatch.setattr(ledger_verification, "verify", load)
+    assert cli.main(["ledger", "verify", "l"]) == exit_codes.STOPPED
+    told = f"entrenar: interrupted by {number.name} before anything had begun\n"
+    assert capsys.readouterr().err == told
+
+
+def test_a_hang_up_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `nohup` starts goes on when its terminal is closed."""
+
+    def verify(path: Path, *, replay: bool) -> int:
+        signal.raise_signal(signal.SIGHUP)
+        return exit_codes.DONE
+
+    monkeypatch.setattr(ledger_verification, "verify", verify)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert cli.main(["ledger", "verify", "l"]) == exit_codes.DONE
+
+
+def test_an_interrupt_that_got_lost_stops_the_run() -> None:
+    """If an import swallowed it, it counts as soon as the run begins."""
+    signals.interrupt()
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    stopped = list[signal.Signals]()
+
+    async def story() -> None:
+        signals.deliver(stopped.append)
+        await asyncio.sleep(0)
+
+    asyncio.run(story())
+    assert stopped == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,12 @@ def test_a_worker_says_goodbye(star: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.by_hand),
+    ],
 )
 def test_a_stopped_coordinator_keeps_everything(star: Cluster, number: signal.Signals) -> None:
     """It finishes and saves its step, tells the workers, and goes on from there when resumed."""

@@ -15,7 +15,7 @@ from entrenar_py.distill.producing import Progress, Stage
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import distill_page, local, rows_read, settings_file
 from entrenar_py.reports import output_file
-from entrenar_py.service import exit_codes
+from entrenar_py.service import exit_codes, signals
 from entrenar_py.service.figures import duration
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.settings import Distillation, Settings
@@ -89,7 +89,7 @@ def _of(part: producing.Part) -> str:
 
 @contextmanager
 def stopped_by_signals(told: str) -> Iterator[threading.Event]:
-    """Yield an event that SIGINT and SIGTERM set; a second one ends the process as usual.
+    """Yield an event that SIGINT, SIGTERM and SIGHUP set; a second one ends the process as usual.
 
     At the first one, `told` is printed.
     """
@@ -103,7 +103,9 @@ def stopped_by_signals(told: str) -> Iterator[threading.Event]:
         stopping.set()
         printing.say(told)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    if signals.noted():  # while something was loaded, and the interrupt got lost
+        stopping.set()
+    for number in signals.taken():
         before[number] = signal.signal(number, stop)
     try:
         yield stopping

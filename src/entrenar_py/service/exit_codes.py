@@ -18,8 +18,8 @@ MEANINGS: Mapping[int, str] = {
     INVALID: "the command line or a file that it names is invalid; nothing ran",
     FAILED: "the program itself failed: a device, a full disk, a bug",
     INCONCLUSIVE: "the ledger can't be replayed here bit for bit",
-    STOPPED: "stopped by SIGINT or SIGTERM: the step in work was finished (a second signal gives "
-    "it up), the checkpoint written, the workers told; go on with --resume",
+    STOPPED: "stopped by SIGINT, SIGTERM or SIGHUP: the step in work was finished (a second signal "
+    "gives it up), the checkpoint written, the workers told; go on with --resume",
 }
 
 _COMMON = {INVALID: MEANINGS[INVALID], FAILED: MEANINGS[FAILED], STOPPED: "interrupted"}
@@ -28,7 +28,7 @@ _TRAINING = {
     WRONG: "the run was halted or given up",
     STOPPED: MEANINGS[STOPPED],
 }
-_SHARDS = {STOPPED: "stopped by SIGINT or SIGTERM; start it again to go on"}
+_SHARDS = {STOPPED: "stopped by SIGINT, SIGTERM or SIGHUP; start it again to go on"}
 # Command -> what its codes mean, as far as that differs from _COMMON.
 _OWN: Mapping[str, Mapping[int, str]] = {
     **dict.fromkeys(("coordinator", "finetune", "distill train"), _TRAINING),

@@ -27,7 +27,7 @@ from entrenar_py.finetune.strategies.scoring import Scoring
 from entrenar_py.finetune.strategies.step import Shards, Step
 from entrenar_py.finetune.strategies.strategy import Arrays, Strategy, gradient_of, local
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import gradient_norms, memory_peak
+from entrenar_py.service import gradient_norms, memory_peak, signals
 from entrenar_py.service.gradient_norms import GradientNorms
 from entrenar_py.service.memory_peak import Memory
 from entrenar_py.training import schedule, sharding
@@ -298,14 +298,14 @@ def _optimizer(scenario: Scenario, trainable: Mapping[str, nn.Parameter]) -> Ada
 
 
 class _Stopping:
-    """Notes SIGTERM and SIGINT within its context: the step in work is finished, and saved."""
+    """Notes signals to stop within its context: the step in work is finished, and saved."""
 
     def __init__(self) -> None:
         self.is_told = False
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in signals.taken():
             self._before[number] = signal.signal(number, self._note)
 
     def __exit__(self, *_: object) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from entrenar_py import process
 from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, RowsError, UsageError
-from entrenar_py.service import exit_codes
+from entrenar_py.service import exit_codes, signals
 from entrenar_py.service.cli import distill_options, options, pipeline_options
 from entrenar_py.untrusted import printing
 
@@ -26,24 +26,36 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise SystemExit(exit_codes.FAILED) from left
         raise
     except KeyboardInterrupt:
-        _say("interrupted before anything had begun")
-        return exit_codes.STOPPED
-    except ContractError as error:  # its lines start with file:line:column
-        printing.warn_lines(str(error))
-        return exit_codes.INVALID
-    except RowsError as error:
-        printing.warn_lines(f"{options.PROG}: {error}")
-        return exit_codes.INVALID
-    except (UsageError, CheckpointError) as error:
-        _say(error)
-        return exit_codes.INVALID
-    except EntrenarError as error:
-        _say(error)
-        return exit_codes.FAILED
-    except Exception:  # noqa: BLE001  (Python would exit with 1, which means a failed run)
-        printing.warn_lines(traceback.format_exc().rstrip())
-        _say(f"this is a bug in {options.PROG}: report it, with the lines above")
-        return exit_codes.FAILED
+        return _interrupted()
+    except Exception as error:  # noqa: BLE001  (Python would exit with 1, which means a failed run)
+        # A library may have made its own exception of an interrupt.
+        return _interrupted() if signals.noted() else _failed(error)
+
+
+def _interrupted() -> int:
+    number = signals.noted()
+    _say(f"interrupted{f' by {number}' if number else ''} before anything had begun")
+    return exit_codes.STOPPED
+
+
+def _failed(error: Exception) -> int:
+    """Tell what went wrong; return the exit code."""
+    match error:
+        case ContractError():  # its lines start with file:line:column
+            printing.warn_lines(str(error))
+            return exit_codes.INVALID
+        case RowsError():
+            printing.warn_lines(f"{options.PROG}: {error}")
+            return exit_codes.INVALID
+        case UsageError() | CheckpointError():
+            _say(error)
+            return exit_codes.INVALID
+        case EntrenarError():
+            _say(error)
+            return exit_codes.FAILED
+    printing.warn_lines("".join(traceback.format_exception(error)).rstrip())
+    _say(f"this is a bug in {options.PROG}: report it, with the lines above")
+    return exit_codes.FAILED
 
 
 def _run(given: argparse.Namespace) -> int:
