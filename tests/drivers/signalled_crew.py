@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 from entrenar_py.drivers.processes import Crew
 from tests.drivers import jobs
@@ -13,10 +15,11 @@ if __name__ == "tests.drivers.signalled_crew":  # in the fork server
     time.sleep(1)
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: print("told", flush=True))
     crew = Crew(jobs.main, preload=["tests.drivers.signalled_crew"])
     hand = crew.give(b"pid")
     crew.gather(20)
     print("answered" if hand.answer else "died", flush=True)
+    print("left:", *Path(tempfile.gettempdir()).iterdir(), flush=True)  # if it is killed now
     crew.dismiss()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import tests
-from entrenar_py.drivers.processes import Crew, Hand
+from entrenar_py.drivers.processes import Crew, Hand, Job
 from entrenar_py.errors import SystemFailure
 from entrenar_py.systems import preloaded
 from tests.drivers import jobs
@@ -113,6 +114,17 @@ def test_who_does_not_answer_is_killed(crew: Crew) -> None:
     assert crew.give(b"pid") is well
 
 
+def test_an_answer_that_nobody_hears() -> None:
+    """A worker that is done when the run has ended ends in silence."""
+    ours, theirs = multiprocessing.Pipe()
+    with theirs:
+        job = Job(theirs)
+        ours.close()
+        job.note(b"one")
+        job.answer(b"two")
+        assert job.next() is None
+
+
 def test_a_fork_server_that_ended_is_told(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal to the whole group of processes ends it, and the next start finds a closed pipe."""
 
@@ -155,14 +167,24 @@ def test_dismissal_ends_the_frozen(crew: Crew, monkeypatch: pytest.MonkeyPatch) 
     assert _ended(frozen.pid)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_group_while_modules_are_loaded(number: signal.Signals) -> None:
-    """As a terminal sends it, or a service manager: it is for the process that began."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_group_while_modules_are_loaded(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """As a terminal sends it, or a service manager: it is for the process that began.
+
+    Meanwhile no file has a name that a killed process would leave.
+    """
     command = [sys.executable, "-m", "tests.drivers.signalled_crew"]
     with subprocess.Popen(
-        command, cwd=TOP, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=TOP,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "loads\n"
         os.killpg(process.pid, number)
-        assert process.stdout.read().splitlines() == ["told", "answered"]
+        assert process.stdout.read().splitlines() == ["told", "answered", "left:"]

@@ -12,8 +12,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -23,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from entrenar_py.errors import SystemFailure
 
 ENDING_S = 5.0
-_OF_GROUPS = (signal.SIGINT, signal.SIGTERM)  # sent to all processes of a group
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # sent to all processes of a group
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
@@ -43,11 +45,15 @@ class Job:
 
     def note(self, text: bytes) -> None:
         """Send a note while the job is being done."""
-        self._pipe.send_bytes(b"+" + text)
+        self._send(b"+" + text)
 
     def answer(self, text: bytes) -> None:
         """Send the result of the job."""
-        self._pipe.send_bytes(b"=" + text)
+        self._send(b"=" + text)
+
+    def _send(self, message: bytes) -> None:
+        with suppress(OSError):  # who gave the job has ended, or wants to hear no more
+            self._pipe.send_bytes(message)
 
 
 @dataclass(eq=False)
@@ -134,11 +140,14 @@ class Crew:
     def _new(self) -> Hand:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(self._main, theirs), daemon=True)
-        resource_tracker.ensure_running()  # first, since it lets these signals come again
         # A fork server that is just loading modules would be ended by a signal to the whole group,
-        # as a terminal or a service manager sends it; it inherits that these wait.
+        # as a terminal or a service manager sends it; it inherits that these wait. So does the
+        # tracker of resources, which knows of the first two alone, and lets them come again.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
         try:
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+            _start_fork_server()
             process.start()
         except (EOFError, OSError) as error:
             raise SystemFailure(
@@ -150,6 +159,28 @@ class Crew:
         return Hand(process, ours)
 
 
+def _start_fork_server() -> None:
+    """Start the fork server if it does not run, and leave no name of its socket.
+
+    multiprocessing gives the socket a name in a temporary folder of its own, which outlives a
+    process that is killed. On Linux an open handle of the socket is enough to connect to it.
+    """
+    if sys.platform != "linux":
+        return
+    own, before = multiprocessing.current_process(), _forkserver._forkserver_address  # type: ignore[attr-defined]
+    settings = own._config  # type: ignore[attr-defined]
+    given = settings.get("tempdir")
+    with tempfile.TemporaryDirectory(prefix="fork-") as settings["tempdir"]:
+        try:
+            _forkserver.ensure_running()
+            address = _forkserver._forkserver_address  # type: ignore[attr-defined]
+            if address != before:
+                handle = os.open(address, os.O_PATH | os.O_CLOEXEC)
+                _forkserver._forkserver_address = f"/proc/self/fd/{handle}"  # type: ignore[attr-defined]
+        finally:
+            settings["tempdir"] = given
+
+
 def _run(main: Callable[[Connection], None], pipe: Connection) -> None:
     """Run `main` in a worker process. It ends with the process that started it, even if stopped.
 
@@ -157,7 +188,8 @@ def _run(main: Callable[[Connection], None], pipe: Connection) -> None:
     parent, the fork server. The fork server ends when the last writer of its own pipe is closed.
     Every child inherits such a writer, and has to close it here.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it handles interrupts
+    for number in (signal.SIGINT, signal.SIGHUP):  # the process that started it handles these
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_GROUPS)
     os.close(_forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     _forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
