@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -82,6 +83,22 @@ def test_a_signal_while_all_is_being_loaded(
     assert cli.main(["ledger", "verify", "l"]) == exit_codes.STOPPED
     told = f"entrenar: interrupted by {number.name} before anything had begun\n"
     assert capsys.readouterr().err == told
+
+
+def test_an_interrupt_that_an_import_swallows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is ended some seconds later; no supervisor has to kill it."""
+    ended = threading.Event()
+    monkeypatch.setattr(signals, "LOST_S", 0.0)
+    monkeypatch.setattr(signals, "end", ended.set)
+
+    def load(path: Path, *, replay: bool) -> int:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.wait(20.0)
+        return exit_codes.DONE
+
+    monkeypatch.setattr(ledger_verification, "verify", load)
+    assert cli.main(["ledger", "verify", "l"]) == exit_codes.DONE
 
 
 def test_a_hang_up_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

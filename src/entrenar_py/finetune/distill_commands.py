@@ -103,6 +103,7 @@ def stopped_by_signals(told: str) -> Iterator[threading.Event]:
         stopping.set()
         printing.say(told)
 
+    signals.settle()
     if signals.noted():  # while something was loaded, and the interrupt got lost
         stopping.set()
     for number in signals.taken():

@@ -1,12 +1,15 @@
 """SIGINT, SIGTERM and SIGHUP: they stop a run in progress, and are ignored once it is over.
 
 Before a run begins, while modules and weights are loaded, they interrupt: nothing is there that
-would have to be saved. asyncio's own handlers would end with the loop, so that a signal just after
-the run could kill the process before it reports its exit code.
+would have to be saved. Imports can swallow an interrupt. So a process that goes on all the same is
+ended a little later, unless the run has begun, which then stops. asyncio's own handlers would end
+with the loop, so that a signal just after the run could kill the process before it reports its exit
+code.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -14,20 +17,32 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from entrenar_py.service import exit_codes
+from entrenar_py.untrusted import printing
+
 if TYPE_CHECKING:
     import asyncio  # takes a while, and `entrenar --help` has no use for it
 
+LOST_S = 3.0  # after an interrupt: by then it was swallowed
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _noted: list[signal.Signals] = []  # the signals that interrupted this process
+_watch: list[threading.Timer] = []
 
 
 def interrupt() -> None:
-    """Let each signal raise KeyboardInterrupt, until `deliver` is called."""
+    """Let each signal raise KeyboardInterrupt, until `deliver` or `settle` is called."""
+    settle()
     _noted.clear()
     if threading.current_thread() is threading.main_thread():
         for number in taken():
             signal.signal(number, _interrupt)
+
+
+def settle() -> None:
+    """End the watch over interrupts: they have arrived, or are requests to stop from now on."""
+    while _watch:
+        _watch.pop().cancel()
 
 
 def noted() -> str | None:
@@ -42,6 +57,7 @@ def deliver(stop: Callable[[signal.Signals], None]) -> None:
     """Make the running loop call `stop` with each signal that arrives, until `ignore` is called."""
     import asyncio
 
+    settle()
     loop = asyncio.get_running_loop()
     for number in taken():
         signal.signal(number, partial(_pass_on, loop, stop))
@@ -63,7 +79,24 @@ def taken() -> list[signal.Signals]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     _noted.append(signal.Signals(number))
+    if not _watch:
+        _watch.append(threading.Timer(LOST_S, lambda: end()))
+        _watch[0].daemon = True
+        _watch[0].start()
     raise KeyboardInterrupt
+
+
+def end() -> None:
+    """Tell of the interrupt, and end this process at once, in any thread."""
+    printing.warn(say_interrupted())
+    os._exit(exit_codes.STOPPED)
+
+
+def say_interrupted() -> str:
+    """Return the line that tells of an interrupt."""
+    number = noted()
+    by = f" by {number}" if number else ""
+    return f"entrenar: interrupted{by} before anything had begun"
 
 
 def _pass_on(

@@ -30,11 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001  (Python would exit with 1, which means a failed run)
         # A library may have made its own exception of an interrupt.
         return _interrupted() if signals.noted() else _failed(error)
+    finally:
+        signals.settle()
 
 
 def _interrupted() -> int:
-    number = signals.noted()
-    _say(f"interrupted{f' by {number}' if number else ''} before anything had begun")
+    signals.settle()
+    printing.warn(signals.say_interrupted())
     return exit_codes.STOPPED
 
 
