@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -258,17 +259,30 @@ def test_links_lead_nowhere(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message names the folder and what to do; what has come is kept."""
+    """The message names the file, and what is free; later it goes on with what has come."""
     cache = cache_in(tmp_path)
 
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
+    plain, written = os.pwrite, list[int]()
 
-    monkeypatch.setattr(os, "pwrite", full)
+    def nearly_full(handle: int, content: Buffer, offset: int) -> int:
+        if memoryview(content).nbytes < PIECE // 3:  # the signature of a lock
+            return plain(handle, content, offset)
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(plain(handle, memoryview(content)[: PIECE // 3], offset))
+        return written[0]
+
+    monkeypatch.setattr(os, "pwrite", nearly_full)
     name = rf"{file_of().digest}\.part can't be used"
     free = r"No space left on device: [\d,]+ bytes are free there\); make room"
     with pytest.raises(UsageError, match=rf"{name} \({free}.*set XDG_CACHE_HOME"):
         get(cache, [file_of()], Coordinator(CONTENT))
+    assert not cache.path(file_of()).exists()
+    monkeypatch.undo()
+    sender = Coordinator(CONTENT)
+    assert get(cache_in(tmp_path), [file_of()], sender) is None
+    assert sender.num_bytes == len(CONTENT) - written[0]
+    assert cache.path(file_of()).read_bytes() == CONTENT
 
 
 def test_a_cache_that_can_not_be_made(tmp_path: Path) -> None:

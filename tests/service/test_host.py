@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 class Broken:
     """A ledger on a full disk."""
+
+    path = Path("ledger.jsonl")
 
     def append(self, events: object) -> None:
         raise FULL
@@ -189,7 +192,8 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, "save", fail)
         host.save(1)
-    assert "No space left on device" in str(host.unsaved)
+    told = rf"checkpoint {tmp_path}/c: .*No space left on device: [\d,]+ bytes are free there"
+    assert re.match(told, str(host.unsaved))
     assert notes(heard)[-2:] == ["saved", "not_saved"]
     assert checkpoint.load(tmp_path / "c")[1]["step"] == 0
     train(hands, [1])
@@ -209,7 +213,9 @@ def test_a_broken_ledger_ends_the_run(tmp_path: Path) -> None:
     host.write_to(Broken(), Standing())  # type: ignore[arg-type]
     train(meet(host), [0])
     host.save(1)
-    assert reasons == ["the ledger can't be written (No space left on device)"]
+    (reason,) = reasons
+    assert reason.startswith("the ledger ledger.jsonl can't be written (No space left on device: ")
+    assert reason.endswith(" bytes are free there)")
     assert host.broken == reasons[0]
     assert not (tmp_path / "c").exists()
 

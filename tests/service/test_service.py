@@ -230,9 +230,9 @@ def test_a_ledger_without_a_gap(star: Cluster) -> None:
     first = star.coordinator(limit_bytes=9000)
     worker = star.worker()
     assert first.code() == exit_codes.FAILED
-    assert "the ledger can't be written (File too large)" in first.text
+    assert "the ledger ledger.jsonl can't be written (File too large)" in first.text
     assert worker.code() == exit_codes.WRONG
-    assert "the ledger can't be written" in worker.lines[-1]
+    assert "the ledger ledger.jsonl can't be written" in worker.lines[-1]
     second = star.coordinator("--resume")
     assert star.worker().code() == second.code() == exit_codes.DONE
     assert second.lines[-1] == f"completed: step 12, weights {weights(TRAINING)}"

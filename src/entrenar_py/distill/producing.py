@@ -25,6 +25,7 @@ from entrenar_py.distill.teacher import Batch, Kept, Teacher
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.tuning import fitting, model, model_class
 from entrenar_py.tuning.prepared import Prepared
+from entrenar_py.untrusted import files
 
 LOOK_EVERY_S = 1.0  # at what other processes make
 PIECE_BYTES = 2**25  # of rows that are computed, and then written, at a time
@@ -112,7 +113,9 @@ class Stage:
                 writer = Writer(self.folder, self.facts, self._part, claims)
                 return self._make_all(claims, writer, listen, stopping)
         except OSError as error:
-            problem = f"shards can't be written ({error.strerror or error})"
+            name = f"{Path(error.filename).name}: " if error.filename else ""
+            told = files.problem(error, self.folder)
+            problem = f"shards can't be written ({name}{told})"
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             advice = "make room" if is_full else "give a folder that can be written to"
             raise SystemFailure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from entrenar_py.errors import SystemFailure
-from entrenar_py.untrusted import escaping
+from entrenar_py.untrusted import escaping, files
 
 PARTIAL = "export.partial"  # in the folder: files that are being written
+_FULL = os.strerror(errno.ENOSPC)  # also in the errors of safetensors, which have no number
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -22,7 +24,7 @@ def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Pa
     Without the files named in `marks` nobody takes `folder` for a model: old ones go before
     anything is moved, new ones come last, in their order. Weights of an earlier model go, too.
     Raises SystemFailure, with `advice`, if a file can't be written, and `folder` is as it was; or
-    if one can't be moved, and `folder` is no model then.
+    if one can't be moved, and `folder` is no model then. An interrupt leaves nothing behind.
     """
     partial = folder / PARTIAL
     try:
@@ -39,9 +41,20 @@ def replacing(folder: Path, *, marks: Sequence[str], advice: str) -> Iterator[Pa
     except (
         Exception
     ) as error:  # tokenizers and safetensors raise kinds of their own for a full disk
-        shutil.rmtree(partial, ignore_errors=True)
-        told = escaping.shortened(" ".join(str(error).split()))
+        told = escaping.shortened(_problem(error, partial))
         raise SystemFailure(f"output {folder}: can't be written ({told}); {advice}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _problem(error: Exception, partial: Path) -> str:
+    """Return why a file can't be written; for a full disk, which one, and how much is free."""
+    told = " ".join(str(error).split())
+    if _FULL not in told:
+        return told
+    written = [path for path in partial.rglob("*") if path.is_file()]
+    last = max(written, key=lambda path: path.stat().st_mtime_ns, default=partial)
+    return f"{last.name}: {files.problem(OSError(errno.ENOSPC, _FULL), partial)}"
 
 
 def _move(partial: Path, folder: Path, names: Sequence[str], marks: Sequence[str]) -> None:

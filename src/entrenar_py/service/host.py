@@ -36,6 +36,7 @@ from entrenar_py.systems.star import topology, worker_records
 from entrenar_py.systems.star.server import Server
 from entrenar_py.trace.writer import Mark, Standing, Writer
 from entrenar_py.training.tensors import Array, Workload
+from entrenar_py.untrusted import files
 
 UNLIKE = 1.25  # workers are, if one takes so many times longer for a shard than another
 SHARDS_A_WORKER = 2  # fewer can't be dealt in proportion to speeds
@@ -192,7 +193,8 @@ class Host:
         try:
             self.server.write_checkpoint(step, notes)
         except OSError as error:
-            self.unsaved = f"checkpoint {path}: can't be written ({error.strerror or error})"
+            told = files.problem(error, path.parent)
+            self.unsaved = f"checkpoint {path}: can't be written ({told})"
             kept = "there is no earlier one"
             if self._saved is not None:
                 kept = f"the one of step {self._saved} stays"
@@ -339,7 +341,8 @@ class Host:
             if sync:
                 self._ledger.sync()
         except (OSError, UsageError) as error:
-            told = getattr(error, "strerror", None) or error
-            self.broken = f"the ledger can't be written ({told})"
+            path = self._ledger.path
+            reason = files.problem(error, path.parent) if isinstance(error, OSError) else error
+            self.broken = f"the ledger {path.name} can't be written ({reason})"
             self._ledger = None
             self.give_up(self.broken)

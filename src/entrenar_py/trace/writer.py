@@ -62,6 +62,11 @@ class Writer:
         self._file, self._num_lines, self._chain = file, last.line, last.chain
 
     @property
+    def path(self) -> Path:
+        """The file's path."""
+        return Path(self._file.name)
+
+    @property
     def last(self) -> Mark:
         """The line that was written last."""
         return Mark(self._num_lines, self._chain)
