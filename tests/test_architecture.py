@@ -17,6 +17,10 @@ from entrenar_py.trace import traits
 
 SOURCE = Path(entrenar_py.__file__).parent
 LINES_MAX = 400
+WALL_CLOCKS = (
+    *("time.time", "time.time_ns", "time.localtime", "time.gmtime", "time.strftime"),
+    *("datetime.now", "datetime.utcnow", "datetime.today", "date.today"),
+)
 
 # The room of a module is the first part of its name. Each room has a floor.
 FLOORS = {
@@ -267,6 +271,18 @@ def test_no_cycles_between_packages() -> None:
         if one < other and one in reached.get(other, ()) and not other.startswith(f"{one}.")
     }
     assert not tangled - {pair for pair in tangled if "" in pair}
+
+
+def test_no_decision_follows_the_wall_clock() -> None:
+    """A wall clock jumps. It is read for what people read, in a few places; waits are monotonic."""
+    of_metrics = {"service.metrics": {"time.time"}}  # a line's time
+    of_locks = {"service.file_locks": {"time.strftime"}}  # since when a lock is held, for a message
+    read: dict[str, set[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in WALL_CLOCKS:
+                read.setdefault(module, set()).add(ast.unparse(node))
+    assert read == of_metrics | of_locks
 
 
 def test_files_are_one_room() -> None:

@@ -102,8 +102,16 @@ def test_a_server_says_when_to_come_again(tmp_path: Path) -> None:
     with serving(lambda _, before: chat("right") if before else late) as server:
         assert ask(config(tmp_path, chats(["a"]), endpoint=server.url, **ALL)) == exit_codes.DONE
     assert time.monotonic() - began >= 0.5
-    assert endpoint._seconds("Fri, 31 Dec 1999 23:59:59 GMT") == 0
-    assert [endpoint._seconds(one) for one in (None, "soon", "nan", "-1")] == [None] * 3 + [0]
+
+
+def test_a_date_to_come_again_is_compared_with_the_servers_clock() -> None:
+    """This machine's may be wrong, or jump. An answer without a date says nothing."""
+    due, sent = "Fri, 31 Dec 1999 23:59:59 GMT", "Fri, 31 Dec 1999 23:59:49 GMT"
+    assert endpoint._seconds(due, sent) == 10
+    assert endpoint._seconds(sent, due) == 0
+    assert [endpoint._seconds(due, one) for one in (None, "now", due[:-4])] == [None] * 3
+    said = [endpoint._seconds(one, sent) for one in (None, "soon", "nan", "-1", "3")]
+    assert said == [None] * 3 + [0, 3]
 
 
 def test_retries_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

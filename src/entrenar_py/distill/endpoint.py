@@ -312,7 +312,8 @@ class Endpoint:
             raise _TroubleError(told, again=False)
         if self._key is not None:  # some send it back
             found = _without(self._key, found)
-        return reply.status, _seconds(reply.getheader("Retry-After")), found
+        after_s = _seconds(reply.getheader("Retry-After"), reply.getheader("Date"))
+        return reply.status, after_s, found
 
     def _connection(self, connect_s: float) -> http.client.HTTPConnection:
         place = self._place
@@ -354,15 +355,19 @@ def seed_of(prompt: Prompt, seed: int) -> int:
     return (int(prompt.digest, 16) ^ seed) % 2**63
 
 
-def _seconds(given: str | None) -> float | None:
-    """Return what a Retry-After says: seconds, or a date; None for nothing of both."""
+def _seconds(given: str | None, now: str | None) -> float | None:
+    """Return what a Retry-After says: seconds, or a date; None for nothing of both.
+
+    A date is compared with `now`, the answer's own date, since clocks differ, and jump.
+    """
     if given is None:
         return None
     try:
         found = float(given)
     except ValueError:
         try:
-            found = email.utils.parsedate_to_datetime(given).timestamp() - time.time()
-        except (ValueError, OverflowError):
+            due, sent = (email.utils.parsedate_to_datetime(one or "") for one in (given, now))
+            found = (due - sent).total_seconds()
+        except (TypeError, ValueError, OverflowError):  # one may be without a time zone
             return None
     return max(0.0, found) if math.isfinite(found) else None
