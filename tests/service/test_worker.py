@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import threading
+from typing import Any
 
 import pytest
 
 from entrenar_py import backends, trace
 from entrenar_py.backends import Backend
+from entrenar_py.drivers import run_query
 from entrenar_py.drivers.run_query import Told
 from entrenar_py.errors import BackendUnavailable, SystemFailure
 from entrenar_py.finetune import joining
-from entrenar_py.protocol.effects import Load
+from entrenar_py.protocol.effects import Finish, Load
 from entrenar_py.protocol.messages import Loaded, Welcome
-from entrenar_py.service import worker
+from entrenar_py.service import signals, worker
 from entrenar_py.service.cli import options
 from entrenar_py.systems.star.member import Member
 from tests.service.members import host_of, scenario_of
@@ -50,6 +55,36 @@ def test_a_backend_asked_for_by_name_is_that_or_none() -> None:
     """A backend requested by name is never replaced silently."""
     with pytest.raises(BackendUnavailable, match="no such thing"):
         worker.opened("cuda")
+
+
+def test_a_signal_while_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No supervisor has to wait for the thread that loads it: the process is ended."""
+    ended, loads = threading.Event(), threading.Event()
+    monkeypatch.setattr(signals, "LOST_S", 0.0)
+    monkeypatch.setattr(signals, "end", ended.set)
+
+    async def ask(*_: Any, **__: Any) -> Told:
+        return Told(scenario=b"{}", heartbeat_s=1.0, dead_after_s=2.0, package="0" * 64)
+
+    def load() -> Finish:
+        loads.set()
+        assert ended.wait(20.0)
+        return Finish("completed")
+
+    async def obtain(*_: Any) -> Finish:
+        return await asyncio.to_thread(load)
+
+    async def story() -> Finish:
+        stay = _stay()
+        stay.obtain = obtain
+        taking_part = asyncio.ensure_future(stay.take_part())
+        await asyncio.to_thread(loads.wait)
+        signal.raise_signal(signal.SIGTERM)
+        return await taking_part
+
+    monkeypatch.setattr(run_query, "ask", ask)
+    assert asyncio.run(story()) == Finish("stopped", "by SIGTERM")
+    signals.settle()
 
 
 def test_every_stay_records_the_device() -> None:

@@ -78,12 +78,17 @@ def taken() -> list[signal.Signals]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    _noted.append(signal.Signals(number))
+    end_soon(signal.Signals(number))
+    raise KeyboardInterrupt
+
+
+def end_soon(number: signal.Signals) -> None:
+    """Note a signal, and end this process in some seconds, unless it has ended or settled then."""
+    _noted.append(number)
     if not _watch:
         _watch.append(threading.Timer(LOST_S, lambda: end()))
         _watch[0].daemon = True
         _watch[0].start()
-    raise KeyboardInterrupt
 
 
 def end() -> None:

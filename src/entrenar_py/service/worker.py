@@ -253,6 +253,7 @@ class Stay:
                 self._workload.interrupt()
         elif self._asking is not None:
             self._asking.cancel()
+            signals.end_soon(number)  # a thread that loads a model would keep it for long
 
 
 def scenario_of(told: Told) -> Scenario:

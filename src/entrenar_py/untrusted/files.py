@@ -13,6 +13,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,7 +33,7 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 )
 
 
-def open_file(path: Path, *, bytes_max: int | None = None) -> BinaryIO:
+def open_file(path: Path, *, bytes_max: int | None = None) -> BufferedReader:
     """Open the regular file at `path` for reading; raise OSError at once for anything else.
 
     A file larger than `bytes_max` is an OSError too. None sets no limit, for use with `lines`.
