@@ -12,12 +12,26 @@ import pytest
 
 from entrenar_py.service import cli, exit_codes
 from tests.finetune import runs
-from tests.pipeline import doomed
-from tests.pipeline.doomed import COORDINATOR, Doom
 from tests.pipeline.test_machines import configured, judged
+from tests.service import doomed
 from tests.service.cluster import Cluster, Process
+from tests.service.doomed import COORDINATOR
+from tests.service.nursery import Strike
 
 EPOCHS = 10  # 60 steps: one for each death
+# What each role sends and gets in a step; ranks 0, 1 and 2 are stages.
+SENT = {
+    COORDINATOR: ("Assign", "Weights", "Commit"),
+    0: ("Activation", "Summed", "TreeNode", "Staged", "Applied"),
+    1: ("Activation", "ActivationGradient", "Summed", "TreeNode", "Staged", "Applied"),
+    2: ("ActivationGradient", "Summed", "TreeNode", "Staged", "Applied"),
+}
+GOT = {
+    COORDINATOR: ("Summed", "TreeNode", "Staged", "Applied"),
+    0: ("Assign", "ActivationGradient", "Weights", "Commit"),
+    1: ("Assign", "Activation", "ActivationGradient", "Weights", "Commit"),
+    2: ("Assign", "Activation", "Weights", "Commit"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +66,14 @@ def test_each_role_dies_at_each_message(
         coordinator=section,
     )
 
-    def start(role: int, dies_at: tuple[str, str, int] | None, has_died: bool) -> Process:
+    def start(role: int, strikes: list[Strike], has_died: bool) -> Process:
         if role == COORDINATOR:
             more = ["--resume"] if has_died else []
-            return machines.coordinator(*more, cache=folder / "own", dies_at=dies_at)
-        return machines.worker("--rank", role, cache=folder / "theirs", dies_at=dies_at)
+            return machines.coordinator(*more, cache=folder / "own", strikes=strikes)
+        return machines.worker("--rank", role, cache=folder / "theirs", strikes=strikes)
 
-    dooms: list[Doom] = [one for one in doomed.every() if one.when == when]
-    ended = doomed.meet(dooms, start)
+    dooms = doomed.every("kill", when, GOT if when == "got" else SENT)
+    ended = doomed.meet(dooms, start, roles=[*SENT])
     codes = [one.code() for one in ended]
     assert codes == [exit_codes.DONE] * 4, "\n".join(one.text for one in ended)
     assert runs.adapters(folder / "out") == undisturbed

@@ -57,12 +57,11 @@ class Process:
         limit_bytes: int | None = None,
         anew: bool = False,
         cache: Path | None = None,
-        dies_at: tuple[str, str, int] | None = None,
+        strikes: Sequence[nursery.Strike] = (),
     ) -> None:
         """Start the process. No file that it writes may grow beyond `limit_bytes`.
 
-        A forked one keeps files in the folder `cache`, and kills itself at the message `dies_at`
-        (`nursery.start`).
+        A forked one keeps files in the folder `cache`, and is struck at messages (`nursery.start`).
         """
         told = [*map(str, arguments)]
         self._process: subprocess.Popen[str] | nursery.Child
@@ -75,7 +74,7 @@ class Process:
                 told,
                 limit_bytes=limit_bytes,
                 cache=None if cache is None else str(cache),
-                dies_at=dies_at,
+                strikes=strikes,
             )
         assert self._process.stdout is not None
         self._output = self._process.stdout
@@ -105,7 +104,8 @@ class Process:
 
     def code(self) -> int:
         """Wait for the end of the process, and return its exit code."""
-        self.lines += [line.rstrip("\n") for line in self._output]
+        if not self._output.closed:
+            self.lines += [line.rstrip("\n") for line in self._output]
         code = self._process.wait(ENDING_S)
         self._output.close()
         return code

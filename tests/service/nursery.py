@@ -7,7 +7,9 @@ code.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import ctypes
 import functools
 import gc
 import importlib
@@ -18,14 +20,19 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from select import select
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 MESSAGE_BYTES_MAX = 2**16
+# What befalls a process (`kill`, `stop`, `reset`, which cuts its connections off, or `clock`, whose
+# wall clock jumps back), when (once a message was `sent` or `got`, or `before` it is sent), at
+# messages of which name, and the step from which on.
+Strike: TypeAlias = tuple[str, str, str, int]
 _LIBRARIES = (
     "entrenar_py.finetune.serving",
     "peft",
@@ -114,15 +121,15 @@ def start(
     *,
     limit_bytes: int | None,
     cache: str | None = None,
-    dies_at: tuple[str, str, int] | None = None,
+    strikes: Sequence[Strike] = (),
 ) -> Child:
     """Start `entrenar` with `arguments`; no file that it writes may grow beyond `limit_bytes`.
 
-    It keeps files in the folder `cache`, by default where this process does. With `dies_at` it
-    kills itself at a message: once that was `sent` or `got`, or `before` it is sent; of that name;
-    and of that step or a later one.
+    It keeps files in the folder `cache`, by default where this process does. It is struck as the
+    `strikes` say, once by each, and prints a line for it.
     """
-    return _nursery().start(arguments, limit_bytes=limit_bytes, cache=cache, dies_at=dies_at)
+    told = {"limit_bytes": limit_bytes, "cache": cache, "strikes": [*strikes]}
+    return _nursery().start(arguments, **told)
 
 
 @functools.cache
@@ -185,20 +192,63 @@ def _tell_ended(asked: socket.socket) -> None:
                 asked.send(json.dumps({"ended": ended[0], "code": code}).encode())
 
 
-def _die_at(when: str, name: str, step: int) -> None:
-    """Kill this process at the message that `start` describes."""
-    from entrenar_py.drivers import stream
+def _strike_at(strikes: list[Strike]) -> None:
+    """Strike this process at the messages that `start` describes, each time at one of them."""
+    from entrenar_py.protocol import frames
 
-    method = {"before": "write", "sent": "wrote", "got": "read"}[when]
-    plain = getattr(stream.Meter, method)
+    plain_encode, plain_filled = frames.Encoder.encode, frames.Decoder.filled
+    left: list[Strike] = [(how, when, name, step) for how, when, name, step in strikes]
 
-    def counted(self: Any, about: Any, *more: Any) -> None:
-        plain(self, about, *more)
-        message = about.message if when == "got" else about
-        if type(message).__name__ == name and getattr(message, "step", -1) >= step:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def look(when: str, message: Any) -> None:
+        at, step = (when, type(message).__name__), getattr(message, "step", sys.maxsize)
+        one = next((one for one in left if one[1:3] == at and step >= one[3]), None)
+        if one is None:
+            return
+        left.remove(one)
+        befall = functools.partial(_befall, *one[:3])
+        if when == "sent":  # it is written once this turn of the loop is over
+            asyncio.get_running_loop().call_soon(befall)
+        else:
+            befall()
 
-    setattr(stream.Meter, method, counted)
+    def encode(self: Any, message: Any, payload: Any = b"") -> Iterator[Any]:
+        look("before", message)
+        yield from plain_encode(self, message, payload)
+        look("sent", message)
+
+    def filled(self: Any, num_bytes: int) -> Any:
+        received = plain_filled(self, num_bytes)
+        if received is not None:
+            look("got", received.message)
+        return received
+
+    frames.Encoder.encode = encode  # type: ignore[method-assign]
+    frames.Decoder.filled = filled  # type: ignore[method-assign]
+
+
+def _befall(how: str, when: str, name: str) -> None:
+    os.write(2, f"struck: {how} {when} {name}\n".encode())
+    if how == "reset":
+        _reset_connections()
+    elif how == "clock":  # it jumps back, by a day more each time
+        earlier = time.time
+        time.time = lambda: earlier() - 86_400.0
+    else:
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+
+
+def _reset_connections() -> None:
+    """Reset this process's TCP connections: both ends of each get ECONNRESET."""
+    disconnected = bytes(16)  # a socket address of the family AF_UNSPEC
+    for handle in Path("/proc/self/fd").iterdir():
+        try:
+            one = socket.socket(fileno=os.dup(int(handle.name)))
+        except OSError:  # it is no socket, or the folder's own handle
+            continue
+        with one:
+            is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ctypes.CDLL(None).connect(one.fileno(), disconnected, len(disconnected))
 
 
 def _become(
@@ -207,7 +257,7 @@ def _become(
     arguments: list[str],
     limit_bytes: int | None,
     cache: str | None,
-    dies_at: tuple[str, str, int] | None,
+    strikes: list[Strike],
 ) -> NoReturn:
     """Run the command in this forked process, and exit."""
     from entrenar_py.service import cli
@@ -223,8 +273,8 @@ def _become(
         # Streams of what these were before would seek in them.
         sys.stdout = os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-        if dies_at is not None:
-            _die_at(*dies_at)
+        if strikes:
+            _strike_at(strikes)
         if limit_bytes is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
         code = cli.main(arguments)
