@@ -26,6 +26,7 @@ WALL_CLOCKS = (
 FLOORS = {
     "codec": 0,
     "errors": 0,
+    "extras": 0,
     "hook_calls": 0,
     "process": 0,
     "untrusted": 0,

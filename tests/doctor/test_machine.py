@@ -30,7 +30,7 @@ def test_the_cpu_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, *others = machine.found()
     assert (cpu.name, cpu.serves, cpu.device) == ("cpu", True, open_cpu().device)
     assert [one.name for one in others] == ["cuda", "wgpu"]
-    assert "entrenar-py[wgpu]" in others[1].reason
+    assert "install it with pip install 'wgpu>=" in others[1].reason
     assert not others[1].serves
 
 

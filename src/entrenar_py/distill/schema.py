@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from entrenar_py import extras
 from entrenar_py.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 VERSION = 2
 STORED = ("float16", "float32")
 KEY = b"entrenar-distill"  # of a file's metadata
-_EXTRA = "pip install 'entrenar-py[finetune]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,5 +151,5 @@ def arrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise UsageError(f"entrenar distill needs pyarrow; {_EXTRA}") from error
+        raise UsageError(f"entrenar distill needs pyarrow; {extras.advice('finetune')}") from error
     return pyarrow

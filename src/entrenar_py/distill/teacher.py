@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from entrenar_py import backends
+from entrenar_py import backends, extras
 from entrenar_py.distill.shards import Places, Rows, joined
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.tuning import blocks, fused_loss, model
@@ -24,7 +24,6 @@ LENGTHS = 8  # rows are filled up to a multiple of this
 _BLOCK = 128  # columns
 _LOGITS_MAX = 2**28  # made at a time on a GPU: 512 MiB in bfloat16
 _STORED = {"float16": torch.float16, "float32": torch.float32}
-_EXTRA = "pip install 'entrenar-py[finetune]'"
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,9 @@ def _quantise(module: nn.Module) -> None:
     try:
         from bitsandbytes import nn as quantised
     except ImportError as error:
-        raise UsageError(f"distill.precision=int8 needs bitsandbytes; {_EXTRA}") from error
+        raise UsageError(
+            f"distill.precision=int8 needs bitsandbytes; {extras.advice('finetune')}"
+        ) from error
     of_blocks = blocks.of(module)
     total, narrowed = sum(one.numel() for one in of_blocks.parameters()), 0
     for block in of_blocks:

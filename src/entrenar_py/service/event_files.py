@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from entrenar_py import extras
 from entrenar_py.errors import UsageError
 from entrenar_py.service.run_events import Happening, Noted, Scored, StepMade
 from entrenar_py.untrusted import escaping, printing
@@ -26,7 +27,7 @@ class EventFiles:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise UsageError(
-                f"--tensorboard needs tensorboard ({error}); pip install 'entrenar-py[tensorboard]'"
+                f"--tensorboard needs tensorboard ({error}); {extras.advice('tensorboard')}"
             ) from error
         try:
             path.mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from entrenar_py import extras
 from entrenar_py.errors import UsageError
 from entrenar_py.tuning import fitting
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping
 
-_EXTRA = "pip install 'entrenar-py[finetune]'"
 _TOLD_CHARS = 300
 
 
@@ -95,7 +95,9 @@ def library() -> Any:
         import peft  # noqa: F401
         import transformers
     except ImportError as error:
-        raise UsageError(f"entrenar finetune needs {error.name}; {_EXTRA}") from error
+        raise UsageError(
+            f"entrenar finetune needs {error.name}; {extras.advice('finetune')}"
+        ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from entrenar_py import extras
 from entrenar_py.backends import nf4
 from entrenar_py.backends.nf4 import BLOCK
 from entrenar_py.errors import UsageError
@@ -25,8 +26,6 @@ _PIECE = 2**20  # weights of a layer that a thread quantises at a time, in whole
 TABLES = ("nf4_scales", "nf4_second")  # a layer's buffers, beside the codes in its weight
 # Importing bitsandbytes, as peft does, warns that there are faster kernels to download.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
-_EXTRA = "pip install 'entrenar-py[finetune]'"
 
 
 class InThreads(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -155,7 +154,9 @@ def _require() -> None:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"method: qlora needs {error.name}; {_EXTRA}") from error
+        raise UsageError(
+            f"method: qlora needs {error.name}; {extras.advice('finetune')}"
+        ) from error
 
 
 def _row(layer: Any) -> int:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
+from entrenar_py import extras
 from entrenar_py.errors import UsageError
 from entrenar_py.untrusted import json_text
 
@@ -247,7 +248,7 @@ def _of_parquet(path: Path) -> Iterator[Row | BadRow]:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise UsageError(
-            f"data {path}: a Parquet file needs pyarrow; pip install 'entrenar-py[finetune]'"
+            f"data {path}: a Parquet file needs pyarrow; {extras.advice('finetune')}"
         ) from error
     number = 0
     try:

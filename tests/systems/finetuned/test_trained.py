@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py import systems, trace
+from entrenar_py import extras, systems, trace
 from entrenar_py.errors import UsageError
 from entrenar_py.harness.runner import Runner
 from entrenar_py.scenario import Scenario
@@ -89,11 +89,11 @@ def test_impossible_options_are_refused(options: dict[str, Any], problem: str) -
 def test_without_the_extra_a_clause_is_open(
     monkeypatch: pytest.MonkeyPatch, lacking: str, clause: str
 ) -> None:
-    """The reason names the extra; nothing is held and nothing crashes."""
+    """The reason says what to install; nothing is held and nothing crashes."""
     monkeypatch.setitem(sys.modules, lacking, None)
     found = finding(clause, subject(options={"facts": ["samples"]}))
     assert found.verdict is Verdict.INCONCLUSIVE, found
-    assert "pip install 'entrenar-py[finetune]'" in found.reason
+    assert extras.advice("finetune") in found.reason
 
 
 def test_without_accelerate_the_peer_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_without_accelerate_the_peer_is_open(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "accelerate", None)
     found = finding("F-FT-010", subject())
     assert found.verdict is Verdict.INCONCLUSIVE, found
-    assert "needs accelerate: install the extra `integrations`" in found.reason
+    assert f"needs accelerate; {extras.advice('integrations')}" in found.reason
 
 
 def test_facts_are_recorded_as_asked() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from entrenar_py import trace
+from entrenar_py import extras, trace
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.finetuned import samples_seen, small
@@ -42,8 +42,7 @@ def run(scenario: Scenario) -> Trace:
             import_module("accelerate")
         except ImportError as error:
             raise UsageError(
-                f"transformers.Trainer needs {error.name}: install the extra `integrations` "
-                "(pip install 'entrenar-py[integrations]')"
+                f"transformers.Trainer needs {error.name}; {extras.advice('integrations')}"
             ) from error
         module = _model(made, asked)
         _train(scenario, made, module, recorder, Path(folder, "peer"))

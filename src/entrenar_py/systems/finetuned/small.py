@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from entrenar_py import extras
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.finetuned.asked import Asked
@@ -113,10 +114,7 @@ def require_libraries() -> None:
         import peft  # noqa: F401
         import transformers
     except ImportError as error:
-        raise UsageError(
-            f"fine-tuning needs {error.name}: install the extra `finetune` "
-            "(pip install 'entrenar-py[finetune]')"
-        ) from error
+        raise UsageError(f"fine-tuning needs {error.name}; {extras.advice('finetune')}") from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
