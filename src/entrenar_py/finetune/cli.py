@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from entrenar_py.finetune import settings_file
 from entrenar_py.service import exit_codes
 from entrenar_py.untrusted import printing
 
@@ -20,6 +21,7 @@ def run(given: argparse.Namespace) -> int:
 
             printing.say_lines(settings_text.template().rstrip())
             return exit_codes.DONE
+        settings_file.load(given.config)  # a slip is told before torch is loaded
         _tell_loading()
         from entrenar_py.finetune import local
 
@@ -30,6 +32,8 @@ def run(given: argparse.Namespace) -> int:
             halt_on_spike=given.halt_on_spike,
             tensorboard=given.tensorboard,
         )
+    if given.command == "plan":
+        settings_file.load(given.config)
     _tell_loading()
     if given.command == "plan":
         return _plan(given)
@@ -55,6 +59,8 @@ def run(given: argparse.Namespace) -> int:
 
 def pipeline(given: argparse.Namespace) -> int:
     """Run an action of `entrenar pipeline`; return the exit code. Raises as `run` does."""
+    if given.action == "plan":
+        settings_file.load(given.config)
     _tell_loading()
     from entrenar_py.finetune import pipeline_commands
 
@@ -64,6 +70,8 @@ def pipeline(given: argparse.Namespace) -> int:
 
 def distill(given: argparse.Namespace) -> int:
     """Run an action of `entrenar distill`; return the exit code. Raises as `run` does."""
+    if given.action != "status":
+        settings_file.load(given.config)
     _tell_loading()
     from entrenar_py.finetune import distill_commands, distill_text
 
@@ -84,7 +92,7 @@ def _tell_loading() -> None:
 
 def _plan(given: argparse.Namespace) -> int:
     """Print a plan; the configuration is invalid for devices on which nothing fits."""
-    from entrenar_py.finetune import foresight, remarks, settings_file, stage_problems
+    from entrenar_py.finetune import foresight, remarks, stage_problems
     from entrenar_py.planning import command
     from entrenar_py.planning.shape import Shape
     from entrenar_py.tuning.hyper_parameters import Facts
