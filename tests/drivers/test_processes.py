@@ -188,3 +188,27 @@ def test_a_signal_to_the_group_while_modules_are_loaded(
         assert process.stdout.readline() == "loads\n"
         os.killpg(process.pid, number)
         assert process.stdout.read().splitlines() == ["told", "answered", "left:"]
+
+
+def test_what_is_loaded_ahead_ends_with_its_process(tmp_path: Path) -> None:
+    """The fork server loads beside the process that began it, and not on for a run that ended."""
+    (tmp_path / "endless.py").write_text(
+        "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n", encoding="utf-8"
+    )
+    code = (
+        "import sys\nfrom entrenar_py.drivers import processes\n"
+        "processes.load_ahead(['endless'])\nsys.stdin.read()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.communicate()
+    assert process.returncode == 0
+    assert _ended(pid)

@@ -6,6 +6,7 @@ that started it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import multiprocessing
@@ -14,8 +15,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -140,21 +141,15 @@ class Crew:
     def _new(self) -> Hand:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(self._main, theirs), daemon=True)
-        # A fork server that is just loading modules would be ended by a signal to the whole group,
-        # as a terminal or a service manager sends it; it inherits that these wait. So does the
-        # tracker of resources, which knows of the first two alone, and lets them come again.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
         try:
-            resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
-            _start_fork_server()
-            process.start()
+            with _signals_wait():
+                _start_fork_server()
+                process.start()
         except (EOFError, OSError) as error:
             raise SystemFailure(
                 f"no worker process starts: their fork server ended ({error}); start it again"
             ) from error
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
         return Hand(process, ours)
 
@@ -166,6 +161,7 @@ def _start_fork_server() -> None:
     process that is killed. On Linux an open handle of the socket is enough to connect to it.
     """
     if sys.platform != "linux":
+        _forkserver.ensure_running()
         return
     own, before = multiprocessing.current_process(), _forkserver._forkserver_address  # type: ignore[attr-defined]
     settings = own._config  # type: ignore[attr-defined]
@@ -179,6 +175,42 @@ def _start_fork_server() -> None:
                 _forkserver._forkserver_address = f"/proc/self/fd/{handle}"  # type: ignore[attr-defined]
         finally:
             settings["tempdir"] = given
+
+
+def load_ahead(preload: Sequence[str]) -> None:
+    """Start the fork server, which loads the modules `preload` beside this process.
+
+    A crew that is made later has the same ones: there is one fork server, and it loads once.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    with _signals_wait():
+        _start_fork_server()
+    atexit.register(_end_fork_server)
+
+
+def _end_fork_server() -> None:
+    """End the fork server, which else would load to the end for a run that was refused."""
+    pid = _forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let signals to the whole group wait, for a fork server that is started now, too.
+
+    As a terminal or a service manager sends them, they would end one that is just loading modules.
+    It inherits that they wait. So does the tracker of resources, which knows of the first two
+    alone, and lets them come again.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(main: Callable[[Connection], None], pipe: Connection) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from entrenar_py.finetune import settings_file
+from entrenar_py.finetune import settings_file, staffing
 from entrenar_py.service import exit_codes
 from entrenar_py.untrusted import printing
 
@@ -23,6 +23,7 @@ def run(given: argparse.Namespace) -> int:
             return exit_codes.DONE
         settings_file.load(given.config)  # a slip is told before torch is loaded
         _tell_loading()
+        staffing.load_ahead(given.backends)
         from entrenar_py.finetune import local
 
         return local.train(
@@ -73,6 +74,8 @@ def distill(given: argparse.Namespace) -> int:
     if given.action != "status":
         settings_file.load(given.config)
     _tell_loading()
+    if given.action == "train":
+        staffing.load_ahead(given.backends)
     from entrenar_py.finetune import distill_commands, distill_text
 
     actions = {

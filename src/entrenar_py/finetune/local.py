@@ -23,6 +23,7 @@ from entrenar_py.finetune import (
     foresight,
     rows_read,
     settings_file,
+    staffing,
     stage_problems,
     worker_process,
 )
@@ -40,9 +41,6 @@ LOOPBACK = Address("127.0.0.1", 0)
 SECRET_BYTES = 32
 LOOK_EVERY_S = 0.5
 DEATHS_MAX = 4  # of one worker, which then stays away
-PRELOADED = ("entrenar_py.finetune.worker_process",)
-# These look for CUDA devices when they are imported, and no fork of a process that did can use one.
-LOADED_BY_CPU = ("transformers", "peft")
 
 
 def train(
@@ -146,8 +144,7 @@ class _Workers:
         self._config, self._names = config, names
         # Not the file's name: the file may be another one when a worker is started again.
         self._settings = settings_file.to_text(settings_file.to_record(settings))
-        uses_cuda = any(backends.kind_of(name) == "cuda" for name in names)
-        preload = PRELOADED if uses_cuda else (*PRELOADED, *LOADED_BY_CPU)
+        preload = staffing.preloaded(names)
         self._crew = Crew(worker_process.main, preload=preload, one_job=True)
         self._give_up: Callable[[str], None] = lambda _: None
         self._hands: dict[int, Hand] = {}
