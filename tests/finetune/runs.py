@@ -28,6 +28,8 @@ def configured(folder: Path, small: Path, **changes: Any) -> Path:
     lines = sorted(lines, key=lambda line: "unsafe" not in line)[:6] + lines[:42]
     (folder / "rows.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     settings: dict[str, Any] = {"model": str(small / "model"), **SETTINGS}
+    if "strategy" not in changes:
+        settings["workers"] = 1  # by default it would be one a core
     for key, value in changes.items():
         old = settings.get(key)
         settings[key] = {**old, **value} if isinstance(old, dict) else value

@@ -93,6 +93,15 @@ def test_a_run_that_does_not_fit_is_refused_before_it_begins(
     assert not (config.parent / "out").exists()
 
 
+def test_only_so_many_workers_are_started_as_fit(small: Path, config: Path) -> None:
+    """Without a number in the configuration, memory bounds them as cores do."""
+    for memory, number in (("16GB", 4), ("1.9GB", 3), ("300MB", 1)):
+        text = CONFIG.format(small=small, decay=0, more=f"devices: [cpu:{memory}]")
+        config.write_text(text.replace("workers: 2\n", ""), encoding="utf-8")
+        run = prepared.prepare(settings_file.load(config))
+        assert foresight.workers_that_fit(run, 4) == number, memory
+
+
 def test_devices_must_be_of_the_backends_kinds(
     small: Path, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from entrenar_py.finetune import staffing
 from entrenar_py.service import cli, exit_codes, gradient_norms
 from tests.finetune import runs
 from tests.service.cluster import Process
@@ -60,13 +61,25 @@ def alone(
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_any_number_of_workers(
-    workers: int, options: tuple[str, ...], alone: bytes, small: Path, tmp_path: Path
+    workers: int,
+    options: tuple[str, ...],
+    alone: bytes,
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    config = runs.configured(tmp_path, small, workers=workers, **LONG)
+    """Two are not named: without a number all cores are used, and that is said."""
+    monkeypatch.setattr(staffing, "num_cores", lambda: 2)
+    is_default = workers == 2 and "cpu" in options
+    named = None if is_default else workers
+    config = runs.configured(tmp_path, small, workers=named, **LONG)
     assert cli.main(["finetune", str(config), *options]) == exit_codes.DONE
     taking_part = {tuple(step["workers"]) for step in runs.told(tmp_path / "out", "step")}
     assert taking_part == {tuple(range(workers))}
     assert runs.adapters(tmp_path / "out") == alone
+    said = f"{workers} workers with one thread each, on 2 cores\n"
+    assert (said in capsys.readouterr().out) == ("cpu" in options)
 
 
 def test_a_worker_that_is_killed(
@@ -100,10 +113,13 @@ def test_a_coordinator_that_is_killed(
     alone: bytes,
     small: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`--resume` goes on from the last checkpoint."""
-    config = runs.configured(tmp_path, small, workers=2, **LONG)
+    """`--resume` goes on from the last checkpoint, also where there are other cores by then."""
+    named = None if "cpu" in options else 2
+    config = runs.configured(tmp_path, small, workers=named, **LONG)
+    monkeypatch.setattr(staffing, "num_cores", lambda: 16)
     process = Process(["finetune", config, *options])
     try:
         process.until("checkpoint before step")

@@ -31,6 +31,23 @@ def look(path: Path, prepared: Prepared, names: Sequence[str]) -> None:
     _look(path, prepared, devices, "star", turns=[places.index(name) for name in names])
 
 
+def workers_that_fit(prepared: Prepared, most: int) -> int:
+    """Return how many workers, at most `most`, the CPU's memory has room for; 1 if that is unknown.
+
+    A run of one that does not fit is refused by `look`.
+    """
+    settings = prepared.settings
+    devices = room.of_backends(("cpu",), settings.devices)
+    run = plan.of(settings, devices, longest=_longest(prepared), bandwidth=_BANDWIDTH)
+    for number in range(most, 1, -1):
+        try:
+            room.require(replace(run, settings=replace(settings, workers=number)))
+        except UsageError:
+            continue
+        return number
+    return 1
+
+
 def look_as_ranks(
     path: Path,
     prepared: Prepared,

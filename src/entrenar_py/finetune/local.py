@@ -34,6 +34,7 @@ from entrenar_py.service.address import Address
 from entrenar_py.service.config import Checkpoint, Config
 from entrenar_py.service.memory_peak import Memory
 from entrenar_py.tuning import prepared as preparing
+from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Distillation, Settings
 from entrenar_py.untrusted import printing
 
@@ -55,10 +56,11 @@ def train(
     """Train as the configuration at `path` says; return the exit code.
 
     Workers compute on the backends called `names` in turns, and there is one for each of them at
-    least. `halt_on_spike` and `tensorboard` are as in `Task`. `follow` says whether a student waits
-    for its teacher's shards, None: as the configuration says. Raises ContractError and
-    UsageError for a problem found before the run begins, and BackendUnavailable for a device that
-    is missing or does not start.
+    least. On the CPU alone there are as many as its cores, the shards and the memory allow, unless
+    the configuration says how many. `halt_on_spike` and `tensorboard` are as in `Task`. `follow`
+    says whether a student waits for its teacher's shards, None: as the configuration says. Raises
+    ContractError and UsageError for a problem found before the run begins, and BackendUnavailable
+    for a device that is missing or does not start.
     """
     settings = _following(settings_file.load(path), follow)
     stage_problems.require_other(settings, path, "entrenar finetune")
@@ -69,8 +71,9 @@ def train(
         )
     export.require_own(settings)
     coordinator.require_intended(settings.output / tasks.CHECKPOINT, resume=resume)
-    settings = replace(settings, workers=max(settings.workers, len(names)))
-    if settings.workers > settings.training.num_shards:  # else the file's reader has refused it
+    if (
+        max(settings.num_workers, len(names)) > settings.training.num_shards
+    ):  # else the file's reader has refused it
         raise UsageError(
             f"--backend={','.join(names)}: {path} has training.num_shards="
             f"{settings.training.num_shards}, so a worker would have no shard; use num_shards >= "
@@ -80,6 +83,9 @@ def train(
     prepared = preparing.prepare(settings)
     settings = prepared.settings
     rows_read.say(prepared)
+    num_workers, limit = _staff(prepared, names, resume=resume)
+    settings = replace(settings, workers=num_workers)
+    prepared = replace(prepared, settings=settings)
     foresight.look(path, prepared, names)
     workload = student.workload(prepared)
     rows_read.say_teacher(workload)
@@ -89,7 +95,7 @@ def train(
         listen=LOOPBACK,
         secret=secrets.token_bytes(SECRET_BYTES),
         context=None,
-        wait_for=settings.workers,
+        wait_for=num_workers,
         timing=Timing(),
         checkpoint=Checkpoint(
             path=output / tasks.CHECKPOINT, every_steps=settings.checkpoint_every
@@ -97,9 +103,12 @@ def train(
         metrics=output / tasks.METRICS,
         ledger=output / tasks.LEDGER,
     )
-    for rank in range(settings.workers):
+    for rank in range(num_workers):
         name = names[rank % len(names)]
         printing.say(f"worker {rank}: {name} ({devices[name]})")
+    if "cpu" in names:
+        num_shards = settings.training.num_shards
+        printing.say(staffing.remark(num_workers, num_shards=num_shards, limit=limit))
     with (
         closing(_Workers(settings, config, names)) as workers,
         tasks.opened(
@@ -117,6 +126,18 @@ def train(
         # Nobody stopped it: what the workers lacked has to be mended before it goes on.
         is_given_up = code == exit_codes.STOPPED and workers.are_gone
         return exit_codes.WRONG if is_given_up else code
+
+
+def _staff(prepared: Prepared, names: Sequence[str], *, resume: bool) -> tuple[int, str]:
+    """Return the number of workers, and why more cores than that are not used."""
+    settings = prepared.settings
+    most = staffing.busy(staffing.num_cores(), settings.training.num_shards)
+    if settings.workers is not None or tuple(names) != ("cpu",):
+        chosen = max(settings.num_workers, len(names))
+        return chosen, f"workers: {most} would use more of them, with the same bits"
+    if resume and (begun := staffing.begun_with(settings.output / tasks.LEDGER)):
+        return begun, "the run began with so many workers"
+    return foresight.workers_that_fit(prepared, most), "this machine has no memory for more workers"
 
 
 def _following(settings: Settings, follow: bool | None) -> Settings:

@@ -92,7 +92,7 @@ def _workers(given: argparse.Namespace, costs: StageCosts) -> list[StageWorker]:
         return stage_workers.load(Path(given.workers))
     if costs.run.devices:
         return stage_workers.of_devices(costs.run.devices)
-    return [] if settings.stages else stage_workers.nameless(settings.workers)
+    return [] if settings.stages else stage_workers.nameless(settings.num_workers)
 
 
 def _plan(given: argparse.Namespace, costs: StageCosts, workers: list[StageWorker]) -> StagesPlan:

@@ -199,9 +199,9 @@ class _Reader:
                 "no second worker to compare with; leave it out",
                 *(SECTION, "audit_share"),
             )
-        if section.wait_for > settings.workers:
+        if section.wait_for > settings.num_workers:
             self._error(
-                f"wait_for={section.wait_for}: workers is {settings.workers}; wait for no more",
+                f"wait_for={section.wait_for}: workers is {settings.num_workers}; wait for no more",
                 *(SECTION, "wait_for"),
             )
         listen = self._read(lambda: address.parse(section.listen, port_min=0), "listen")

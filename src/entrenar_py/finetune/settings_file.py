@@ -290,7 +290,7 @@ class _Conflicts:
         self._of_distillation()
         self._of_strategy()
         is_pipeline = settings.strategy == LAYER_PIPELINE
-        if settings.workers > training.num_shards and not is_pipeline:
+        if settings.num_workers > training.num_shards and not is_pipeline:
             self._error(
                 f"workers={settings.workers} with num_shards={training.num_shards}: a worker would "
                 "have no shard; use workers <= num_shards",

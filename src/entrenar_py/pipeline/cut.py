@@ -146,7 +146,7 @@ def of(settings: Settings, module: nn.Module) -> Cut:
     Raises UsageError if the stages don't fit the model, or one has nothing to train.
     """
     number = len(blocks.of(module))
-    planned = settings.stages or equal(number, settings.workers)
+    planned = settings.stages or equal(number, settings.num_workers)
     stages = tuple(range(*stage.layers) for stage in planned)
     require_end(stages, number)
     ranks, at = list[tuple[int, ...]](), 0

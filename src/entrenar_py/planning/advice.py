@@ -137,7 +137,7 @@ def _steps(run: Run) -> Iterator[tuple[str, Callable[[Run], Run]]]:
         most = settings.training.batch_size
         finest = replace(settings.training, num_shards=most)
         yield f"training.num_shards: {most}", lambda one: _with(one, training=finest)
-    if settings.workers > len(run.devices):
+    if settings.num_workers > len(run.devices):
         fewer = len(run.devices)
         yield f"workers: {fewer}", lambda one: _with(one, workers=fewer)
     if run.length > _SHORTEST:

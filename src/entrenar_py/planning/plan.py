@@ -95,7 +95,7 @@ class Run:
     @property
     def num_workers(self) -> int:
         """One for each device at least."""
-        return max(self.settings.workers, len(self.devices))
+        return max(self.settings.num_workers, len(self.devices))
 
     @property
     def rows(self) -> int:

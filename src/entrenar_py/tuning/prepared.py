@@ -153,7 +153,7 @@ def scenario(settings: Settings, workload: Tuned) -> Scenario:
     batch_size = min(training.batch_size, workload.num_samples)
     num_steps = training.epochs * -(-workload.num_samples // batch_size)
     return seeds(settings.seed).with_(
-        world_size=settings.workers,
+        world_size=settings.num_workers,
         num_samples=workload.num_samples,
         batch_size=batch_size,
         num_shards=training.num_shards,

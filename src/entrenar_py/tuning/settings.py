@@ -318,13 +318,14 @@ class Settings:
         Key("the stages of `layer_pipeline`, in order; by default one a worker, of equal size"),
     ] = ()
     workers: Annotated[
-        int,
+        int | None,
         Key(
-            "processes that compute on this machine; workers at a time of `entrenar coordinator`",
+            "processes that compute on this machine, on one thread each: by default as many as "
+            "cores, shards and memory allow; workers at a time of `entrenar coordinator` (1)",
             least=1,
             most=2**10,
         ),
-    ] = 1
+    ] = None
     devices: Annotated[
         tuple[str, ...],
         Key("what a run may use, as name:memory[:bandwidth]; by default what this machine has"),
@@ -352,6 +353,11 @@ class Settings:
     coordinator: Annotated[
         Serving | None, Key("for `entrenar coordinator`, which alone reads it: other machines")
     ] = None
+
+    @property
+    def num_workers(self) -> int:
+        """The workers that the configuration names; 1 if it names none."""
+        return self.workers or 1
 
     @property
     def adapts(self) -> bool:
