@@ -18,6 +18,7 @@ from entrenar_py.contract.validation import RULES
 from entrenar_py.drivers import door
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import KINDS, LIE_PLACES, LIES, NEEDED, OPTIONAL, STRANGERS
+from entrenar_py.finetune import foreign_keys
 from entrenar_py.kill_matrix import Row
 from entrenar_py.project import keys as project_keys
 from entrenar_py.protocol import attendance, frames, messages, package, phases
@@ -36,6 +37,7 @@ DOCS = Path(__file__).parent
 FORMAT = DOCS / "contract-format.md"
 CONTRACT_RULES = DOCS / "contract-rules.md"
 ORIGINAL = DOCS / "original-workers.md"
+COMING_FROM = DOCS / "coming-from.md"
 PROTOCOL = DOCS / "protocol.md"
 SERVICE = DOCS / "entrenar.md"
 CONFIGURATION = DOCS / "configuration.md"
@@ -122,6 +124,7 @@ def pages(rows: Sequence[Row]) -> dict[str, str]:
         "contract-rules.md": contract_rules(CONTRACT_RULES.read_text(encoding="utf-8")),
         "contract-format.md": contract_format(FORMAT.read_text(encoding="utf-8")),
         "entrenar.md": service(SERVICE.read_text(encoding="utf-8")),
+        "coming-from.md": coming_from(COMING_FROM.read_text(encoding="utf-8")),
         finetune_schema.NAME: finetune_schema.text(),
         "kill-matrix.md": kill_matrix_page.page(rows, scripts(), checks()),
         "original-workers.md": original_workers(ORIGINAL.read_text(encoding="utf-8")),
@@ -139,6 +142,12 @@ def scripts() -> list[tuple[str, ...]]:
         script = f"[`{one.script}`](../examples/user_trainers/{one.script})"
         found.append((one.name, script, one.source, CHECKS[one.check].id, where or "any place"))
     return found
+
+
+def coming_from(page: str) -> str:
+    """Return `page` with the current table of other tools' keys."""
+    head = (*foreign_keys.TOOLS, "here", "")
+    return _filled(page, {"keys": _table(head, list(foreign_keys.table()))})
 
 
 def contract_rules(page: str) -> str:

@@ -27,6 +27,7 @@ def test_make_docs_changes_nothing(
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == [
         "cli.md",
+        "coming-from.md",
         "configuration.md",
         "contract-format.md",
         "contract-rules.md",

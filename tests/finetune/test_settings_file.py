@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -10,7 +12,7 @@ import yaml
 
 from docs import finetune_schema
 from entrenar_py.errors import ContractError
-from entrenar_py.finetune import settings_file, settings_text
+from entrenar_py.finetune import foreign_keys, settings_file, settings_text
 from entrenar_py.tuning.settings import Settings
 
 SMALL = """\
@@ -232,3 +234,43 @@ def test_the_schema_takes_what_is_read(tmp_path: Path) -> None:
     assert not check.is_valid(yaml.safe_load(SMALL.replace("task: text", "task: talk")))
     assert not check.is_valid(yaml.safe_load(SMALL + "modle: a\n"))
     assert not check.is_valid(yaml.safe_load(SMALL + "lora: {rank: 0}\n"))
+
+
+def test_keys_of_other_tools_are_told_with_ours(tmp_path: Path) -> None:
+    """Each at its place, all at once; so are our own keys in another section."""
+    text = SMALL + (
+        "lr: 1e-4\ngradient_accumulation_steps: 8\nmax_steps: 10\nbf16: true\nthreads: 4\n"
+        "batch_size: 4\nlora: {r: 8, targets: all-linear, seed: 3}\noptim: adamw_torch\n"
+    )
+    told = problems(tmp_path, text)
+    parts = [
+        ("5:1", "key 'lr' is not read; did you mean training.learning_rate?"),
+        ("6:1", "did you mean training.batch_size? the rows of a step: their product"),
+        ("7:1", "did you mean training.epochs? steps are rows * epochs / batch_size"),
+        ("8:1", "did you mean precision? float32 or bfloat16"),
+        ("9:1", "did you mean workers? a worker computes on one thread"),
+        ("10:1", "key 'batch_size' is not read; did you mean training.batch_size?"),
+        ("11:8", "lora: key 'r' is not read; did you mean lora.rank?"),
+        ("11:23", "targets=all-linear: name the ends of the layers' names; of most models"),
+        ("11:35", "did you mean seed outside of this section?"),
+        ("12:1", "leave it out: the optimizer is AdamW"),
+    ]
+    assert len(told) == len(parts)
+    for line, (place, part) in zip(told, parts, strict=True):
+        assert line.startswith(f"run.yaml:{place}: error: "), line
+        assert part in line
+
+
+def test_what_other_tools_keys_lead_to_is_read() -> None:
+    """Every key of ours in the table exists, and no name of another tool is one, at its place."""
+    known = set(_keys(settings_text.schema()))
+    for row in foreign_keys.ROWS:
+        assert not row.ours or row.ours in known, row
+        assert row.ours or row.note, row
+
+
+def _keys(schema: dict[str, Any], before: str = "") -> Iterator[str]:
+    for name, one in schema["properties"].items():
+        yield before + name
+        if "properties" in one:
+            yield from _keys(one, f"{before}{name}.")

@@ -18,7 +18,7 @@ from entrenar_py.contract import composer
 from entrenar_py.contract.fields import Record
 from entrenar_py.contract.problems import Problems
 from entrenar_py.contract.tree import ListNode, MapNode, Node, ScalarNode, plain
-from entrenar_py.finetune import stage_problems
+from entrenar_py.finetune import foreign_keys, stage_problems
 from entrenar_py.tuning.settings import BY_SHARDS, LAYER_PIPELINE, WHOLE_LAYERS, Key, Settings
 
 _UNREAD: Any = object()  # the value of a key that has a problem
@@ -149,7 +149,7 @@ class _Reader:
         """Return the `kind` that `node` describes; `_UNREAD` after reporting its problems."""
         fields = list(fields_of(kind))
         record = Record(node, what=what, known=[f.name for f in fields], problems=self._problems)
-        record.warn_unread()
+        record.warn_unread(read_elsewhere=foreign_keys.tell(record, _own_keys))
         values = {field.name: self._value(record, field) for field in fields}
         return _UNREAD if _UNREAD in values.values() else kind(**values)
 
@@ -185,6 +185,14 @@ class _Reader:
             return value
         record.error(field.name, f"{field.name}={plain(node)!r}: {advice}")
         return _UNREAD
+
+
+def _own_keys() -> Mapping[str, list[str]]:
+    """Return the names of the keys of each section; "" is the configuration itself."""
+    kinds = {field.name: field.kind for field in fields_of(Settings) if field.is_section}
+    return {
+        name: [f.name for f in fields_of(kind)] for name, kind in {"": Settings, **kinds}.items()
+    }
 
 
 def _are_sections(node: Node) -> bool:
@@ -264,6 +272,8 @@ class _Conflicts:
             self._error(
                 "targets is empty: name a layer to adapt, such as q_proj", "lora", "targets"
             )
+        for problem in foreign_keys.of_targets(settings.lora.targets):
+            self._error(problem, "lora", "targets")
         labels = settings.classes.labels
         if settings.task == "classify" and len(labels) < 2:
             self._error("task: classify needs two classes.labels or more", "classes", "labels")
