@@ -40,7 +40,7 @@ def run(given: argparse.Namespace) -> int:
         return _plan(given)
     from entrenar_py.finetune import outputs
 
-    output = outputs.load(given.output)
+    output = outputs.load(given.output, trusts=given.trust_remote_code)
     if given.command == "infer":
         for line in outputs.answer(output, given.prompt, new_tokens=given.new_tokens):
             printing.say_lines(line)

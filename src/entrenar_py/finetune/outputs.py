@@ -38,14 +38,23 @@ class Output:
     module: nn.Module
 
 
-def load(path: Path) -> Output:
-    """Return what a run wrote to the folder `path`. Raises UsageError if there is no output."""
+def load(path: Path, *, trusts: bool) -> Output:
+    """Return what a run wrote to the folder `path`. Raises UsageError if there is no output.
+
+    Python of the checkpoint runs if the user `trusts` it, whatever the folder says.
+    """
     record = path / export.SETTINGS
     if not record.is_file():
         raise UsageError(
             f"{path}: no {export.SETTINGS} there; give the output folder of a complete run"
         )
     settings = settings_file.load(record)
+    if settings.trust_remote_code and not trusts:
+        raise UsageError(
+            f"{path}: its run had Python code of the checkpoint {settings.model} run "
+            "(trust_remote_code), and a folder can't allow that; give --trust-remote-code if you "
+            "trust that checkpoint"
+        )
     tokenizer = model.tokenizer(settings, path)
     module = model.trained(settings, path, model.padding(tokenizer))
     return Output(path, settings, tokenizer, module)

@@ -10,6 +10,7 @@ from blake3 import blake3
 from torch import nn
 
 from entrenar_py.errors import UsageError
+from entrenar_py.tuning import trust
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping, files, json_text
@@ -22,7 +23,10 @@ _SHOWN = 3  # missing files or weights in a message
 
 
 def require_config(folder: Path) -> None:
-    """Raise UsageError unless `folder` has a model's configuration, and no adapters."""
+    """Raise UsageError unless `folder` has a model's configuration, and no adapters.
+
+    The configuration must not make a library do more than read that folder (`trust`).
+    """
     if not folder.is_dir():
         raise UsageError(
             f"model={folder}: no such folder; give one with a checkpoint in Hugging Face's format "
@@ -38,19 +42,7 @@ def require_config(folder: Path) -> None:
             f"model={folder}: no config.json there; give the folder of a checkpoint in Hugging "
             "Face's format"
         )
-    _require_record(folder / "config.json")
-
-
-def _require_record(path: Path) -> None:
-    try:
-        record = json_text.load(files.read(path, bytes_max=_JSON_BYTES_MAX))
-        problem = "" if isinstance(record, dict) else "it is no object of JSON"
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    if problem:
-        raise UsageError(
-            f"model={path.parent}: {path.name} can't be read ({problem}); copy the checkpoint again"
-        )
+    trust.require_model(folder)
 
 
 def require_checkpoint(folder: Path) -> None:

@@ -26,6 +26,7 @@ from entrenar_py.tuning import (
     precision,
     quantised,
     recompute,
+    trust,
 )
 from entrenar_py.tuning.modes import in_evaluation
 from entrenar_py.tuning.settings import Settings
@@ -43,6 +44,7 @@ def tokenizer(settings: Settings, folder: Path | None = None) -> Any:
     transformers, folder = model_class.library(), folder or settings.model
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder; give one with a checkpoint")
+    trust.require_tokenizer(folder)
     with model_class.reading(folder, "tokenizer"):
         found = transformers.AutoTokenizer.from_pretrained(
             folder,
@@ -237,6 +239,7 @@ def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int
     if settings.adapts:
         import peft
 
+        trust.require_adapters(folder)
         with model_class.reading(folder, "adapters"), adapters.quiet():
             module = peft.PeftModel.from_pretrained(module, str(folder))
     return cast("nn.Module", module)

@@ -11,7 +11,7 @@ from torch import nn
 
 from entrenar_py import extras
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import fitting
+from entrenar_py.tuning import fitting, trust
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping
 
@@ -91,6 +91,7 @@ def _require_kind(settings: Settings, config: Any) -> None:
 
 
 def library() -> Any:
+    trust.require_offline()
     try:
         import peft  # noqa: F401
         import transformers

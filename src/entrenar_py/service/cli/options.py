@@ -283,7 +283,7 @@ def _add_finetune(commands: _Commands) -> None:
     _add_training(_add(commands, "finetune", "train a checkpoint on this machine's processes"))
     _add_plan(commands)
     infer = _add(commands, "infer", "answer a prompt with what `finetune` has trained")
-    infer.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
+    _add_output(infer)
     infer.add_argument("--prompt", metavar="TEXT", required=True, help="the text to answer")
     infer.add_argument(
         "--new-tokens",
@@ -292,12 +292,21 @@ def _add_finetune(commands: _Commands) -> None:
         help=f"tokens of an answer at most (default {NEW_TOKENS})",
     )
     merge = _add(commands, "merge", "write a model with the adapters added to its weights")
-    merge.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
+    _add_output(merge)
     merge.add_argument("merged", metavar="MERGED", type=Path, help="a new folder")
     evaluate = _add(commands, "eval", "score what `finetune` has trained on rows")
-    evaluate.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
+    _add_output(evaluate)
     evaluate.add_argument(
         "--data", metavar="FILE", type=Path, required=True, help="rows: .jsonl, .json or .parquet"
+    )
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("output", metavar="OUT", type=Path, help="the run's output folder")
+    command.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python that comes with the checkpoint, as the run did",
     )
 
 
