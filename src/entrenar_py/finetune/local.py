@@ -114,7 +114,7 @@ def train(
         tasks.opened(
             prepared,
             workload,
-            num_steps=config.scenario.num_steps,
+            scenario=config.scenario,
             device=_device(names),
             listening=workers.start,
             memory=workers.memory,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import NEW_TOKENS, export, folder, rows_read, settings_file
+from entrenar_py.finetune import NEW_TOKENS, export, folder, rows_read
 from entrenar_py.tuning import (
     encoding,
     evaluation,
@@ -26,6 +26,7 @@ from entrenar_py.tuning.chat_template import ChatEncoder
 from entrenar_py.tuning.conversations import BadConversationError, Conversation
 from entrenar_py.tuning.evaluation import Scores
 from entrenar_py.tuning.settings import Settings
+from entrenar_py.untrusted import printing
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,39 @@ def load(path: Path, *, trusts: bool) -> Output:
         raise UsageError(
             f"{path}: no {export.SETTINGS} there; give the output folder of a complete run"
         )
-    settings = settings_file.load(record)
+    settings, digests = export.read(path)
     if settings.trust_remote_code and not trusts:
         raise UsageError(
             f"{path}: its run had Python code of the checkpoint {settings.model} run "
             "(trust_remote_code), and a folder can't allow that; give --trust-remote-code if you "
             "trust that checkpoint"
         )
+    _require_same(path, settings, digests)
     tokenizer = model.tokenizer(settings, path)
     module = model.trained(settings, path, model.padding(tokenizer))
     return Output(path, settings, tokenizer, module)
+
+
+def _require_same(path: Path, settings: Settings, digests: export.Digests | None) -> None:
+    """Raise UsageError for another model below the adapters, or tokenizer, than the run had."""
+    if digests is None:
+        printing.warn(
+            f"entrenar: warning: {path / export.SETTINGS}: an older release wrote no digests of "
+            "model and tokenizer, so nobody checks that they are the run's"
+        )
+        return
+    if settings.adapts and (digest := fitting.digest(settings.model)) != digests.model:
+        raise UsageError(
+            f"{path}: its adapters were trained on another model than {settings.model}, which has "
+            f"the digest {digest}; the run's had {digests.model}. Put that checkpoint there, or "
+            f"name its folder in {export.SETTINGS} (model)"
+        )
+    if (digest := export.tokenizer_digest(path)) != digests.tokenizer:
+        raise UsageError(
+            f"{path}: its tokenizer is not the run's: its files have the digest {digest}, the "
+            f"run's had {digests.tokenizer}. Put back the files that the run wrote, or export it "
+            "again: entrenar finetune --resume"
+        )
 
 
 def answer(output: Output, prompt: str, *, new_tokens: int | None) -> Iterator[str]:

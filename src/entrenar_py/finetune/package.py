@@ -22,11 +22,7 @@ LIST_BYTES_MAX = PIECE_BYTES
 FILE_BYTES_MAX = 2**50
 WEIGHTS = ".safetensors"
 CODE = ".py"
-# What a checkpoint has beside its weights. Other files, such as pickled weights, are left out.
-PLAIN = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors.index.json",
+TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -44,6 +40,8 @@ PLAIN = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# What a checkpoint has beside its weights. Other files, such as pickled weights, are left out.
+PLAIN = ("config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ADVICE = "use one release on both ends"

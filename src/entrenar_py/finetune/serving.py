@@ -125,7 +125,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     with tasks.opened(
         prepared,
         workload,
-        num_steps=scenario.num_steps,
+        scenario=scenario,
         device=torch.device("cpu"),
         halt_on_spike=halt_on_spike,
         tensorboard=tensorboard,

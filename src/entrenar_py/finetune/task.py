@@ -12,6 +12,7 @@ import torch
 from entrenar_py.finetune import export, history, page
 from entrenar_py.finetune.evaluator import Evaluator
 from entrenar_py.finetune.page import Outcome
+from entrenar_py.scenario import Scenario
 from entrenar_py.service import coordinator, memory_peak
 from entrenar_py.service.coordinator import Ended, Listening, Task
 from entrenar_py.service.memory_peak import Memory
@@ -29,25 +30,25 @@ def opened(
     prepared: Prepared,
     workload: Tuned,
     *,
-    num_steps: int,
+    scenario: Scenario,
     device: torch.device,
     listening: Listening = coordinator.ignore,
     memory: Callable[[], Memory] = memory_peak.here,
     halt_on_spike: bool = False,
     tensorboard: Path | None = None,
 ) -> Iterator[Task]:
-    """Yield the task of a run of `num_steps`; validation rows are scored on `device`.
+    """Yield the task of the run `scenario`; validation rows are scored on `device`.
 
     The other arguments are those of `Task`.
     """
-    evaluator = Evaluator(prepared, workload, device=device, num_steps=num_steps)
+    evaluator = Evaluator(prepared, workload, device=device, num_steps=scenario.num_steps)
     with closing(evaluator):
         yield Task(
             workload=workload,
             listening=listening,
             memory=memory,
             stepped=evaluator.stepped,
-            ended=partial(_end, prepared, workload, evaluator, num_steps),
+            ended=partial(_end, prepared, workload, evaluator, scenario),
             halt_on_spike=halt_on_spike,
             tensorboard=tensorboard,
             grace_s=GRACE_S if prepared.settings.distill else None,
@@ -55,17 +56,19 @@ def opened(
 
 
 def _end(
-    prepared: Prepared, workload: Tuned, evaluator: Evaluator, num_steps: int, ended: Ended
+    prepared: Prepared, workload: Tuned, evaluator: Evaluator, scenario: Scenario, ended: Ended
 ) -> None:
     """Export a run that is complete, tell how it does on the validation rows, and draw it."""
     if ended.finish.status == "completed":
         evaluator.settle(ended.tell)
-        printing.say(f"written to {export.write(prepared, workload, ended.tensors)}")
+        digest = preparing.model_digest(scenario)
+        output = export.write(prepared, workload, ended.tensors, model_digest=digest)
+        printing.say(f"written to {output}")
         scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
         for line in () if scores is None else scores.lines():
             printing.say(f"validation: {line}")
     evaluator.close()
-    draw(prepared, num_steps, ended)
+    draw(prepared, scenario.num_steps, ended)
 
 
 def draw(prepared: Prepared, num_steps: int, ended: Ended) -> None:

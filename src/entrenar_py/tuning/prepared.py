@@ -19,6 +19,7 @@ from entrenar_py.tuning.workload import Finetuning, Tuned
 SYSTEM = "parameter_server"  # the trainer of a run
 LEDGER = "ledger.jsonl"  # in the output folder; its first line says what the run is made of
 _FIRST_LINE_BYTES = 2**20
+_MODEL = "model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +169,16 @@ def scenario(settings: Settings, workload: Tuned) -> Scenario:
     )
 
 
+def model_digest(run: Scenario) -> str:
+    """Return the digest of the checkpoint that a run of `scenario` was made of."""
+    return str(run.options[_MODEL])
+
+
 def _decisive(settings: Settings, workload: Tuned) -> dict[str, Any]:
     """Return what else decides what a run learns. One that is resumed must have the same."""
     data, lora, classes = settings.data, settings.lora, settings.classes
     found: dict[str, Any] = {
-        "model": fitting.digest(settings.model),
+        _MODEL: fitting.digest(settings.model),
         "rows": workload.data_digest,
         "task": settings.task,
         "method": settings.method,

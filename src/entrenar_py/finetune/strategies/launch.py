@@ -146,7 +146,10 @@ def _finish(prepared: Prepared, scenario: Scenario, record: Record, ended: Ended
         tell=record.tell,
     )
     if ended.status == "completed":
-        printing.say(f"written to {export.write(prepared, prepared.workload(), ended.tensors)}")
+        digest = preparing.model_digest(scenario)
+        workload = prepared.workload()
+        output = export.write(prepared, workload, ended.tensors, model_digest=digest)
+        printing.say(f"written to {output}")
     tasks.draw(prepared, scenario.num_steps, whole)
 
 
