@@ -38,7 +38,7 @@ def run(given: argparse.Namespace) -> int:
     _tell_loading()
     if given.command == "plan":
         return _plan(given)
-    from entrenar_py.finetune import outputs
+    from entrenar_py.finetune import outputs, rows_read
 
     output = outputs.load(given.output, trusts=given.trust_remote_code)
     if given.command == "infer":
@@ -55,6 +55,7 @@ def run(given: argparse.Namespace) -> int:
                 f"{narrow} weights became float32, of the same values: the model is larger"
             )
         printing.say(f"written to {given.merged}")
+    rows_read.say_warnings()
     return exit_codes.DONE
 
 

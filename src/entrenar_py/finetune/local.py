@@ -89,6 +89,7 @@ def train(
     foresight.look(path, prepared, names)
     workload = student.workload(prepared)
     rows_read.say_teacher(workload)
+    rows_read.say_warnings()
     output = export.make_folder(prepared)
     config = Config(
         scenario=preparing.scenario(settings, workload),

@@ -59,6 +59,7 @@ def load(path: Path, *, trusts: bool) -> Output:
     _require_same(path, settings, digests)
     tokenizer = model.tokenizer(settings, path)
     module = model.trained(settings, path, model.padding(tokenizer))
+    rows_read.say_warnings()
     return Output(path, settings, tokenizer, module)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from entrenar_py.distill.student import Student
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import samples
+from entrenar_py.tuning import model_class, samples
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.rows import BadRow
 from entrenar_py.untrusted import escaping, printing
@@ -34,6 +34,12 @@ def say_teacher(workload: object) -> None:
             f"teacher: {facts.teacher}, {facts.top_k} of {facts.vocabulary} tokens, in "
             f"{counted(facts.num_shards, 'shard')}"
         )
+
+
+def say_warnings() -> None:
+    """Print what transformers warned of so far, and what of a checkpoint is not used."""
+    for text in model_class.notes():
+        printing.warn(f"entrenar: warning: {text}")
 
 
 def say_skipped(skipped: Sequence[BadRow]) -> None:

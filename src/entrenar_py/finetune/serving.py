@@ -97,6 +97,7 @@ def run(path: Path, *, resume: bool, halt_on_spike: bool, tensorboard: Path | No
     is_pipeline = settings.strategy == LAYER_PIPELINE
     workload = coordinated.workload(prepared) if is_pipeline else student.workload(prepared)
     rows_read.say_teacher(workload)
+    rows_read.say_warnings()
     stages = cut_of(path, settings, workload.module) if is_pipeline else None
     planned = prepared if stages is None else _planned(prepared, stages)
     offered = OfferedFiles(planned)

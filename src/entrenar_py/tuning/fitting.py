@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,13 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _POOLER = "pooler."
 _JSON_BYTES_MAX = 2**26
 _NUMBERS = ("F64", "F32", "F16", "BF16")  # formats of safetensors that hold weights as they are
+# Weights that a model computes or holds in another place today.
+_COMPUTED = re.compile(r"(^|\.)(rotary_\w+\.(inv_freq|cos_cached|sin_cached)|position_ids)$")
+_MASK = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
+_ADAPTER = re.compile(r"lora_|\.base_layer\.|modules_to_save")
+# Parts that the tasks here have no use for: of encoders for the next sentence with its pooler, and
+# of decoders for several tokens at a time.
+_UNUSED = re.compile(r"pooler\.|cls\.seq_relationship\.|mtp")
 _SHOWN = 3  # missing files or weights in a message
 
 
@@ -159,6 +167,71 @@ def require_weights(folder: Path, module: nn.Module, missing: Collection[str]) -
             "missing; copy the whole checkpoint, or mend its config.json"
         )
     return sorted({name.removeprefix(base).partition(".")[0] for name in missing})
+
+
+def require_known(settings: Settings, module: nn.Module, unexpected: Collection[str]) -> list[str]:
+    """Return the parts of the checkpoint that the task replaces or has no use for.
+
+    `unexpected` are weights in its files that `module` has not. Raises UsageError for the others:
+    a model without them is not the checkpoint's, and transformers would train it with a warning.
+    """
+    folder, parts, surplus = settings.model, set[str](), list[str]()
+    for name in sorted(unexpected):
+        if _COMPUTED.search(name) or (_MASK.search(name) and _is_mask(folder, name)):
+            continue
+        if (head := _head_of(module, name, settings.task)) is None:
+            surplus.append(name)
+        else:
+            parts.add(head)
+    if surplus:
+        raise UsageError(
+            f"model={folder}: {_listed(surplus)} in its files, and not in the model by "
+            "config.json, which would be trained without; mend config.json (attention_bias, "
+            "num_hidden_layers, ...), merge adapters that are saved inside, or take out of the "
+            "files what is not the model's"
+        )
+    return sorted(parts)
+
+
+def _head_of(module: nn.Module, name: str, task: str) -> str | None:
+    """Return the part that has the weight `name` if it is a head of another task, else None."""
+    model = cast("Any", module)
+    prefix = f"{model.base_model_prefix}."
+    part = name.removeprefix(prefix).partition(".")[0]
+    if _UNUSED.match(name.removeprefix(prefix)):
+        return part
+    is_within = name.startswith(prefix) or hasattr(getattr(module, prefix[:-1], None), part)
+    is_adapter = part == "base_model" or _ADAPTER.search(name) is not None
+    return None if task != "classify" or is_within or is_adapter else part
+
+
+def _is_mask(folder: Path, name: str) -> bool:
+    """Return whether the weight `name` is a causal mask, [1, 1, n, n] or a number."""
+    import safetensors
+
+    for file in weight_files(folder):
+        with safetensors.safe_open(folder / file, "pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                if f".{name}".endswith(f".{key}"):
+                    shape = opened.get_slice(key).get_shape()
+                    return len(shape) == 0 or (len(shape) == 4 and list(shape[:2]) == [1, 1])
+    return False
+
+
+def require_tied(folder: Path, module: nn.Module) -> None:
+    """Raise UsageError if config.json ties a head to the embeddings, and the files don't."""
+    model = cast("Any", module)
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if not model.config.get_text_config().tie_word_embeddings or head is None:
+        return
+    names = dict(map(reversed, module.named_modules(remove_duplicate=False)))
+    name, source = f"{names[head]}.weight", f"{names[table]}.weight"
+    if name in (model._tied_weights_keys or ()) and head.weight is not table.weight:
+        raise UsageError(
+            f"model={folder}: config.json ties {name} to {source} (tie_word_embeddings), and its "
+            "files have both, with unlike values; use tie_word_embeddings: false if both are the "
+            f"model's, or take {name} out of the files"
+        )
 
 
 def beside_text(module: nn.Module) -> list[str]:

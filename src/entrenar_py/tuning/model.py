@@ -284,6 +284,14 @@ def _of_config(settings: Settings, place: torch.device, num_blocks: int | None =
     return module.train()
 
 
+def _names(settings: Settings, config: Any) -> set[str]:
+    """Return the names of all weights of the whole model with `config`."""
+    kind, _ = model_class.of(settings)
+    with torch.device("meta"), model_class.reading(settings.model, "model"):
+        whole = kind.from_config(config, trust_remote_code=settings.trust_remote_code)
+    return set(whole.state_dict())
+
+
 def _base(
     settings: Settings, shorten: Callable[[nn.Module], None] | None = None, *, unties: bool = False
 ) -> tuple[nn.Module, list[str]]:
@@ -315,6 +323,16 @@ def _base(
             **options,
         )
     fitting.require_shapes(settings.model, loading["mismatched_keys"])
+    unexpected = set(loading["unexpected_keys"])
+    if shorten is None:
+        fitting.require_tied(settings.model, module)
+    elif unexpected:  # what was removed is no surplus
+        unexpected -= _names(settings, config)
+    for part in fitting.require_known(settings, module, unexpected):
+        model_class.note(
+            f"model={settings.model}: its files have {part}, which task: {settings.task} has no "
+            "use for; it is left out"
+        )
     new = fitting.require_weights(settings.model, module, loading["missing_keys"])
     if new and settings.task != "classify":
         raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,14 @@ from entrenar_py.tuning.settings import Settings
 from entrenar_py.untrusted import escaping
 
 _TOLD_CHARS = 300
+# Of warnings that need not be repeated: weights that are missing, unknown or of another shape
+# (`fitting`), rows that are too long (`data.max_tokens`), and how a checkpoint would draw tokens,
+# since answers are the likeliest ones.
+_OWN_WORDS = (
+    "LOAD REPORT",
+    "Token indices sequence length is longer than",
+    "generation flags are not valid",
+)
 
 
 def of(settings: Settings) -> tuple[Any, dict[str, Any]]:
@@ -99,9 +108,37 @@ def library() -> Any:
         raise UsageError(
             f"entrenar finetune needs {error.name}; {extras.advice('finetune')}"
         ) from error
-    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.set_verbosity_warning()
     transformers.utils.logging.disable_progress_bar()
+    logger = logging.getLogger("transformers")
+    logger.handlers[:] = [_HEARING]  # in place of its own, which writes where it likes
     return transformers
+
+
+class _Hearing(logging.Handler):
+    """Keeps what transformers warns of, for `notes`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it, unless this package says the same in its own words."""
+        told = " ".join(record.getMessage().split())
+        if not any(known in told for known in _OWN_WORDS):
+            note(f"transformers: {escaping.shortened(told, chars_max=_TOLD_CHARS)}")
+
+
+_HEARING = _Hearing(logging.WARNING)
+_notes = dict[str, None]()  # in order, each once
+
+
+def note(text: str) -> None:
+    """Keep what is worth a warning about a checkpoint, until somebody takes it by `notes`."""
+    _notes[text] = None
+
+
+def notes() -> list[str]:
+    """Return the warnings since the last call, of transformers and of this package."""
+    found = list(_notes)
+    _notes.clear()
+    return found
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime
@@ -15,6 +14,7 @@ from entrenar_py.tuning import fitting, model, precision, rendering, samples
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning, Tuned
+from entrenar_py.untrusted import json_text
 
 SYSTEM = "parameter_server"  # the trainer of a run
 LEDGER = "ledger.jsonl"  # in the output folder; its first line says what the run is made of
@@ -117,9 +117,9 @@ def day_of(settings: Settings) -> str:
     """Return the day of the run that began the ledger in the output folder, or else the present."""
     try:
         with (settings.output / LEDGER).open("rb") as file:
-            options = json.loads(file.readline(_FIRST_LINE_BYTES))["scenario"]["options"]
+            options = json_text.load(file.readline(_FIRST_LINE_BYTES))["scenario"]["options"]
         day = options.get("data.date")
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         day = None  # whoever goes on with the ledger says what is wrong with it
     return day if isinstance(day, str) else datetime.now().astimezone().date().isoformat()
 

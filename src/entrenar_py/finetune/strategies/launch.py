@@ -131,6 +131,7 @@ def _shards(settings: Settings, prepared: Prepared, here: World) -> Shards:
     workload = together(lambda: student.workload(prepared))
     if not here.rank:
         rows_read.say_teacher(workload)
+        rows_read.say_warnings()
     scenario = together(lambda: _scenario(settings, workload, here))
     return Shards(workload, scenario, here.device)
 
