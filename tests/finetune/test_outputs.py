@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from entrenar_py.errors import SystemFailure
 from entrenar_py.finetune import export, settings_file
 from entrenar_py.service import cli, exit_codes
-from entrenar_py.tuning import fitting
+from entrenar_py.tuning import fitting, saving
 from entrenar_py.tuning import prepared as preparing
 from tests.finetune import runs
 
@@ -136,3 +139,25 @@ def test_digests_that_no_run_wrote(
     change(folder, "digests", noted)
     assert cli.main(["infer", str(folder / "out"), "--prompt", "ls"]) == exit_codes.INVALID
     assert "run.json: digests=" in capsys.readouterr().err
+
+
+def test_an_export_that_stock_libraries_read_otherwise_ends_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are kept."""
+    save = saving.save
+
+    def forget_alpha(module: Any, tensors: Any, tokenizer: Any, folder: Path) -> None:
+        save(module, tensors, tokenizer, folder)
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"lora_alpha": 999}))
+
+    monkeypatch.setattr(saving, "save", forget_alpha)
+    settings, _ = export.read(folder / "out")
+    settings = replace(settings, output=folder / "again")
+    prepared = preparing.prepare(settings, folder / "cache")
+    workload = prepared.workload()
+    ones = {spec.name: np.ones(spec.shape, np.float32) for spec in workload.specs}
+    with pytest.raises(SystemFailure, match="stock libraries read there is not the model of this"):
+        export.write(prepared, workload, ones, model_digest="")
+    assert (folder / "again" / "adapter_model.safetensors").is_file()

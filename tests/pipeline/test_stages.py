@@ -38,6 +38,7 @@ def config(kind: str, **changes: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
+        "pad_token_id": 0,
     }
     if not hasattr(transformers, f"{kind}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
@@ -46,7 +47,14 @@ def config(kind: str, **changes: Any) -> Any:
 
 def gpt2(**changes: Any) -> Any:
     transformers: Any = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 512, "n_embd": 32, "n_head": 4, "n_layer": 4, "n_positions": 128}
+    sizes = {
+        "vocab_size": 512,
+        "n_embd": 32,
+        "n_head": 4,
+        "n_layer": 4,
+        "n_positions": 128,
+        "pad_token_id": 0,
+    }
     return transformers.GPT2Config(**{**sizes, **changes})
 
 
@@ -74,7 +82,7 @@ MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("q_proj", "o_proj"),
     ),
     "mistral": (partial(config, "Mistral", sliding_window=8), ("k_proj",)),
-    "phi3": (partial(config, "Phi3", pad_token_id=0), ("qkv_proj",)),
+    "phi3": (partial(config, "Phi3"), ("qkv_proj",)),
     "qwen3-moe": (partial(config, "Qwen3Moe", head_dim=8, **ROUTED), ("q_proj",)),
     "olmo2": (partial(config, "Olmo2"), ("o_proj",)),
     "gpt2": (gpt2, ("c_attn", "c_proj")),
@@ -106,7 +114,7 @@ MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "stablelm": (partial(config, "StableLm"), ("q_proj",)),
     "cohere": (partial(config, "Cohere"), ("q_proj",)),
-    "glm4": (partial(config, "Glm4", head_dim=8, pad_token_id=0), ("q_proj",)),
+    "glm4": (partial(config, "Glm4", head_dim=8), ("q_proj",)),
     "qwen3.5": (
         partial(config, "Qwen3_5Text", head_dim=8, layer_types=MIXED, pad_token_id=0, **LINEAR),
         ("q_proj", "out_proj", "down_proj"),

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from entrenar_py.errors import SystemFailure
 from entrenar_py.scenario import Scenario
-from entrenar_py.service import cli, exit_codes, signals
+from entrenar_py.service import cli, config, coordinator, exit_codes, signals
+from entrenar_py.service.coordinator import Task
 from entrenar_py.training import checkpoint
 from tests.service.cluster import TRAINING, Cluster, cluster, weights
 
@@ -85,7 +87,10 @@ def test_a_place_that_is_none(star: Cluster, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_run_and_its_end(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run completes, and is still complete when it is resumed."""
+    """A run completes, and is still complete when it is resumed.
+
+    One whose last word fails, such as an export, is not said to be completed.
+    """
     path = star.configure(checkpoint=STATE, ledger="ledger.jsonl", metrics="metrics.jsonl")
     worker = star.worker()
     done = f"step 12, weights {weights(TRAINING)}"
@@ -95,6 +100,13 @@ def test_a_run_and_its_end(star: Cluster, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["coordinator", str(path), "--resume"]) == exit_codes.DONE
     again = capsys.readouterr().out.splitlines()[-1]
     assert again == f"completed (it was complete already): {done}"
+
+    def fails(tensors: object, tell: object) -> None:
+        raise SystemFailure("the export is not what was trained")
+
+    with pytest.raises(SystemFailure, match="the export is not what was trained"):
+        coordinator.serve(config.load(path), Task(complete=fails), resume=True)
+    assert "completed" not in capsys.readouterr().out
 
 
 def test_nobody_comes(star: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ def qwen(**changes: Any) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
+        "pad_token_id": 0,
     }
     return transformers.Qwen3Config(**(sizes | changes))
 

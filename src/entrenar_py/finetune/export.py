@@ -11,7 +11,7 @@ from blake3 import blake3
 from entrenar_py.errors import UsageError
 from entrenar_py.finetune import folder, package, rows_read, settings_file
 from entrenar_py.training.tensors import Array
-from entrenar_py.tuning import saving, trust
+from entrenar_py.tuning import saving, stock, trust
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Tuned
@@ -42,7 +42,8 @@ def write(
 
     Adapters are a PEFT folder: adapter_config.json and adapter_model.safetensors. The checkpoint
     had `model_digest` when it was loaded. Raises SystemFailure if it can't be written; an earlier
-    output is then whole.
+    output is then whole. Raises it, too, if stock libraries don't read what was trained; the files
+    are then kept.
     """
     record = settings_file.to_record(prepared.settings)
     output = prepared.settings.output
@@ -51,6 +52,9 @@ def write(
         record[DIGESTS] = asdict(Digests(model_digest, tokenizer_digest(partial)))
         text = settings_file.to_text(record)
         (partial / SETTINGS).write_text(text + "\n", encoding="utf-8")
+    settings, pad_token = prepared.settings, prepared.pad_token
+    stock.require_agreement(settings, workload.module, tensors, pad_token=pad_token, folder=output)
+    rows_read.say_warnings()
     return output
 
 

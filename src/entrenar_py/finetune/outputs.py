@@ -21,6 +21,7 @@ from entrenar_py.tuning import (
     prepared,
     samples,
     saving,
+    stock,
 )
 from entrenar_py.tuning.chat_template import ChatEncoder
 from entrenar_py.tuning.conversations import BadConversationError, Conversation
@@ -171,16 +172,17 @@ def merge(output: Output, merged: Path) -> None:
 
     The weights are float32: narrower ones would round away most of what was learned. Those in NF4
     or 16 bits become the numbers that they stand for, as trained. Raises UsageError if there are no
-    adapters, or `merged` is not empty, and SystemFailure if it can't be written.
+    adapters, or `merged` is not empty, and SystemFailure if it can't be written, or stock
+    transformers doesn't read the merged model there.
     """
     if not output.settings.adapts:
         raise UsageError(f"{output.folder}: method: full has no adapters; it is a model already")
     if merged.exists() and not (merged.is_dir() and not any(merged.iterdir())):
         raise UsageError(f"{merged}: it is not an empty folder; give a new one")
-    module = output.module
+    module, pad_token = output.module, model.padding(output.tokenizer)
     if output.settings.method == "qlora":
-        pad_token = model.padding(output.tokenizer)
         module = model.decoded(output.settings, output.folder, pad_token)
     advice = "make room or give access, and merge again"
     with folder.replacing(merged, marks=export.MARKS, advice=advice) as partial:
-        saving.merge(module.float(), output.tokenizer, partial)
+        merged_module = saving.merge(module.float(), output.tokenizer, partial)
+    stock.require_merged(output.settings, merged_module, pad_token=pad_token, folder=merged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,8 @@ from entrenar_py.scenario import Scenario
 from entrenar_py.service import coordinator, memory_peak
 from entrenar_py.service.coordinator import Ended, Listening, Task
 from entrenar_py.service.memory_peak import Memory
+from entrenar_py.service.run_events import Listener
+from entrenar_py.training.tensors import Array
 from entrenar_py.tuning import prepared as preparing
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.workload import Tuned
@@ -48,22 +50,32 @@ def opened(
             listening=listening,
             memory=memory,
             stepped=evaluator.stepped,
-            ended=partial(_end, prepared, workload, evaluator, scenario),
+            complete=partial(_export, prepared, workload, evaluator, scenario),
+            ended=partial(_end, prepared, evaluator, scenario),
             halt_on_spike=halt_on_spike,
             tensorboard=tensorboard,
             grace_s=GRACE_S if prepared.settings.distill else None,
         )
 
 
-def _end(
-    prepared: Prepared, workload: Tuned, evaluator: Evaluator, scenario: Scenario, ended: Ended
+def _export(
+    prepared: Prepared,
+    workload: Tuned,
+    evaluator: Evaluator,
+    scenario: Scenario,
+    tensors: Mapping[str, Array],
+    tell: Listener,
 ) -> None:
-    """Export a run that is complete, tell how it does on the validation rows, and draw it."""
+    """Write what was trained, and read it back by stock libraries."""
+    evaluator.settle(tell)
+    digest = preparing.model_digest(scenario)
+    output = export.write(prepared, workload, tensors, model_digest=digest)
+    printing.say(f"written to {output}")
+
+
+def _end(prepared: Prepared, evaluator: Evaluator, scenario: Scenario, ended: Ended) -> None:
+    """Tell how a run that is complete does on the validation rows, and draw it."""
     if ended.finish.status == "completed":
-        evaluator.settle(ended.tell)
-        digest = preparing.model_digest(scenario)
-        output = export.write(prepared, workload, ended.tensors, model_digest=digest)
-        printing.say(f"written to {output}")
         scores = evaluator.finish(ended.made, ended.tensors, ended.tell)
         for line in () if scores is None else scores.lines():
             printing.say(f"validation: {line}")

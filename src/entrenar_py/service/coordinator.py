@@ -89,7 +89,9 @@ class Task:
     connect, and a function that ends the run for a reason. `memory` returns the peak of the run's
     processes on this machine. `stepped` is called after each step of a star with the number of
     steps made, the tensors by name, which it must copy, and a function that tells the listeners.
-    `ended` is called when the run is over, before the listeners are closed. `halt_on_spike` halts a
+    `complete` is called with the last tensors, and a function that tells the listeners, before a
+    run is said to be completed: what it raises ends one that is not. `ended` is called when the run
+    is over, before the listeners are closed. `halt_on_spike` halts a
     star's run before a step whose gradient is far larger than those before it. Event files go to
     the folder `tensorboard`, if there is one. `package` has the files that workers may fetch, which
     `piece` reads. After a signal the step in work has `grace_s` seconds, as long as it takes by
@@ -101,6 +103,7 @@ class Task:
     listening: Listening = ignore
     memory: Callable[[], Memory] = memory_peak.here
     stepped: Stepped = lambda made, tensors, tell: None
+    complete: Callable[[Mapping[str, Array], Listener], None] = lambda tensors, tell: None
     ended: Callable[[Ended], None] = lambda _: None
     halt_on_spike: bool = False
     tensorboard: Path | None = None
@@ -178,11 +181,14 @@ def _run(settings: Config, task: Task, listeners: Sequence[Listener], *, resume:
             finish = Finish("completed", "it was complete already")
         else:
             finish = asyncio.run(_serve(settings, task, host, first, resume=resume))
+        arrays = host.server.replica.replica.arrays
+        if finish.status == "completed":
+            task.complete(arrays, host.tell)
         host.finish(finish)
         ended = Ended(
             finish=finish,
             made=host.made,
-            tensors=host.server.replica.replica.arrays,
+            tensors=arrays,
             digest=host.digest(),
             ledger=host.ledger_end,
             tell=host.tell,

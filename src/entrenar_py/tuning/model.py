@@ -26,6 +26,7 @@ from entrenar_py.tuning import (
     precision,
     quantised,
     recompute,
+    stock,
     trust,
 )
 from entrenar_py.tuning.modes import in_evaluation
@@ -80,7 +81,8 @@ def load(settings: Settings, pad_token: int) -> nn.Module:
         torch.manual_seed(settings.seed)
         module, new = _base(settings)
         _draw(settings.seed, module, new)
-        module.config.pad_token_id = pad_token  # type: ignore[union-attr]
+        stock.require_padding(settings, module, pad_token)
+        stock.set_padding(module, pad_token)
         adapters.freeze_beside(module)
         if settings.adapts:
             module = adapters.adapted(settings, module, new)
@@ -121,7 +123,7 @@ def part(
     trained, and their values are not those that a run begins with.
     """
     module, new = _base(settings, shorten, unties=unties)
-    module.config.pad_token_id = pad_token  # type: ignore[union-attr]
+    stock.set_padding(module, pad_token)
     adapters.freeze_beside(module)
     if settings.adapts:
         targets = tuple(one for one in settings.lora.targets if adapters.has_target(module, one))
@@ -168,7 +170,7 @@ def without_weights(settings: Settings, pad_token: int) -> nn.Module:
                 if tensor.device.type == "meta":
                     zero = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
                     setattr(above, name, nn.Parameter(zero, requires_grad=tensor.requires_grad))
-        module.config.pad_token_id = pad_token  # type: ignore[union-attr]
+        stock.set_padding(module, pad_token)
         adapters.freeze_beside(module)
         module = adapters.adapted(settings, module, new)
     for parameter in module.parameters():
@@ -235,7 +237,7 @@ def decoded(settings: Settings, folder: Path, pad_token: int) -> nn.Module:
 
 
 def _with_adapters(settings: Settings, folder: Path, module: Any, pad_token: int) -> nn.Module:
-    module.config.pad_token_id = pad_token
+    stock.set_padding(module, pad_token)
     if settings.adapts:
         import peft
 

@@ -33,8 +33,10 @@ def save(module: nn.Module, tensors: Mapping[str, Array], tokenizer: Any, folder
     tokenizer.save_pretrained(folder)
 
 
-def merge(module: nn.Module, tokenizer: Any, folder: Path) -> None:
+def merge(module: nn.Module, tokenizer: Any, folder: Path) -> nn.Module:
     """Add the adapters of `module` to their layers' weights; write that model and the tokenizer.
+
+    Returns that model.
 
     `module` is changed. A head with adapters no longer shares its weights with the embeddings.
     """
@@ -42,6 +44,7 @@ def merge(module: nn.Module, tokenizer: Any, folder: Path) -> None:
     merged = cast("Any", module).merge_and_unload()
     merged.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return cast("nn.Module", merged)
 
 
 def _untie(model: Any) -> None:

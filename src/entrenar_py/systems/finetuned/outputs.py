@@ -63,7 +63,6 @@ def stock(made: Made, folder: Path) -> Any:
         numbers = {name: torch.from_numpy(array) for name, array in nf4.decoded(made).items()}
         base.load_state_dict(numbers, strict=False)
     found: Any = peft.PeftModel.from_pretrained(base, str(folder)) if is_adapters else base
-    found.config.pad_token_id = 0
     return found.eval()
 
 
