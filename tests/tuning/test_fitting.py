@@ -139,3 +139,23 @@ def test_what_transformers_warns_of_is_told(checkpoint: Path) -> None:
     assert told.startswith("transformers: ")
     assert "hurry" in told
     assert model_class.notes() == []
+
+
+@pytest.mark.parametrize("kind", ["Qwen2_5_VL", "CLIP", "Granite", "DistilBert", "Gemma3", "Bert"])
+def test_advice_for_a_kind_of_model_does_not_lead_in_a_circle(kind: str, tmp_path: Path) -> None:
+    """Whoever uses the task that a refusal names is not refused for that."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")()
+    config.save_pretrained(tmp_path)
+    told = dict[str, str]()
+    for task in ("text", "classify"):
+        try:
+            model_class.configuration(settings(tmp_path, task))
+        except UsageError as error:
+            told[task] = str(error)
+    for task, other in (("text", "classify"), ("classify", "text")):
+        if f"or task: {other}" in told.get(task, ""):
+            assert other not in told, "it was refused, too"
+    if len(told) == 2:
+        assert all("of texts alone" in one for one in told.values())
+    assert len(told) == {"Qwen2_5_VL": 2, "CLIP": 2, "Granite": 1, "DistilBert": 1}.get(kind, 0)

@@ -339,7 +339,7 @@ def _base(
     if new and settings.task != "classify":
         raise UsageError(
             f"model={settings.model}: its files lack {', '.join(new)}, which predicts the next "
-            "token; use a language model, or task: classify"
+            f"token; use {model_class.advice(settings.task, config)}"
         )
     if settings.method == "qlora":
         quantised.settle(module)

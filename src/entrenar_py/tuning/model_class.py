@@ -29,14 +29,20 @@ _OWN_WORDS = (
 
 def of(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """Return the class of transformers that makes the model, and what it adds to config.json."""
-    transformers = library()
-    kind, options = transformers.AutoModelForCausalLM, dict[str, Any]()
+    kind, options = _kind(settings.task), dict[str, Any]()
     if settings.task == "classify":
-        kind, labels = transformers.AutoModelForSequenceClassification, settings.classes.labels
+        labels = settings.classes.labels
         options["num_labels"] = len(labels)
         options["id2label"] = dict(enumerate(labels))
         options["label2id"] = {label: number for number, label in enumerate(labels)}
     return kind, options
+
+
+def _kind(task: str) -> Any:
+    transformers = library()
+    if task == "classify":
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForCausalLM
 
 
 def shortened(kind: Any, config: Any, shorten: Callable[[nn.Module], None], *, unties: bool) -> Any:
@@ -86,17 +92,30 @@ def configuration(settings: Settings) -> Any:
 
 def _require_kind(settings: Settings, config: Any) -> None:
     """Raise UsageError if transformers has no class for models like this and the task."""
-    kind, _ = of(settings)
-    own = getattr(config, "auto_map", None) or {}
-    if type(config) in kind._model_mapping or kind.__name__ in own:
+    if can_do(settings.task, config):
         return
-    what, other = "language model", "a causal language model, or task: classify"
-    if settings.task == "classify":
-        what, other = "classifier of texts", "another model, or task: text"
+    what = "classifier of texts" if settings.task == "classify" else "language model"
     raise UsageError(
         f"model={settings.model}: transformers has no {what} of the kind {config.model_type}; use "
-        f"{other}"
+        f"{advice(settings.task, config)}"
     )
+
+
+def can_do(task: str, config: Any) -> bool:
+    """Return whether transformers, or the checkpoint's own code, has a class for the task."""
+    kind = _kind(task)
+    own = getattr(config, "auto_map", None) or {}
+    return type(config) in kind._model_mapping or kind.__name__ in own
+
+
+def advice(task: str, config: Any) -> str:
+    """Return what to use where a model can't do a task: another one, or a task that it can do."""
+    model = "another model" if task == "classify" else "a causal language model"
+    other = "text" if task == "classify" else "classify"
+    if can_do(other, config):
+        return f"{model}, or task: {other}"
+    parts = config.get_text_config() is not config
+    return f"{model} of texts alone, such as the one that this was made from" if parts else model
 
 
 def library() -> Any:
