@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from entrenar_py.errors import UsageError
-from entrenar_py.tuning import model, model_class
+from entrenar_py.tuning import fitting, model, model_class
 from entrenar_py.tuning.settings import Classes, Data, Lora, Settings
 from tests.tuning import checkpoints
 
@@ -139,6 +139,56 @@ def test_what_transformers_warns_of_is_told(checkpoint: Path) -> None:
     assert told.startswith("transformers: ")
     assert "hurry" in told
     assert model_class.notes() == []
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "default"}, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "dynamic", "factor": 2.0}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048),
+        # The number in config.json is that after stretching.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 256,
+            },
+            512,
+        ),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_stretched_positions_count(
+    key: str, rope: dict[str, Any], positions: int, checkpoint: Path
+) -> None:
+    """The small model has 512 before they are stretched; rows may have as many tokens."""
+    path = checkpoint / "config.json"
+    record = json.loads(path.read_text("utf-8")) | {key: {**rope, "rope_theta": 1e4}}
+    if key == "rope_scaling":  # as earlier releases wrote it
+        del record["rope_parameters"]
+        record |= {"rope_theta": record[key].pop("rope_theta")}
+    path.write_text(json.dumps(record), encoding="utf-8")
+    assert fitting.longest(model.shape(settings(checkpoint))) == positions
+
+
+def test_kinds_of_layers_with_positions_of_their_own_take_the_shortest() -> None:
+    """Of Gemma 3, only full attention is stretched, and config.json has the number after that."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        max_position_embeddings=4096,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    module = torch.nn.Module()
+    module.config = config
+    assert fitting.longest(module) == 4096
 
 
 @pytest.mark.parametrize("kind", ["Qwen2_5_VL", "CLIP", "Granite", "DistilBert", "Gemma3", "Bert"])

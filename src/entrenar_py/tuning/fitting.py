@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ _NUMBERS = ("F64", "F32", "F16", "BF16")  # formats of safetensors that hold wei
 _COMPUTED = re.compile(r"(^|\.)(rotary_\w+\.(inv_freq|cos_cached|sin_cached)|position_ids)$")
 _MASK = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
 _ADAPTER = re.compile(r"lora_|\.base_layer\.|modules_to_save")
+_STRETCHED = ("linear", "dynamic", "yarn")  # max_position_embeddings may be that before
 # Parts that the tasks here have no use for: of encoders for the next sentence with its pooler, and
 # of decoders for several tokens at a time.
 _UNUSED = re.compile(r"pooler\.|cls\.seq_relationship\.|mtp")
@@ -280,10 +281,31 @@ def require_samples(
 def longest(module: nn.Module) -> int | None:
     """Return the number of tokens that the model has positions for; None if it has no limit."""
     config = cast("Any", module).config.get_text_config()
-    limits = [getattr(config, "max_position_embeddings", None)]
+    limits = [_positions(config)]
     for name, layer in module.named_modules():
         if name.endswith("position_embeddings") and isinstance(layer, nn.Embedding):
             # RoBERTa's positions begin after that of padding.
             unused = 0 if layer.padding_idx is None else layer.padding_idx + 1
             limits.append(layer.num_embeddings - unused)
     return min((one for one in limits if isinstance(one, int) and one > 0), default=None)
+
+
+def _positions(config: Any) -> int | None:
+    """Return for how many positions a configuration is made, None if it says nothing.
+
+    Rotary positions may be stretched by a factor. `llama3` and `longrope` state the number after
+    that, which others may do, too. Where kinds of layers differ, the shortest counts.
+    """
+    number = getattr(config, "max_position_embeddings", None)
+    found = getattr(config, "rope_parameters", None) or {}
+    kinds = [one for one in found.values() if isinstance(one, dict)] or [found]
+    if not isinstance(number, int):
+        return None
+    return min(max(number, _stretched(one, number)) for one in kinds)
+
+
+def _stretched(rope: Mapping[str, Any], number: int) -> int:
+    factor, before = rope.get("factor"), rope.get("original_max_position_embeddings") or number
+    if rope.get("rope_type") not in _STRETCHED or not isinstance(factor, int | float):
+        return number
+    return int(factor * before)
