@@ -191,6 +191,25 @@ def test_kinds_of_layers_with_positions_of_their_own_take_the_shortest() -> None
     assert fitting.longest(module) == 4096
 
 
+def test_a_loss_of_a_router_that_would_be_left_out_is_refused() -> None:
+    """transformers.Trainer adds it, and it is no sum over the parts of a batch."""
+    transformers = pytest.importorskip("transformers")
+    module, chosen = torch.nn.Module(), settings(Path("mixtral"))
+
+    def of(**keys: Any) -> Any:
+        module.config = transformers.MixtralConfig(**keys)
+        return module
+
+    fitting.require_own_loss(chosen, of())
+    fitting.require_own_loss(chosen, of(output_router_logits=True, router_aux_loss_coef=0.0))
+    fitting.require_own_loss(
+        settings(Path("mixtral"), "classify"), of(output_router_logits=True)
+    )  # a classifier of transformers has no such loss
+    told = r"\(output_router_logits: true, router_aux_loss_coef: 0\.02\), which entrenar does not"
+    with pytest.raises(UsageError, match=told):
+        fitting.require_own_loss(chosen, of(output_router_logits=True, router_aux_loss_coef=0.02))
+
+
 @pytest.mark.parametrize("kind", ["Qwen2_5_VL", "CLIP", "Granite", "DistilBert", "Gemma3", "Bert"])
 def test_advice_for_a_kind_of_model_does_not_lead_in_a_circle(kind: str, tmp_path: Path) -> None:
     """Whoever uses the task that a refusal names is not refused for that."""

@@ -33,6 +33,7 @@ def workload(prepared: Prepared) -> Coordinated:
         module = model.load(settings, prepared.pad_token)
     both = (prepared.train, prepared.validation)
     fitting.require_samples(settings, module, both, prepared.pad_token)
+    fitting.require_own_loss(settings, module)
     return Coordinated(
         module,
         prepared.train,

@@ -25,6 +25,7 @@ _COMPUTED = re.compile(r"(^|\.)(rotary_\w+\.(inv_freq|cos_cached|sin_cached)|pos
 _MASK = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$")
 _ADAPTER = re.compile(r"lora_|\.base_layer\.|modules_to_save")
 _STRETCHED = ("linear", "dynamic", "yarn")  # max_position_embeddings may be that before
+_ROUTER_LOSSES = ("router_aux_loss_coef", "aux_loss_coef")
 # Parts that the tasks here have no use for: of encoders for the next sentence with its pooler, and
 # of decoders for several tokens at a time.
 _UNUSED = re.compile(r"pooler\.|cls\.seq_relationship\.|mtp")
@@ -276,6 +277,25 @@ def require_samples(
             f"data.max_tokens={most} with {settings.model}: the model takes rows of {limit} tokens "
             f"at most (max_position_embeddings in config.json); use max_tokens <= {limit}"
         )
+
+
+def require_own_loss(settings: Settings, module: nn.Module) -> None:
+    """Raise UsageError if config.json asks for a router's auxiliary loss, which is not added here.
+
+    It is a product of means over all tokens of a batch, so it is no sum over the batch's parts,
+    and no workers could share it and end with the bits of one.
+    """
+    config = cast("Any", module).config.get_text_config()
+    if settings.task == "classify" or not getattr(config, "output_router_logits", False):
+        return  # transformers' own classifiers add none
+    for key in _ROUTER_LOSSES:
+        if share := getattr(config, key, None):
+            raise UsageError(
+                f"model={settings.model}: config.json asks for a router's auxiliary loss "
+                f"(output_router_logits: true, {key}: {share:g}), which entrenar does not add: it "
+                "is no sum over the parts of a batch; set output_router_logits: false there to "
+                "train without it"
+            )
 
 
 def longest(module: nn.Module) -> int | None:

@@ -50,6 +50,7 @@ class Prepared:
         module = model.load(self.settings, self.pad_token)
         both = (self.train, self.validation)
         fitting.require_samples(self.settings, module, both, self.pad_token)
+        fitting.require_own_loss(self.settings, module)
         weights = self.class_weights
         return kind(
             module,
