@@ -86,7 +86,7 @@ def test_padding_with_duplicates() -> None:
 def test_ranks_that_share_a_shard_draw_the_same() -> None:
     """A rank that draws other samples than the rank it shares a shard with is named."""
     steps = [[[0, 1], [2, 3]]]
-    apart = six_samples(steps)
+    apart = six_samples(steps, num_samples=4)
     assert traces.judge("coverage", [sampled(steps, apart)]).verdict is Verdict.HELD
     shared = traces.was(sampled(steps, apart), shared=True)
     found = broken(traces.judge("coverage", [shared]))
@@ -136,13 +136,24 @@ def test_other_batches_with_other_workers() -> None:
         pytest.param([[[0, 1, 2], [3]], [[4, 5], []], [[0], [1, 2, 3]]], id="uneven"),
         pytest.param([[[0, 1], [2, 3]], [[4], [5]]], id="one epoch"),
         pytest.param([[[3, 1], [5, 0]], [[2], [4]], [[5, 4], [3, 0]]], id="shuffled"),
-        pytest.param([[[0, 1], [2, 3]]], id="a short run"),
     ],
 )
 def test_right_ways_to_share(steps: list[list[list[int]]]) -> None:
     """Strided, uneven, unshuffled and short batches hold if they are complete and disjoint."""
     subject = six_samples(steps)
     assert traces.judge("coverage", [sampled(steps, subject)]).verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize("traits", [{}, {"epochs": "untold"}, {"population": "guessed"}])
+def test_an_epoch_whose_end_was_not_seen_is_open(traits: dict[str, str]) -> None:
+    """A script that was ended within its first epoch is never said to draw every sample."""
+    steps = [[[0, 1], [2, 3]]]
+    trace = traces.was(sampled(steps, six_samples(steps)), **traits)
+    finding = traces.judge("coverage", [trace])
+    assert (finding.verdict, finding.compared > 0) == (Verdict.INCONCLUSIVE, True)
+    assert finding.reason.startswith("no run came to the end of an epoch")
+    replaced = traces.was(trace, replacement=True)
+    assert traces.judge("coverage", [replaced]).verdict is Verdict.HELD
 
 
 def test_empty_shards_are_no_alarm() -> None:
@@ -254,7 +265,9 @@ def test_the_second_half_of_a_run_is_no_short_run() -> None:
     late = [event for event in trace.events if getattr(event, "step", 2) == 2]
     starts = [Start(step=2, rank=rank, weights={}, resumed=True) for rank in (0, 1)]
     half = replace(trace, events=(*starts, *late))
-    assert traces.judge("coverage", [half]).verdict is Verdict.HELD
+    finding = traces.judge("coverage", [half])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert finding.reason.startswith("no run came to the end of an epoch")
 
 
 @pytest.mark.parametrize("stranger", [3, 7])

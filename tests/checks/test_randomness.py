@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from entrenar_py.checks import randomness
-from entrenar_py.scenario import Scenario
+from entrenar_py.scenario import OBSERVED, Scenario
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -91,6 +91,31 @@ def test_other_orders_and_no_shuffling(
     for first, second in ((SHUFFLED, OTHER), (ASCENDING, ASCENDING)):
         finding = traces.judge("randomness", [two_epochs(first, second, share)])
         assert finding.verdict is not Verdict.FALSIFIED
+
+
+@pytest.mark.parametrize(
+    ("orders", "verdict"),
+    [
+        pytest.param((SHUFFLED, OTHER), Verdict.HELD, id="two"),
+        pytest.param((SHUFFLED,), Verdict.INCONCLUSIVE, id="one"),
+        pytest.param((ASCENDING,), Verdict.HELD, id="one, in order"),
+    ],
+)
+def test_shuffled_samples_of_one_epoch_are_open(
+    orders: Sequence[Sequence[int]], verdict: Verdict
+) -> None:
+    """A script whose second epoch was not seen is never said to shuffle it anew."""
+    trace = two_epochs(orders[0], orders[-1], shared)
+    weights = {"w": traces.values(1.0)}
+    starts = [
+        Start(rank=rank, step=0, weights=weights, trainable=("w",)) for rank in range(NUM_RANKS)
+    ]
+    known = [event for event in trace.events if getattr(event, "step", 0) < 2 * len(orders)]
+    subject = trace.scenario.with_(system=OBSERVED, workload="own", num_steps=2 * len(orders))
+    shown = replace(trace, scenario=subject, events=(*starts, *known))
+    finding = traces.judge("randomness", [shown])
+    assert finding.verdict is verdict, finding
+    assert ("no two epochs were seen" in finding.reason) is (verdict is Verdict.INCONCLUSIVE)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from entrenar_py.checks import CHECKS
 from entrenar_py.command import run_plan
+from entrenar_py.errors import UsageError
 from entrenar_py.observing.auto import Settings
 from entrenar_py.verdict import Verdict
 from falsification.user_trainers import TWINS
@@ -29,6 +30,34 @@ for step in range(100):
     optimizer.step()
     print("made", step, flush=True)
 raise SystemExit(3)
+"""
+
+SAVING = """
+import argparse, os, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+cli = argparse.ArgumentParser()
+cli.add_argument("--epochs", type=int)
+cli.add_argument("--dir")
+told = cli.parse_args()
+path = os.path.join(told.dir, "last.pt")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(24, 3), torch.randn(24, 1))
+model = nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+saved = torch.load(path) if os.path.exists(path) else None
+if saved:
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+for epoch in range(saved["epoch"] if saved else 0, told.epochs):
+    order = torch.Generator().manual_seed(epoch)
+    for inputs, targets in DataLoader(data, batch_size=2, shuffle=True, generator=order):
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**state, "epoch": epoch + 1}, path)
 """
 
 
@@ -104,6 +133,35 @@ def test_a_command_that_says_its_steps_ends_by_itself() -> None:
     plan = run_plan.Plan(command=("train",), needs=needs, folder=Path(), auto=True, num_steps=5)
     assert Settings.of(plan.observing(2)).steps == 3
     assert run_plan.Plan(command=("train",), needs=needs, folder=Path()).observing(0) == {}
+
+
+def test_a_command_that_says_its_epochs_ends_by_itself() -> None:
+    """With {epochs} nothing is cut: the second epoch and the checkpoints at epochs' ends come."""
+    told = {"command": ("train", "{epochs}", "{workdir}"), "needs": (), "folder": Path()}
+    plan = run_plan.Plan(**told, auto=True)  # type: ignore[arg-type]
+    assert Settings.of(plan.observing(0)).steps is None
+    assert Settings.of(plan.observing(4)).steps is None
+    with pytest.raises(UsageError, match=r"--steps 5: the command has no \{steps\}"):
+        run_plan.Plan(**told, auto=True, num_steps=5)  # type: ignore[arg-type]
+
+
+def test_what_comes_at_the_end_of_an_epoch_is_seen(tmp_path: Path) -> None:
+    """With {epochs} both epochs are seen, and the checkpoint that each leaves is found."""
+    script = tmp_path / "train.py"
+    script.write_text(SAVING)
+    told = (*scripts.command(script)[:2], "1", str(script), "--epochs", "{epochs}")
+    wanted = ("coverage", "randomness", "resume")
+    recorded = scripts.record(
+        (*told, "--dir", "{workdir}"),
+        ("resume",),
+        tmp_path / "runs",
+        world_sizes=(1,),
+        launch=zygote.launch,
+        auto=True,
+    )
+    found = scripts.findings(recorded, wanted)
+    assert {name: found[name].verdict for name in wanted} == dict.fromkeys(wanted, Verdict.HELD)
+    assert {run.trace.scenario.num_steps for run in recorded.values()} == {24}
 
 
 def test_what_belongs_to_the_line_is_stripped() -> None:

@@ -20,7 +20,13 @@ from entrenar_py.checks import (
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
-from entrenar_py.checks.population import Population, compare_selections, has_parts
+from entrenar_py.checks.population import (
+    Population,
+    compare_selections,
+    has_ended_epoch,
+    has_parts,
+    in_epochs,
+)
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -63,6 +69,10 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     if tally.broken is None:  # a run that is wrong by itself differs from others because of that
         _stable(tally, runs)
         _none_left_out(tally, runs)
+    epochal = in_epochs(runs)
+    if epochal and not any(map(has_ended_epoch, epochal)):
+        why = "no run came to the end of an epoch, so it is open whether one has every sample"
+        missing.ask(tally, why, facts.EPOCH_END)
     why = "no samples are known"
     return tally.finding(nothing=missing.nothing(tally, why, facts.IDS_AND_UPDATE))
 

@@ -48,6 +48,11 @@ IDS_AND_UPDATE = Fact(
     record="a Shard with ids for every rank and step, and an Update for the step", call=_SAMPLES
 )
 EPOCHS = Fact(record="Shard.epoch", call="report the epochs, too: obs.samples(ids, epoch=...)")
+EPOCH_END = Fact(
+    record="Shards up to the second epoch",
+    call="run the script for more than one epoch: put {epochs} into the command, raise --steps, or "
+    "take a smaller data set",
+)
 POPULATION = Fact(
     record="the samples of the data set",
     call="if an epoch has to draw every sample, say observe(..., dataset=data), with a Subset if "

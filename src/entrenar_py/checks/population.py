@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
+from entrenar_py.checks.needs import Traces
 from entrenar_py.trace import Selection, Shard, Trace
 from entrenar_py.verdict import Tally
 
@@ -88,3 +89,40 @@ def compare_selections(tally: Tally, trace: Trace) -> None:
 def has_parts(trace: Trace) -> bool:
     """Return whether ranks select different samples."""
     return len({event.ids for event in trace.of(Selection)}) > 1
+
+
+def in_epochs(runs: Traces) -> list[Trace]:
+    """Return the runs of a user's trainer, and their witnesses, whose samples come in epochs.
+
+    They don't if samples are drawn with replacement, from data that varies, or are known only by
+    their content.
+    """
+    witnesses = [trace for traces in runs.witnesses.values() for trace in traces]
+    return [
+        trace
+        for trace in (*runs, *witnesses)
+        if trace.scenario.workload == "own"
+        and not trace.traits.replacement
+        and trace.traits.population != "varied"
+        and trace.traits.sample_ids != "content"
+        and any(shard.ids for shard in trace.of(Shard))
+    ]
+
+
+def has_ended_epoch(trace: Trace) -> bool:
+    """Return whether `trace` shows an epoch up to its end: all its samples, or the next one's.
+
+    If the script reports no epochs, a sample that comes again begins the next one.
+    """
+    drawn: dict[int, list[int]] = defaultdict(list)
+    for shard in trace.of(Shard):
+        if shard.ids:
+            drawn[shard.epoch].extend(shard.ids)
+    if len(drawn) > 1:
+        return True
+    population = Population(trace)
+    return any(
+        (trace.traits.epochs == "untold" and len(ids) > len({*ids}))
+        or not (population.is_guessed or population.num_lacking({*ids}))
+        for ids in drawn.values()
+    )

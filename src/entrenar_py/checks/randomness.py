@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
 from entrenar_py.checks import (
@@ -18,6 +19,7 @@ from entrenar_py.checks import (
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, Traces
+from entrenar_py.checks.population import in_epochs
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Drawn, Shard, Start, Trace
 from entrenar_py.verdict import Finding, Tally
@@ -47,6 +49,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         if left is not None:
             _initial_agrees(tally, left.trace)
     _same_for_any_worker_count(tally, runs)
+    _require_second_epoch(tally, runs)
     return tally.finding(
         nothing="no random draws, no second epoch and no second worker were seen: "
         + missing.told(
@@ -82,12 +85,30 @@ def _dropout_differs(tally: Tally, trace: Trace) -> None:
         )
 
 
-def _orders_differ(tally: Tally, trace: Trace) -> None:
-    """Check that two epochs of a shuffled data set have different orders.
+@dataclass(frozen=True)
+class _Orders:
+    """The `orders` of samples by epoch, and the epochs that are `shuffled`.
 
-    An epoch in order is not compared. It is one if its sample ids grow from step to step, or within
-    each rank, or within each loader worker of a rank (workers hand out batches in turns).
+    An epoch is in order if its sample ids grow from step to step, or within each rank, or within
+    each loader worker of a rank (workers hand out batches in turns).
     """
+
+    orders: Mapping[int, Sequence[int]]
+    shuffled: Collection[int]
+    first_step: Mapping[int, int]
+
+    def pairs(self) -> list[tuple[int, int, int]]:
+        """Return two epochs each, one after the other, and the length in which they compare."""
+        known = [(before, after) for before, after in pairwise(sorted(self.orders))]
+        sized = [(*pair, min(len(self.orders[epoch]) for epoch in pair)) for pair in known]
+        return [
+            (before, after, common)
+            for before, after, common in sized
+            if common >= ORDER_LENGTH_MIN and before in self.shuffled
+        ]
+
+
+def _orders_of(trace: Trace) -> _Orders:
     orders: dict[int, list[int]] = {}
     by_rank: dict[tuple[int, int], list[tuple[int, ...]]] = {}
     reached: dict[int, int] = {}
@@ -104,17 +125,29 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
                 mixed.add(epoch)
             reached[epoch] = max(ids, default=reached.get(epoch, -1))
     shuffled = mixed & {epoch for (epoch, _), drawn in by_rank.items() if not in_turns(drawn)}
-    for before, after in pairwise(sorted(orders)):
-        common = min(len(orders[before]), len(orders[after]))
-        if common < ORDER_LENGTH_MIN or before not in shuffled:
-            continue
+    return _Orders(orders, shuffled, first_step)
+
+
+def _orders_differ(tally: Tally, trace: Trace) -> None:
+    """Check that two epochs of a shuffled data set have different orders."""
+    seen = _orders_of(trace)
+    for before, after, common in seen.pairs():
         tally.check(
-            orders[before][:common] != orders[after][:common],
+            seen.orders[before][:common] != seen.orders[after][:common],
             f"epoch {after} visits its samples in the order of epoch {before}",
-            step=first_step[after],
-            sample_ids=tuple(orders[after][:common]),
+            step=seen.first_step[after],
+            sample_ids=tuple(seen.orders[after][:common]),
             scenario=trace.scenario,
         )
+
+
+def _require_second_epoch(tally: Tally, runs: Traces) -> None:
+    """Count as missing that no run of a user's trainer shows two epochs of shuffled samples."""
+    large = [t for t in in_epochs(runs) if t.scenario.num_samples >= ORDER_LENGTH_MIN]
+    seen = [*map(_orders_of, large)]
+    if any(one.shuffled for one in seen) and not any(one.pairs() for one in seen):
+        why = "no two epochs were seen, so it is open whether each has an order of its own"
+        missing.ask(tally, why, facts.EPOCH_END)
 
 
 def in_turns(drawn: Sequence[tuple[int, ...]]) -> bool:

@@ -72,7 +72,7 @@ class Plan:
             ("num_steps", "steps", NUM_STEPS),
             ("num_epochs", "epochs", NUM_EPOCHS),
         ):
-            told = self.can_say(place) or (self.auto and place == "steps")
+            told = self.can_say(place) or (self._is_cut and place == "steps")
             if getattr(self, option) != usual and not told:
                 raise UsageError(
                     f"--{place} {getattr(self, option)}: the command has no {{{place}}}, so it "
@@ -153,12 +153,21 @@ class Plan:
     def observing(self, num_made: int) -> dict[str, str]:
         """Return the environment variables by which a script without a line is observed.
 
-        It goes on after `num_made` steps, and ends by itself if the command has no {steps}.
+        It goes on after `num_made` steps. It is ended after the last one if the command can say
+        neither {steps} nor {epochs}.
         """
         if not self.auto:
             return {}
-        steps = None if self.can_say("steps") else max(1, self.num_steps - num_made)
+        steps = max(1, self.num_steps - num_made) if self._is_cut else None
         return Settings(steps=steps).variables()
+
+    @property
+    def _is_cut(self) -> bool:
+        """True if runs are ended from outside, since nothing tells the script when to end.
+
+        A script that is told its epochs is not: what comes at their ends has to be seen.
+        """
+        return self.auto and not (self.can_say("steps") or self.can_say("epochs"))
 
     @property
     def most(self) -> int:

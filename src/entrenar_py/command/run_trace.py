@@ -46,7 +46,7 @@ def of(
         killed = {**recorded.environment, "killed": f"{left} that it left running"}
         recorded = replace(recorded, environment=killed)
     if any(rank.is_limited for rank in ranks):
-        ended_by = {"ended": "by entrenar-check after the last step (--auto without {steps})"}
+        ended_by = {"ended": "by entrenar-check after its steps (--auto, no {steps} or {epochs})"}
         recorded = replace(recorded, environment={**recorded.environment, **ended_by})
     return _with_its_faults(own_sums.seen_through(recorded))
 

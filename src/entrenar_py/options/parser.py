@@ -120,8 +120,8 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     add("--examples N", examples, type=values.natural, default=20)
     add("--timeout S", "start no new run after S seconds", type=values.seconds)
     auto = (
-        "observe a command whose script doesn't call observe(); without {steps} in the command, "
-        "each run ends after --steps optimizer steps"
+        "observe a command whose script doesn't call observe(); without {steps} or {epochs} in the "
+        "command, each run ends after --steps optimizer steps"
     )
     add("--auto", auto)
     deadline = "end each run of a command after S seconds (default 300)"
