@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 import pytest
 
-from entrenar_py import checks, systems
+from entrenar_py import checks, systems, trace
 from entrenar_py.errors import SystemFailure
 from entrenar_py.harness import counterexamples, runner
 from entrenar_py.reports import output_file
-from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Trace
+from entrenar_py.scenario import OBSERVED, Scenario
+from entrenar_py.trace import End, Trace
 from tests.command_line import (
     check,
     contract_file,
@@ -283,6 +283,26 @@ def test_wrong_command_lines_are_answered_at_once(tmp_path: Path) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert done.stdout == "2 False\n" * len(lines), done.stderr
+
+
+def test_runs_are_judged_without_torch(tmp_path: Path) -> None:
+    """What runs no trainer of ours, but judges stored runs or a command's, imports no torch."""
+    scenario = Scenario(system=OBSERVED, workload="own", world_size=1, seed=0)
+    run = trace.Trace(
+        scenario=scenario, environment={}, promises=(), events=(End(status="completed"),)
+    )
+    trace.save(run, tmp_path / "run.jsonl")
+    lines = (["--judge", "run.jsonl"], ["--world-size", "1", "--", "true"])
+    script = (
+        "import sys; from entrenar_py import cli\n"
+        "start = ['--quiet', '--contract', 'distributed-training-v1.yaml']\n"
+        f"for line in {lines!r}: print(cli.main([*start, *line]), 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    codes = [line for line in done.stdout.splitlines() if line.endswith(("True", "False"))]
+    assert codes == ["4 False"] * len(lines), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

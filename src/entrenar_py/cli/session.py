@@ -9,6 +9,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -286,7 +287,7 @@ def _replaying(options: argparse.Namespace, loaded: Contract) -> Work:
 
 def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
     traces = stored.load(options.judge)
-    tasks, not_applying = plan.divide(selected, _plan(options))
+    tasks, not_applying = plan.divide(selected, replace(_plan(options), is_run=False))
     return Work(
         entries=lambda show, judged: stored.judge_stored(tasks, traces, on_judged=judged),
         environment=partial(stored.environment, traces.values()),

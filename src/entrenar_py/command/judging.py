@@ -46,7 +46,7 @@ def tasks(selected: Sequence[Invariant]) -> list[Task]:
     """Return a task for each clause that applies to a user's trainer: all but `elsewhere`."""
     others = {left_out.invariant.id for left_out in elsewhere(selected)}
     clauses = [clause for clause in selected if clause.id not in others]
-    planned, _ = plan.divide(clauses, plan.Plan())
+    planned, _ = plan.divide(clauses, plan.Plan(is_run=False))
     return list(planned)
 
 

@@ -28,14 +28,18 @@ class Plan:
     """The options of the command line, apart from the contract.
 
     Where `system` is None, or `world_sizes` or `backends` are empty, scenarios keep their own.
-    `seed` is added to theirs. `timeout_s` bounds the whole run; what it cuts short is inconclusive.
-    Counterexamples are kept in `saved_folder`. Raises UsageError for an unknown system or backend.
+    `seed` is added to theirs. `is_run` is False where stored traces or a command's runs are judged,
+    and scenarios only say which these are: their workloads are not built. `timeout_s` bounds the
+    whole run; what it cuts short is inconclusive. Counterexamples are kept in `saved_folder`.
+
+    Raises UsageError for an unknown system or backend.
     """
 
     system: str | None = None
     world_sizes: tuple[int, ...] = ()
     backends: tuple[str, ...] = ()
     seed: int = 0
+    is_run: bool = True
     num_examples: int = 20
     timeout_s: float | None = None
     trace_folder: Path | None = None
@@ -152,8 +156,11 @@ def is_trainer(system: str) -> bool:
     return system in TRAINERS or system not in SYSTEMS
 
 
-def require_known(scenario: Scenario, where: str) -> None:
-    """Raise UsageError if the scenario is too large or impossible, or if its mutant is unknown."""
+def require_known(scenario: Scenario, where: str, *, is_run: bool = True) -> None:
+    """Raise UsageError if the scenario is too large or impossible, or if its mutant is unknown.
+
+    The workload is built only for a scenario that `is_run`.
+    """
     for name, largest in SIZES_MAX.items():
         if getattr(scenario, name) > largest:
             raise UsageError(f"{where}: {name}={getattr(scenario, name)}: use at most {largest}")
@@ -161,7 +168,7 @@ def require_known(scenario: Scenario, where: str) -> None:
         given = f"num_shards={scenario.num_shards} with accumulation={scenario.accumulation}"
         raise UsageError(f"{where}: {given}: use at most {PARTS_MAX} micro-batches a step")
     try:
-        systems.require_possible(scenario)
+        systems.require_possible(scenario, is_run=is_run)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
     if scenario.mutant is not None and scenario.mutant not in mutants.catalogue():
@@ -174,7 +181,7 @@ def require_runnable(invariants: Iterable[Invariant]) -> None:
     for invariant in invariants:
         check = checks.bind(invariant)
         if check is not None:
-            _own(invariant, check)
+            _own(invariant, check, is_run=True)
 
 
 def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
@@ -183,7 +190,7 @@ def _task(invariant: Invariant, plan: Plan) -> Task | NotApplying:
         return Task(invariant=invariant, check=None)
     if why := _lacking(check, plan.system) or _elsewhere(invariant, plan.system):
         return NotApplying(invariant=invariant, reason=why)
-    own = _own(invariant, check)
+    own = _own(invariant, check, is_run=plan.is_run)
     unfit = [scenario for scenario in own if _can_not(scenario, plan.system)]
     if own and len(unfit) == len(own):
         return NotApplying(invariant=invariant, reason=f"every scenario is {_why(unfit, plan)}")
@@ -221,7 +228,7 @@ def _known(invariant: Invariant, plan: Plan, trainers: Collection[str]) -> Itera
             and (not plan.world_sizes or scenario.world_size in plan.world_sizes)
             and (not plan.backends or scenario.backends == plan.backends)
         ):
-            require_known(scenario, str(path))
+            require_known(scenario, str(path), is_run=plan.is_run)
             yield scenario
 
 
@@ -246,7 +253,7 @@ def _why(unfit: Iterable[Scenario], plan: Plan) -> str:
     return f"with {' or '.join(kinds)}, which {plan.system} can't do"
 
 
-def _own(invariant: Invariant, check: Check) -> list[Scenario]:
+def _own(invariant: Invariant, check: Check, *, is_run: bool) -> list[Scenario]:
     """Return the clause's scenarios, or else its check's; UsageError for one that can't be run."""
     where = _place(invariant)
     try:
@@ -254,7 +261,7 @@ def _own(invariant: Invariant, check: Check) -> list[Scenario]:
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
     for scenario in scenarios:
-        require_known(scenario, where)
+        require_known(scenario, where, is_run=is_run)
     return scenarios or check.plan(invariant)
 
 

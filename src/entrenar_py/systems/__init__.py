@@ -16,7 +16,7 @@ from entrenar_py.backends import BACKENDS
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import PIPELINE_PLACES, RING_PLACES, Fault
 from entrenar_py.scenario import DEFAULTS, Scenario
-from entrenar_py.systems import updates
+from entrenar_py.systems import membership, updates
 from entrenar_py.systems.system import System
 from entrenar_py.systems.tuned_options import BY_RANKS, DISTILLED, OWN, STAGED, TUNED
 from entrenar_py.trace import Traits
@@ -277,11 +277,12 @@ def load(scenario: Scenario) -> None:
         module_of(scenario.system)
 
 
-def require_possible(scenario: Scenario) -> None:
+def require_possible(scenario: Scenario, *, is_run: bool = True) -> None:
     """Raise UsageError if the system of `scenario` can't run it as written.
 
     The error names the first backend, option, number of workers or shards, fault, place of a fault,
-    or workload that is not possible. Whether this machine has the backends is not checked.
+    or workload that is not possible. Whether this machine has the backends is not checked. What
+    takes the workload itself, and with it torch, is checked only of a scenario that `is_run`.
     """
     _require("system", scenario.system, tuple(SYSTEMS))
     system, where = SYSTEMS[scenario.system], f" on system {scenario.system}"
@@ -298,10 +299,10 @@ def require_possible(scenario: Scenario) -> None:
         if fault.backend is not None:
             _require(f"fault {fault.kind} backend", fault.backend, tuple(BACKENDS))
     if not system.is_probe:
-        from entrenar_py.systems import membership, models  # bring torch
-
         membership.require_possible(scenario)
-    if system.trains:
+    if system.trains and is_run:
+        from entrenar_py.systems import models  # brings torch
+
         workload = models.model_of(scenario)
         for fault in scenario.faults:
             models.place_of(fault, workload)
