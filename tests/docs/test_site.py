@@ -30,6 +30,14 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(named) == sorted([*top, *GENERATED])
 
 
+def test_the_search_needs_no_server_and_no_other_host() -> None:
+    """A browser that opens the site from a folder gets the index, and the frame that reads it."""
+    assert {"search", "offline"} <= set(CONFIGURATION["plugins"])
+    (shim,) = CONFIGURATION["extra"]["polyfills"]
+    assert "iframe-worker" in shim  # else the plugin fetches one from a host
+    assert (DOCS / shim).is_file()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path) -> None:
     """Every link leads to an existing file, and to a heading in it."""
