@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
-from entrenar_py.reports import html
+from entrenar_py.reports import document, html
 from entrenar_py.reports.curves import Curve, training
 from entrenar_py.reports.report import Report
 from entrenar_py.scenario import Scenario
@@ -153,3 +153,9 @@ def test_kill_matrix(full: Report) -> None:
     assert "F-DP-001 ddp-bypass" in text
     assert "unheard-of" not in text
     assert "None was planted for this report" in text
+
+
+def test_long_keys_break() -> None:
+    """A key that is longer than its column breaks, and never runs over its value."""
+    (rule,) = (line for line in document.STYLE.splitlines() if line.startswith("dt {"))
+    assert "overflow-wrap: anywhere" in rule
