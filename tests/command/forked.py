@@ -25,7 +25,8 @@ import torch.utils.data  # noqa: F401
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py.observing.observer  # noqa: F401
-from entrenar_py.observing.auto import SETTINGS, batches, beginning, recorder  # noqa: F401
+from entrenar_py.observing import loader_batches  # noqa: F401
+from entrenar_py.observing.auto import SETTINGS, beginning, recorder  # noqa: F401
 
 
 class Waiting:

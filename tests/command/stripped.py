@@ -1,4 +1,4 @@
-"""Take the line for entrenar-check out of a script, with all that belongs to it."""
+"""Take the line for entrenar-check out of a script, or all that belongs to it but the line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ _MAKERS = ("observe", "ObserveCallback")
 
 def stripped(text: str) -> str:
     """Return a script without imports of entrenar_py, `observe` and the calls of its result."""
+    return _changed(text, _Stripper)
+
+
+def bare(text: str) -> str:
+    """Return a script whose line is `observe(model, optimizer)`, and says nothing more."""
+    return _changed(text, _Barer)
+
+
+def _changed(text: str, change: type[_Stripper]) -> str:
     tree = ast.parse(text)
     names = {
         ast.unparse(target)
@@ -17,7 +26,7 @@ def stripped(text: str) -> str:
         if isinstance(node, ast.Assign) and _makes(node.value)
         for target in node.targets
     }
-    _Stripper(names).generic_visit(tree)
+    change(names).generic_visit(tree)
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
@@ -57,3 +66,12 @@ class _Stripper(ast.NodeTransformer):
         while ast.unparse(node) not in self._names and isinstance(node, ast.Attribute):
             node = node.value
         return ast.unparse(node) in self._names
+
+
+class _Barer(_Stripper):
+    def _belongs(self, node: ast.stmt) -> bool:
+        if isinstance(node, ast.Assign | ast.Expr) and _makes(node.value):
+            assert isinstance(node.value, ast.Call)
+            node.value.keywords = []
+            return False
+        return not isinstance(node, ast.Import | ast.ImportFrom) and super()._belongs(node)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,11 @@ from entrenar_py.command import run_plan
 from entrenar_py.errors import UsageError
 from entrenar_py.observing.auto import Settings
 from entrenar_py.verdict import Verdict
-from falsification.user_trainers import TWINS
-from tests.command import scripts, twins, zygote
-from tests.command.stripped import stripped
+from falsification.user_trainers import TWINS, Twin
+from tests.command import auto_twins, scripts, twins, zygote
+from tests.command.stripped import bare, stripped
 
-HELD = ("coverage", "replica_identity", "randomness", "step_rule")
+HELD = ("coverage", "replica_identity", "randomness", "step_rule", "weighting")
 ALTERNATING = """
 import torch
 from torch import nn
@@ -61,19 +63,35 @@ for epoch in range(saved["epoch"] if saved else 0, told.epochs):
 """
 
 
-def test_a_right_script(tmp_path: Path) -> None:
-    """What is held of a script with its line is held without it, on the same samples."""
+@pytest.mark.parametrize("changed", [stripped, bare])
+def test_a_right_script(changed: Callable[[str], str], tmp_path: Path) -> None:
+    """What is held of a script with its line is held without it, and by a line that is bare."""
     script = tmp_path / "train.py"
-    script.write_text(stripped((scripts.EXAMPLES / "ddp.py").read_text()))
+    script.write_text(changed((scripts.EXAMPLES / "ddp.py").read_text()))
     recorded = scripts.record(
         scripts.command(script),
-        ("replica_identity",),
+        ("weighting",),
         tmp_path / "runs",
         launch=zygote.launch,
-        auto=True,
+        auto=changed is stripped,
     )
     found = scripts.findings(recorded, HELD)
     assert {name: one.verdict for name, one in found.items()} == dict.fromkeys(HELD, Verdict.HELD)
+
+
+@pytest.mark.by_hand
+@pytest.mark.parametrize("twin", auto_twins.right(), ids=lambda twin: twin.script)
+def test_what_auto_sees_a_bare_line_sees(twin: Twin, tmp_path: Path) -> None:
+    """No clause that --auto holds is open on an example whose line says nothing more."""
+    text = (scripts.EXAMPLES / twin.script).read_text()
+    held = []
+    for name, auto in (("auto", True), ("bare", False)):
+        changed = twin if auto else replace(twin, text=bare(text))
+        folder = tmp_path / name
+        folder.mkdir()
+        found = twins.findings(changed, folder, witnesses=True, auto=auto)
+        held.append({check for check, one in found.items() if one.verdict is Verdict.HELD})
+    assert held[0] <= held[1]
 
 
 def test_a_broken_script(tmp_path: Path) -> None:

@@ -163,7 +163,12 @@ def _unexpected(twin: Twin, found: dict[str, Finding]) -> Iterator[str]:
 
 
 def _applies(twin: Twin, check: str, finding: Finding) -> bool:
-    """Return whether a clause applies to a script. Its user would declare those that don't."""
+    """Return whether a clause applies to a script. Its user would declare those that don't.
+
+    Some scripts end within their first epoch: what its end would show stays open.
+    """
+    if finding.reason.startswith(("no run came to the end of an epoch", "no two epochs were seen")):
+        return False
     if check == "resume":
         return twin.script == "resume.py" or "{workdir}" in twin.arguments
     if check == "optimizer_state":

@@ -25,8 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import Fault
-from entrenar_py.observing import dtensors, planned_faults
-from entrenar_py.observing.auto import surroundings
+from entrenar_py.observing import dtensors, planned_faults, surroundings
 from entrenar_py.observing.gradients_ready import GradientHooks
 from entrenar_py.observing.subject import Subject
 from entrenar_py.rank_files import assembly

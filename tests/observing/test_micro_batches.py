@@ -26,7 +26,7 @@ def go_through(micro_batches: MicroBatches, *ids: int, draw: bool = False) -> No
     micro_batches.before_forward((), [])
     if draw:
         torch.rand(1)
-    micro_batches.after_forward()
+    micro_batches.after_forward((), is_training=True)
     micro_batches.after_backward(0, {}, finite=True)
 
 

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from entrenar_py.observing import unsharded_parameters
-from entrenar_py.observing.auto import surroundings
+from entrenar_py.observing import surroundings, unsharded_parameters
 
 
 @pytest.fixture

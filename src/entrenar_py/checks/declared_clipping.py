@@ -88,7 +88,8 @@ class _Judged:
         self._shards = evidence.shards(self.trace)
         # Without a line it is what `clip_grad_norm_` is called with: only what is the result of a
         # known error falsifies, as people may change gradients on purpose after it.
-        self._is_seen = self.trace.traits.losses == "backward"
+        source, losses = self.trace.traits.clip_source, self.trace.traits.losses
+        self._is_seen = source == "calls" or (not source and losses == "backward")
         self._declared = f"{'max_norm' if self._is_seen else 'clip_norm'}={self.limit:g}"
         # A gradient that is shorter was not clipped.
         self._below = self.limit * (1 - self.bound - _EPSILON / self.limit)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from entrenar_py import trace
 from entrenar_py.observing import dtensors, tensors
-from entrenar_py.observing.batches import Ids
 from entrenar_py.observing.declarations import Declarations
 from entrenar_py.observing.subject import Subject
 
@@ -27,11 +26,10 @@ class FirstLook:
         self._subject, self._declared = subject, declared
         self._shared = shared(subject.model)
 
-    def events(self, step: int, selected: Ids | None) -> Iterator[trace.Event]:
-        """Yield what the script declares of its parameters and samples, and what is seen of them.
+    def events(self, step: int) -> Iterator[trace.Event]:
+        """Yield what the script declares of its parameters, and what is seen of them.
 
-        `step` is the number of the first step, and `selected` the samples of an epoch, None for
-        all.
+        `step` is the number of the first step.
         """
         subject, ties = self._subject, self._subject.layout.tied if self._subject.layout else ()
         frozen = self._declared.frozen_of(names_of(subject.model))
@@ -44,8 +42,6 @@ class FirstLook:
             doubled=doubled(subject.optimizers, subject.parameters),
             peculiar=peculiar(subject.parameters),
         )
-        if selected is not None:
-            yield trace.Selection(rank=subject.rank, ids=selected)
 
 
 def shared(model: nn.Module) -> tuple[Names, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from blake3 import blake3
 from torch import Tensor
 
@@ -48,8 +49,11 @@ class MicroBatches:
         self.samples = samples
         self._rank, self._random = rank, random
         self._losses: list[_Loss] = []
-        # The value that the current backward pass was called on, if the script reports no loss.
-        self.backward_loss: float | None = None
+        # The value that the current backward pass was called on. It counts until the script
+        # reports a loss.
+        self._backward_loss: float | None = None
+        self._tells_losses = False
+        self.has_backward_losses = False  # whether any was written
         # Whether the last forward pass that may be trained was one in evaluation mode.
         self._is_evaluating = False
         self._num_written = 0
@@ -69,6 +73,15 @@ class MicroBatches:
         if isinstance(value, Tensor) and value.grad_fn is not None:
             value.register_hook(told.slopes.append)  # type: ignore[no-untyped-call]
         self._losses.append(told)
+        self._tells_losses = True
+
+    def backward_begins(self, loss: float | None) -> None:
+        """Note that `backward` is called on a tensor of the value `loss`, None for no number."""
+        self._backward_loss = loss
+
+    def backward_ended(self) -> None:
+        """Note that the backward pass is over."""
+        self._backward_loss = None
 
     def before_forward(self, given: Any, blocks: list[Block]) -> None:
         """Note the samples of a forward pass, and what the model is `given` of them.
@@ -86,8 +99,10 @@ class MicroBatches:
         self.samples.aside(blocks, trains=trains)
         self._is_evaluating |= trains
 
-    def after_forward(self) -> None:
-        """Note whether a forward pass that was announced has drawn random numbers."""
+    def after_forward(self, given: Any, *, is_training: bool) -> None:
+        """Note what a forward pass was `given`, and if it trains whether it drew random numbers."""
+        grown = torch.is_grad_enabled()
+        self.samples.given(given, trains=is_training and grown, may_train=grown)
         if not self._is_in_forward:
             return
         self._is_in_forward = False
@@ -99,7 +114,7 @@ class MicroBatches:
     def after_backward(self, step: int, gradient: trace.Tensors, *, finite: bool) -> None:
         """Note that the backward pass of a micro-batch of `step` is over."""
         self.samples.settle()
-        drawn, loss = self.samples.take(), self.backward_loss
+        drawn, loss = self.samples.take(), self._backward_loss
         weight = float(len(drawn.ids))
         self.done.append(
             trace.Shard(
@@ -166,10 +181,14 @@ class MicroBatches:
     def written(self) -> list[trace.Shard]:
         """Return and forget the records of the micro-batches that are done, with their losses."""
         shards = list(self.done)
+        if self._tells_losses:
+            shards = [replace(shard, loss_sum=None) for shard in shards]
+        else:
+            self.has_backward_losses |= any(shard.loss_sum is not None for shard in shards)
         for index, (shard, told) in enumerate(zip(self.done, self._losses, strict=False)):
             finite = shard.finite and told.mean - told.mean == 0
             shards[index] = replace(
-                shard,
+                shards[index],
                 loss_sum=told.mean * told.weight,
                 weight=told.weight,
                 finite=finite,

@@ -23,6 +23,7 @@ from entrenar_py.observing import (
     reduced_gradients,
     sources,
     step_in_work,
+    surroundings,
     tensors,
 )
 from entrenar_py.observing.backward_hooks import BackwardHooks
@@ -37,6 +38,7 @@ from entrenar_py.observing.random_numbers import RandomNumbers
 from entrenar_py.observing.recording import Recording
 from entrenar_py.observing.reduced_gradients import ReducedGradients
 from entrenar_py.observing.samples import Samples
+from entrenar_py.observing.script_facts import ScriptFacts
 from entrenar_py.observing.step_in_work import StepInWork
 from entrenar_py.observing.subject import Subject
 from entrenar_py.observing.uncollected import uncollected
@@ -69,6 +71,7 @@ class Observer(Observation):
         Then `seen` finds the samples, and `facts` are added to the header of the record.
         """
         rank, world_size = process_rank.place()
+        layout = surroundings.mesh(world_size) if layout is None else layout
         arranged = dtensors.declared(layout, tied, world_size)
         self._subject = Subject(
             model,
@@ -83,9 +86,15 @@ class Observer(Observation):
         buffers.synchronised = said.synchronised_of
         self._first_look = first_look.FirstLook(self._subject, said)
         self._step = StepInWork(self._subject, arguments.steps("step", step, least=0))
-        self._scheduler = scheduler
         self._started = False
-        samples = Samples(sampler, dataset, resumed=step > 0) if seen is None else seen
+        self._facts = ScriptFacts(
+            seen,
+            sampler=sampler,
+            dataset=dataset,
+            scheduler=scheduler,
+            resumed=step > 0,
+            rank=rank,
+        )
         self._gradients = ReducedGradients()
         self._synchronisations = OuterSynchronisations()
         self._recording = Recording(
@@ -96,20 +105,21 @@ class Observer(Observation):
                 "versions": {"torch": str(torch.__version__), **hook_calls.notes()},
                 **(facts or {}),
                 **said.facts(),
-                **samples.facts(),
+                **self._facts.header,
             },
         )
         trained, drawing = sources.data_set(sampler), sources.generators(sampler)
         held = {"dataset": trained, **getattr(trained, "__dict__", {})}
         generators = Generators(self._subject.model, objects=held, left_out=drawing)
         self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
-        self._micro_batches = MicroBatches(rank, samples, self._random)
+        self._micro_batches = MicroBatches(rank, self._facts.samples, self._random)
         self._loaders = LoaderDraws(self._random, trained=trained)
         self._late: trace.Update | None = None
         atexit.register(self._write_late)
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
         self._stop = PlannedStop(rank, world_size)
         self._hook()
+        self._facts.listen(self._micro_batches, self.skipped)
 
     # --- called by the script ---------------------------------------------------------------------
 
@@ -196,7 +206,7 @@ class Observer(Observation):
 
     def _remove_hooks(self) -> None:
         self._entrances.remove()
-        for hooks in (self._micro_batches.samples, self._loaders, self._backward, self._random):
+        for hooks in (self._facts, self._loaders, self._backward, self._random):
             hooks.remove()
         for step_hooks in self._step_hooks:
             step_hooks.remove()
@@ -242,10 +252,10 @@ class Observer(Observation):
         self._recording.compressed(reduced_gradients.compression(called))
         self._micro_batches.before_forward(inputs, blocks)
 
-    def _after_forward(self, model: torch.nn.Module, _: Any, output: Any) -> None:
+    def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
         if (local := self._subject.buffers.after_forward()) is not None:
             self._recording.leave_out(local)
-        self._micro_batches.after_forward()
+        self._micro_batches.after_forward(inputs, is_training=model.training)
         if model.training:
             self._backward.expect(output)
 
@@ -349,7 +359,7 @@ class Observer(Observation):
             return
         self._write_shards()
         self._recording.look_at_optimizers()
-        update = replace(self._step.end(), schedule=self._schedule_place())
+        update = replace(self._step.end(), schedule=self._facts.schedule_place())
         if self._subject.is_written_back:
             self._late = update
         else:
@@ -357,6 +367,7 @@ class Observer(Observation):
         self._synchronisations.stepped()
         self._micro_batches.end_step()
         self._gradients.forget()
+        self._note_facts()
 
     def _write_late(self) -> None:
         """Record the last step if its weights were still to be written back."""
@@ -369,7 +380,11 @@ class Observer(Observation):
     def _write_shards(self) -> None:
         self._write_late()
         self._recording.sampling(self._micro_batches.samples.news())
-        self._recording.write(self._micro_batches.written())
+        self._recording.write([*self._facts.selection(), *self._micro_batches.written()])
+
+    def _note_facts(self) -> None:
+        """Write what has become known of the script."""
+        self._facts.write(self._recording, self._micro_batches)
 
     def _start(self) -> None:
         """Record the initial state of this rank, once; look up parameters that were replaced."""
@@ -379,13 +394,7 @@ class Observer(Observation):
         if self._started:
             return
         self._started = True
-        place = self._schedule_place()
-        progress = {} if place is None else {"schedule": place}
-        selected = self._micro_batches.samples.selected()
-        seen = self._first_look.events(self._step.number, selected)
+        self._facts.begin(self._subject.model, self._subject.optimizers)
+        progress = self._facts.progress()
+        seen = self._first_look.events(self._step.number)
         self._recording.write([self._step.start(progress), *seen])
-
-    def _schedule_place(self) -> int | None:
-        """Return the position of the learning rate's schedule; None if it is unknown."""
-        place = getattr(self._scheduler, "last_epoch", None)
-        return None if place is None else int(place)

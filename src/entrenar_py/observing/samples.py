@@ -64,6 +64,9 @@ class Samples:
         if not trains and self.draws is not None:
             self.draws.skip(blocks)
 
+    def given(self, inputs: Any, *, trains: bool, may_train: bool = False) -> None:
+        """Note the inputs of a forward pass of the model: the source tells more of its samples."""
+
     def settle(self) -> None:
         """Note that a backward pass begins, or is over, maybe of parts of the model only."""
         if not self._num_passes:

@@ -77,6 +77,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "auto": (False, _is_flag, "true or false"),
     "replicas": (False, _is_flag, "true or false"),
     "samples": (False, _is_text, "index, content or unknown"),
+    "losses": (False, CHOICES["losses"].__contains__, "known or backward"),
     "num_samples": (
         *(False, lambda value: value is None or _whole(0)(value)),
         "a whole number, or null where it is not known",
@@ -94,10 +95,10 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "dropout": (False, _is_probability, "a number from 0 to 1"),
     "batch_norm": (False, _is_flag, "true or false"),
 }
-# The keys that a later line may give, since without a line in the script the data are met later.
+# The keys that a later line may give, since what the script doesn't declare is met later.
 OF_THE_DATA = (
-    *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples"),
-    "clip_norm",
+    *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples", "replicas"),
+    *("losses", "clip_norm"),
 )
 
 

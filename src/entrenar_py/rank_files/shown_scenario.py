@@ -17,6 +17,8 @@ from entrenar_py.trace import End, Event, Shard, Synchronised, Trace, Traits, Up
 from entrenar_py.trace.traits import CONSTANTS
 
 SYSTEM = OBSERVED
+# How samples were found, where numbers are no samples' own: of some or all they are digests.
+_CONTENT = ("content", "unknown")
 # torch.optim's optimizers whose rule the checks know -> the name of that rule in a scenario.
 _KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
@@ -36,7 +38,7 @@ def of(
         samples_by_step[shard.step] += len(shard.ids)
     ids = {id_ for shard in shards for id_ in shard.ids}
     samples = population.of(ranks, events)
-    if header.get("samples") == "content":  # how many there are is unknown: as many as in a step
+    if header.get("samples") in _CONTENT:  # how many there are is unknown: as many as in a step
         samples = range(max(samples_by_step.values(), default=1))
     num_samples = max(max(ids, default=0) + 1 if samples is None else len(samples), world_size)
     batch_size = max(samples_by_step.values(), default=1) or 1
@@ -112,8 +114,10 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     """Return the traits other than the optimizer's that differ from their defaults."""
     # Gradients are recorded as they are applied: a step doesn't show how they were clipped.
     traits: dict[str, Any] = {"clipping": "other"}
-    if header.get("auto"):
-        traits |= _of_no_line(ranks)
+    if header.get("auto") or any(rank.header.get("losses") == "backward" for rank in ranks):
+        traits["losses"] = "backward"
+    if header.get("auto") or any("samples" in rank.header for rank in ranks):
+        traits |= _of_found_samples(ranks)
     traits |= {name: True for name in ("drop_last", "replacement", "splits") if header.get(name)}
     if any(rank.drops_last for rank in ranks):
         traits["drop_last"] = True
@@ -125,17 +129,19 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     if compressed := header.get("reduction") or sent:
         traits["compressed"] = compressed
     traits["loss_over"] = header.get("loss_over", "")
-    if header.get("clip_norm") is not None and traits.get("arranged") != "guessed":
+    is_declared = not header.get("auto")
+    if header.get("clip_norm") is not None and (is_declared or traits.get("arranged") != "guessed"):
         traits["clip_norm"] = float(header["clip_norm"])
+        traits["clip_source"] = "line" if is_declared else "calls"
     if header.get("batch_norm") and any(rank.local for rank in ranks):
         traits["batch_norm"] = True  # whose statistics forward passes changed
     return traits
 
 
-def _of_no_line(ranks: Sequence[RankTrace]) -> dict[str, Any]:
-    """Return the traits of a script without a line: facts that only a line could state."""
-    traits = {"losses": "backward"}
-    if any(rank.header.get("samples") == "content" for rank in ranks):
+def _of_found_samples(ranks: Sequence[RankTrace]) -> dict[str, Any]:
+    """Return the traits of a script that doesn't say how ranks are arranged, nor their samples."""
+    traits = {}
+    if any(rank.header.get("samples") in _CONTENT for rank in ranks):
         traits["sample_ids"] = "content"
     if not all(rank.layout is not None or rank.header.get("replicas") for rank in ranks):
         traits["arranged"] = "guessed"

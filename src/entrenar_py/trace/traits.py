@@ -23,6 +23,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "rule": ("known", "other"),
     "decay": ("decoupled", "coupled"),
     "schedule": ("known", "other"),
+    "clip_source": ("", "line", "calls"),
     "steps": ("model", "copies"),
     "outer": ("nesterov", "momentum", "other"),
     "epochs": ("told", "untold"),
@@ -71,7 +72,8 @@ class Traits:
     - `rule`: `other` if it is not one of the scenario's optimizers as torch has them.
     - `decay`: `coupled` if Adam's weight decay is a part of the gradient.
     - `clipping`: `other` if gradients were recorded only as applied, maybe clipped.
-    - `clip_norm`: the largest norm of an applied gradient, as a script declares it.
+    - `clip_norm`: the largest norm of an applied gradient. By `clip_source` a script declares it in
+      its `line`, or its `calls` of torch show it; "" in traces of releases that didn't say.
     - `steps`: `copies` if it steps copies of the weights, which are written back later.
     - `schedule`: `other` if the learning rate changes in a way that the scenario doesn't state.
     - `outer`: the rule by which workers that step alone are brought together: `momentum` without
@@ -105,6 +107,7 @@ class Traits:
     decay: str = "decoupled"
     clipping: str = "told"
     clip_norm: float | None = None
+    clip_source: str = ""
     schedule: str = "known"
     steps: str = "model"
     outer: str = "nesterov"

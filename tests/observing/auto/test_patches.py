@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from entrenar_py.observing.auto import patches
-from entrenar_py.observing.auto.patches import TABLE, Patch
+from entrenar_py.observing.auto.patches import TABLE
+from entrenar_py.observing.torch_calls import Patch
 
 ARGUMENTS = {
     "torch.optim.optimizer.Optimizer.__init__": ["self", "params", "defaults"],

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from entrenar_py.observing import FOLDER
+from entrenar_py.observing import FOLDER, torch_calls
 from entrenar_py.observing.auto import Settings
 from entrenar_py.observing.auto.ending import Ending
 from entrenar_py.observing.auto.guard import guarded
@@ -23,8 +23,8 @@ from entrenar_py.untrusted import printing
 
 if TYPE_CHECKING:
     from entrenar_py.observing import Observation
-    from entrenar_py.observing.auto.batches import Batches
     from entrenar_py.observing.auto.recorder import Recorder
+    from entrenar_py.observing.loader_batches import Batches
 
 _LOG = logging.getLogger("entrenar_py")
 
@@ -53,7 +53,7 @@ class Follower:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._calls: Any = None  # the hook of all modules
-        self.scales_losses = False
+        self._scales_losses = False
         self.observation: Observation | None = None  # by hand, or ours
         self._recorder: Recorder | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -146,8 +146,7 @@ class Follower:
             if self._untrained is None and any(p.requires_grad for p in called.parameters()):
                 self._untrained = weakref.ref(called)
             return
-        from entrenar_py.observing import tensors
-        from entrenar_py.observing.auto import surroundings
+        from entrenar_py.observing import surroundings, tensors
         from entrenar_py.observing.auto.recorder import Recorder
 
         instead = None if self._untrained is None else self._untrained()
@@ -164,8 +163,7 @@ class Follower:
         """Watch the modules that an optimizer steps, from its first step on."""
         if optimizer in self._watched:
             return
-        from entrenar_py.observing import PATIENCE
-        from entrenar_py.observing.auto import surroundings
+        from entrenar_py.observing import PATIENCE, surroundings
         from entrenar_py.watch.watch import Watch
 
         model = surroundings.model_of(None, [optimizer])
@@ -200,7 +198,7 @@ class Follower:
     def batches(self) -> Batches:
         """The batches that the process's DataLoaders yield."""
         if self._batches is None:
-            from entrenar_py.observing.auto.batches import Batches
+            from entrenar_py.observing.loader_batches import Batches
 
             self._batches = Batches()
         return self._batches
@@ -240,9 +238,8 @@ class Follower:
         if self.observation is None and self._optimizers:
             self._begin(None)  # a model that isn't called: functions of its parameters are
         if self._recorder is not None:
-            losses = [tensors] if isinstance(tensors, Tensor) else tensors
-            is_number = len(losses) == 1 and losses[0].numel() == 1 and not self.scales_losses
-            self._recorder.backward_begins(float(losses[0].detach()) if is_number else None)
+            loss = None if self._scales_losses else torch_calls.loss_of(tensors)
+            self._recorder.backward_begins(loss)
 
     @guarded
     def backward_ended(self) -> None:
@@ -270,6 +267,10 @@ class Follower:
     def exhausted(self, iterator: Any) -> None:
         """Note that a pass over a DataLoader is over."""
         self.batches.exhausted(iterator)
+
+    def scaled(self, is_enabled: bool) -> None:
+        """Note that losses are scaled from now on: they are no losses to compare."""
+        self._scales_losses |= is_enabled
 
     @guarded
     def skipped(self) -> None:

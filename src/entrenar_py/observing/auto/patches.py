@@ -7,36 +7,22 @@ tries each row against the installed torch.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 from entrenar_py import hook_calls
+from entrenar_py.observing import torch_calls
+from entrenar_py.observing.torch_calls import Function, Patch
 
 if TYPE_CHECKING:
     from entrenar_py.observing.auto.follower import Follower
-
-Function = Callable[..., Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patch:
-    """`name` of `owner`, a class in `module` or "" for the module itself, is wrapped by `wrap`."""
-
-    module: str
-    owner: str = ""
-    name: str
-    reason: str
-    wrap: Callable[[Function, Follower], Function]
 
 
 def _built(original: Function, follower: Follower) -> Function:
@@ -46,18 +32,6 @@ def _built(original: Function, follower: Follower) -> Function:
         follower.built(self)
 
     return init
-
-
-def _backward(original: Function, follower: Follower) -> Function:
-    @wraps(original)
-    def backward(tensors: Any, *given: Any, **named: Any) -> Any:
-        follower.backward_begins(tensors)
-        try:
-            return original(tensors, *given, **named)
-        finally:
-            follower.backward_ended()
-
-    return backward
 
 
 def _iterated(original: Function, follower: Follower) -> Function:
@@ -93,27 +67,6 @@ def _yielded(original: Function, follower: Follower) -> Function:
     return next_batch
 
 
-def _scaled(original: Function, follower: Follower) -> Function:
-    @wraps(original)
-    def scale(self: Any, *given: Any, **named: Any) -> Any:
-        follower.scales_losses |= self.is_enabled()
-        return original(self, *given, **named)
-
-    return scale
-
-
-def _rescaled(original: Function, follower: Follower) -> Function:
-    @wraps(original)
-    def update(self: Any, *given: Any, **named: Any) -> Any:
-        before = self.get_scale() if self.is_enabled() else 0.0
-        result = original(self, *given, **named)
-        if self.is_enabled() and self.get_scale() < before:
-            follower.skipped()
-        return result
-
-    return update
-
-
 def _clipped(original: Function, follower: Follower) -> Function:
     @wraps(original)
     def clip(
@@ -144,7 +97,6 @@ def _compiled(original: Function, follower: Follower) -> Function:
 
 
 _LOADER = "torch.utils.data.dataloader"
-_SCALER = "torch.amp.grad_scaler"
 TABLE = (
     Patch(
         module="torch.optim.optimizer",
@@ -153,12 +105,7 @@ TABLE = (
         reason="the hooks of a step come too late: the first backward pass is over by then",
         wrap=_built,
     ),
-    Patch(
-        module="torch.autograd",
-        name="backward",
-        reason="no hook tells which tensor, the loss, a backward pass is called on",
-        wrap=_backward,
-    ),
+    *torch_calls.TABLE,
     Patch(
         module=_LOADER,
         owner="_BaseDataLoaderIter",
@@ -186,20 +133,6 @@ TABLE = (
         name="__next__",
         reason="with workers, indices are drawn batches before the batch is yielded",
         wrap=_yielded,
-    ),
-    Patch(
-        module=_SCALER,
-        owner="GradScaler",
-        name="scale",
-        reason="a scaled loss is no loss to compare",
-        wrap=_scaled,
-    ),
-    Patch(
-        module=_SCALER,
-        owner="GradScaler",
-        name="update",
-        reason="only the scaler hears that another rank's piece of the gradient is not finite",
-        wrap=_rescaled,
     ),
     *(
         Patch(
@@ -240,25 +173,4 @@ def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
 
 
 def _apply(module: str, follower: Follower) -> None:
-    for patch in TABLE:
-        if patch.module == module:
-            owner: Any = importlib.import_module(module)
-            owner = getattr(owner, patch.owner) if patch.owner else owner
-            original = getattr(owner, patch.name)
-            setattr(owner, patch.name, _uncompiled(original, patch.wrap(original, follower)))
-
-
-def _uncompiled(original: Function, wrapped: Function) -> Function:
-    """Return a function that calls `wrapped`, or `original` in compiled code.
-
-    Dynamo compiles no frame of it or of `wrapped` by itself.
-    """
-
-    @wraps(original)
-    def either(*given: Any, **named: Any) -> Any:
-        compiles = torch.compiler.is_compiling()
-        return (original if compiles else wrapped)(*given, **named)
-
-    for function in (either, wrapped):
-        hook_calls.leave(function.__code__, with_calls=False)
-    return either
+    torch_calls.apply((patch for patch in TABLE if patch.module == module), follower)

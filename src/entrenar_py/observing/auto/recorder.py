@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from entrenar_py import trace
 from entrenar_py.errors import UsageError
-from entrenar_py.observing import process_rank
-from entrenar_py.observing.auto import surroundings
-from entrenar_py.observing.auto.batches import Batches
-from entrenar_py.observing.auto.clips import Clips
+from entrenar_py.observing import surroundings
 from entrenar_py.observing.auto.guard import guarded
-from entrenar_py.observing.auto.seen_samples import SeenSamples
+from entrenar_py.observing.clips import Clips
+from entrenar_py.observing.loader_batches import Batches
 from entrenar_py.observing.observer import Observer
+from entrenar_py.observing.seen_samples import SeenSamples
 
 
 class Recorder(Observer):
@@ -40,13 +38,10 @@ class Recorder(Observer):
         self.optimizers = tuple(optimizers)
         self._seen, self.clips = SeenSamples(batches), Clips()
         self._noted_steps = 0
-        self._facts: dict[str, Any] = {}
         self._alternates = False  # backward passes come between the steps of several optimizers
         super().__init__(
             model,
             self.optimizers,
-            scheduler=surroundings.schedule_of(self.optimizers),
-            layout=surroundings.mesh(process_rank.place()[1]),
             seen=self._seen,
             facts={"auto": True, "replicas": surroundings.are_replicas(model)},
         )
@@ -65,18 +60,13 @@ class Recorder(Observer):
         self._tell_why(why)
 
     _before_forward = guarded(Observer._before_forward)
+    _after_forward = guarded(Observer._after_forward)
     _before_backward = guarded(Observer._before_backward)
     _within_backward = guarded(Observer._within_backward)
     _record_gradients = guarded(Observer._record_gradients)
     _look_at_sum = guarded(Observer._look_at_sum)
     _step_begins = guarded(Observer._step_begins)
     _after_step = guarded(Observer._after_step)
-
-    @guarded
-    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        super()._after_forward(model, inputs, output)
-        grown = torch.is_grad_enabled()
-        self._seen.given(inputs, trains=model.training and grown, may_train=grown)
 
     @guarded
     def _after_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
@@ -93,11 +83,11 @@ class Recorder(Observer):
 
     def backward_begins(self, loss: float | None) -> None:
         """Note that `backward` is called on a tensor of the value `loss`, None for no number."""
-        self._micro_batches.backward_loss = loss
+        self._micro_batches.backward_begins(loss)
 
     def backward_ended(self) -> None:
         """Note that the backward pass is over."""
-        self._micro_batches.backward_loss = None
+        self._micro_batches.backward_ended()
 
     def closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
         """Note that a step's closure ran, and that the step had begun before this record."""
@@ -125,10 +115,10 @@ class Recorder(Observer):
         if self.num_steps > self._noted_steps:
             self._noted_steps = self.num_steps
             self.clips.end_step(self._subject.trained.values())
-        facts = {**self._seen.facts(), "clip_norm": self.clips.limit}
-        if facts != self._facts:
-            self._facts = facts
-            self._recording.note_data(facts)
+        self._note_facts()
+
+    def _note_facts(self) -> None:
+        self._facts.write(self._recording, self._micro_batches, clip_norm=self.clips.limit)
 
     def skipped(self) -> None:
         self.clips.forget()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from entrenar_py.observing.auto.batches import Batches
-from entrenar_py.observing.auto.seen_samples import CUT, STRANGE, SeenSamples
+from entrenar_py.observing.loader_batches import Batches
+from entrenar_py.observing.seen_samples import CUT, STRANGE, SeenSamples
 
 DATA = torch.arange(12.0).reshape(12, 1)
 
@@ -224,3 +225,30 @@ def test_a_short_batch_that_the_script_leaves_out(
     seen.given(seen.yields(3, 1, 0, 2))
     assert seen.batches.drops_last is dropped
     assert seen.samples.facts()["drop_last"] is dropped
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        pytest.param(
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), id="nested"
+        ),
+        pytest.param(lambda: torch.ones(2, 3).to_mkldnn(), id="mkldnn"),
+        pytest.param(lambda: torch.ones(2, 3, device="meta"), id="meta"),
+        pytest.param(lambda: torch.eye(3).to_sparse(), id="sparse"),
+        pytest.param(lambda: torch.ones(0, 3), id="empty"),
+        pytest.param(lambda: torch.tensor(1.0), id="scalar"),
+    ],
+)
+def test_inputs_without_rows(seen: Seen, inputs: Callable[[], torch.Tensor]) -> None:
+    """A model may be given what has no rows to tell: its samples are unknown, and nothing fails."""
+    assert seen.given(inputs()) == []
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn, torch.complex64])
+def test_rows_of_any_number_format(seen: Seen, kind: torch.dtype) -> None:
+    """Rows are told apart in formats that numpy lacks, and where a conjugation is still due."""
+    rows = torch.arange(2.0)[:, None].to(kind)
+    inputs = rows.conj() if rows.is_complex() else rows
+    assert len({*seen.given(inputs)}) == 2

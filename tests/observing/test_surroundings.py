@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from entrenar_py.observing.auto import surroundings
+from entrenar_py.observing import surroundings
 
 
 def test_frozen_tensors_that_no_module_has_are_left_out() -> None:

@@ -21,12 +21,13 @@ Row = bytes
 def tensors_in(batch: Any, depth: int = 4) -> Iterator[Tensor]:
     """Yield the tensors of a batch: in lists, tuples and mappings, and lists of these.
 
-    Of a DTensor it is this rank's part.
+    Of a DTensor it is this rank's part. Tensors that can't be indexed are left out.
     """
     if isinstance(batch, DTensor):
         yield dtensors.local(batch)
     elif isinstance(batch, Tensor):
-        yield batch
+        if not (batch.is_nested or batch.is_mkldnn):
+            yield batch
     elif depth and isinstance(batch, Mapping):
         for value in batch.values():
             yield from tensors_in(value, depth - 1)
@@ -50,9 +51,9 @@ def rows_of(tensor: Tensor) -> list[Row] | None:
     """
     if not (tensor.dim() and tensor.layout is torch.strided) or len(tensor) > ROWS_MAX:
         return None
-    if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+    if tensor.is_meta or tensor.is_quantized:
         return None
-    plain = tensor.detach().contiguous().cpu()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
     head = f"{plain.dtype} {tuple(plain.shape[1:])} ".encode()
     if plain.is_complex():
         plain = torch.view_as_real(plain)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from entrenar_py.observing.auto import contents
-from entrenar_py.observing.auto.batches import Batch, Batches
-from entrenar_py.observing.auto.contents import Row
-from entrenar_py.observing.batches import Block, Ids
+from entrenar_py.observing import row_digests
+from entrenar_py.observing.batches import Ids
+from entrenar_py.observing.loader_batches import Batch, Batches
+from entrenar_py.observing.row_digests import Row
 from entrenar_py.observing.samples import Samples, Told
 
 INDEX, CONTENT = "index", "content"
@@ -20,11 +20,12 @@ class SeenSamples(Samples):
     """The samples of the forward passes since the last backward pass.
 
     Ids are the indices that a DataLoader drew, or else digests of the inputs' rows. A row that
-    training was given before in this step is the same sample again, and isn't counted twice.
+    training was given before in this step is the same sample again, and isn't counted twice. Once a
+    script reports its samples only these count.
     """
 
-    def __init__(self, batches: Batches) -> None:
-        super().__init__(None)
+    def __init__(self, batches: Batches, dataset: Any = None) -> None:
+        super().__init__(None, dataset)
         self._batches = batches
         self._kinds: set[str] = set()
         self._ids: list[int] = []
@@ -44,11 +45,11 @@ class SeenSamples(Samples):
         """
         self._evaluated = None
         if not trains:
-            self._batches.set_aside(contents.num_rows(inputs))
+            self._batches.set_aside(row_digests.num_rows(inputs))
             self._evaluated = inputs if may_train else None
             return
         self._is_given = True
-        rows = contents.rows_together(inputs)
+        rows = row_digests.rows_together(inputs)
         is_again = rows is not None and self._rows.issuperset(rows)
         self._rows.update(rows or ())
         if self._by_content(inputs):
@@ -63,7 +64,7 @@ class SeenSamples(Samples):
         elif rows is None:
             self._unknown = NO_ROWS
         else:
-            self._ids += map(contents.as_id, rows)
+            self._ids += map(row_digests.as_id, rows)
             self._kinds.add(CONTENT)
 
     def _by_content(self, inputs: Any) -> bool:
@@ -71,9 +72,11 @@ class SeenSamples(Samples):
 
         The largest of them counts: other batches may have the same labels, or masks.
         """
-        tensors = [tensor for tensor in contents.tensors_in(inputs) if tensor.dim() and len(tensor)]
+        tensors = [
+            tensor for tensor in row_digests.tensors_in(inputs) if tensor.dim() and len(tensor)
+        ]
         largest = max((tensor[0].numel() for tensor in tensors), default=0)
-        found = [contents.rows_of(tensor) for tensor in tensors if tensor[0].numel() == largest]
+        found = [row_digests.rows_of(tensor) for tensor in tensors if tensor[0].numel() == largest]
         distinct = max((len(set(rows)) for rows in found if rows), default=0)
         columns = [rows for rows in found if rows and len(set(rows)) == distinct]
         for rows in columns:
@@ -89,7 +92,7 @@ class SeenSamples(Samples):
 
         That is right for inputs that were changed on the way (normalised, of another dtype).
         """
-        counts = [size for tensor in contents.tensors_in(inputs) for size in tensor.shape[:2]]
+        counts = [size for tensor in row_digests.tensors_in(inputs) for size in tensor.shape[:2]]
         if is_again or (counts and batch.size > 1 and max(counts) < len(batch.left)):
             self._unknown = CUT
         self._use(batch, batch.left)
@@ -101,19 +104,14 @@ class SeenSamples(Samples):
 
     # --- as the recorder of a script with a line calls them ---------------------------------------
 
-    def forward(self, blocks: list[Block]) -> None:
-        """Do nothing: `given` is told more."""
-
-    def aside(self, blocks: list[Block], *, trains: bool) -> None:
-        """Do nothing: `given` is told more."""
-
     def settle(self) -> None:
         """Note that a backward pass begins, or is over, maybe of parts of the model only.
 
         A backward pass without a forward pass of the model has the batch that is `meant`.
         """
+        super().settle()
         if self._evaluated is not None and not self._is_given:
-            self._batches.set_aside(contents.num_rows(self._evaluated), trains=True)
+            self._batches.set_aside(row_digests.num_rows(self._evaluated), trains=True)
             self.given(self._evaluated, trains=True)
         if self._is_given:
             return
@@ -126,19 +124,21 @@ class SeenSamples(Samples):
 
     def repeat(self, ids: Ids) -> None:
         """Note that the next backward pass has the samples of the last one, `ids`, again."""
+        super().repeat(ids)
         self._again = ids
 
     @property
     def are_new(self) -> bool:
         """True if there are samples since the last backward pass."""
-        return bool(self._ids)
+        return super().are_new if self._tells else bool(self._ids)
 
     def take(self) -> Told:
         """Return the samples of the micro-batch, and forget them."""
+        reported = super().take()
         ids = () if self._unknown else tuple(self._ids) or self._again
         told = Told(ids, self._seen_epoch, self._unknown)
         self._ids, self._again, self._unknown, self._is_given = [], (), "", False
-        return told
+        return reported if self._tells else told
 
     def end_step(self) -> None:
         """Note that the optimizer has stepped: the next step may be given the same inputs."""
@@ -148,25 +148,29 @@ class SeenSamples(Samples):
 
     def facts(self) -> dict[str, Any]:
         """Return what the loader shows of the data, as JSON can hold it."""
-        facts: dict[str, Any] = {}
+        facts = super().facts()
+        if self._tells:
+            return facts
         if self._kinds:
             facts["samples"] = next(iter(self._kinds)) if len(self._kinds) == 1 else "unknown"
         source = self._batches.source()
         if source is None:
             return facts
         return {
-            **facts,
             "num_samples": source.numbering.size,
             "drop_last": source.drop_last or self._batches.drops_last,
             "replacement": source.replacement,
             "thorough": source.is_thorough,
             "varied": self._batches.varies,
+            **facts,
         }
 
     def selected(self) -> Ids | None:
         """Return the samples of the data set that are drawn in an epoch by all ranks; None: all."""
         source = self._batches.source()
-        return None if source is None else source.selected
+        if self._tells or self._whole is not None or source is None:
+            return super().selected()
+        return source.selected
 
     def news(self) -> dict[str, bool]:
         """Return what has become known since the last call, as JSON can hold it.
@@ -174,8 +178,8 @@ class SeenSamples(Samples):
         A pass through a loader is an epoch if no sampler of the script's decides what it draws.
         """
         source = self._batches.source()
-        if source is None:
-            return {}
+        if self._tells or source is None:
+            return super().news()
         found = {"epochs": source.is_thorough}
         fresh = {name: value for name, value in found.items() if value != self._written.get(name)}
         self._written |= fresh

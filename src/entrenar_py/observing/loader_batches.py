@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from entrenar_py.observing.auto import contents
-from entrenar_py.observing.auto.contents import Row
+from entrenar_py.observing import row_digests
 from entrenar_py.observing.batches import Ids
+from entrenar_py.observing.row_digests import Row
 from entrenar_py.observing.sources import Source, positions_of
 
 PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is skipped
@@ -71,7 +71,7 @@ class Batch:
     def _rows(self) -> list[list[Row]]:
         """Return the digests of the rows of each tensor that has one row per sample."""
         if self._columns is None:
-            found = map(contents.rows_of, contents.tensors_in(self.content))
+            found = map(row_digests.rows_of, row_digests.tensors_in(self.content))
             fitting = [rows for rows in found if rows and len(rows) == self.size]
             self._columns = sorted(fitting, key=lambda column: -len(set(column)))
         return self._columns
@@ -108,11 +108,16 @@ class Batches:
         ids = iteration.ahead.popleft() if iteration.ahead else None
         if not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 1:
             ids = None
-        size = (contents.num_rows(content) or 0) if ids is None else len(ids)
+        size = (row_digests.num_rows(content) or 0) if ids is None else len(ids)
         grown = torch.is_grad_enabled()
         left, thread = [*range(size)], threading.get_ident()
         iteration.largest = max(iteration.largest, size)
         self.pending.append(Batch(iteration, ids, content, size, left, grown, thread))
+
+    def failed(self, iterator: Any) -> None:
+        """Note that an error is raised in place of the next batch."""
+        if ahead := self._iteration(iterator).ahead:
+            ahead.popleft()
 
     def exhausted(self, iterator: Any) -> None:
         """Note that a pass has no more batches."""
@@ -219,3 +224,27 @@ class Batches:
         """
         source = self.source()
         return source is not None and Source(loader).drawn_from == source.drawn_from
+
+
+class Pass:
+    """One pass over a DataLoader, whose draws and batches are told to `batches`."""
+
+    def __init__(self, batches: Batches, loader: Any) -> None:
+        self._batches = batches
+        batches.iterated(loader, self)
+
+    def drawn(self, index: Any) -> None:
+        """Note the next index, or list of them, that the loader's sampler has drawn."""
+        self._batches.drew(self, index)
+
+    def item(self, content: Any) -> None:
+        """Note the next batch."""
+        self._batches.yielded(self, content)
+
+    def over(self) -> None:
+        """Note that the pass has no more batches."""
+        self._batches.exhausted(self)
+
+    def failed(self) -> None:
+        """Note an error in place of the next batch."""
+        self._batches.failed(self)

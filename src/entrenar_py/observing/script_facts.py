@@ -1,0 +1,105 @@
+"""What a script shows of its data and its losses, beyond what its line declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from entrenar_py import trace
+from entrenar_py.observing import surroundings
+from entrenar_py.observing.loader_batches import Batches, Pass
+from entrenar_py.observing.loader_iterators import LoaderHooks
+from entrenar_py.observing.micro_batches import MicroBatches
+from entrenar_py.observing.recording import Recording
+from entrenar_py.observing.samples import Samples
+from entrenar_py.observing.seen_samples import SeenSamples
+from entrenar_py.observing.torch_calls import Ear
+
+
+class ScriptFacts:
+    """Facts of a script with a line, or without one if `seen` finds its samples.
+
+    Without a sampler in the line samples are found by what the model is given, unless the script
+    reports them. `samples` are the micro-batches', and `header` is what is known at the beginning.
+    """
+
+    def __init__(
+        self,
+        seen: Samples | None,
+        *,
+        sampler: Any,
+        dataset: Any,
+        scheduler: Any,
+        resumed: bool,
+        rank: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._rank, self._is_line = rank, seen is None
+        self._passes: LoaderHooks | None = None
+        if seen is None and sampler is not None:
+            seen = Samples(sampler, dataset, resumed=resumed)
+        elif seen is None:
+            batches = Batches()
+            seen = SeenSamples(batches, dataset)
+            self._passes = LoaderHooks(partial(Pass, batches))
+        self.samples: Samples = seen
+        self.header = self._written = seen.facts()
+        self._has_selected = False
+        # Whether torch's wrapper keeps a copy of the model on each rank; None if others tell.
+        self._replicas: bool | None = None
+        self._ear: Ear | None = None
+
+    def listen(self, micro_batches: MicroBatches, skipped: Callable[[], object]) -> None:
+        """Hear the script's losses, and the steps that a `GradScaler` skips, if it has a line."""
+        if self._is_line:
+            self._ear = Ear(micro_batches, skipped)
+            self._ear.listen()
+
+    def begin(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Note that the first pass of `model` begins: by now it is wrapped and scheduled."""
+        if self._passes is not None:
+            self._replicas = surroundings.are_replicas(model)
+        if self._scheduler is None:
+            self._scheduler = surroundings.schedule_of(optimizers)
+
+    def schedule_place(self) -> int | None:
+        """Return the position of the learning rate's schedule; None if it is unknown."""
+        place = getattr(self._scheduler, "last_epoch", None)
+        return None if place is None else int(place)
+
+    def progress(self) -> dict[str, int]:
+        """Return the position that a checkpoint must restore, as far as it is known."""
+        place = self.schedule_place()
+        return {} if place is None else {"schedule": place}
+
+    def selection(self) -> list[trace.Event]:
+        """Return the samples of an epoch, if these are some of the data set; only once.
+
+        With the first micro-batches it is known whether the script reports samples of its own.
+        """
+        selected = None if self._has_selected else self.samples.selected()
+        self._has_selected = True
+        return [] if selected is None else [trace.Selection(rank=self._rank, ids=selected)]
+
+    def write(self, recording: Recording, micro_batches: MicroBatches, **known: Any) -> None:
+        """Write what is known by now, and the facts `known` to the caller, if anything is new."""
+        facts = {**self.samples.facts(), **known}
+        if "samples" in facts and self._replicas is not None:
+            facts["replicas"] = self._replicas
+        if micro_batches.has_backward_losses:
+            facts["losses"] = "backward"
+        if facts != self._written:
+            self._written = facts
+            recording.note_data(facts)
+
+    def remove(self) -> None:
+        """Leave the script alone from here on."""
+        self.samples.remove()
+        if self._passes is not None:
+            self._passes.remove()
+        if self._ear is not None:
+            self._ear.stop()

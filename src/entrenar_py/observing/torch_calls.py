@@ -1,0 +1,209 @@
+"""The functions of torch that are replaced while a script is observed, each with its reason.
+
+A row is for what torch has no hook for. A replacement calls the original with what it was given,
+and returns what that returns; only a listener looks at it. With a line they are replaced when the
+first script's line is reached, and without one (`auto/patches.py`) when torch is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from entrenar_py import hook_calls
+
+Function = Callable[..., Any]
+
+
+class Listener(Protocol):
+    """Hears what a script calls of torch."""
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Hear that a backward pass begins at `tensors`; one may begin inside of another."""
+
+    def backward_ended(self) -> None:
+        """Hear that the pass that began last has ended, maybe by an exception."""
+
+    def scaled(self, is_enabled: bool) -> None:
+        """Hear that a `GradScaler` scales a loss, if it `is_enabled`."""
+
+    def skipped(self) -> None:
+        """Hear that a `GradScaler` skipped a step on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """`name` of `owner`, a class in `module` or "" for the module itself, is wrapped by `wrap`."""
+
+    module: str
+    owner: str = ""
+    name: str
+    reason: str
+    wrap: Callable[[Function, Any], Function]
+
+
+def apply(patches: Iterable[Patch], listener: Any) -> None:
+    """Replace the functions of `patches`; their modules are imported if they aren't yet."""
+    for patch in patches:
+        owner: Any = importlib.import_module(patch.module)
+        owner = getattr(owner, patch.owner) if patch.owner else owner
+        original = getattr(owner, patch.name)
+        setattr(owner, patch.name, _uncompiled(original, patch.wrap(original, listener)))
+
+
+def loss_of(tensors: Any) -> float | None:
+    """Return the value of the loss that `backward` is called on, None if that is no number."""
+    losses = [tensors] if isinstance(tensors, Tensor) else tensors
+    return float(losses[0].detach()) if len(losses) == 1 and losses[0].numel() == 1 else None
+
+
+# --- a script with a line ---------------------------------------------------------------------
+
+
+class Passes(Protocol):
+    """What is told the losses of a script's backward passes."""
+
+    def backward_begins(self, loss: float | None) -> None:
+        """Note the value that `backward` is called on, None if it is unknown."""
+
+    def backward_ended(self) -> None:
+        """Note that the backward pass is over."""
+
+
+class Ear:
+    """Listens for one observer from `listen` on until `stop`."""
+
+    def __init__(self, passes: Passes, skipped: Callable[[], object]) -> None:
+        self._passes, self.skipped = passes, skipped
+        self._scales_losses = False
+        self._depth = 0  # backward passes that have begun: one may run inside of another
+
+    def listen(self) -> None:
+        """Begin to listen."""
+        if not _EARS.was_applied:
+            _EARS.was_applied = True
+            apply(TABLE, _EARS)
+        _EARS.all.append(self)
+
+    def stop(self) -> None:
+        """Listen no longer."""
+        if self in _EARS.all:
+            _EARS.all.remove(self)
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Tell the loss of a backward pass; passes inside of it belong to it."""
+        self._depth += 1
+        if self._depth == 1:
+            self._passes.backward_begins(None if self._scales_losses else loss_of(tensors))
+
+    def backward_ended(self) -> None:
+        """Tell that the outermost pass has ended."""
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self._passes.backward_ended()
+
+    def scaled(self, is_enabled: bool) -> None:
+        """Note that losses are scaled from now on: they are no losses to compare."""
+        self._scales_losses |= is_enabled
+
+
+class _Ears:
+    """All that listen in this process, as one listener."""
+
+    def __init__(self) -> None:
+        self.all: list[Ear] = []
+        self.was_applied = False
+
+    def __getattr__(self, name: str) -> Function:
+        def tell(*given: Any) -> None:
+            if not hook_calls.is_traced():
+                for ear in [*self.all]:
+                    getattr(ear, name)(*given)
+
+        return tell
+
+
+_EARS = _Ears()
+
+
+# --- the replacements -------------------------------------------------------------------------
+
+
+def _backward(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def backward(tensors: Any, *given: Any, **named: Any) -> Any:
+        listener.backward_begins(tensors)
+        try:
+            return original(tensors, *given, **named)
+        finally:
+            listener.backward_ended()
+
+    return backward
+
+
+def _scaled(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def scale(self: Any, *given: Any, **named: Any) -> Any:
+        listener.scaled(self.is_enabled())
+        return original(self, *given, **named)
+
+    return scale
+
+
+def _rescaled(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def update(self: Any, *given: Any, **named: Any) -> Any:
+        before = self.get_scale() if self.is_enabled() else 0.0
+        result = original(self, *given, **named)
+        if self.is_enabled() and self.get_scale() < before:
+            listener.skipped()
+        return result
+
+    return update
+
+
+_SCALER = "torch.amp.grad_scaler"
+TABLE = (
+    Patch(
+        module="torch.autograd",
+        name="backward",
+        reason="no hook tells which tensor, the loss, a backward pass is called on",
+        wrap=_backward,
+    ),
+    Patch(
+        module=_SCALER,
+        owner="GradScaler",
+        name="scale",
+        reason="a scaled loss is no loss to compare",
+        wrap=_scaled,
+    ),
+    Patch(
+        module=_SCALER,
+        owner="GradScaler",
+        name="update",
+        reason="only the scaler hears that another rank's piece of the gradient is not finite",
+        wrap=_rescaled,
+    ),
+)
+
+
+def _uncompiled(original: Function, wrapped: Function) -> Function:
+    """Return a function that calls `wrapped`, or `original` in compiled code.
+
+    Dynamo compiles no frame of it or of `wrapped` by itself.
+    """
+
+    @wraps(original)
+    def either(*given: Any, **named: Any) -> Any:
+        compiles = torch.compiler.is_compiling()
+        return (original if compiles else wrapped)(*given, **named)
+
+    for function in (either, wrapped):
+        hook_calls.leave(function.__code__, with_calls=False)
+    return either
