@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import entrenar_py
-from entrenar_py.observing import FOLDER, Observation
+from entrenar_py.observing import COPY, FOLDER, Observation, call_sites
 from entrenar_py.rank_files import rank_trace
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.trace import Selection, Shard, Update
+from entrenar_py.trace import Called, Selection, Shard, Update
 
 DATA = TensorDataset(torch.arange(12.0)[:, None])
 
@@ -59,10 +59,12 @@ def shards(found: RankTrace) -> list[Shard]:
 
 
 def test_a_line_that_says_nothing_shows_what_auto_does(folder: Path) -> None:
-    """Losses, samples, epochs and the schedule's place are recorded without a word on them."""
+    """Losses, samples, epochs, the schedule's place and the script's lines are recorded."""
     script = Script()
     loader = DataLoader(DATA, batch_size=4, shuffle=True)
     batches = [batch.flatten() for _ in range(2) for batch in script.steps(loader)]
+    for name in ("first.pt", "second.pt"):
+        torch.save(script.model.state_dict(), folder / name)
     found = record(folder, script)
     seen = shards(found)
     assert [shard.ids for shard in seen] == [tuple(batch.int().tolist()) for batch in batches]
@@ -71,6 +73,16 @@ def test_a_line_that_says_nothing_shows_what_auto_does(folder: Path) -> None:
     assert [shard.loss_sum for shard in seen] == pytest.approx(sums)
     told = {"losses": "backward", "samples": "index", "num_samples": 12, "replicas": True}
     assert told.items() <= found.header.items()
+    lines = Path(__file__).read_text("utf-8").splitlines()
+    called = {event.what: event for event in found.events if isinstance(event, Called)}
+    assert {event.file for event in called.values()} == {str(Path(__file__).resolve())}
+    copy = (folder / COPY / "home/me/train.py").resolve()
+    assert call_sites._in_place(copy) == "/home/me/train.py"
+    assert {what: lines[event.line - 1].strip() for what, event in called.items()} == {
+        "step": "self.optimizer.step()",
+        "samples": "for (batch,) in loader:",
+        "save": "torch.save(script.model.state_dict(), folder / name)",
+    }
     updates = [event for event in found.events if isinstance(event, Update)]
     assert [update.schedule for update in updates] == [*range(6)]
 

@@ -12,12 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
+from xml.etree import ElementTree
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject, SearchStrategy
 
-from entrenar_py.reports import sarif
+from entrenar_py.contract import Position
+from entrenar_py.reports import junit, sarif
 from entrenar_py.reports.report import Report
 
 
@@ -48,6 +51,39 @@ def test_full_report(full: Report) -> None:
     text = falsified["message"]["text"]
     assert text.startswith("F-DP-005 FALSIFIED: rank 1 holds other weights than rank 0\nat: step 3")
     assert "replay: entrenar-check --contract" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        pytest.param({"sample_ids": ()}, 41, id="a tensor"),
+        pytest.param({"tensor": None}, 30, id="samples"),
+        pytest.param({"scenario": {"stops": [3]}}, 52, id="a resumed run"),
+    ],
+)
+def test_a_finding_on_a_script_is_at_its_line(
+    full: Report, changes: dict[str, Any], line: int
+) -> None:
+    """It is at the line that is to be mended, and the clause is where the contract states it."""
+    broken = full.entries[3]
+    assert broken.finding.counterexample is not None
+    changed = replace(broken.finding.counterexample, **changes)
+    entry = replace(broken, finding=replace(broken.finding, counterexample=changed))
+    script = str(Path.cwd() / "train.py")
+    lines = {"samples": 30, "step": 41, "save": 52}
+    places = {what: Position(script, number, 1) for what, number in lines.items()}
+    report = replace(full, entries=(*full.entries[:3], entry), places=places)
+    waiting, falsified = run_of(report)["results"]
+    (at,) = (one["physicalLocation"] for one in falsified["locations"])
+    assert at["artifactLocation"] == {"uri": "train.py", "uriBaseId": "SRCROOT"}
+    assert at["region"]["startLine"] == line
+    (stated,) = falsified["relatedLocations"]
+    assert stated["physicalLocation"]["artifactLocation"]["uri"].startswith("contracts/")
+    assert waiting["locations"][0]["physicalLocation"]["region"]["startLine"] == 30  # F-DP-002
+    case = ElementTree.fromstring(junit.render(report, allow_inconclusive=False)).findall(
+        "testsuite/testcase"
+    )[3]
+    assert (case.get("file"), case.get("line")) == (script, str(line))
 
 
 @given(data=st.data(), allow_inconclusive=st.booleans())

@@ -66,6 +66,7 @@ EVENTS: tuple[trace.Event, ...] = (
     ),
     trace.Drawn(step=0, rank=1, where="batch", generator="rng", before="a", after="b", part=0),
     trace.Declared(step=0, rank=1, frozen=("w",), tied=(("w", "v"), ("a", "b", "c"))),
+    trace.Called(rank=1, what="step", file="/home/me/train.py", line=3),
     trace.Noticed(
         step=0,
         rank=1,

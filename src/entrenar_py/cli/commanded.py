@@ -20,6 +20,7 @@ from entrenar_py.command import (
     verdicts,
 )
 from entrenar_py.command.asked import Asked
+from entrenar_py.contract import Position
 from entrenar_py.harness import falsify, stored
 from entrenar_py.harness.runner import Listener
 from entrenar_py.project import launchers, script
@@ -105,9 +106,13 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     def environment() -> Mapping[str, object]:
         return stored.environment(run.trace for run in runs_by_file.values())
 
+    def places() -> Mapping[str, Position]:
+        return stored.places(run.trace for run in runs_by_file.values()) or _beginning(options)
+
     return Work(
         entries=entries,
         environment=environment,
+        places=places,
         system=shown_scenario.SYSTEM,
         seed=options.seed,
         not_applying=judging.elsewhere(standing.selected),
@@ -120,12 +125,23 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
 
 def _expected(options: argparse.Namespace) -> list[str]:
     """Return in a line what is likely to be found, as far as the text of the script shows."""
-    if launchers.is_for_shell(options.command):
-        return []
-    _, path = launchers.script(options.command, options.command_folder or Path.cwd())
+    path = _script(options)
     told = script.without_a_test_for_nan(path) if path is not None else ""
     told, _, _ = told.partition(": ")  # the finding says what to add
     return [f"expected: {told}"] if told else []
+
+
+def _script(options: argparse.Namespace) -> Path | None:
+    """Return the script that the command runs; None if that can't be told."""
+    if launchers.is_for_shell(options.command):
+        return None
+    return launchers.script(options.command, options.command_folder or Path.cwd())[1]
+
+
+def _beginning(options: argparse.Namespace) -> dict[str, Position]:
+    """Return the script's first line, where a report points to if no other line is known."""
+    path = _script(options)
+    return {} if path is None else {"step": Position(str(path), 1, 1)}
 
 
 def _copied_folder(options: argparse.Namespace) -> Path | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from entrenar_py.contract import Contract
+from entrenar_py.contract import Contract, Position
 from entrenar_py.harness import falsify
 from entrenar_py.harness.runner import Listener, ignore
 from entrenar_py.project import exclusions
@@ -38,15 +38,17 @@ class Work:
     """The source of a report's entries, and the facts that the report states about them.
 
     A later entry of a clause replaces an earlier one. `environment` is called after `entries`, as
-    only then the opened devices are known. `runs` are the names of the runs to come, and `foreseen`
-    lines about them. After the runs `doubts` has, by id, what speaks against the claim that a
-    clause does not apply. With `streams` verdicts are shown as they come, since runs take long.
+    only then the opened devices are known, and so are `places`, the lines of the script that was
+    run. `runs` are the names of the runs to come, and `foreseen` lines about them. After the runs
+    `doubts` has, by id, what speaks against the claim that a clause does not apply. With `streams`
+    verdicts are shown as they come, since runs take long.
     """
 
     entries: Callable[[falsify.Progress, Listener], Iterable[Entry]]
     environment: Callable[[], Mapping[str, Any]]
     system: str
     seed: int
+    places: Callable[[], Mapping[str, Position]] = dict
     num_traces: int | None = None
     not_applying: tuple[NotApplying, ...] = ()
     runs: tuple[str, ...] = ()
@@ -149,6 +151,7 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
             if left_out.invariant.id not in entries
         ),
         environment=work.environment() if entries else {},
+        places=work.places(),
         elapsed_s=time.monotonic() - started,
         interrupted=interrupted,
         curves=seen.found,

@@ -291,6 +291,7 @@ def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work
     return Work(
         entries=lambda show, judged: stored.judge_stored(tasks, traces, on_judged=judged),
         environment=partial(stored.environment, traces.values()),
+        places=partial(stored.places, traces.values()),
         system=plan.systems_of(trace.scenario for trace in traces.values()),
         seed=options.seed,
         num_traces=len(traces),

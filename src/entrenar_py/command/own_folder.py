@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from entrenar_py import observing
 from entrenar_py.command.launch import Ended
 from entrenar_py.untrusted import printing
 
-FOLDER = "root"  # in the folder of a run's records: what the copy lies below
+FOLDER = observing.COPY
 ENTRIES_MAX = 4000  # of a run's folder; what is past it is linked, a folder at a time
 FOLDER_ENTRIES_MAX = 1000  # a folder with more is data, and linked as one
 ABOVE_ENTRIES_MAX = 200  # a folder further above than the parent is left empty if it has more

@@ -13,6 +13,7 @@ from entrenar_py import faults
 from entrenar_py import trace as trace_file
 from entrenar_py.checks import Check
 from entrenar_py.checks.needs import TWIN, Runs
+from entrenar_py.contract import Position
 from entrenar_py.errors import TraceError, UsageError
 from entrenar_py.harness import companions, roles
 from entrenar_py.harness.plan import Task, is_trainer
@@ -21,7 +22,7 @@ from entrenar_py.rank_files import stored_run
 from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.reports.report import Entry
 from entrenar_py.systems import SYSTEMS
-from entrenar_py.trace import Trace
+from entrenar_py.trace import Called, Trace
 from entrenar_py.verdict import Finding, Verdict, first_few
 
 _PATTERN = frozenset("*?[")
@@ -81,6 +82,15 @@ def environment(traces: Iterable[Trace]) -> Mapping[str, Any]:
         distinct = [value for place, value in enumerate(values) if value not in values[:place]]
         merged[name] = distinct[0] if len(distinct) == 1 else distinct
     return merged
+
+
+def places(traces: Iterable[Trace]) -> dict[str, Position]:
+    """Return the lines of the script that the first of the traces with any of them shows."""
+    for trace in traces:
+        called = sorted(trace.of(Called), key=lambda event: -event.rank)
+        if called:
+            return {event.what: Position(event.file, event.line, 1) for event in called}
+    return {}
 
 
 def judge_stored(

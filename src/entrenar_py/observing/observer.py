@@ -119,7 +119,7 @@ class Observer(Observation):
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
         self._stop = PlannedStop(rank, world_size)
         self._hook()
-        self._facts.listen(self._micro_batches, self.skipped)
+        self._facts.listen(self._recording, self._micro_batches, self.skipped)
 
     # --- called by the script ---------------------------------------------------------------------
 
@@ -380,7 +380,7 @@ class Observer(Observation):
     def _write_shards(self) -> None:
         self._write_late()
         self._recording.sampling(self._micro_batches.samples.news())
-        self._recording.write([*self._facts.selection(), *self._micro_batches.written()])
+        self._recording.write([*self._facts.first_step(), *self._micro_batches.written()])
 
     def _note_facts(self) -> None:
         """Write what has become known of the script."""

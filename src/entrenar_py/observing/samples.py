@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from entrenar_py.observing import call_sites
 from entrenar_py.observing.batches import Block, Ids
 from entrenar_py.observing.draws import Drawn, Draws
 from entrenar_py.observing.numbering import declared
@@ -48,6 +49,7 @@ class Samples:
     def tell(self, ids: Iterable[int], epoch: int | None, *, replacement: bool = False) -> None:
         """Note that `ids` are the next samples, by default of the same epoch as those before."""
         self._tells, self._replaces = True, self._replaces or replacement
+        call_sites.Samples.reported()
         self._ahead = [*(self._ahead or []), *map(int, ids)]
         if epoch is not None:
             self._epoch_ahead, self._tells_epochs = epoch, True

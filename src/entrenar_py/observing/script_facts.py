@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from entrenar_py import trace
-from entrenar_py.observing import surroundings
+from entrenar_py.observing import call_sites, surroundings
+from entrenar_py.observing.call_sites import CallSites
 from entrenar_py.observing.loader_batches import Batches, Pass
 from entrenar_py.observing.loader_iterators import LoaderHooks
 from entrenar_py.observing.micro_batches import MicroBatches
@@ -37,31 +39,43 @@ class ScriptFacts:
         resumed: bool,
         rank: int,
     ) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._sites = scheduler, CallSites(rank)
         self._rank, self._is_line = rank, seen is None
-        self._passes: LoaderHooks | None = None
+        self._loaders: list[LoaderHooks] = []
+        if seen is None:
+            call_sites.Samples.site = None
+            self._loaders.append(LoaderHooks(lambda _: call_sites.Samples.drawn()))
+        self._finds_samples = seen is None and sampler is None
         if seen is None and sampler is not None:
             seen = Samples(sampler, dataset, resumed=resumed)
         elif seen is None:
             batches = Batches()
             seen = SeenSamples(batches, dataset)
-            self._passes = LoaderHooks(partial(Pass, batches))
+            self._loaders.append(LoaderHooks(partial(Pass, batches)))
         self.samples: Samples = seen
         self.header = self._written = seen.facts()
-        self._has_selected = False
+        self._has_begun = False  # with the first step
         # Whether torch's wrapper keeps a copy of the model on each rank; None if others tell.
         self._replicas: bool | None = None
         self._ear: Ear | None = None
 
-    def listen(self, micro_batches: MicroBatches, skipped: Callable[[], object]) -> None:
-        """Hear the script's losses, and the steps that a `GradScaler` skips, if it has a line."""
+    def listen(
+        self, recording: Recording, micro_batches: MicroBatches, skipped: Callable[[], object]
+    ) -> None:
+        """Hear the script's losses, checkpoints and skipped steps, if it has a line."""
+        self._recording = recording
         if self._is_line:
-            self._ear = Ear(micro_batches, skipped)
+            self._ear = Ear(micro_batches, skipped=skipped, saved=self.saved)
             self._ear.listen()
+
+    def saved(self) -> None:
+        """Note that the script saves a file."""
+        if not self._sites.is_known("save"):
+            self._recording.write(self._sites.event("save", call_sites.here()))
 
     def begin(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Note that the first pass of `model` begins: by now it is wrapped and scheduled."""
-        if self._passes is not None:
+        if self._finds_samples:
             self._replicas = surroundings.are_replicas(model)
         if self._scheduler is None:
             self._scheduler = surroundings.schedule_of(optimizers)
@@ -76,14 +90,20 @@ class ScriptFacts:
         place = self.schedule_place()
         return {} if place is None else {"schedule": place}
 
-    def selection(self) -> list[trace.Event]:
-        """Return the samples of an epoch, if these are some of the data set; only once.
+    def first_step(self) -> list[trace.Event]:
+        """Return what the first step shows: the samples of an epoch if these are some of the data
+        set, and the lines that step and draw.
 
         With the first micro-batches it is known whether the script reports samples of its own.
         """
-        selected = None if self._has_selected else self.samples.selected()
-        self._has_selected = True
-        return [] if selected is None else [trace.Selection(rank=self._rank, ids=selected)]
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        selected = self.samples.selected()
+        selection = [] if selected is None else [trace.Selection(rank=self._rank, ids=selected)]
+        sites = {"step": call_sites.here(), "samples": call_sites.Samples.site}
+        lines = [self._sites.event(what, site) for what, site in sites.items()]
+        return [*selection, *chain.from_iterable(lines)]
 
     def write(self, recording: Recording, micro_batches: MicroBatches, **known: Any) -> None:
         """Write what is known by now, and the facts `known` to the caller, if anything is new."""
@@ -99,7 +119,7 @@ class ScriptFacts:
     def remove(self) -> None:
         """Leave the script alone from here on."""
         self.samples.remove()
-        if self._passes is not None:
-            self._passes.remove()
+        for loaders in self._loaders:
+            loaders.remove()
         if self._ear is not None:
             self._ear.stop()

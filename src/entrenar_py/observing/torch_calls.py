@@ -36,6 +36,9 @@ class Listener(Protocol):
     def skipped(self) -> None:
         """Hear that a `GradScaler` skipped a step on all ranks."""
 
+    def saved(self) -> None:
+        """Hear that the script saves a file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
@@ -79,8 +82,10 @@ class Passes(Protocol):
 class Ear:
     """Listens for one observer from `listen` on until `stop`."""
 
-    def __init__(self, passes: Passes, skipped: Callable[[], object]) -> None:
-        self._passes, self.skipped = passes, skipped
+    def __init__(
+        self, passes: Passes, *, skipped: Callable[[], object], saved: Callable[[], None]
+    ) -> None:
+        self._passes, self.skipped, self.saved = passes, skipped, saved
         self._scales_losses = False
         self._depth = 0  # backward passes that have begun: one may run inside of another
 
@@ -168,6 +173,15 @@ def _rescaled(original: Function, listener: Listener) -> Function:
     return update
 
 
+def _saved(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def save(*given: Any, **named: Any) -> Any:
+        listener.saved()
+        return original(*given, **named)
+
+    return save
+
+
 _SCALER = "torch.amp.grad_scaler"
 TABLE = (
     Patch(
@@ -189,6 +203,12 @@ TABLE = (
         name="update",
         reason="only the scaler hears that another rank's piece of the gradient is not finite",
         wrap=_rescaled,
+    ),
+    Patch(
+        module="torch",
+        name="save",
+        reason="a checkpoint that lacks something is mended where it is saved",
+        wrap=_saved,
     ),
 )
 

@@ -7,8 +7,9 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from entrenar_py import checks
 from entrenar_py.checks import run_names
-from entrenar_py.contract import Invariant
+from entrenar_py.contract import Invariant, Position
 from entrenar_py.errors import UsageError
 from entrenar_py.reports.report import Entry, Report
 from entrenar_py.scenario import OBSERVED, Scenario
@@ -98,6 +99,26 @@ def _run(record: Mapping[str, Any]) -> tuple[str, str]:
         return "run", run_names.of(Scenario.from_dict(record))
     except UsageError:  # of another release
         return "run", ""
+
+
+# Check -> what of a script it is about, other than the optimizer's step.
+_ABOUT = {"coverage": "samples", "resume": "save"}
+
+
+def place(report: Report, entry: Entry) -> Position:
+    """Return the line that an entry points to: the script's if it is known, else the contract's.
+
+    It is the line that saves a checkpoint if a resumed run broke, that draws samples if these are
+    wrong, and that steps the optimizer else.
+    """
+    broken, check = entry.finding.counterexample, checks.bind(entry.invariant)
+    about = _ABOUT.get(check.name, "step") if check else "step"
+    if broken is not None and broken.tensor is None and broken.sample_ids:
+        about = "samples"
+    if broken is not None and (broken.scenario or {}).get("stops"):
+        about = "save"
+    known = report.places
+    return known.get(about) or known.get("step") or entry.invariant.position
 
 
 def detail_lines(report: Report, entry: Entry) -> list[str]:

@@ -1,4 +1,4 @@
-"""The report for GitHub's runners: annotations at the contract's lines, and a step summary.
+"""The report for GitHub's runners: annotations at the script's lines, and a step summary.
 
 Annotations are workflow commands on standard output. The summary is Markdown, appended to the file
 that the runner names. Text from a contract is escaped: it is never a command or Markdown.
@@ -54,7 +54,7 @@ def annotate(report: Report, *, root: Path, allow_inconclusive: bool) -> Iterato
             continue
         lines = [evidence.one_line(entry.finding.reason), *evidence.detail_lines(report, entry)]
         title = f"{entry.invariant.id} {entry.verdict}"
-        at = entry.invariant.position
+        at = evidence.place(report, entry)
         yield command(level, "\n".join(lines), title=title, at=at, root=root)
     if report.incomplete:
         yield f"::error title=entrenar-check::{_data(report.incomplete)}"

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 import entrenar_py
-from entrenar_py.contract import Invariant
+from entrenar_py.contract import Invariant, Position
 from entrenar_py.reports import evidence
 from entrenar_py.reports.report import Entry, Excluded, Report
 from entrenar_py.untrusted import escaping
@@ -75,28 +75,31 @@ def _not_applying(report: Report) -> Iterator[tuple[str, str]]:
         yield evidence.one_line(f"not_applying {clause.id} {clause.name}"), skipped.reason
 
 
-def _case(suite: Element, report: Report, clause: Invariant, elapsed_s: float) -> Element:
-    """Add a test case without a result for `clause`."""
+def _case(
+    suite: Element, report: Report, clause: Invariant, elapsed_s: float, at: Position
+) -> Element:
+    """Add a test case without a result for `clause`, at a line of the script or the contract."""
     return SubElement(
         suite,
         "testcase",
         classname=escaping.exact(report.contract.name),
         name=evidence.one_line(f"{clause.id} {clause.name}"),
         time=f"{elapsed_s:.3f}",
-        file=escaping.exact(clause.position.file),
-        line=str(clause.position.line),
+        file=escaping.exact(at.file),
+        line=str(at.line),
     )
 
 
 def _add_excluded(suite: Element, report: Report, excluded: Excluded) -> None:
-    case = _case(suite, report, excluded.invariant, 0.0)
+    case = _case(suite, report, excluded.invariant, 0.0, excluded.invariant.position)
     message = evidence.one_line(f"excluded {excluded.why}")
     SubElement(case, "skipped", type="excluded", message=message)
 
 
 def _add_case(suite: Element, report: Report, entry: Entry, inconclusive: str) -> None:
     finding = entry.finding
-    case = _case(suite, report, entry.invariant, entry.elapsed_s)
+    at = evidence.place(report, entry)
+    case = _case(suite, report, entry.invariant, entry.elapsed_s, at)
     if entry.verdict is not Verdict.HELD:
         tag = "failure" if entry.verdict is Verdict.FALSIFIED else inconclusive
         tag = "skipped" if entry.is_accepted else tag

@@ -9,11 +9,11 @@ import datetime
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from entrenar_py.contract import SEVERITIES, Contract, Invariant, gates
+from entrenar_py.contract import SEVERITIES, Contract, Invariant, Position, gates
 from entrenar_py.contract.gate_criteria import Demands
 from entrenar_py.reports.curves import Curve
 from entrenar_py.verdict import MEANING, Finding, Verdict, worst
@@ -188,7 +188,8 @@ class Report:
     devices. `num_traces` is the number of stored traces judged, None if scenarios were run.
     `curves` are kept only for a report that draws them. Selected clauses without an entry are in
     `not_applying` (to `system`) or in `excluded` (by the `configuration`). If `interrupted`, a
-    person stopped the run, and `entries` holds the results up to then.
+    person stopped the run, and `entries` holds the results up to then. `places` are the lines of
+    the script that was run: of its optimizer's `step`, of its `samples`, and where it `save`s.
     """
 
     contract: Contract
@@ -206,6 +207,7 @@ class Report:
     excluded: tuple[Excluded, ...] = ()
     configuration: Configuration | None = None
     bindings_given: tuple[str, ...] = ()
+    places: Mapping[str, Position] = field(default_factory=dict)
 
     @property
     def left_out(self) -> tuple[str, ...]:

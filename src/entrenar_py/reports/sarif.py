@@ -4,6 +4,8 @@ A falsified clause is an `error`. An inconclusive one is a `warning`, or a `note
 `--allow-inconclusive`. Clauses that do not apply, and notes, are notifications: readers take a
 result of any kind for an alert. A run that was interrupted or selected nothing is not successful.
 So the exit code is 0 if the run is successful and the log has no errors and no warnings.
+
+A result is at a line of the user's script, if one was run, and its clause is a related location.
 """
 
 from __future__ import annotations
@@ -151,12 +153,18 @@ def _result(report: Report, entry: Entry, number: int, level: str, root: Path) -
     heading = f"{clause.id} {str(entry.verdict).upper()}: {finding.reason}"
     details = evidence.detail_lines(report, entry)
     mark = fingerprint(report.contract.name, clause.id, str(entry.verdict))
+    at = evidence.place(report, entry)
+    stated = {
+        "physicalLocation": location(clause.position, root),
+        "message": {"text": f"{escaping.exact(clause.id)} is stated here"},
+    }
     return {
         "ruleId": escaping.exact(clause.id),
         "ruleIndex": number,
         "level": level,
         "message": {"text": "\n".join([evidence.one_line(heading), *details])},
-        "locations": [{"physicalLocation": location(clause.position, root)}],
+        "locations": [{"physicalLocation": location(at, root)}],
+        **({} if at == clause.position else {"relatedLocations": [stated]}),
         "partialFingerprints": {FINGERPRINT: mark},
         "properties": {"verdict": str(entry.verdict), "compared": finding.compared},
     }

@@ -64,3 +64,17 @@ class Drawn(Event):
     part: int | None = None
     worker: int | None = None
     ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Called(Event):
+    """The script of worker `rank` first calls `what` at line `line` of the file `file`.
+
+    `what` is `step` (of the optimizer), `samples` (a loader, or the report of samples) or `save`
+    (of a checkpoint).
+    """
+
+    rank: int
+    what: str
+    file: str
+    line: int

@@ -22,6 +22,7 @@ ARGUMENTS = {
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": ["self"],
     "torch.amp.grad_scaler.GradScaler.scale": ["self", "outputs"],
     "torch.amp.grad_scaler.GradScaler.update": ["self", "new_scale"],
+    "torch.save": ["obj", "f"],
     "torch.nn.utils.clip_grad_norm_": ["parameters", "max_norm", "norm_type"],
     "torch.nn.utils.clip_grad.clip_grad_norm_": ["parameters", "max_norm", "norm_type"],
     "torch._dynamo.eval_frame.OptimizedModule.__call__": ["self", "args", "kwargs"],

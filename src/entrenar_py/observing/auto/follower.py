@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from entrenar_py.observing import FOLDER, torch_calls
+from entrenar_py.observing import FOLDER, call_sites, torch_calls
 from entrenar_py.observing.auto import Settings
 from entrenar_py.observing.auto.ending import Ending
 from entrenar_py.observing.auto.guard import guarded
@@ -251,6 +251,7 @@ class Follower:
     @guarded
     def iterated(self, loader: Any, iterator: Any) -> None:
         """Note that a pass over a DataLoader begins."""
+        call_sites.Samples.drawn()
         self.batches.iterated(loader, iterator)
 
     @guarded
@@ -277,6 +278,12 @@ class Follower:
         """Note that a `GradScaler` skipped a step on all ranks."""
         if self._recorder is not None:
             self._recorder.skipped()
+
+    @guarded
+    def saved(self) -> None:
+        """Note that the script saves a file."""
+        if self._recorder is not None:
+            self._recorder.saved()
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]

@@ -89,6 +89,10 @@ class Recorder(Observer):
         """Note that the backward pass is over."""
         self._micro_batches.backward_ended()
 
+    def saved(self) -> None:
+        """Note that the script saves a file."""
+        self._facts.saved()
+
     def closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
         """Note that a step's closure ran, and that the step had begun before this record."""
         if again:

@@ -1,0 +1,86 @@
+"""The lines of a script that step its optimizer, iterate its loader and save its checkpoints.
+
+Each is looked up once, where the script first comes there: a walk up the stack at every step would
+cost more than the hooks. A report points to these lines.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+
+from entrenar_py import trace
+from entrenar_py.observing import COPY, FOLDER
+
+_OWN = str(Path(__file__).parents[1]) + os.sep
+_STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
+_INSTALLED = ("site-packages", "dist-packages")
+Site = tuple[str, int]  # file and line
+
+
+def here() -> Site | None:
+    """Return the innermost line of the script that runs now, None if there is none.
+
+    Libraries, Python's own and installed ones, are no part of a script.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith((_OWN, "<")) or _is_library(file)):
+            return _in_place(Path(file).resolve()), frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def _in_place(file: Path) -> str:
+    """Return the path in the user's folder of a `file` that may lie in the run's copy of it."""
+    if FOLDER not in os.environ:
+        return str(file)
+    copied = (Path(os.environ[FOLDER]) / COPY).resolve()
+    return f"{os.sep}{file.relative_to(copied)}" if file.is_relative_to(copied) else str(file)
+
+
+def _is_library(file: str) -> bool:
+    is_installed = any(f"{os.sep}{folder}{os.sep}" in file for folder in _INSTALLED)
+    return is_installed or file.startswith(_STANDARD)
+
+
+class CallSites:
+    """The sites of one rank's script that are known and not written yet."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._written: set[str] = set()
+
+    def event(self, what: str, site: Site | None) -> list[trace.Event]:
+        """Return the event that says where `what` is called, once it is known; only once."""
+        if site is None or what in self._written:
+            return []
+        self._written.add(what)
+        return [trace.Called(rank=self._rank, what=what, file=site[0], line=site[1])]
+
+    def is_known(self, what: str) -> bool:
+        """Return whether the event for `what` was returned."""
+        return what in self._written
+
+
+class Samples:
+    """Where this process's script draws samples: at the loader that began last, or by its word.
+
+    Without a line a record begins after the first loader, so this is one of the process.
+    """
+
+    site: Site | None = None
+
+    @classmethod
+    def drawn(cls) -> None:
+        """Note that the script begins to iterate a loader."""
+        cls.site = here()
+
+    @classmethod
+    def reported(cls) -> None:
+        """Note that the script reports samples, if no loader was seen."""
+        cls.site = cls.site or here()
