@@ -163,10 +163,12 @@ def test_finetune_takes_the_rows(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_sampling_on_cuda_is_the_same_again(teacher: Path, tmp_path: Path) -> None:
     """A GPU draws the same answers from the same seed, and leaves the process's own draws alone."""
-    path, journal = made(tmp_path, teacher, temperature=1.0), tmp_path / "answers.jsonl.journal"
+    path, answers = made(tmp_path, teacher, temperature=1.0), tmp_path / "answers.jsonl"
+    journal = answers.with_name("answers.jsonl.journal")
     found = list[bytes]()
     for _ in range(2):
-        journal.unlink(missing_ok=True)
+        for written in (answers, journal):
+            written.unlink(missing_ok=True)
         before = torch.cuda.get_rng_state()
         assert ask(path, "--backend", "cuda") in (exit_codes.DONE, exit_codes.WRONG)
         assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -42,6 +42,8 @@ def configured(folder: Path, small: Path, trained: Path, **changes: Any) -> Path
     assert len(lines) >= 11
     record = json.loads(path.read_text("utf-8"))
     del record["classes"]
+    if "strategy" in changes:
+        del record["workers"]
     record |= {
         "model": str(trained),
         "task": "text",
