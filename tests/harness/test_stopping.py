@@ -73,6 +73,16 @@ def test_a_run_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(result.events) == 11
 
 
+def test_a_signal_that_comes_at_the_end_of_a_run_has_no_successor() -> None:
+    """One that is handled after the timer was stopped leaves it so, and interrupts nothing."""
+    with stopping._interrupted(60.0):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        look = signal.getsignal(signal.SIGALRM)
+    assert callable(look)
+    look(signal.SIGALRM, None)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
 def test_an_import_is_never_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that takes longer than the patience is loaded whole; then the run is stopped."""
     (tmp_path / "slowly_loaded.py").write_text(

@@ -60,8 +60,13 @@ def _interrupted(seconds: float) -> Iterator[None]:
         yield
         return
     waiting = Patience(seconds, sign=patience.of_this_process)
+    is_over = False
 
     def look(number: int, frame: FrameType | None) -> None:
+        # A signal that came just before the timer was stopped is handled after that. It must not
+        # start the timer again, as the next signal would end this process.
+        if is_over:
+            return
         try:
             if waiting.look() and not _is_loading(frame):
                 _distrusted.set()
@@ -74,6 +79,7 @@ def _interrupted(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
+        is_over = True
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
