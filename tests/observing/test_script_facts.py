@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import entrenar_py
@@ -101,6 +103,22 @@ def test_what_a_script_says_counts_in_place_of_what_it_shows(folder: Path) -> No
     assert {shard.epoch for shard in shards(found)} == {7}
     assert not {"losses", "samples", "num_samples"} & found.header.keys()
     assert not [event for event in found.events if isinstance(event, Selection)]
+
+
+def test_a_backward_pass_of_anything_is_left_alone(folder: Path) -> None:
+    """What torch takes besides tensors, a generator or an edge of its graph, has no loss."""
+    script = Script()
+    kinds: tuple[Callable[[Tensor], Any], ...] = (
+        get_gradient_edge,
+        lambda loss: [get_gradient_edge(loss)],
+        lambda loss: iter([loss]),
+    )
+    for wrap in kinds:
+        torch.autograd.backward(wrap(script.model(torch.ones(2, 1)).mean()))
+        script.optimizer.step()
+        script.optimizer.zero_grad()
+    found = record(folder, script)
+    assert [shard.loss_sum for shard in shards(found)] == [None, None, None]
 
 
 def test_a_scaled_loss_is_no_loss(folder: Path) -> None:

@@ -62,8 +62,11 @@ def apply(patches: Iterable[Patch], listener: Any) -> None:
 
 def loss_of(tensors: Any) -> float | None:
     """Return the value of the loss that `backward` is called on, None if that is no number."""
-    losses = [tensors] if isinstance(tensors, Tensor) else tensors
-    return float(losses[0].detach()) if len(losses) == 1 and losses[0].numel() == 1 else None
+    if isinstance(tensors, list | tuple) and len(tensors) == 1:
+        (tensors,) = tensors
+    # torch takes generators and edges of its graph, too.
+    is_number = isinstance(tensors, Tensor) and tensors.numel() == 1 and not tensors.is_complex()
+    return float(tensors.detach()) if is_number else None
 
 
 # --- a script with a line ---------------------------------------------------------------------
