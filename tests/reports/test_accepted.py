@@ -46,6 +46,8 @@ def test_every_format_shows_it(accepting: Report, tmp_path: Path) -> None:
         for line in lines
     )
 
+    assert any(line.startswith("F-DP-002 INCONCLUSIVE: ") for line in lines), "it is the exit's"
+
     record = json_format.dump(accepting, allow_inconclusive=False)
     jsonschema.validate(json.loads(json.dumps(record)), json.loads(SCHEMA.read_text()))
     told = {one["id"]: one["accepted"] for one in record["results"]}

@@ -216,11 +216,12 @@ def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
 def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], style: Style) -> None:
     """Print what did not hold, each finding once.
 
-    Where a clause is falsified, inconclusive ones are only named, unless the report is verbose.
+    Where a clause is falsified and nobody accepts that, inconclusive ones are only named, unless
+    the report is verbose.
     """
     open_ids = [e.invariant.id for _, e in pairs if e.verdict is Verdict.INCONCLUSIVE]
     broken = [pair for pair in pairs if pair[1].verdict is Verdict.FALSIFIED]
-    if broken and open_ids and not style.verbose:
+    if any(not entry.is_accepted for _, entry in broken) and open_ids and not style.verbose:
         pairs = broken
     alike = evidence.alike([entry for _, entry in pairs])
     for why, entries in alike.items():
