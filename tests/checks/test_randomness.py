@@ -81,6 +81,7 @@ def test_the_same_order_in_every_epoch(share: Callable[[Sequence[int]], list[lis
     found = broken(traces.judge("randomness", [two_epochs(SHUFFLED, SHUFFLED, share)]))
     assert found.step == 2
     assert len(found.sample_ids) == 12
+    assert found.message.endswith("could mean: sampler.set_epoch(epoch) is never called")
 
 
 @pytest.mark.parametrize("share", [shared, strided])

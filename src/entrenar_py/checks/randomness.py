@@ -22,7 +22,7 @@ from entrenar_py.checks.needs import ALONE, Traces
 from entrenar_py.checks.population import in_epochs
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Drawn, Shard, Start, Trace
-from entrenar_py.verdict import Finding, Tally
+from entrenar_py.verdict import MEANING, Finding, Tally
 
 # Shorter orders are not compared: two shuffled orders of 10 samples are equal once in 10! = 3.6e6.
 ORDER_LENGTH_MIN = 10
@@ -134,7 +134,8 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
     for before, after, common in seen.pairs():
         tally.check(
             seen.orders[before][:common] != seen.orders[after][:common],
-            f"epoch {after} visits its samples in the order of epoch {before}",
+            f"epoch {after} visits its samples in the order of epoch {before}, {MEANING}"
+            "sampler.set_epoch(epoch) is never called",
             step=seen.first_step[after],
             sample_ids=tuple(seen.orders[after][:common]),
             scenario=trace.scenario,
