@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -33,26 +33,24 @@ FINITENESS = "finiteness"  # the check of F-DP-003
 
 
 class Shared:
-    """The runs of a command that the contracts of one call share, and the folder of these runs."""
+    """The runs of a command that the contracts of one call share, and the folder of these runs.
+
+    Closing `stack` removes the folder if nobody needs it, and says where it is if somebody does.
+    """
 
     def __init__(self) -> None:
         self.made: dict[Asked, Trace] = {}
         self.folders: list[Path] = []
         self._temporary: run_folder.RunFolder | None = None
-        self._stack = ExitStack()
+        self.stack = ExitStack()
 
     def folder(self, named: Path | None) -> run_folder.RunFolder:
         """Return the folder `named` by the user, or the temporary one of all contracts."""
         kept = run_folder.RunFolder(named) if named is not None else self._temporary
         if kept is None:
-            kept = self._temporary = self._stack.enter_context(run_folder.temporary())
+            kept = self._temporary = self.stack.enter_context(run_folder.temporary())
         self.folders.append(kept.path)
         return kept
-
-    def until(self, done: Callable[[], int]) -> int:
-        """Do the work on all contracts and return the exit code; then remove what nobody needs."""
-        with self._stack:
-            return done()
 
 
 def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Work:

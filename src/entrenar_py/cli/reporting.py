@@ -6,6 +6,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,13 @@ class Job:
     standing: exclusions.Standing
 
 
-def run_all(jobs: Sequence[Job], command: str, output: Console) -> int:
+def run_all(
+    jobs: Sequence[Job], command: str, output: Console, *, runs: AbstractContextManager[object]
+) -> int:
     """Do the work on all contracts, report it in every format, and return the exit code.
 
     No job is started after an interrupted one. If a job raises, those before it are reported.
+    `runs` is closed before the report is printed: what that says doesn't follow the last line.
     """
     options = jobs[0].options
     style = terminal.Style(quiet=options.quiet and not options.verbose, verbose=options.verbose)
@@ -80,18 +84,19 @@ def run_all(jobs: Sequence[Job], command: str, output: Console) -> int:
     reports: list[Report] = []
     ending = None
     try:
-        for job, report in zip(jobs, begun, strict=True):
-            reports.append(_finished(job, report, output, rows=streams and style.verbose))
-            _write(reports[-1], job.options, output)
-            if reports[-1].interrupted:
-                break
+        with runs:
+            for job, report in zip(jobs, begun, strict=True):
+                reports.append(_finished(job, report, output, rows=streams and style.verbose))
+                _write(reports[-1], job.options, output)
+                if reports[-1].interrupted:
+                    break
+        if left := len(jobs) - len(reports):
+            told = "1 other contract was" if left == 1 else f"{left} other contracts were"
+            printing.warn(f"entrenar-check: interrupted: {told} not begun")
         ending = end(reports, allow_inconclusive=options.allow_inconclusive)
     finally:
         if reports:
             terminal.render(reports, output, style=style, ending=ending, streamed=streams)
-    if left := len(jobs) - len(reports):
-        told = "1 other contract was" if left == 1 else f"{left} other contracts were"
-        printing.warn(f"entrenar-check: interrupted: {told} not begun")
     return ending.code
 
 

@@ -60,7 +60,7 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
         return lambda: max([_list(_standing(own, loaded), output) for own, loaded in chosen])
     shared = commanded.Shared()
     jobs = [_prepared(own, loaded, shared) for own, loaded in chosen]
-    return partial(shared.until, partial(reporting.run_all, jobs, called, output))
+    return partial(reporting.run_all, jobs, called, output, runs=shared.stack)
 
 
 def _look(options: argparse.Namespace) -> None:
