@@ -84,8 +84,9 @@ def _of_ranks(
         return "halted", ended_by
     if "leave" in last.struck and not any(rank.life for rank in last.ranks.values()):
         return "failed", (
-            "the launcher restarted no worker: give torchrun --max-restarts=1, and let the script "
-            "go on from a checkpoint in {workdir}; or exclude the clause in the configuration "
+            "the launcher restarted no worker, or a restarted one failed before it recorded "
+            "anything: give torchrun --max-restarts=1, and let the script go on from a checkpoint "
+            "in {workdir}; or exclude the clause in the configuration "
             f"(output: {_shown(ended.output)})"
         )
     if "leave" in last.struck:
