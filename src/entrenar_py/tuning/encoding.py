@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from entrenar_py.errors import UsageError
@@ -93,8 +94,12 @@ class Encoder:
                 f"model={settings.model}: its tokenizer has no chat template, which task: instruct "
                 "needs; use the checkpoint of a chat model, or task: text"
             )
-        self._chats = ChatEncoder(tokenizer, settings.data.date)
         self._num_endless = 0
+
+    @cached_property
+    def _chats(self) -> ChatEncoder:
+        """Made for the first chat: it may copy the tokenizer, which no other task needs."""
+        return ChatEncoder(self._tokenizer, self._settings.data.date)
 
     def encode(self, row: Row) -> Sample | BadRow:
         """Return the sample of a row, or why it can't be used.
