@@ -101,6 +101,11 @@ def test_calls_of_functions(turn: Mapping[str, Any], tools: str) -> None:
     assert found.tools == [{"type": "function", "function": {"name": "weather"}}]
 
 
+def test_an_empty_list_of_calls_is_none() -> None:
+    """Some templates refuse such a turn, or write it as one that calls."""
+    assert read({"messages": [USER, {**ANSWER, "tool_calls": []}]}) == [USER, ANSWER]
+
+
 @pytest.mark.parametrize("field", ["messages", "conversations"])
 def test_what_a_row_has_as_system_comes_before_its_messages(field: str) -> None:
     own = {"role": "developer", "content": "Be kind."}

@@ -193,6 +193,8 @@ def _message(name: str, number: int, given: Any) -> tuple[Message, bool]:
         raise BadConversationError(f"{place} is no object; use {{role, content}}")
     # Parquet gives every message all keys.
     message = {key: value for key, value in given.items() if value is not None}
+    if not message.get("tool_calls", True):  # many write an empty list, which templates refuse
+        del message["tool_calls"]
     said = message.pop("role", None) or message.pop("from", None)
     role = _ROLES.get(said) if isinstance(said, str) else None
     if role is None:
