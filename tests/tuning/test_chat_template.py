@@ -53,6 +53,12 @@ JOINED = (
     "{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
     "<|end|>\n{% endfor %}" + ASKED
 )
+PLAIN_CALLS = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}"
+    "{% for name, value in call.function.arguments.items() %} {{ name }} {{ value }}{% endfor %}"
+    "{% endfor %}<|end|>\n{% endfor %}" + ASKED
+)
 NO_USER = (
     "{% if 'user' not in messages | map(attribute='role') | list %}"
     "{{ raise_exception('no user') }}{% endif %}"
@@ -131,8 +137,18 @@ def test_the_last_thought_is_learned(small: Path) -> None:
 
 
 def test_arguments_of_calls_are_texts_where_a_template_needs_them_so(small: Path) -> None:
-    _, predicted = learned(small, JOINED, USER, CALL)
-    assert predicted == 'weather{"city": "Rome"}<|end|>\n'
+    call = {"function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+    _, predicted = learned(small, JOINED, USER, {**CALL, "tool_calls": [call]})
+    assert predicted == 'weather{"city": "Zürich"}<|end|>\n'
+
+
+def test_a_turn_of_calls_alone_is_null_for_a_template_that_looks_for_that(small: Path) -> None:
+    """As DeepSeek's do; others would write the word None."""
+    looking = JOINED.replace("m.content or ''", "m.content + '.' if m.content is not none")
+    _, predicted = learned(small, looking, USER, {**CALL, "content": None}, USER, ANSWER)
+    assert predicted == 'weather{"city": "Rome"}<|end|>\nls.<|end|>\n'
+    _, predicted = learned(small, PLAIN_CALLS, USER, {**CALL, "content": None})
+    assert predicted == "weather city Rome<|end|>\n"
 
 
 @pytest.mark.parametrize(

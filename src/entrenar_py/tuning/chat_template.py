@@ -228,7 +228,8 @@ def _with_texts(messages: Sequence[Message]) -> list[Message]:
     """Return messages whose calls have their arguments as JSON, as some templates need them."""
     changed = copy.deepcopy(list(messages))
     for call in (call for message in changed for call in message.get("tool_calls", ())):
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        arguments = call["function"]["arguments"]
+        call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
     return changed
 
 

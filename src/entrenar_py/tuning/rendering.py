@@ -104,6 +104,30 @@ class ChatTemplate:
         prompt: bool,
         is_marked: bool,
     ) -> str:
+        shown = [_stock(message) for message in messages]
+        options = {"prompt": prompt, "is_marked": is_marked}
+        try:
+            return self._once(shown, tools, **options)
+        except TemplateRefusalError as error:
+            # A turn of calls alone has null as its content. Some templates look for that.
+            nulls = [message.get("content", "") is None for message in messages]
+            if not any(nulls):
+                raise
+            pairs = zip(shown, nulls, strict=True)
+            kept = [message | {"content": None} if null else message for message, null in pairs]
+            try:
+                return self._once(kept, tools, **options)
+            except TemplateRefusalError:
+                raise error from None
+
+    def _once(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        *,
+        prompt: bool,
+        is_marked: bool,
+    ) -> str:
         key = (self._tokenizer.get_chat_template(None, tools), is_marked)
         self._steps, self._start_s = 0, time.thread_time()
         try:
@@ -111,7 +135,7 @@ class ChatTemplate:
             if template is None:
                 template = self._compiled[key] = self._compile(*key)
             rendered = template.render(
-                messages=[_stock(message) for message in messages],
+                messages=messages,
                 tools=None if tools is None else list(tools),
                 documents=None,
                 add_generation_prompt=prompt,
