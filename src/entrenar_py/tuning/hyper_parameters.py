@@ -6,7 +6,6 @@ to use. `docs/hyper-parameters.md` has the reason and the source of each limit.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from entrenar_py.tuning import encoding
+from entrenar_py.errors import UsageError
+from entrenar_py.tuning import encoding, trust
 from entrenar_py.tuning.prepared import Prepared
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.wording import counted
@@ -113,8 +113,8 @@ def _unlearned_ends(prepared: Prepared) -> tuple[str, ...] | None:
 def _generation_ends(folder: Path) -> list[int]:
     """Return the end tokens of a checkpoint's generation_config.json, if it names any."""
     try:
-        named = json.loads((folder / "generation_config.json").read_bytes())["eos_token_id"]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        named = trust.record(folder / "generation_config.json", str(folder))["eos_token_id"]
+    except (UsageError, LookupError):
         return []  # generation reads it again, and tells
     return [one for one in (named if isinstance(named, list) else [named]) if type(one) is int]
 
