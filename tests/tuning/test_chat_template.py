@@ -151,6 +151,22 @@ def test_a_turn_of_calls_alone_is_null_for_a_template_that_looks_for_that(small:
     assert predicted == "weather city Rome<|end|>\n"
 
 
+def test_a_thought_before_an_earlier_call_may_be_left_out(small: Path) -> None:
+    """As gpt-oss's template does, which refuses a tool's result without a call before it."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' and not loop.previtem.tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}<|start|>{{ m.role }}\n"
+        "{{ '>' if m.role == 'assistant' }}"
+        "{% if m.thinking and (loop.last or messages[-1].role == 'tool') %}"
+        "<think>{{ m.thinking }}</think>{% endif %}"
+        "{{ m.content or '' }}{% for call in m.tool_calls %}{{ call.function.name }} "
+        "{{ call.function.arguments | tojson }}{% endfor %}<|end|>\n{% endfor %}" + ASKED
+    )
+    call, result = {**CALL, "thinking": "hm"}, {"role": "tool", "content": "rain"}
+    _, predicted = learned(small, template, USER, call, result, {**ANSWER, "thinking": "so"})
+    assert predicted == '>weather {"city": "Rome"}<|end|>\n><think>so</think>ls<|end|>\n'
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "problem"),
     [

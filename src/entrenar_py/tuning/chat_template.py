@@ -19,6 +19,7 @@ from typing import Any
 
 from entrenar_py.tuning.conversations import BadConversationError, Conversation, Message
 from entrenar_py.tuning.rendering import (
+    THOUGHTS,
     ChatTemplate,
     EndlessTemplateError,
     TemplateRefusalError,
@@ -92,11 +93,20 @@ class ChatEncoder:
         """Return where the turn of message `index` begins and ends in the whole `text`."""
         messages, tools = conversation.messages, conversation.tools
         prompt = self._template.text(messages[:index], tools, prompt=True) if index else ""
+        if not text.startswith(prompt):
+            bare = [_without_thoughts(message) for message in messages[:index]]
+            prompt = self._template_text(bare, tools, prompt=True) or ""
         turn = self._template_text(messages[: index + 1], tools)
         begins = bool(prompt) and text.startswith(prompt)
         ends = turn is not None and text.startswith(turn)
         if begins and turn is not None and ends:
             return len(prompt), len(turn)
+        # Earlier thoughts are left out. A turn of calls can't have another one in its place: some
+        # templates refuse results without their calls.
+        bare = [*messages[:index], _without_thoughts(messages[index])]
+        short = self._template_text(bare, tools) if begins and bare[-1] != messages[index] else None
+        if short is not None and text.startswith(short):
+            return len(prompt), len(short)
         begin, rest = self._around(conversation, index, text)
         end = len(text) - rest
         if turn is not None and ends:
@@ -107,11 +117,11 @@ class ChatEncoder:
         return len(prompt) if begins else begin, end
 
     def _template_text(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False
     ) -> str | None:
-        """Return messages as the template writes them; None if it refuses them."""
+        """Return messages as `ChatTemplate.text` does; None if the template refuses them."""
         try:
-            return self._template.text(messages, tools)
+            return self._template.text(messages, tools, prompt=prompt)
         except EndlessTemplateError:
             raise
         except BadConversationError:
@@ -222,6 +232,10 @@ def _require_own(
                 f"{index + 1} ({role}) is within one, as the chat template writes it; use a "
                 "template with marks ({% generation %})"
             )
+
+
+def _without_thoughts(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name not in THOUGHTS}
 
 
 def _with_texts(messages: Sequence[Message]) -> list[Message]:
