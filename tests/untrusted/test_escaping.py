@@ -347,8 +347,10 @@ PRINTERS = {
     "observing.auto.startup.sitecustomize",
 }
 # TOML has escapes of its own. What is read back as YAML can have no pairs of surrogates. Rows and
-# replies are written to find out that they can be, and then forgotten.
+# replies are written to find out that they can be, and then forgotten. What chats say is for a
+# tokenizer; what a checkpoint says goes on to `escaping`.
 WRITERS = {
+    *("tuning.chat_template", "tuning.row_parts", "tuning.trust"),
     *("untrusted.escaping", "project.init", "tuning.rows", "distill.replies"),
     *("finetune.settings_file", "planning.stages.plan_text"),  # as YAML
 }

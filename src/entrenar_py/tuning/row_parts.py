@@ -21,6 +21,7 @@ from typing import Any
 from entrenar_py.tuning.conversations import BadConversationError, Conversation, Message
 from entrenar_py.tuning.rendering import THOUGHTS, ChatTemplate
 from entrenar_py.tuning.token_ranges import Range
+from entrenar_py.untrusted import json_text
 
 # Before and after a part, each with the part's number. No text has these: they are no characters.
 _OPEN, _CLOSE, _END = "\ufdd2", "\ufdd3", "\ufdd4"
@@ -218,7 +219,7 @@ def _within_json(text: str, change: Callable[[Any], Any]) -> str:
     Another text is changed as it is.
     """
     try:
-        value = json.loads(text)
+        value = json_text.load(text)
     except ValueError:
         return str(change(text))
     return json.dumps(change(value), ensure_ascii=False)
