@@ -60,6 +60,7 @@ class Progress:
         )
 
     def know(self, entry: Entry) -> None:
-        """Show from now on what is known of a clause that did not hold."""
+        """Show from now on the verdict on a clause that did not hold; a later one replaces it."""
+        self._broken.pop(entry.invariant.id, None)
         if entry.verdict is not Verdict.HELD:
             self._broken[entry.invariant.id] = entry.verdict.upper()
