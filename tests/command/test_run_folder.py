@@ -121,4 +121,7 @@ def test_a_number_of_workers_that_cannot_be_filled_in_is_refused_at_once(
     contract = ("--contract", "distributed-training-v1.yaml")
     assert cli.main([*contract, "--", *shlex.split(command)]) == 2
     told = capsys.readouterr().err
-    assert "would start as many workers in each run, and runs on 2 and 1 are needed: put {w" in told
+    assert (
+        "would start the same number of workers in each run, and runs on 2 and 1 are needed: put {w"
+        in told
+    )

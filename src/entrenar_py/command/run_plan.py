@@ -85,7 +85,7 @@ class Plan:
         sizes = [asked.world_size for asked in self.plain().values()]
         if len(sizes) > 1 and not self.can_say("world_size"):
             raise UsageError(
-                f"the command would start as many workers in each run, and runs on "
+                f"the command would start the same number of workers in each run, and runs on "
                 f"{' and '.join(map(str, sizes))} are needed: put {{world_size}} where it takes "
                 "their number (torchrun --nproc_per_node={world_size} train.py; a script for a "
                 "shell as an argument), or check it on one worker alone: --world-size 1",
