@@ -167,8 +167,8 @@ def test_sampling_on_cuda_is_the_same_again(teacher: Path, tmp_path: Path) -> No
     journal = answers.with_name("answers.jsonl.journal")
     found = list[bytes]()
     for _ in range(2):
-        for written in (answers, journal):
-            written.unlink(missing_ok=True)
+        for old in (answers, journal):
+            old.unlink(missing_ok=True)
         before = torch.cuda.get_rng_state()
         assert ask(path, "--backend", "cuda") in (exit_codes.DONE, exit_codes.WRONG)
         assert torch.equal(torch.cuda.get_rng_state(), before)
