@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code. `--help` and `--version` raise SystemExit."""
     if argv is None:
         process.begin()
+    signals.interrupt()
     try:
         code = _run(options.parse(sys.argv[1:] if argv is None else argv))
         return exit_codes.FAILED if printing.lost() and code == exit_codes.DONE else code
