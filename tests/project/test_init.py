@@ -139,4 +139,4 @@ def test_init_then_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     told = ("--contract", "small-v1.yaml", "--", *launcher, "--nproc_per_node=2", "train.py")
     assert check("init", *told) == 0
     assert check() == 0, capsys.readouterr()
-    assert re.search(r"^held +F-DP-001 ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^held: F-DP-001 ", capsys.readouterr().out, re.MULTILINE)
