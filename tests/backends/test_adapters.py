@@ -76,7 +76,7 @@ def test_no_adapter() -> None:
 def test_wgpu_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The message without wgpu-py says how to install it."""
     monkeypatch.setitem(sys.modules, "wgpu", None)
-    with pytest.raises(BackendUnavailable, match=r"entrenar-py\[wgpu\]"):
+    with pytest.raises(BackendUnavailable, match=r"install it with pip install .*wgpu"):
         open_device(0)
 
 
