@@ -11,6 +11,12 @@ import pytest
 from entrenar_py.finetune import offered_files, settings_file
 from tests.finetune import runs
 
+STAGES = {
+    "data": {"validation_share": 0.0},
+    "strategy": "layer_pipeline",
+    "coordinator": {"listen": "127.0.0.1:7411", "secret_file": "secret"},
+    "stages": [{"layers": [0, 1], "backend": "cpu"}, {"layers": [1, 2], "backend": "cpu"}],
+}
 VALIDATED = {"validation": "rows.jsonl", "validation_share": 0.0}
 
 
@@ -23,6 +29,7 @@ VALIDATED = {"validation": "rows.jsonl", "validation_share": 0.0}
         {"recompute": "blocks"},
         {"precision": "bfloat16"},
         {"workers": 3},
+        STAGES,
         {"method": "qlora"},
     ],
     ids=str,

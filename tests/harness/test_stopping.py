@@ -54,7 +54,8 @@ def test_a_run_that_hangs_is_stopped_and_the_next_is_made_elsewhere(
     assert (stopped.status, stopped.reason) == ("failed", STOPPED)
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
-    assert Runner().run(SCENARIO) == right
+    elsewhere = Runner().run(SCENARIO)  # by a process that has loaded less: its environment differs
+    assert (elsewhere.events, elsewhere.end) == (right.events, right.end)
 
 
 def test_a_run_that_goes_on_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,9 @@ def shared_settings(settings: Settings) -> dict[str, object]:
 
     What is for the coordinator alone has its default: a worker has no rows to evaluate on.
     """
-    plain = replace(settings, coordinator=None, workers=1, evaluate_every=Settings.evaluate_every)
+    plain = replace(
+        settings, coordinator=None, workers=Settings.workers, evaluate_every=Settings.evaluate_every
+    )
     record = settings_file.to_record(plain)
     return {**record, "model": "model", "output": "output", "data": _data(record["data"])}
 
