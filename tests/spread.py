@@ -22,7 +22,7 @@ NUM_SLOWEST = 100
 TOGETHER = {
     "tests/canonical/test_canonical.py": "canonical",
     "tests/finetune/": "small checkpoint",
-    "tests/tuning/": "small checkpoint",
+    "tests/tuning/": "small checkpoint, without processes",
     "tests/checks/test_local_sgd.py": "local SGD",
     "tests/examples/test_own_trainer.py": "own trainer",
     "tests/systems/probes/test_memory.py::test_the_estimate_bounds_the_peak": "memory",
