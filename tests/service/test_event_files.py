@@ -66,7 +66,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The message says which extra has it."""
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(UsageError, match=r"needs tensorboard .*'entrenar-py\[tensorboard\]'"):
+    with pytest.raises(UsageError, match=r"needs tensorboard .*; pip install 'tensorboard>="):
         EventFiles(tmp_path)
 
 

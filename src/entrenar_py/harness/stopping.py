@@ -10,8 +10,10 @@ is killed and replaced if it stalls again.
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.sharedctypes import RawValue
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,6 +31,7 @@ from entrenar_py.drivers import patience
 from entrenar_py.drivers.patience import Patience
 from entrenar_py.errors import SystemFailure
 from entrenar_py.scenario import Scenario
+from entrenar_py.untrusted import json_text
 
 _LOADER = "<frozen importlib._bootstrap>"  # the file of the frames that load modules
 _distrusted = threading.Event()
@@ -106,12 +110,16 @@ class Elsewhere:
         """Return the trace of `scenario`; it has failed if the process is killed, or dies."""
         try:
             pipe = self._ready()
-            pipe.send(scenario)
-            waiting = Patience(patience_s, sign=lambda: self._marks.value)
-            while not pipe.poll(waiting.interval_s):
-                if waiting.look():
-                    raise _stalled(patience_s)
-            result: trace.Trace = pipe.recv()
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.jsonl"
+                order = {"scenario": scenario.to_dict(), "path": str(path)}
+                pipe.send_bytes(json.dumps(order).encode())
+                waiting = Patience(patience_s, sign=lambda: self._marks.value)
+                while not pipe.poll(waiting.interval_s):
+                    if waiting.look():
+                        raise _stalled(patience_s)
+                pipe.recv_bytes()
+                return trace.load(path)
         except (EOFError, OSError):
             self.end()
             return systems.failed(scenario, "SystemFailure: the process of the run died")
@@ -120,7 +128,6 @@ class Elsewhere:
             if not isinstance(error, SystemFailure):  # such as Ctrl-C
                 raise
             return systems.failed(scenario, f"SystemFailure: {error}")
-        return result
 
     def end(self) -> None:
         """End the process, if there is one."""
@@ -152,7 +159,8 @@ def _serve(pipe: Connection, marks: Any) -> None:
     patience.share(marks)
     while True:
         try:
-            scenario = pipe.recv()
+            order = json_text.load(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send(systems.run(scenario))
+        trace.save(systems.run(Scenario.from_dict(order["scenario"])), Path(order["path"]))
+        pipe.send_bytes(b"saved")

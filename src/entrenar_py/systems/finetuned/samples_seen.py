@@ -148,10 +148,10 @@ def _chat(
         learned = message["role"] == "assistant"
         is_learned += [False] * len(head.encode()) + [learned] * len(said.encode())
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    table, num_bytes, completion = byte_of_character(), 0, list[int]()
+    encoded, table, num_bytes, completion = text.encode(), byte_of_character(), 0, list[int]()
     for place, name in enumerate(tokenizer.convert_ids_to_tokens(tokens)):
         own = name.encode() if name in small.SPECIAL else bytes(table[sign] for sign in name)
-        assert text.encode()[num_bytes:].startswith(own)
+        assert encoded[num_bytes : num_bytes + len(own)] == own
         num_bytes += len(own)
         if is_learned[num_bytes - 1]:
             completion.append(place)
