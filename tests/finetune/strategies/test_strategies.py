@@ -173,10 +173,21 @@ def test_stages_keep_quantised_weights(case: Case) -> None:
     assert losses == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
 
 
+def _by_hand(case: object, strategy: str) -> list[pytest.MarkDecorator]:
+    is_cheap = case != "qwen3-full" or strategy in ("fsdp", "pipeline_parallel")
+    return [] if is_cheap else [BY_HAND]
+
+
 @pytest.mark.parametrize(
     ("case", "strategy"),
     [
-        pytest.param(*case.values, strategy, id=f"{case.id}-{strategy}", marks=case.marks)
+        pytest.param(
+            *case.values,
+            strategy,
+            id=f"{case.id}-{strategy}",
+            # What cuts whole models is tried by CI, which has no minutes for the others.
+            marks=[*case.marks, *_by_hand(case.id, strategy)],
+        )
         for case in CASES
         for strategy in table.STRATEGIES
         # Replicas hold whole models, so another architecture is nothing new to them.
