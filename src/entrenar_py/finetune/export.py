@@ -29,7 +29,7 @@ _ADVICE = "make room or give access, and export it with --resume"
 
 @dataclass(frozen=True)
 class Digests:
-    """What a run was made of, by content: 32 hex digits each."""
+    """Digests, by content, of what a run was made of: 32 hex digits each."""
 
     model: str
     tokenizer: str

@@ -1,4 +1,4 @@
-"""What a script shows of its data and its losses, beyond what its line declares."""
+"""The data and losses of a script, as far as it shows them beyond what its line declares."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def loss_of(tensors: Any) -> float | None:
 
 
 class Passes(Protocol):
-    """What is told the losses of a script's backward passes."""
+    """A listener to the losses of a script's backward passes."""
 
     def backward_begins(self, loss: float | None) -> None:
         """Note the value that `backward` is called on, None if it is unknown."""

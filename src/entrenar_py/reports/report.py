@@ -113,7 +113,7 @@ class Configuration:
 
     @property
     def sources(self) -> str:
-        """Which values came from where."""
+        """The source of each value."""
         return "; ".join((self._used, *self._replaced))
 
     @property
@@ -271,7 +271,7 @@ class Report:
 
     @property
     def gate_scope(self) -> str:
-        """What the gate is over: `over 6 clauses`, or `over 3 script clauses` for a script."""
+        """The scope of the gate: `over 6 clauses`, or `over 3 script clauses` for a script."""
         of_script = "script " if self._demanded != self._asked.clauses else ""
         return f"over {len(self._demanded)} {of_script}clause{'s' * (len(self._demanded) != 1)}"
 

@@ -1,4 +1,4 @@
-"""What stock peft and transformers make of an exported folder: the same logits, or an error.
+"""Reads an exported folder back by stock peft and transformers: the same logits, or an error.
 
 A run's model is held in memory with settings of its own, such as the token that fills up rows. A
 folder says less. So it is read again by the libraries alone, with their own classes and the files

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint, or of an output folder, may make a library do: nothing.
+"""Keeps the files of a checkpoint, or of an output folder, from making a library do anything.
 
 Python of a checkpoint runs by the user's consent alone (`trust_remote_code`). Other keys make
 transformers, peft or tokenizers fetch something, import a module, or read other files than those
