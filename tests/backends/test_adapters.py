@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,8 +141,13 @@ def test_a_crash_of_an_adapter_is_told(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_doctor_survives_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`entrenar doctor` ends with 0 and says which signal keeps wgpu from serving."""
+    """`entrenar doctor` ends with 0 and says which signal keeps wgpu from serving.
+
+    It does so in a process that opened an adapter before its driver broke, too.
+    """
     pytest.importorskip("wgpu")
+    before = SimpleNamespace(device="llvmpipe", software=True)
+    monkeypatch.setattr("entrenar_py.backends.wgpu.opened", lambda: [before])
     plant(tmp_path, monkeypatch, triton=DIES)
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["doctor", "--no-color"]) == 0

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import sys
+from importlib import metadata
 
 import numpy as np
 import torch
 
 import entrenar_py
-from entrenar_py.backends import adapters
 
 
 def describe() -> dict[str, str]:
@@ -26,5 +26,5 @@ def describe() -> dict[str, str]:
     if opened:
         titles = [f"{one.device}{', software' if one.software else ''}" for one in opened]
         named = "; ".join(dict.fromkeys(titles))
-        described |= {"wgpu": adapters.library().__version__, "wgpu_adapter": named}
+        described |= {"wgpu": metadata.version("wgpu"), "wgpu_adapter": named}
     return described
