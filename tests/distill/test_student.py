@@ -196,7 +196,8 @@ def test_workers_of_other_machines_have_copies(small: Path, tmp_path: Path) -> N
     assert runs.adapters(tmp_path / "out") == alone
 
 
-@pytest.mark.parametrize("is_damaged", [pytest.param(False, marks=pytest.mark.by_hand), True])
+@pytest.mark.by_hand
+@pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_shard_that_does_not_come(
     small: Path, tmp_path: Path, is_damaged: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:

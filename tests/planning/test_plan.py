@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.errors import UsageError
-from entrenar_py.planning import advice, devices, plan, room, text
+from entrenar_py.planning import advice, devices, plan, text
 from entrenar_py.planning.plan import Option, Run
 from entrenar_py.planning.shape import Cut, Shape
 from entrenar_py.tuning.settings import Data, Settings, Training
@@ -92,12 +91,12 @@ def test_unlike_devices_take_the_reference_trainer(folder: Path) -> None:
 
 def test_gpus_of_which_one_has_less_left_are_planned_for(folder: Path) -> None:
     """What is free differs by a few bytes on every machine; each rank is held to its own GPU."""
-    run, options = planned(settings(folder, TINY), "gpu:4GB", "gpu:3.9GB")
-    assert not options["ddp"].problem
-    assert [one.device.memory for one in options["ddp"].workers] == [4 * 10**9, 39 * 10**8]
-    run, _ = planned(settings(folder, TINY), "gpu:4GB", "gpu:1MB")
-    with pytest.raises(UsageError, match=r"F-HET-002: .* of gpu, which has 1\.00 MB"):
-        room.require(run, "ddp")
+    for memory, fits in (("3.9GB", True), ("1MB", False)):
+        pair = devices.described(["gpu:4GB", f"gpu:{memory}"])
+        run = plan.of(settings(folder, TINY), pair, longest=8, bandwidth=1e9)
+        option = plan.option(run, "ddp")
+        assert not option.problem
+        assert [one.fits(recompute=False) for one in option.workers] == [True, fits]
 
 
 def test_a_device_that_is_named_twice_has_twice_the_workers(folder: Path) -> None:

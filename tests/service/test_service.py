@@ -146,7 +146,7 @@ def test_a_worker_says_goodbye(star: Cluster) -> None:
     "number",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.by_hand),
         pytest.param(signal.SIGINT, marks=pytest.mark.by_hand),
     ],
 )

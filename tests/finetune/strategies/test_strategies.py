@@ -97,21 +97,28 @@ CASES = [
     pytest.param({"lora": DROPOUT, "data": VALIDATED, "more": SCORED}, id="qwen3-lora"),
     pytest.param({"method": "full"}, id="qwen3-full"),
     pytest.param({"model": "llama", "data": {"packing": True}}, id="llama-lora-packed"),
-    pytest.param({"model": "llama", "method": "full"}, id="llama-full", marks=BY_HAND),
+    pytest.param({"model": "llama", "method": "full"}, id="llama-full"),
     pytest.param({"task": "classify", "data": VALIDATED, "more": SCORED}, id="qwen3-classes"),
 ]
+# CI has no minutes for all pairs: it tries every strategy and every case, `-m by_hand` the rest.
+IN_CI = {
+    "qwen3-lora": table.STRATEGIES,
+    "qwen3-full": ("fsdp",),
+    "llama-lora-packed": ("tensor_parallel", "pipeline_parallel"),
+    "llama-full": (),
+    "qwen3-classes": ("ddp", "sequence_parallel"),
+}
+
+
+def strategies(*in_ci: str) -> list[Any]:
+    """Return all strategies as parameters; those that are not `in_ci` are tried by hand."""
+    return [pytest.param(one, marks=() if one in in_ci else BY_HAND) for one in table.STRATEGIES]
 
 
 BFLOAT16 = {"precision": "bfloat16"}
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(one, marks=() if one in ("fsdp", "tensor_parallel") else BY_HAND)
-        for one in table.STRATEGIES
-    ],
-)
+@pytest.mark.parametrize("strategy", strategies("fsdp"))
 @pytest.mark.parametrize("case", [{"more": BFLOAT16}], indirect=True)
 def test_products_in_bfloat16(case: Case, strategy: str) -> None:
     """Adapters are float32 and all others bfloat16, so that products convert their operands."""
@@ -173,11 +180,6 @@ def test_stages_keep_quantised_weights(case: Case) -> None:
     assert losses == pytest.approx([one.loss for one in steps], rel=TOLERANCE)
 
 
-def _by_hand(case: object, strategy: str) -> list[pytest.MarkDecorator]:
-    is_cheap = case != "qwen3-full" or strategy in ("fsdp", "pipeline_parallel")
-    return [] if is_cheap else [BY_HAND]
-
-
 @pytest.mark.parametrize(
     ("case", "strategy"),
     [
@@ -185,8 +187,7 @@ def _by_hand(case: object, strategy: str) -> list[pytest.MarkDecorator]:
             *case.values,
             strategy,
             id=f"{case.id}-{strategy}",
-            # What cuts whole models is tried by CI, which has no minutes for the others.
-            marks=[*case.marks, *_by_hand(case.id, strategy)],
+            marks=() if strategy in IN_CI[str(case.id)] else BY_HAND,
         )
         for case in CASES
         for strategy in table.STRATEGIES
@@ -235,7 +236,7 @@ def require_scored(scored: list[dict[str, Any]], prepared: Prepared, alone: Path
     assert scored[-1]["confusion"] == due.confusion.tolist()
 
 
-@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize("strategy", strategies("fsdp", "pipeline_parallel"))
 @pytest.mark.parametrize("case", [{"lora": DROPOUT}], indirect=True)
 def test_neither_blocks_that_are_computed_again_nor_scores_change_a_bit(
     case: Case, strategy: str, undisturbed: Callable[[str], Path]
@@ -264,7 +265,7 @@ def test_canonical_ranks_write_the_same_bits(case: Case) -> None:
     assert len(digests) == 1
 
 
-@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize("strategy", strategies("ddp", "pipeline_parallel"))
 @pytest.mark.parametrize(
     "case", [{"lora": DROPOUT, "more": {"checkpoint_every": 2}}], indirect=True
 )
@@ -329,7 +330,7 @@ def test_a_halt_at_a_spike(case: Case) -> None:
     assert "training halted before any update" in page
 
 
-@pytest.mark.parametrize("strategy", table.STRATEGIES)
+@pytest.mark.parametrize("strategy", strategies("ddp", "tensor_parallel"))
 @pytest.mark.parametrize(
     "case",
     [
