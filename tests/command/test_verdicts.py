@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from entrenar_py import cli, shipped
+from entrenar_py import trace as trace_file
+from entrenar_py.checks import knob_pairs
 from entrenar_py.command import judging, verdicts
 from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.runs import Run
@@ -144,3 +148,63 @@ def test_a_run_that_was_not_planned_is_told(name: str, why: str) -> None:
     tasks = judging.tasks([shipped_invariants()[name]])
     (entry,) = judging.judge(tasks, dict(recorded(("3-workers", PLAIN, trained()))))
     assert why in entry.finding.reason
+
+
+def of_a_command(folder: Path, *extra: tuple[str, Asked, Trace]) -> dict[Path, Run]:
+    """Return runs as a command leaves them, and save their traces in `folder`."""
+    alone = [one for one in extra if one[1].world_size == 1]
+    again = ("3-workers-again", AGAIN, trained(repeat=1))
+    others = [one for one in extra if one not in alone]
+    made = [("3-workers", PLAIN, trained()), *alone, again, *others]
+    runs = {folder / f"{name}.jsonl": Run(asked=asked, trace=run) for name, asked, run in made}
+    for file, run in runs.items():
+        trace_file.save(run.trace, file)
+    return runs
+
+
+def with_permuted(**changes: Any) -> Trace:
+    """Return the run whose samples were to come in another order; it did nothing of the kind."""
+    run = trained(**changes)
+    told = knob_pairs.told(run.scenario, knob="permute", value="1", usual="0")
+    return replace(run, scenario=told)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        (("1-worker", replace(PLAIN, world_size=1), failed(trained(world_size=1))),),
+        (("3-workers-permute-1", TURNED, with_permuted()),),
+        (("3-workers-resumed", replace(PLAIN, stops=(2,)), trained(stops=(2,))),),
+        (
+            ("3-workers-permute-1", TURNED, with_permuted()),
+            ("3-workers-resumed", replace(TURNED, stops=(2,)), with_permuted(stops=(2,))),
+        ),
+        (("3-workers-nan", POISONED, failed(trained(faults=POISONED.faults))),),
+    ],
+    ids=["plain", "failed-model", "turned", "resumed", "turned-and-resumed", "killed"],
+)
+def test_stored_runs_of_a_command_get_its_verdicts(
+    tmp_path: Path, extra: tuple[tuple[str, Asked, Trace], ...]
+) -> None:
+    """--judge of the folder that a command left says what the command said, of each clause."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    ran = of_a_command(folder, *extra)
+    told = {}
+    for name in shipped.FOR_SCRIPTS:
+        report = tmp_path / "report.json"
+        contract = str(shipped.contract_path(name))
+        cli.main(["--contract", contract, "--json", str(report), "--judge", str(folder)])
+        told |= {
+            one["id"]: (one["verdict"], one["reason"])
+            for one in json.loads(report.read_text())["results"]
+        }
+    entries = judging.judge(judging.tasks([*shipped_invariants().values()]), ran)
+    said = {
+        entry.invariant.id: (entry.verdict.value, entry.finding.reason)
+        for entry in entries
+        if entry.invariant.id in told
+    }
+    assert len(said) > 9
+    assert told == said

@@ -121,6 +121,29 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     )
 
 
+def stored_work(
+    options: argparse.Namespace, standing: Standing, kept: Mapping[Path, runs.Run]
+) -> Work:
+    """Return the work on the runs that an earlier call with a command has `kept`."""
+    traces = [run.trace for run in kept.values()]
+    declared = {one.invariant.id: one.reason for one in standing.not_applying}
+    left_out = judging.tasks([one.invariant for one in standing.not_applying])
+
+    def entries(_: falsify.Progress, judged: Listener) -> Iterator[Entry]:
+        yield from judging.judge(judging.tasks(standing.selected), kept, on_judged=judged)
+        yield from declarations.refuted(left_out, kept, declared)
+
+    return Work(
+        entries=entries,
+        environment=partial(stored.environment, traces),
+        places=partial(stored.places, traces),
+        system=shown_scenario.SYSTEM,
+        seed=options.seed,
+        num_traces=len(traces),
+        not_applying=judging.elsewhere(standing.selected),
+    )
+
+
 def _expected(options: argparse.Namespace) -> list[str]:
     """Return in a line what is likely to be found, as far as the text of the script shows."""
     path = _script(options)

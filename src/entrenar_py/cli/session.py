@@ -18,7 +18,7 @@ from rich.console import Console
 from entrenar_py import backends, checks, contract, kill_matrix, shipped
 from entrenar_py.cli import commanded, console, early, reporting, validation
 from entrenar_py.cli.reporting import Work
-from entrenar_py.command import launch, placeholders
+from entrenar_py.command import launch, placeholders, runs
 from entrenar_py.contract import Contract, Invariant, selection, suggestions
 from entrenar_py.errors import BackendUnavailable, ContractError, UsageError
 from entrenar_py.harness import counterexamples, falsify, plan, stored
@@ -110,7 +110,7 @@ def _prepared(
     if options.mode == "replay":
         work = _replaying(options, loaded)
     elif options.mode == "judge":
-        work = _judging(options, standing.selected)
+        work = _judging(options, standing)
     elif options.mode == "command":
         work = commanded.work(options, standing, shared)
     else:
@@ -285,9 +285,11 @@ def _replaying(options: argparse.Namespace, loaded: Contract) -> Work:
     )
 
 
-def _judging(options: argparse.Namespace, selected: Sequence[Invariant]) -> Work:
+def _judging(options: argparse.Namespace, standing: exclusions.Standing) -> Work:
     traces = stored.load(options.judge)
-    tasks, not_applying = plan.divide(selected, replace(_plan(options), is_run=False))
+    if kept := runs.stored(traces):
+        return commanded.stored_work(options, standing, kept)
+    tasks, not_applying = plan.divide(standing.selected, replace(_plan(options), is_run=False))
     return Work(
         entries=lambda show, judged: stored.judge_stored(tasks, traces, on_judged=judged),
         environment=partial(stored.environment, traces.values()),

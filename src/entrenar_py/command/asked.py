@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from entrenar_py.checks import knob_pairs
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import (
     ALONE,
@@ -17,6 +18,7 @@ from entrenar_py.checks.needs import (
     Runs,
 )
 from entrenar_py.faults import Fault, are_nudged
+from entrenar_py.scenario import Scenario
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,22 @@ class Asked:
     stops: tuple[int, ...] = ()
     interrupted: bool = False
     turn: Turn | None = None
+
+    @classmethod
+    def of(cls, scenario: Scenario) -> Asked:
+        """Return the settings of a run, as the scenario of its trace has them.
+
+        Whether it was `interrupted` is not recorded, and decides no verdict.
+        """
+        pair = knob_pairs.pair_of(scenario)
+        return cls(
+            world_size=scenario.world_size,
+            seed=scenario.seed,
+            repeat=scenario.repeat,
+            faults=scenario.faults,
+            stops=scenario.stops,
+            turn=None if pair is None else Turn(pair.knob, pair.value, tuple(pair.beside.items())),
+        )
 
     @property
     def is_plain(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.harness import interrupts
 from entrenar_py.observing import FAULTS, STOP
 from entrenar_py.rank_files import auto_notes
+from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Trace
 from entrenar_py.untrusted import printing
 
@@ -36,6 +37,31 @@ class Run:
     asked: Asked
     trace: Trace
     ahead: tuple[Asked, ...] = ()
+
+
+def stored(traces: Mapping[Path, Trace]) -> dict[Path, Run]:
+    """Return the runs that one call with a command has left, by the file of each trace.
+
+    Return none if `traces` hold anything else: another system's run, files of single ranks, no run
+    without changes, or two runs with the same settings or name. The runs come in the order in which
+    they were made: verdicts name them in it.
+    """
+    made = [(file, Asked.of(trace.scenario)) for file, trace in traces.items()]
+    runs = {
+        file: Run(asked=asked, trace=traces[file])
+        for file, asked in sorted(made, key=lambda pair: (_place(pair[1]), pair[0].stem))
+    }
+    is_whole = all(
+        run.trace.scenario.system == OBSERVED and not file.is_dir() for file, run in runs.items()
+    )
+    settings, names = {run.asked for run in runs.values()}, {file.stem for file in runs}
+    is_plain = any(run.is_plain and not run.repeat for run in settings)
+    return runs if is_whole and is_plain and len(settings) == len(names) == len(runs) else {}
+
+
+def _place(asked: Asked) -> tuple[bool, int, int, bool]:
+    """Return what sorts runs as they are made: plain ones first, those with a turned knob last."""
+    return not asked.is_plain, asked.repeat, -asked.world_size, asked.turn is not None
 
 
 def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
