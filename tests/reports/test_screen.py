@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from entrenar_py import contract, shipped
-from entrenar_py.command import judging
+from entrenar_py.checks.needs import RESUMED
+from entrenar_py.command import ending, judging
 from entrenar_py.reports.report import Configuration, Entry, NotApplying, Report
 from entrenar_py.scenario import OBSERVED, Scenario
-from entrenar_py.verdict import Counterexample, Finding, Verdict
+from entrenar_py.verdict import Counterexample, Finding, Verdict, inconclusive
 from tests.reports.conftest import printed
 
 COLUMNS = 100
@@ -57,12 +58,28 @@ BROKEN: Mapping[str, Finding] = {
 }
 
 
-def report(name: str, findings: Mapping[str, Finding]) -> Report:
-    """Return the report of a script over a shipped contract; what has no finding held."""
+# Of a script as it is pasted: without placeholders, restarts or a configuration.
+PASTED: Mapping[str, Finding] = {
+    "F-DP-006": inconclusive(
+        "",
+        f"the run on 2 workers with a worker killed failed: {ending.NOT_RESTARTED} "
+        "[2-workers-killed (with 2-workers)]",
+    ),
+    "F-TI-003": inconclusive("", judging.WHY_NOT[RESUMED]),
+}
+
+
+def report(name: str, findings: Mapping[str, Finding], *, pasted: bool = False) -> Report:
+    """Return the report of a script over a shipped contract; what has no finding held.
+
+    A command that was `pasted` has no configuration, which declares no clause either.
+    """
+    declared = {} if pasted else DECLARED
+    untried = UNTRIED | ({"F-TI-003": ("workdir",)} if pasted else {})
     known = contract.Vocabulary(checks=None, mutants=lambda: None)
     loaded = contract.load(shipped.contract_path(name), vocabulary=known)
     outside = judging.elsewhere(loaded.invariants)
-    left_out = {one.invariant.id for one in outside} | DECLARED.keys()
+    left_out = {one.invariant.id for one in outside} | declared.keys()
     held = Finding(
         invariant="", verdict=Verdict.HELD, compared=100, notes=("compared with its own run",)
     )
@@ -78,26 +95,28 @@ def report(name: str, findings: Mapping[str, Finding]) -> Report:
                 num_scenarios=3,
                 num_explored=0,
                 elapsed_s=0.1,
-                untried=UNTRIED.get(clause.id, ()),
+                untried=untried.get(clause.id, ()),
             )
             for clause in loaded.invariants
             if clause.id not in left_out
         ),
         environment={"torch": "2.13.0+cpu"},
-        elapsed_s=13.0,
+        elapsed_s=66.1 if pasted else 13.0,
         interrupted=False,
-        command="entrenar-check --config entrenar-check.toml",
+        command="entrenar-check",
         not_applying=(
             *outside,
             *(
                 NotApplying(
-                    invariant=clause, reason=f"{DECLARED[clause.id]} (entrenar-check.toml:6:3)"
+                    invariant=clause, reason=f"{declared[clause.id]} (entrenar-check.toml:6:3)"
                 )
                 for clause in loaded.invariants
-                if clause.id in DECLARED
+                if clause.id in declared
             ),
         ),
-        configuration=Configuration(
+        configuration=None
+        if pasted
+        else Configuration(
             place="entrenar-check.toml:1:1",
             used=("command", "contract", "deadline", "exclude"),
             command=("torchrun", "--standalone", "--nproc_per_node={world_size}", "train.py"),
@@ -126,3 +145,18 @@ def test_a_right_script_fits_on_two_thirds_of_a_screen(golden: Callable[[str, st
     golden("screen-right.txt", "\n".join(lines) + "\n")
     assert len(lines) <= 16
     assert lines[-1] == "exit 0: 10 held"
+
+
+def test_a_right_script_without_a_configuration_fits_too(
+    golden: Callable[[str, str], None],
+) -> None:
+    """A command as it is pasted: what it lacks is said once, with the way out, in 16 lines."""
+    reports = [report(name, PASTED, pasted=True) for name in shipped.FOR_SCRIPTS]
+    foreseen = (
+        f"{RUNS}, 2-workers-killed",
+        "command: {world_size} stands for the number of workers, instead of 2",
+    )
+    lines = printed(*reports, tty=True, width=COLUMNS, foreseen=foreseen)
+    golden("screen-pasted.txt", "\n".join(lines) + "\n")
+    assert len(lines) <= 16
+    assert lines[-1] == "exit 4: F-DP-006, F-TI-003 inconclusive"

@@ -178,7 +178,7 @@ def test_probes_are_no_part_of_a_scripts_gate(full: Report) -> None:
     assert script.gate_passed
     lines = printed(script)
     assert "gate QA-DT-001 over 2 script clauses: passed" in lines
-    assert any(line.endswith("-v shows 1 note and 1 clause not about scripts") for line in lines)
+    assert any(line.endswith("-v shows 1 note and 1 clause not applied") for line in lines)
     chosen = replace(script, not_applying=(replace(probe, outside=False),))
     assert chosen.gate_passed is None
     assert "not applied: F-DP-002 (Sharding covers every sample exactly once): a probe" in printed(
@@ -187,9 +187,11 @@ def test_probes_are_no_part_of_a_scripts_gate(full: Report) -> None:
 
 
 def test_what_a_command_lacks_is_listed_once(full: Report) -> None:
-    """Each placeholder is named once, with the clauses that it would have decided."""
+    """Each placeholder is named once; -v adds the clauses that it would have decided."""
     first, second = (replace(full.entries[n], untried=names) for n, names in UNTRIED)
-    lines = printed(replace(full, entries=(first, second, *full.entries[2:])))
+    lacking = replace(full, entries=(first, second, *full.entries[2:]))
+    assert "not tried, as the command lacks: {clip} {workdir}" in printed(lacking)
+    lines = printed(lacking, verbose=True)
     (line,) = [line for line in lines if "{clip}" in line]
     assert line == (
         "not tried, as the command lacks: {clip} (F-DP-001, F-DP-002); {workdir} (F-DP-002)"

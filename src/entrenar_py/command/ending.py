@@ -22,6 +22,12 @@ from entrenar_py.untrusted import escaping
 
 LINE = "obs = entrenar_py.observe(model, optimizer, sampler=loader)"
 
+# A report names the run, which is the folder of its output.
+NOT_RESTARTED = (
+    "the launcher restarted no worker, or none that recorded anything: give torchrun "
+    "--max-restarts=1, and go on from a checkpoint in {workdir}; or exclude the clause"
+)
+
 
 def of(
     ranks: Sequence[RankTrace],
@@ -83,12 +89,7 @@ def _of_ranks(
     if last.met_a_planted_value:
         return "halted", ended_by
     if "leave" in last.struck and not any(rank.life for rank in last.ranks.values()):
-        return "failed", (
-            "the launcher restarted no worker, or a restarted one failed before it recorded "
-            "anything: give torchrun --max-restarts=1, and let the script go on from a checkpoint "
-            "in {workdir}; or exclude the clause in the configuration "
-            f"(output: {_shown(ended.output)})"
-        )
+        return "failed", NOT_RESTARTED
     if "leave" in last.struck:
         return "failed", f"after the restart of workers: {how}"
     if last.all_made_the_same(asked.world_size) and not last.problem:

@@ -31,11 +31,10 @@ from entrenar_py.reports.report import Entry, NotApplying
 from entrenar_py.verdict import inconclusive
 
 # The reason why a run that a check requires was not made.
-_WHY_NOT: Mapping[Need, str] = {
+WHY_NOT: Mapping[Need, str] = {
     RESUMED: (
-        "the run was not stopped and resumed: the command needs {workdir} (the folder of its "
-        "checkpoints), and should have {steps} (number of optimizer steps in all); put them into "
-        "it, or say that the clause does not apply (exclude, in the configuration)"
+        "the run was not stopped and resumed: the command needs {workdir} (folder of checkpoints), "
+        "and should have {steps} (steps in all); put them into it, or exclude the clause"
     ),
     KILLED: "no worker was killed: that takes two workers or more; raise --world-size",
 }
@@ -241,7 +240,7 @@ def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:
 def _lacking(check: Check, asked: Sequence[Asked]) -> str:
     """Return why a run that `check` requires was not made, or "" if it was."""
     if RESUMED in check.needs and not any(run.stops for run in asked):
-        return _WHY_NOT[RESUMED]
+        return WHY_NOT[RESUMED]
     if KILLED in check.needs and not any(run.faults for run in asked):
-        return _WHY_NOT[KILLED]
+        return WHY_NOT[KILLED]
     return ""

@@ -280,9 +280,12 @@ def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -
     names: dict[tuple[str, ...], list[str]] = {}
     for name, clauses in ids.items():
         names.setdefault(tuple(clauses), []).append(f"{{{name}}}")
-    if names and not style.quiet:
+    if names and style.verbose:
         told = (f"{' '.join(some)} ({', '.join(clauses)})" for clauses, some in names.items())
         _line(console, f"not tried, as the command lacks: {'; '.join(told)}")
+    elif names and not style.quiet:
+        alone = (name for some in names.values() for name in some)
+        _line(console, f"not tried, as the command lacks: {' '.join(alone)}")
 
 
 def _print_notes(console: Console, reports: Sequence[Report]) -> None:
@@ -318,8 +321,8 @@ def _hidden(reports: Sequence[Report]) -> str:
     outside = sum(left.outside for report in reports for left in report.not_applying)
     parts = ((len(evidence.all_notes(reports)), "note"), (outside, "clause"))
     told = [counted(number, noun) for number, noun in parts if number]
-    scripts = " not about scripts" if outside else ""
-    return f"; -v shows {' and '.join(told)}{scripts}" if told else ""
+    applied = " not applied" if outside else ""
+    return f"; -v shows {' and '.join(told)}{applied}" if told else ""
 
 
 def _environment(report: Report) -> str:
