@@ -396,3 +396,14 @@ def test_a_template_that_does_not_end_is_ended(
     monkeypatch.setattr(rendering, "STEPS_MAX", 20_000)
     with pytest.raises(BadConversationError, match=r"20,000 steps|computes a power"):
         learned(small, PLAIN + template, USER, ANSWER)
+
+
+def test_an_end_that_is_no_token_is_learned_without_what_follows_it(small: Path) -> None:
+    """Phi-3 ends a turn by <|end|>, and the text by </s>, which begins like <|user|>."""
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|halt|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}<|pad|>{% endif %}"
+    )
+    text, predicted = learned(small, template, USER, ANSWER, USER, ANSWER)
+    assert text.endswith("<|halt|>\n<|pad|>")
+    assert predicted == "ls<|halt|>\nls<|halt|>\n<|pad|>"

@@ -142,7 +142,22 @@ class ChatEncoder:
             return self._leading_special(rest)
         closing = turn[len(turn) - length :]
         shared = _shared(rest, closing)
-        return self._leading_special(rest) if shared < self._leading_special(closing) else shared
+        if shared < self._leading_special(closing):
+            return self._leading_special(rest)
+        return self._before_special(closing, shared)
+
+    def _before_special(self, text: str, place: int) -> int:
+        """Return `place`, or where the special token of `text` begins that it lies within.
+
+        Such a token begins like what really follows: `</s>` like `<|user|>`, which may be no token.
+        """
+        begins = [
+            begin
+            for name in self._special
+            for begin in range(max(0, place - len(name) + 1), place)
+            if text.startswith(name, begin)
+        ]
+        return min(begins, default=place)
 
     def _leading_special(self, text: str) -> int:
         """Return the length of the special token that `text` begins with, 0 without one."""
