@@ -398,6 +398,59 @@ def test_a_template_that_does_not_end_is_ended(
         learned(small, PLAIN + template, USER, ANSWER)
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "'x' * 10**10",
+        "('x' * 10000000000) | length",
+        "10000000000 * [1]",
+        "'%10000000000d' % 1",
+        "'%*d' % (10000000000, 1)",
+        "'%10000000000d' | format(1)",
+        "'{:10000000000}'.format(1)",
+        "'{:{}}'.format(1, 10000000000)",
+        "'x' | center(10000000000)",
+        "'x'.ljust(10000000000)",
+        "'x' | indent(10000000000, true)",
+        "'x'.zfill(width=10000000000)",
+    ],
+)
+def test_an_operation_that_would_take_all_memory_is_refused(small: Path, operation: str) -> None:
+    with pytest.raises(BadConversationError, match=r"makes a text or a list of more|a power"):
+        learned(small, f"{PLAIN}{{{{ {operation} }}}}", USER, ANSWER)
+
+
+@pytest.mark.parametrize(
+    "grown", ["n.x + n.x", "n.x ~ n.x", "n.x | replace('x', 'xx')", "[n.x, n.x] | join('x')"]
+)
+def test_a_text_that_doubles_is_bounded(
+    small: Path, grown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "LENGTH_MAX", 10_000)
+    doubled = (
+        "{% set n = namespace(x='x') %}{% for _ in range(20) %}"
+        f"{{% set n.x = {grown} %}}{{% endfor %}}{{{{ n.x | length }}}}"
+    )
+    with pytest.raises(BadConversationError, match="makes a text or a list of more than 10,000"):
+        learned(small, PLAIN + doubled, USER, ANSWER)
+
+
+def test_usual_operations_are_what_stock_makes_of_them(small: Path) -> None:
+    """Formats, stars, joined lists, and an undefined name write the same as in transformers."""
+    template = PLAIN + (
+        "{{ '**%s** %5d%%' % ('x', 3) }}{{ '{:>4}|{}'.format('a', '*') }}{{ 'a' ~ 1 ~ nothing }}"
+        "{{ messages | map(attribute='role') | join(', ') }}{{ '-'.join(['a', 'b']) }}"
+        "{{ 'a\nb' | indent(2) }}{{ 'ab' | replace('a', 'c') }}{{ 'a'.replace('a', 'd') }}"
+        "{{ [1] * 2 + [3] }}{{ 'x' | center(5) }}{{ 'x'.ljust(3, '.') }}{{ '=' * 3 }}"
+        "{{ 2 * 3 + 1 }}"
+    )
+    tokenizer = model.tokenizer(settings(small, small, "instruct"))
+    text = tokenizer.apply_chat_template([USER, ANSWER], chat_template=template, tokenize=False)
+    tokenizer.chat_template = template
+    written = rendering.ChatTemplate(tokenizer, None).text([USER, ANSWER], None)
+    assert written == text
+
+
 def test_an_end_that_is_no_token_is_learned_without_what_follows_it(small: Path) -> None:
     """Phi-3 ends a turn by <|end|>, and the text by </s>, which begins like <|user|>."""
     template = (
