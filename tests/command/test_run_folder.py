@@ -13,6 +13,8 @@ import pytest
 from entrenar_py import cli
 from entrenar_py.cli import commanded
 from entrenar_py.command import run_folder
+from entrenar_py.errors import UsageError
+from entrenar_py.project import launchers
 from entrenar_py.reports.report import Entry
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks.traces import clause
@@ -125,3 +127,25 @@ def test_a_number_of_workers_that_cannot_be_filled_in_is_refused_at_once(
         "would start the same number of workers in each run, and runs on 2 and 1 are needed: put {w"
         in told
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("torchrun --nnodes=2 --nproc_per_node=2 train.py", "on 2 machines"),
+        ("torchrun --nnodes 2:4 --nproc-per-node={world_size} train.py", "on 2 machines"),
+        ("accelerate launch --num_machines 3 train.py", "on 3 machines"),
+        ("torchrun --nnodes=1 --nproc_per_node=2 train.py --nnodes=2", ""),
+        ("torchrun --nnodes=1:2 --nproc_per_node=2 train.py", ""),
+        ("srun --nodes=2 -n 2 python train.py", ""),
+    ],
+)
+def test_a_launcher_of_one_of_several_machines_is_refused(command: str, told: str) -> None:
+    """Each call would start {world_size} workers on its machine; srun starts those of all."""
+    words = command.split()
+    if not told:
+        launchers.require_one_machine(words)
+        return
+    with pytest.raises(UsageError, match=f"{told}.*docs/multi-node.md"):
+        launchers.require_one_machine(words)
+    assert cli.main(["--contract", "distributed-training-v1.yaml", "--", *words]) == 2

@@ -75,6 +75,7 @@ def _look(options: argparse.Namespace) -> None:
 
 def _fill_in_workers(options: argparse.Namespace) -> None:
     """Put {world_size} where the command's launcher has its number of workers."""
+    launchers.require_one_machine(options.command)
     launched = launchers.of(options.command)
     options.command, options.command_changes = launched.command, launched.changes
     if launched.world_size is not None and not options.world_size:

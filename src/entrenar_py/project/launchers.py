@@ -9,8 +9,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from entrenar_py.errors import UsageError
+
 _TORCH = ("--nproc_per_node", "--nproc-per-node")
 _ACCELERATE = ("--num_processes", "--num-processes")
+_MACHINES = ("--nnodes", "--num_machines", "--num-machines", "--nodes")
 _MPI = ("-n", "-np", "--np")
 # Launcher -> its options for the number of workers; if none is given, the first one is added.
 _OPTIONS = {
@@ -75,6 +78,22 @@ def of(typed: Sequence[str]) -> Launch:
         changes=tuple(changes),
         world_size=int(number) if many and number is not None else None,
     )
+
+
+def require_one_machine(command: Sequence[str]) -> None:
+    """Raise UsageError if the launcher starts the workers of one of several machines alone."""
+    end, _ = script(command, Path())
+    known = launcher(command, end)
+    if known is None or is_for_shell(command) or known[1] not in (_TORCH, _ACCELERATE):
+        return  # mpirun, srun and others start all workers themselves
+    least = (num_nodes(command, end) or "").partition(":")[0]
+    if least.isdecimal() and int(least) > 1:
+        raise UsageError(
+            f"command: its launcher {Path(command[known[0]]).name} is to start workers on {least} "
+            "machines, one call on each, and a check makes one call on this machine: leave the "
+            "number of machines out, or give a command that starts {world_size} workers on all "
+            "(docs/multi-node.md)"
+        )
 
 
 def split(command: Sequence[str]) -> list[str]:
@@ -151,5 +170,5 @@ def replace(
 
 def num_nodes(command: Sequence[str], end: int) -> str | None:
     """Return the number of machines that the launcher is to use, or None if it is one."""
-    told = replace(list(command), ("--nnodes", "--num_machines", "--nodes"), "", end=end)
+    told = replace(list(command), _MACHINES, "", end=end)
     return None if told in (None, "1", "1:1") else told
