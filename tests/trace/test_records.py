@@ -87,6 +87,23 @@ def test_lies_about_types_are_refused(change: dict[str, Any]) -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("file", one) for one in ("", "k" * 5000, "train\0.py", "\ud800.py")),
+        *(("line", one) for one in (0, -1, 2**40)),
+        *(("what", one) for one in ("k" * 5000, "Step", "")),
+    ],
+)
+def test_the_line_of_a_script_that_a_report_points_to_is_bounded(field: str, value: object) -> None:
+    """Reports make a path of it, a place in an editor, and a key."""
+    called = {"kind": "called", "rank": 0, "what": "step", "file": "train.py", "line": 3}
+    assert trace.load_events(json.dumps(called).encode())
+    with pytest.raises(TraceError, match=f"event 1 can't be read .called {field}=") as caught:
+        trace.load_events(json.dumps({**called, field: value}).encode())
+    assert len(str(caught.value)) < 300
+
+
 def _started(progress: Any) -> bytes:
     record = {"kind": "start", "step": 0, "rank": 0, "weights": {}, "progress": progress}
     return json.dumps(record).encode()

@@ -60,6 +60,8 @@ class CallSites:
         if site is None or what in self._written:
             return []
         self._written.add(what)
+        if not trace.is_source_file(site[0]):
+            return []  # code that was compiled under another name
         return [trace.Called(rank=self._rank, what=what, file=site[0], line=site[1])]
 
     def is_known(self, what: str) -> bool:

@@ -33,7 +33,7 @@ from entrenar_py.trace.events import (
 from entrenar_py.trace.ledger import VERSION, dump_events, dump_lines, load, load_events, save
 from entrenar_py.trace.records import EVENTS
 from entrenar_py.trace.run import Trace
-from entrenar_py.trace.script_events import Called, Declared, Drawn, Noticed
+from entrenar_py.trace.script_events import Called, Declared, Drawn, Noticed, is_source_file
 from entrenar_py.trace.service_events import Gap, Spike
 from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors, record_sketch, record_tensor
 from entrenar_py.trace.traits import Traits
@@ -108,6 +108,7 @@ __all__ = [
     "Weighed",
     "dump_events",
     "dump_lines",
+    "is_source_file",
     "load",
     "load_events",
     "record_sketch",

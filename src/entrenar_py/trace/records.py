@@ -12,7 +12,7 @@ from base64 import b64decode
 from typing import Any
 from weakref import WeakValueDictionary
 
-from entrenar_py.codec import WORDS, Form, Schema
+from entrenar_py.codec import WORDS, Form, Schema, whole
 from entrenar_py.errors import UsageError
 from entrenar_py.trace import (
     averaging_events,
@@ -23,6 +23,7 @@ from entrenar_py.trace import (
     tuning_events,
 )
 from entrenar_py.trace.events import Event
+from entrenar_py.trace.script_events import FILE_BYTES_MAX, LINE_MAX, SITES, is_source_file
 from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors
 
 # Every kind of event, by its name in a file.
@@ -120,7 +121,25 @@ def _require_data(data: str, dtype: str) -> None:
         raise ValueError(f"use base64 of whole numbers or floats: {', '.join(_ITEM_BYTES)}")
 
 
-_FORMS = {"Tensors": Form(_read_tensors, _write_tensors), "Mapping[str, Any]": WORDS}
+def _site_name(value: Any) -> str:
+    if type(value) is not str or value not in SITES:
+        raise ValueError(f"use one of {', '.join(SITES)}")
+    return value
+
+
+def _source_file(value: Any) -> str:
+    if type(value) is not str or not is_source_file(value):
+        raise ValueError(f"use a path of at most {FILE_BYTES_MAX} bytes")
+    return value
+
+
+_FORMS = {
+    "Tensors": Form(_read_tensors, _write_tensors),
+    "Mapping[str, Any]": WORDS,
+    "SiteName": Form(_site_name, _site_name),
+    "SourceFile": Form(_source_file, _source_file),
+    "SourceLine": whole(1, LINE_MAX, advice=f"use a whole number from 1 to {LINE_MAX}"),
+}
 _SCHEMAS: dict[str, Schema[Event]] = {
     name: Schema(kind, what=name, forms=_FORMS) for name, kind in EVENTS.items()
 }

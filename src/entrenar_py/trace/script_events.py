@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from entrenar_py.trace.events import Event
+
+# What a report points to, whoever wrote the trace; `records` refuses all else.
+SiteName = str  # one of SITES
+SourceFile = str  # a path of at most FILE_BYTES_MAX bytes
+SourceLine = int  # from 1 to LINE_MAX
+SITES = ("step", "samples", "save")
+FILE_BYTES_MAX = 4096
+LINE_MAX = 2**31 - 1
+
+
+def is_source_file(path: str) -> bool:
+    """Return whether `path` can be the path of a file, and is short enough for one."""
+    try:
+        return 0 < len(os.fsencode(path)) <= FILE_BYTES_MAX and "\0" not in path
+    except UnicodeEncodeError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +92,6 @@ class Called(Event):
     """
 
     rank: int
-    what: str
-    file: str
-    line: int
+    what: SiteName
+    file: SourceFile
+    line: SourceLine
