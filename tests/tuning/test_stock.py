@@ -177,3 +177,12 @@ def test_a_folder_that_says_something_else_is_told(
     damage(chosen.output)
     with pytest.raises(SystemFailure, match=f"is not the model of this run: .*{told}"):
         agree(chosen, module, trained)
+
+
+def test_a_folder_that_cannot_be_read_back_is_a_failure_of_the_run(checkpoint: Path) -> None:
+    """It is no mistake of the configuration, whose exit code it had."""
+    chosen = settings(checkpoint)
+    module, trained = exported(chosen)
+    (chosen.output / "adapter_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(SystemFailure, match=r"can't be read back by stock libraries: .*adapters"):
+        agree(chosen, module, trained)

@@ -8,7 +8,8 @@ shared, not read again: a large model is held once. They are the checkpoint's, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -73,7 +74,8 @@ def require_agreement(
     """
     if settings.adapts and settings.strategy == LAYER_PIPELINE:
         return
-    read = _adapted(settings, module, folder) if settings.adapts else _whole(settings, folder)
+    with _at_read_back(folder):
+        read = _adapted(settings, module, folder) if settings.adapts else _whole(settings, folder)
     products = precision.of_products(settings)
     _require_same(
         module, read, tensors=tensors, pad_token=pad_token, products=products, folder=folder
@@ -82,10 +84,23 @@ def require_agreement(
 
 def require_merged(settings: Settings, merged: nn.Module, *, pad_token: int, folder: Path) -> None:
     """Raise SystemFailure unless stock transformers read the model `merged` in `folder`."""
-    read = _whole(settings, folder)
+    with _at_read_back(folder):
+        read = _whole(settings, folder)
     _require_same(
         merged, read, tensors={}, pad_token=pad_token, products=torch.float32, folder=folder
     )
+
+
+@contextmanager
+def _at_read_back(folder: Path) -> Iterator[None]:
+    """Turn a failure of the stock libraries, which nobody asked for anything, into the system's."""
+    try:
+        yield
+    except UsageError as error:
+        raise SystemFailure(
+            f"output {folder}: what was written there can't be read back by stock libraries: "
+            f"{error}. The files are kept; report this, with the kind of model"
+        ) from error
 
 
 def _adapted(settings: Settings, module: Any, folder: Path) -> nn.Module:
