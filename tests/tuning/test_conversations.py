@@ -101,6 +101,14 @@ def test_calls_of_functions(turn: Mapping[str, Any], tools: str) -> None:
     assert found.tools == [{"type": "function", "function": {"name": "weather"}}]
 
 
+def test_an_empty_text_of_arguments_is_none() -> None:
+    """Many data sets have it for a call without arguments."""
+    for empty in ("", " ", "{}"):
+        call = {"function": {"name": "now", "arguments": empty}}
+        (_, turn) = read({"messages": [USER, {"role": "assistant", "tool_calls": [call]}]})
+        assert turn["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_an_empty_list_of_calls_is_none() -> None:
     """Some templates refuse such a turn, or write it as one that calls."""
     assert read({"messages": [USER, {**ANSWER, "tool_calls": []}]}) == [USER, ANSWER]

@@ -305,8 +305,8 @@ def _call(place: str, call: Any) -> Message:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadConversationError(f"{place} has a call without a function's name")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # as OpenAI has them
-        arguments = _parsed(place, arguments)
+    if isinstance(arguments, str):  # as OpenAI has them; many leave it empty where there are none
+        arguments = _parsed(place, arguments) if arguments.strip() else {}
     try:
         json_text.require_flat(arguments, _FUNCTION_DEPTH)
     except ValueError as error:
