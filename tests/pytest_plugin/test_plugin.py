@@ -114,6 +114,10 @@ def test_a_class_is_judged_once(run: type[Run], monkeypatch: pytest.MonkeyPatch)
     [
         ('("F-DP-9", contract="small-v1.yaml")', "id 'F-DP-9' is not in small-v1.yaml"),
         ('("F-DP-001", contract="absent.yaml")', "contract='absent.yaml': no such file"),
+        (
+            '("F-DP-001", contract="distributed-trainning-v1.yaml")',
+            "did you mean 'distributed-training-v1.yaml'?",
+        ),
         ('("F-DP-001")', "no contract is named; give contract=FILE, or pytest --contract"),
         ('("F-DP-001", contract="small-v1.yaml", system="x")', "system='x': allowed are"),
         ('("F-DP-001", contract="small-v1.yaml", sytem="ring")', "give the id of one clause, and"),
