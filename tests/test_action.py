@@ -100,6 +100,20 @@ def test_a_command(runner: Runner, tmp_path: Path) -> None:
     assert runner.output.read_text(encoding="utf-8") == "exit-code=4\n"
 
 
+def test_two_contracts_have_a_run_each_in_one_log(runner: Runner, tmp_path: Path) -> None:
+    """Without the input `contract` a command is tried on both contracts for scripts."""
+    words = "--only F-DP-001,F-TI-001 --trace-dir t/{contract} --in-place"
+    done = runner.run(command="true {world_size}", args=words, sarif="both.sarif")
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert runner.output.read_text(encoding="utf-8") == "exit-code=4\nsarif=both.sarif\n"
+    runs = report(tmp_path / "both.sarif")["runs"]
+    assert [run["automationDetails"]["id"] for run in runs] == [
+        "entrenar-check/distributed-training-v1.yaml/",
+        "entrenar-check/training-integrity-v1.yaml/",
+    ]
+    assert [one["ruleId"] for run in runs for one in run["results"]] == ["F-DP-001", "F-TI-001"]
+
+
 def test_the_configuration(runner: Runner, tmp_path: Path) -> None:
     """Without the input `contract` the configuration names the contract."""
     contract_file(tmp_path)

@@ -54,6 +54,7 @@ def dump(report: Report, *, root: Path, allow_inconclusive: bool) -> dict[str, A
         results=results,
         properties=properties,
         root=root,
+        about=report.contract.name,
     )
 
 
@@ -64,11 +65,16 @@ def log(
     results: list[dict[str, Any]],
     properties: dict[str, Any],
     root: Path,
+    about: str,
 ) -> dict[str, Any]:
-    """Return the log of one run. Paths below the folder `root` are written relative to it."""
+    """Return the log of one run. Paths below the folder `root` are written relative to it.
+
+    Readers that keep one run of a kind take those `about` different things for different kinds.
+    """
     driver = {"name": "entrenar-check", "version": entrenar_py.__version__, "rules": rules}
     run = {
         "tool": {"driver": driver},
+        "automationDetails": {"id": f"entrenar-check/{escaping.exact(about)}/"},
         "invocations": [invocation],
         "originalUriBaseIds": {ROOT: {"uri": f"{root.resolve().as_uri()}/"}},
         "columnKind": "unicodeCodePoints",

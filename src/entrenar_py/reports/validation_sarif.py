@@ -26,6 +26,7 @@ def dump(found: Validation, *, root: Path, command: str) -> dict[str, Any]:
         results=[_result(finding, root) for finding in found.findings],
         properties={"contracts": contracts},
         root=root,
+        about="contracts",
     )
 
 
