@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from datetime import datetime
@@ -101,3 +102,10 @@ def test_a_template_with_a_clock_is_told_one_day_in_a_run(settings: Settings) ->
     assert {key for key in first if first[key] != second[key]} == {"rows", "data.date"}
     with pytest.raises(UsageError, match=r"data.date='soon': is no day; use one as 2026-11-28"):
         made_on("soon")
+
+
+def test_a_ledger_that_is_no_file_says_no_day(settings: Settings) -> None:
+    """A FIFO without a writer is not waited for."""
+    settings.output.mkdir()
+    os.mkfifo(settings.output / prepared.LEDGER)
+    assert prepared.day_of(settings) == datetime.now().astimezone().date().isoformat()

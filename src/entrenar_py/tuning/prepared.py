@@ -14,7 +14,7 @@ from entrenar_py.tuning import fitting, model, precision, rendering, samples
 from entrenar_py.tuning.samples import Samples
 from entrenar_py.tuning.settings import Settings
 from entrenar_py.tuning.workload import Finetuning, Tuned
-from entrenar_py.untrusted import json_text
+from entrenar_py.untrusted import files, json_text
 
 SYSTEM = "parameter_server"  # the trainer of a run
 LEDGER = "ledger.jsonl"  # in the output folder; its first line says what the run is made of
@@ -117,7 +117,7 @@ def prepare(
 def day_of(settings: Settings) -> str:
     """Return the day of the run that began the ledger in the output folder, or else the present."""
     try:
-        with (settings.output / LEDGER).open("rb") as file:
+        with files.open_file(settings.output / LEDGER) as file:
             options = json_text.load(file.readline(_FIRST_LINE_BYTES))["scenario"]["options"]
         day = options.get("data.date")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
