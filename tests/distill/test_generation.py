@@ -174,3 +174,23 @@ def test_sampling_on_cuda_is_the_same_again(teacher: Path, tmp_path: Path) -> No
         assert torch.equal(torch.cuda.get_rng_state(), before)
         found.append(journal.read_bytes())
     assert found[0] == found[1]
+
+
+def test_a_template_with_a_clock_is_told_one_day_in_a_run(teacher: Path, tmp_path: Path) -> None:
+    """What is resumed on another day goes on with the first; data.date says which."""
+    folder = tmp_path / "dated"
+    shutil.copytree(teacher, folder)
+    template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    path = made(tmp_path, folder)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    dated = {**record, "data": {**record["data"], "date": "2024-02-29"}}
+    path.write_text(json.dumps(dated), encoding="utf-8")
+    assert ask(path) in (exit_codes.DONE, exit_codes.WRONG)
+    journal = tmp_path / "answers.jsonl.journal"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert [json.loads(line)["day"] for line in lines] == ["2024-02-29"] * len(PROMPTS)
+    path.write_text(json.dumps(record), encoding="utf-8")
+    journal.write_bytes(lines[0])
+    assert ask(path) in (exit_codes.DONE, exit_codes.WRONG)
+    assert journal.read_bytes() == b"".join(lines)

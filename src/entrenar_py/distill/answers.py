@@ -46,6 +46,11 @@ class Source(Protocol):
         """The source of the answers: another one may answer otherwise."""
         ...
 
+    @property
+    def day(self) -> str | None:
+        """The day that chat templates are told, if this source has any with a clock."""
+        ...
+
     def answers(
         self, prompts: Sequence[Prompt], stopping: threading.Event
     ) -> Generator[tuple[Prompt, Result], None, None]:
@@ -112,7 +117,9 @@ class Asking:
         self._originals = list[str]()
         if self.text.synthetic_share < 1:
             self._originals = [prompts.dump(one) for one in prompts.originals(settings)]
-        self.journal = Journal(self.text.rows, self._digest(), self.text.new_tokens)
+        self.journal = Journal(
+            self.text.rows, self._digest(), self.text.new_tokens, day=self.source.day
+        )
 
     def _digest(self) -> str:
         """Return 32 hex digits over what an answer depends on, beside its prompt and its length."""

@@ -178,6 +178,11 @@ class Endpoint:
         return self._key is not None and not self._place.is_secure and not self._place.is_local
 
     @property
+    def day(self) -> None:
+        """The server has the template, and a clock of its own."""
+        return
+
+    @property
     def identity(self) -> list[str]:
         """The source of the answers: URL and model."""
         return [self._place.url, self._model]

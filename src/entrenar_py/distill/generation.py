@@ -10,9 +10,10 @@ import torch
 from blake3 import blake3
 
 from entrenar_py.distill import teacher
+from entrenar_py.distill.journal import day_of, journal_of
 from entrenar_py.distill.prompts import REFUSED, TRUNCATED, WHOLE, Answer, Failed, Prompt, Result
 from entrenar_py.errors import SystemFailure, UsageError
-from entrenar_py.tuning import encoding, fitting, model, samples
+from entrenar_py.tuning import encoding, fitting, model, prepared, rendering, samples
 from entrenar_py.tuning.chat_template import ChatEncoder
 from entrenar_py.tuning.conversations import BadConversationError
 from entrenar_py.tuning.settings import Completions, Distillation, Settings
@@ -35,7 +36,11 @@ class Generation:
                 f"distill.teacher={self._own.model}: its tokenizer has no chat template, which "
                 "task: instruct needs; use the checkpoint of a chat model, or task: text"
             )
-        self._chats = ChatEncoder(self._tokenizer)
+        # What is resumed goes on with the day on which it began.
+        begun = day_of(journal_of(text.rows))
+        dated = prepared.dated(settings, self._tokenizer, begun)
+        self.day = dated.data.date if rendering.has_clock(self._tokenizer) else None
+        self._chats = ChatEncoder(self._tokenizer, self.day)
         self._module: Any = None
 
     @property
@@ -47,6 +52,7 @@ class Generation:
             samples.tokenizer_digest(self._tokenizer),
             self._section.precision,
             blake3(ends.read_bytes() if ends.is_file() else b"").hexdigest(16),
+            *([self.day] if self.day is not None else []),
         ]
 
     def answers(

@@ -21,18 +21,21 @@ END = ".journal"  # of its name, after that of the rows
 class Journal:
     """The answers in the journal of the rows at `rows`, which this process alone may append to.
 
+    A `day` that templates are told is written with each answer.
     `others` counts the lines of other settings, `damaged` those that are none. The prompts of both
     count as not asked.
     """
 
-    def __init__(self, rows: Path, settings: str, new_tokens: int) -> None:
+    def __init__(
+        self, rows: Path, settings: str, new_tokens: int, *, day: str | None = None
+    ) -> None:
         """Open it, or begin it, for answers of at most `new_tokens` tokens.
 
         `settings` is the digest of all else that an answer depends on. Raises UsageError if it
         can't be written, or if another process has it open.
         """
         self.path, self._settings = journal_of(rows), settings
-        self._new_tokens = new_tokens
+        self._new_tokens, self._day = new_tokens, day
         self.others = self.damaged = 0
         self._answers = dict[str, Answer]()
         try:
@@ -124,6 +127,7 @@ class Journal:
             "outcome": answer.outcome,
             "content": answer.content,
             "calls": list(answer.calls),
+            **({} if self._day is None else {"day": self._day}),
         }
         left = memoryview(f"{dump(record)}\n".encode())
         try:
@@ -152,3 +156,14 @@ class Journal:
 def journal_of(rows: Path) -> Path:
     """Return the path of the journal of the rows at `rows`."""
     return rows.with_name(f"{rows.name}{END}")
+
+
+def day_of(journal: Path) -> str | None:
+    """Return the day that the first answer in a journal was given with, if it says one."""
+    try:
+        with files.open_file(journal) as file:
+            record = json_text.load(next(iter(files.lines(file)), b""))
+    except (OSError, ValueError):
+        return None  # whoever opens it to write tells what is wrong with it
+    day = record.get("day") if isinstance(record, dict) else None
+    return day if isinstance(day, str) else None

@@ -80,7 +80,7 @@ def prepare(
     if needs_weights:
         fitting.require_checkpoint(settings.model)
     tokenizer, kept = model.tokenizer(settings), cache_folder or cache()
-    settings = _dated(settings, tokenizer, day)
+    settings = dated(settings, tokenizer, day)
     data = settings.data
     train = samples.load(settings, data.train, tokenizer, cache=kept)
     validation = None
@@ -125,7 +125,7 @@ def day_of(settings: Settings) -> str:
     return day if isinstance(day, str) else datetime.now().astimezone().date().isoformat()
 
 
-def _dated(settings: Settings, tokenizer: Any, day: str | None) -> Settings:
+def dated(settings: Settings, tokenizer: Any, day: str | None) -> Settings:
     """Return settings with the day that the chat template is told, if it has a clock.
 
     A run has one day, however often it is resumed. Raises UsageError for a text that is no day.
