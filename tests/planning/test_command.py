@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from entrenar_py.finetune import staffing
+from entrenar_py.planning import devices
+from entrenar_py.planning.devices import Device
 from entrenar_py.service import cli, exit_codes
 from tests.planning.qwen3 import TINY
 
@@ -74,3 +77,21 @@ def test_wrong_arguments(
 ) -> None:
     assert cli.main(["plan", str(config), *arguments]) == exit_codes.INVALID
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "memory", "workers"),
+    [("", 10**10, 4), ("workers: 2", 10**10, 2), ("", None, 4), ("devices: [cpu:8GB]", 0, 1)],
+)
+def test_a_plan_for_the_cpu_counts_the_workers_that_a_run_starts(
+    more: str, memory: int | None, workers: int, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker computes on one thread, so a run has one for each core and shard."""
+    monkeypatch.setattr(staffing, "num_cores", lambda: 6)
+    found = [Device(name="cpu", kind="cpu", memory=memory)]
+    monkeypatch.setattr(devices, "found", lambda: found)
+    monkeypatch.setattr(devices, "of_backend", lambda _: found[0])
+    config.write_text(CONFIG.format(more=more), encoding="utf-8")
+    record = config.parent / "plan.json"
+    assert cli.main(["plan", str(config), "--json", str(record)]) == exit_codes.DONE
+    assert json.loads(record.read_text(encoding="utf-8"))["workers"] == workers

@@ -104,12 +104,15 @@ def _plan(given: argparse.Namespace) -> int:
     settings = settings_file.load(given.config)
     stage_problems.require_other(settings, given.config, "entrenar plan")
     rows, longest = foresight.rows_and_longest(settings)
+    devices = command.of_run(settings, given.devices)
+    if not given.devices and not settings.devices:
+        settings = foresight.planned(settings, devices, longest=longest)
     number = Shape(settings).num_parameters
     remarks.show(given.config, Facts(settings=settings, num_parameters=number, rows=rows))
     fits = command.show(
         settings,
         longest=longest,
-        described=given.devices,
+        devices=devices,
         bandwidth=given.bandwidth,
         json=given.json,
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py.errors import UsageError
-from entrenar_py.finetune import remarks
+from entrenar_py.finetune import remarks, staffing
 from entrenar_py.planning import plan, room
 from entrenar_py.planning.devices import Device
 from entrenar_py.planning.shape import Shape
@@ -36,9 +36,23 @@ def workers_that_fit(prepared: Prepared, most: int) -> int:
 
     A run of one that does not fit is refused by `look`.
     """
-    settings = prepared.settings
+    return _fitting(prepared.settings, most, longest=_longest(prepared))
+
+
+def planned(settings: Settings, devices: Sequence[Device], *, longest: int | None) -> Settings:
+    """Return settings with the workers that a run starts on this machine's CPU, if that is all.
+
+    `longest` is the number of tokens of the longest row, None if rows were not read.
+    """
+    if settings.workers is not None or any(one.kind != "cpu" for one in devices):
+        return settings
+    most = staffing.busy(staffing.num_cores(), settings.training.num_shards)
+    return replace(settings, workers=_fitting(settings, most, longest=longest))
+
+
+def _fitting(settings: Settings, most: int, *, longest: int | None) -> int:
     devices = room.of_backends(("cpu",), settings.devices)
-    run = plan.of(settings, devices, longest=_longest(prepared), bandwidth=_BANDWIDTH)
+    run = plan.of(settings, devices, longest=longest, bandwidth=_BANDWIDTH)
     for number in range(most, 1, -1):
         try:
             room.require(replace(run, settings=replace(settings, workers=number)))

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from entrenar_py.errors import UsageError
-from entrenar_py.planning import advice, devices, plan, text
+from entrenar_py.planning import advice, plan, text
+from entrenar_py.planning import devices as device_texts
 from entrenar_py.planning.devices import Device
 from entrenar_py.reports import output_file
 from entrenar_py.tuning.settings import Settings
@@ -17,23 +18,22 @@ def show(
     settings: Settings,
     *,
     longest: int | None,
-    described: Sequence[str],
+    devices: Sequence[Device],
     bandwidth: str,
     json: Path | None,
 ) -> bool:
     """Print the plan of a run; return whether some strategy fits.
 
-    `longest` is the number of tokens of the longest row, None if rows were not read. `described`
-    stands in place of the configuration's devices, and these in place of this machine's. Raises
-    UsageError for devices or a bandwidth of another form, or a file that can't be written.
+    `longest` is the number of tokens of the longest row, None if rows were not read. Raises
+    UsageError for a bandwidth of another form, or a file that can't be written.
     """
     if json is not None:
         output_file.require_writable(json, "json")
     run = plan.of(
         settings,
-        of_run(settings, described),
+        devices,
         longest=longest,
-        bandwidth=devices.bandwidth(bandwidth),
+        bandwidth=device_texts.bandwidth(bandwidth),
     )
     found = plan.options(run)
     chosen = advice.choose(run, found)
@@ -48,12 +48,13 @@ def show(
 def of_run(settings: Settings, described: Sequence[str] = ()) -> list[Device]:
     """Return the devices to plan for: described ones, the configuration's, or this machine's.
 
+    Raises UsageError for a description of another form, and if no device works.
     Of this machine's, GPUs of CUDA come before other adapters, and these before the CPU.
     """
     texts = described or settings.devices
     if texts:
-        return devices.described(texts)
-    found = devices.found()
+        return device_texts.described(texts)
+    found = device_texts.found()
     for kind in ("cuda", "wgpu", "cpu"):
         alike = [one for one in found if one.kind == kind]
         if alike:
