@@ -191,7 +191,7 @@ def test_stored_runs_of_a_command_get_its_verdicts(
     folder = tmp_path / "runs"
     folder.mkdir()
     ran = of_a_command(folder, *extra)
-    told = {}
+    told: dict[str, tuple[str, str]] = {}
     for name in shipped.FOR_SCRIPTS:
         report = tmp_path / "report.json"
         contract = str(shipped.contract_path(name))
