@@ -13,7 +13,7 @@ from entrenar_py.checks import random_draws, script_streams
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import Runs
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Drawn, End, Event, Shard, Trace
+from entrenar_py.trace import Drawn, End, Event, Shard, Trace, Traits
 from entrenar_py.verdict import Counterexample, Tally
 
 
@@ -113,9 +113,11 @@ def test_what_only_changes_the_contents_is_seen_by_them() -> None:
     assert "between two steps" in random_draws.drawn_by_rank(compared(ALONE, [*bare, *two[2:]]))
 
 
-def judged(two: Sequence[Event], alone: Sequence[Event] = (), dropout: float = 0.0) -> Tally:
+def judged(
+    two: Sequence[Event], alone: Sequence[Event] = (), dropout: float = 0.0, **traits: Any
+) -> Tally:
     tally = Tally("F-TI-005")
-    trace = run(2, *two, dropout=dropout)
+    trace = replace(run(2, *two, dropout=dropout), traits=Traits(**traits))
     script_streams.judge(tally, trace, run(1, *alone) if alone else None)
     return tally
 
@@ -135,6 +137,52 @@ def test_ranks_that_draw_the_same_for_other_samples() -> None:
     assert judged(same_part, [*ALONE, drawn(0, "a", "c")]).broken is None
     apart = judged([*TWO, drawn(0, "a", "b"), drawn(1, "x", "y")])
     assert (apart.broken, apart.compared) == (None, 1)
+
+
+def test_ranks_that_share_their_samples_draw_the_same() -> None:
+    """Ranks of a model cut by hand need one mask; without known samples nobody knows."""
+    forward = [drawn(0, "a", "b", "forward"), drawn(1, "a", "b", "forward")]
+    shared = [shard(0, (0, 1)), shard(1, (0, 1))]
+    assert judged([*shared, *forward], dropout=0.1).broken is None
+    own_data = [shared[0], shard(1, (0, 1), moved=0.5)]
+    assert judged([*own_data, *forward], dropout=0.1).broken is not None, "other data"
+    bare = [*(replace(one, ids=(), contents=()) for one in shared), *forward]
+    assert judged(bare, dropout=0.1).broken is not None, "each rank is to have samples of its own"
+    guessed = judged(bare, dropout=0.1, arranged="guessed")
+    assert guessed.broken is None
+    assert any("their samples are not known" in why for why in guessed.missing)
+    four = [shard(rank, (rank // 2,)) for rank in range(4)]
+    masks = [drawn(rank, "a", "bccd"[rank], "forward") for rank in range(4)]
+    assert judged([*four, *masks], dropout=0.1).broken is not None, "ranks 1 and 2"
+
+
+def test_a_generator_that_is_seeded_alike_later() -> None:
+    """Ranks that drew numbers of their own draw the same once an evaluation has seeded them."""
+    own = [drawn(0, "a", "b"), drawn(1, "x", "y")]
+    alike = [drawn(rank, "p", "q", step=2) for rank in range(2)]
+    two = [*TWO, *(replace(one, step=2) for one in TWO), *own]
+    broken = judged([*two, *alike]).broken
+    assert broken is not None
+    assert (broken.step, broken.rank) == (2, 1)
+    assert "in step 0 each drew its own" in broken.message
+    assert "generator of its own" in broken.message
+    of_batch = [drawn(rank, "a", "b") for rank in range(2)]
+    assert judged([*two[:4], *of_batch, *alike]).broken is None, "alike from the beginning"
+
+
+def test_a_state_that_comes_again() -> None:
+    """A rank that draws a sample's numbers again for others has a generator seeded again."""
+    own = [drawn(0, "a", "b"), drawn(1, "x", "y")]
+    again = [replace(one, step=2) for one in own]
+    other = [replace(shard(rank, (4 + rank, 6 + rank)), step=2) for rank in range(2)]
+    broken = judged([*TWO, *other, *own, *again]).broken
+    assert broken is not None
+    assert (broken.step, broken.rank) == (2, 0)
+    assert "in step 2 as in step 0" in broken.message
+    same = [replace(one, step=2) for one in TWO]
+    assert judged([*TWO, *same, *own, *again]).broken is None, "drawn from the sample's number"
+    once = [drawn(rank, "a", "b", step=step) for step in (0, 2) for rank in range(2)]
+    assert judged([*TWO, *other, *once]).broken is None, "a number of the whole batch"
 
 
 def test_dropout_is_for_samples() -> None:

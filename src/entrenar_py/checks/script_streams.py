@@ -7,17 +7,20 @@ ranks, and must be if each takes its own part of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from entrenar_py.checks import evidence
-from entrenar_py.checks.random_draws import PLACES, named
+from entrenar_py.checks.random_draws import CONTENTS_BOUND_MOVED, PLACES, are_alike, named
 from entrenar_py.trace import Drawn, Shard, Trace
 from entrenar_py.verdict import Tally
 
 _IN_THE_MODEL = "forward"
 _JUDGED = ("batch", "forward", "loss", "loader")
 _OWN_SEEDS = "seed each rank differently, torch.manual_seed(seed + rank)"
+_OWN_GENERATOR = (
+    "let an evaluation draw from a generator of its own, torch.Generator().manual_seed(seed)"
+)
+_Place = tuple[int, int | None, str, str]  # step, micro-batch, where, generator
 
 
 def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
@@ -27,8 +30,9 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     _recomputed_alike(tally, trace)
     drawn = [event for event in trace.standing.of(Drawn) if event.where in _JUDGED]
     main = [event for event in drawn if event.worker is None]
-    _ranks_differ(tally, trace, main, alone)
-    _passes_differ(tally, trace, main)
+    streams = _Streams(trace, main, alone)
+    _ranks_differ(tally, trace, main, streams)
+    _passes_differ(tally, trace, main, streams)
     _workers_differ(tally, trace, [event for event in drawn if event.worker is not None], alone)
 
 
@@ -94,46 +98,124 @@ def _recomputed_alike(tally: Tally, trace: Trace) -> None:
             )
 
 
-def _ranks_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], alone: Trace | None) -> None:
+def _ranks_differ(tally: Tally, trace: Trace, drawn: Sequence[Drawn], streams: _Streams) -> None:
     """Check that ranks with other samples don't draw the same numbers for them."""
-    first: dict[tuple[Any, ...], Drawn] = {}
+    there: dict[_Place, list[Drawn]] = {}
     unclear: set[str] = set()
-    by_sample: dict[tuple[str, str], bool] = {}  # place and generator
     told: set[tuple[int, int, str, str]] = set()
     for event in drawn:
-        place = event.step, event.micro_batch, event.where, event.generator
-        peer = first.setdefault(place, event)
-        if peer.part == event.part:
-            continue
+        before = there.setdefault(_place(event), [])
+        peers = [peer for peer in before if streams.are_others(peer, event)]
+        before.append(event)
         # The state afterwards tells: the generator may have been seeded here, by rank or not.
-        if peer.after != event.after:
-            tally.compared += 1
+        peer = next((peer for peer in peers if peer.after == event.after), None)
+        if peer is None:
+            tally.compared += bool(peers)
             continue
-        stream = event.where, event.generator
-        if stream not in by_sample:
-            by_sample[stream] = _is_by_sample(trace, event, alone)
-        if by_sample[stream]:
-            # Two ranks' first finding is also the earliest: later draws began alike there, or since
-            # they were seeded again. So their beginning is sought once.
-            pair = peer.rank, event.rank, *stream
-            since = event if pair in told else _begin_alike(trace, peer, event)
-            told.add(pair)
-            tally.check(
-                False,
-                f"rank {event.rank} draws the same random numbers as rank {peer.rank}, for other "
-                f"samples ({PLACES[event.where]}, from {named(event.generator)}): {_OWN_SEEDS}",
-                step=since.step,
-                rank=since.rank,
-                shard=_shard(trace, since),
-                scenario=trace.scenario,
+        parted = streams.parted(event)
+        if parted is None and not streams.is_by_sample(event):
+            if event.where == _IN_THE_MODEL:
+                unclear.add(event.generator)
+            continue
+        if not streams.are_surely_others(peer, event):
+            tally.miss(
+                f"ranks {peer.rank} and {event.rank} draw the same random numbers "
+                f"{PLACES[event.where]}, and their samples are not known: right if they share "
+                "the samples, as parts of one model do, else wrong; call obs.samples(ids)"
             )
-        elif event.where == _IN_THE_MODEL:
-            unclear.add(event.generator)
+            continue
+        # Two ranks' first finding is also the earliest: later draws began alike there, or since
+        # they were seeded again. So their beginning is sought once.
+        pair = peer.rank, event.rank, event.where, event.generator
+        since = event if pair in told else _begin_alike(trace, peer, event)
+        told.add(pair)
+        tally.check(
+            False,
+            f"rank {event.rank} draws the same random numbers as rank {peer.rank}, for other "
+            f"samples ({PLACES[event.where]}, from {named(event.generator)}): "
+            f"{_OWN_SEEDS if parted is None else _seeded_alike(parted)}",
+            step=since.step,
+            rank=since.rank,
+            shard=_shard(trace, since),
+            scenario=trace.scenario,
+        )
     for generator in sorted(unclear):
         tally.note(
             f"all ranks draw the same numbers in the forward pass, from {named(generator)}: right "
             "for a number that the whole batch shares, wrong for masks of samples"
         )
+
+
+def _seeded_alike(parted: int) -> str:
+    return (
+        f"in step {parted} each drew its own, and since then the generator was seeded alike on "
+        f"both; {_OWN_GENERATOR}"
+    )
+
+
+class _Streams:
+    """What is known of the numbers that a run draws: for which samples, and whether for each.
+
+    A stream is a place and a generator. `alone` is the same training on one worker.
+    """
+
+    def __init__(self, trace: Trace, drawn: Iterable[Drawn], alone: Trace | None) -> None:
+        self._trace, self._alone = trace, alone
+        self._shards: dict[tuple[int, int], list[Shard]] = {}
+        for shard in trace.standing.of(Shard):
+            self._shards.setdefault((shard.step, shard.rank), []).append(shard)
+        self._by_sample: dict[tuple[str, str], bool] = {}
+        # By stream: the first step, if ranks drew numbers of their own in it.
+        self._parted: dict[tuple[str, str], int | None] = {}
+        first: dict[_Place, Drawn] = {}
+        for event in drawn:
+            peer = first.setdefault(_place(event), event)
+            if peer is not event:
+                is_apart = not {peer.before, peer.after} & {event.before, event.after}
+                stream = event.where, event.generator
+                self._parted.setdefault(stream, event.step if is_apart else None)
+
+    def is_by_sample(self, event: Drawn) -> bool:
+        """Return whether numbers are drawn for each sample, as far as `alone` shows."""
+        stream = event.where, event.generator
+        if stream not in self._by_sample:
+            self._by_sample[stream] = _is_by_sample(self._trace, event, self._alone)
+        return self._by_sample[stream]
+
+    def parted(self, event: Drawn) -> int | None:
+        """Return the first step of the event's stream, if ranks drew numbers of their own in it.
+
+        Numbers for the whole batch are the same on all ranks in each step.
+        """
+        step = self._parted.get((event.where, event.generator))
+        return step if step is not None and step < event.step else None
+
+    def are_others(self, one: Drawn, other: Drawn) -> bool:
+        """Return whether two ranks draw for different samples, or for some that aren't known."""
+        if one.part == other.part:
+            return False
+        mine, theirs = self.samples(one), self.samples(other)
+        return mine is None or theirs is None or not _are_the_same(mine, theirs)
+
+    def are_surely_others(self, one: Drawn, other: Drawn) -> bool:
+        """Return whether two ranks, which seem to draw for different samples, certainly do."""
+        is_known = None not in (self.samples(one), self.samples(other))
+        return is_known or self._trace.traits.arranged != "guessed"
+
+    def samples(self, event: Drawn) -> Shard | None:
+        """Return the micro-batch for which numbers were drawn; None if its samples are unknown."""
+        of_rank = self._shards.get((event.step, event.rank), [])
+        shard = dict(enumerate(of_rank)).get(-1 if event.micro_batch is None else event.micro_batch)
+        return shard if shard is not None and shard.ids else None
+
+
+def _are_the_same(one: Shard, other: Shard) -> bool:
+    """Return whether two micro-batches have the same samples, by their ids and contents."""
+    known = len(one.contents) == len(one.ids) and len(other.contents) == len(other.ids)
+    pairs = zip(one.contents, other.contents, strict=True) if known else ()
+    return one.ids == other.ids and all(
+        are_alike(mine, theirs, CONTENTS_BOUND_MOVED) for mine, theirs in pairs
+    )
 
 
 def _begin_alike(trace: Trace, peer: Drawn, event: Drawn) -> Drawn:
@@ -150,8 +232,8 @@ def _begin_alike(trace: Trace, peer: Drawn, event: Drawn) -> Drawn:
     return first
 
 
-def _place(drawn: Drawn) -> tuple[int, int | None, str]:
-    return drawn.step, drawn.micro_batch, drawn.where
+def _place(drawn: Drawn) -> _Place:
+    return drawn.step, drawn.micro_batch, drawn.where, drawn.generator
 
 
 def _unbroken(trace: Trace, event: Drawn) -> Iterator[Drawn]:
@@ -174,8 +256,7 @@ def _is_by_sample(trace: Trace, event: Drawn, alone: Trace | None) -> bool:
     Dropout's are. Others are if one worker, from the same state, draws more of them for its larger
     part of the batch: then its generator ends in another state.
     """
-    dropout = trace.scenario.dropout and event.generator in ("torch", *_devices(event))
-    if dropout and event.where == _IN_THE_MODEL:
+    if _is_mask(trace, event):
         return True
     if alone is None or alone.scenario.world_size == trace.scenario.world_size:
         return False
@@ -197,24 +278,46 @@ def _devices(event: Drawn) -> tuple[str, ...]:
     return (event.generator,) if event.generator.startswith("cuda") else ()
 
 
-def _passes_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn]) -> None:
-    """Check that dropout has other masks in every pass of a rank."""
-    if not trace.scenario.dropout:
-        return
-    seen: dict[tuple[int, str, str], Drawn] = {}
+def _passes_differ(tally: Tally, trace: Trace, drawn: Iterable[Drawn], streams: _Streams) -> None:
+    """Check that no rank draws the same numbers again in a later step, for other samples.
+
+    For dropout's masks the state afterwards tells, and the samples don't matter. Other numbers may
+    be those of the whole batch, or come from the sample that is drawn last.
+    """
+    seen: dict[tuple[str, ...], Drawn] = {}
     for event in drawn:
-        if event.where != _IN_THE_MODEL or event.generator not in ("torch", *_devices(event)):
+        is_mask = _is_mask(trace, event)
+        stream = str(event.rank), event.generator, event.after
+        key = (*stream, "mask") if is_mask else (*stream, event.where, event.before)
+        earlier = seen.setdefault(key, event)
+        if not is_mask and not _are_repeated(streams, earlier, event):
             continue
-        earlier = seen.setdefault((event.rank, event.generator, event.after), event)
         here, there = (event.step, event.micro_batch), (earlier.step, earlier.micro_batch)
         tally.check(
             earlier is event or here == there,
             f"rank {event.rank} draws the same random numbers in step {event.step} as in step "
-            f"{earlier.step}, {PLACES[event.where]}: the generator was seeded again",
+            f"{earlier.step}, {PLACES[event.where]}: the generator was seeded again; "
+            f"{_OWN_GENERATOR}",
             step=event.step,
             rank=event.rank,
             scenario=trace.scenario,
         )
+
+
+def _is_mask(trace: Trace, event: Drawn) -> bool:
+    """Return whether the numbers are dropout's."""
+    is_torch_s = event.generator in ("torch", *_devices(event))
+    return bool(trace.scenario.dropout) and event.where == _IN_THE_MODEL and is_torch_s
+
+
+def _are_repeated(streams: _Streams, earlier: Drawn, event: Drawn) -> bool:
+    """Return whether numbers of samples were drawn in an earlier step, for none of these."""
+    if earlier.step == event.step:
+        return False
+    before, now = streams.samples(earlier), streams.samples(event)
+    if before is None or now is None or {*before.ids} & {*now.ids}:
+        return False
+    return streams.parted(event) is not None or streams.is_by_sample(event)
 
 
 def _workers_differ(
