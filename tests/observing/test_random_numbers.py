@@ -100,6 +100,18 @@ def test_marks_say_where_something_was_drawn(recorded: Recorded) -> None:
     assert event.before != event.after
 
 
+def test_what_the_first_batch_drew_before_anything_was_observed() -> None:
+    """Without a line the first forward pass begins the record: its batch's noise was drawn."""
+    before, events = generators.global_states(), list[Any]()
+    torch.rand(3)
+    found = Generators(nn.Identity(), objects={})
+    numbers = RandomNumbers(found, 0, lambda: (0, 0), events.extend)
+    numbers.since(before)
+    numbers.mark("batch")
+    (event,) = events
+    assert (event.where, event.generator, event.before) == ("batch", "torch", before["torch"])
+
+
 def test_what_a_loader_draws_for_its_order_is_left_out(recorded: Recorded) -> None:
     """The data set's draws are told apart from the seeds of an epoch and a sampler's order."""
     loader = DataLoader(recorded.data, batch_size=2, shuffle=True)

@@ -52,8 +52,7 @@ class Generators:
 
     def states(self) -> States:
         """Return a digest of each generator's state."""
-        shown = {"torch": torch.get_rng_state().numpy().tobytes(), "python": _python(random)}
-        shown["numpy"] = _bytes(np.random.get_state(legacy=False))
+        shown = dict[str, bytes]()
         # While a graph is captured, a GPU's generator may not be asked.
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             devices = {p.device for p in self._model.parameters() if p.device.type == "cuda"}
@@ -61,7 +60,22 @@ class Generators:
                 shown[str(device)] = torch.cuda.get_rng_state(device).numpy().tobytes()
         for name, generator in self._own.items():
             shown[name] = _state(generator)
-        return {name: blake3(state).hexdigest(_DIGEST_BYTES) for name, state in shown.items()}
+        return global_states() | _digests(shown)
+
+
+def global_states() -> dict[str, str]:
+    """Return a digest of the state of each global generator, without those of GPUs."""
+    return _digests(
+        {
+            "torch": torch.get_rng_state().numpy().tobytes(),
+            "python": _python(random),
+            "numpy": _bytes(np.random.get_state(legacy=False)),
+        }
+    )
+
+
+def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: blake3(state).hexdigest(_DIGEST_BYTES) for name, state in states.items()}
 
 
 def moved(before: States, after: States) -> list[str]:

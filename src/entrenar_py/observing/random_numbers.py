@@ -27,6 +27,10 @@ class RandomNumbers:
         self._last = generators.states()
         self._recomputed = Recomputed(self._are_not_set_back, lambda: self.mark("recomputed"))
 
+    def since(self, states: States) -> None:
+        """Take `states` for those at the last mark, as far as they are known."""
+        self._last = {**self._last, **states}
+
     def begin_backward(self) -> None:
         """Write what the loss drew. From here on, modules that are called are computed again."""
         self.mark("loss")

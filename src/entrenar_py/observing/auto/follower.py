@@ -24,6 +24,7 @@ from entrenar_py.untrusted import printing
 if TYPE_CHECKING:
     from entrenar_py.observing import Observation
     from entrenar_py.observing.auto.recorder import Recorder
+    from entrenar_py.observing.generators import States
     from entrenar_py.observing.loader_batches import Batches
 
 _LOG = logging.getLogger("entrenar_py")
@@ -58,6 +59,8 @@ class Follower:
         self._recorder: Recorder | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._batches: Batches | None = None
+        # The generators' states when a loader handed out a batch, before anything is observed.
+        self._at_batch: States = {}
         # A module that is called in training mode, and of which no optimizer holds anything.
         self._untrained: weakref.ref[nn.Module] | None = None
         self._pid = os.getpid()
@@ -154,7 +157,14 @@ class Follower:
         model = surroundings.model_of(called, optimizers, instead=instead)
         if model is None:
             return
-        self._recorder = Recorder(model, optimizers, self.batches, called, give_up=self.give_up)
+        self._recorder = Recorder(
+            model,
+            optimizers,
+            self.batches,
+            called,
+            drawn_since=self._at_batch,
+            give_up=self.give_up,
+        )
         self.observation = self._recorder
         if called is not None:  # else compiled code may call the model, and has the hook in it
             self.look_at_calls(False)
@@ -263,6 +273,10 @@ class Follower:
     def yielded(self, iterator: Any, batch: Any) -> None:
         """Note a batch that a DataLoader yields."""
         self.batches.yielded(iterator, batch)
+        if self.observation is None and self._optimizers and torch.is_grad_enabled():
+            from entrenar_py.observing import generators
+
+            self._at_batch = generators.global_states()
 
     @guarded
     def exhausted(self, iterator: Any) -> None:

@@ -12,6 +12,7 @@ from entrenar_py.errors import UsageError
 from entrenar_py.observing import surroundings
 from entrenar_py.observing.auto.guard import guarded
 from entrenar_py.observing.clips import Clips
+from entrenar_py.observing.generators import States
 from entrenar_py.observing.loader_batches import Batches
 from entrenar_py.observing.observer import Observer
 from entrenar_py.observing.seen_samples import SeenSamples
@@ -21,8 +22,9 @@ class Recorder(Observer):
     """Records one rank, with the arguments of `observe` that the script's objects show.
 
     Samples are found by what the model is given, and losses are what `backward` is called on.
-    `called` is the module whose forward pass is about to begin, None in a backward pass. `give_up`
-    is told why, if something goes wrong later on. Raises UsageError where `observe` would.
+    `called` is the module whose forward pass is about to begin, None in a backward pass. What was
+    drawn since the generators had the states `drawn_since` belongs to the first batch. `give_up` is
+    told why, if something goes wrong later on. Raises UsageError where `observe` would.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Recorder(Observer):
         batches: Batches,
         called: nn.Module | None,
         *,
+        drawn_since: States,
         give_up: Callable[[str], None],
     ) -> None:
         self._is_off, self._tell_why = False, give_up
@@ -45,6 +48,7 @@ class Recorder(Observer):
             seen=self._seen,
             facts={"auto": True, "replicas": surroundings.are_replicas(model)},
         )
+        self._random.since(drawn_since)
         if called is not None:
             for own in self._entrances.of(called):
                 # Hooks that are set now aren't called before this pass.
