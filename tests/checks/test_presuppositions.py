@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ from entrenar_py.checks import CHECKS, knob_pairs, tensor_names
 from entrenar_py.checks.needs import ALONE, NUDGED, REPEATED, Runs
 from entrenar_py.faults import Fault
 from entrenar_py.harness import roles
-from entrenar_py.trace import Injected, Shard, Start, Tensors, Trace, Update
+from entrenar_py.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, scenario
@@ -241,26 +242,62 @@ def test_a_step_of_copies_is_not_recomputed() -> None:
     assert "steps copies of the model's weights" in finding.reason
 
 
-@pytest.mark.parametrize("clipping", ["told", "other"])
-def test_nan_is_not_equal_to_nan(clipping: str) -> None:
-    """Two runs that both diverge are compared up to there, and nothing later counts as held."""
-    runs = []
-    for run in (own(), own(1)):
-        for update in run.of(Update):
-            if update.step >= 2:
-                weights = {n: traces.values(float("nan")) for n in update.weights}
-                at = {"rank": update.rank, "step": update.step}
-                run = altered(run, Update, at, weights=weights, finite=False)
-        runs.append(traces.was(run, clipping=clipping))
+def turned_nan(trace: Trace, clipping: str = "other") -> Trace:
+    """Return a run whose weights are not finite after step 2, of which nothing else is known."""
+    for update in trace.of(Update):
+        if update.step >= 2:
+            weights = {n: traces.values(float("nan")) for n in update.weights}
+            at = {"rank": update.rank, "step": update.step}
+            trace = altered(trace, Update, at, weights=weights, finite=False)
+    return traces.was(trace, clipping=clipping)
+
+
+def test_nan_is_not_equal_to_nan() -> None:
+    """Two runs that diverge without clipping are compared up to there; nothing later is held."""
+    runs = [turned_nan(run, "told") for run in (own(), own(1))]
     for finding in (parity(*runs), replicas(*runs)):
         assert finding.verdict is Verdict.INCONCLUSIVE
         assert finding.compared > 0
         assert "weights are not finite from step 2 on" in finding.reason
-        assert ("clip = {1e9" in finding.reason) is (clipping == "told")
+        assert "clip = {1e9" in finding.reason
     name = max(tensor_names.known(runs[0]))
     off = changed(traces.one(runs[0], Update, rank=1, step=1).weights, name, by=1.0)
     drifted = altered(runs[0], Update, {"rank": 1, "step": 1}, weights=off)
     assert traces.broken(replicas(drifted, runs[1])).step == 1
+
+
+def test_a_training_that_turns_nan_by_its_own_doing_is_falsified() -> None:
+    """The first step, rank and tensor are named by any clause that meets them, with the origin."""
+    runs = [turned_nan(run) for run in (own(), own(1))]
+    struck = altered(runs[0], Shard, {"rank": 1, "step": 2}, finite=False)
+    for finding in (parity(struck, runs[1]), replicas(struck, runs[1]), rule(struck)):
+        found = traces.broken(finding)
+        assert (found.step, found.rank) == (2, 0)
+        assert found.tensor in tensor_names.known(struck)
+        assert "on rank 1 in step 2" in found.message
+
+
+@pytest.mark.parametrize("why", ["planted", "a mask of -inf", "memory that was never written"])
+def test_a_nan_that_may_not_be_the_script_s_own_is_left_open(why: str) -> None:
+    """A planted value, or one that was there before the first step, is no divergence."""
+    runs = [turned_nan(run) for run in (own(), own(1))]
+    names = tensor_names.known(runs[0])
+    for number, run in enumerate(runs):
+        if why == "planted":
+            fault = Fault(kind="non_finite_gradient", step=2, rank=0, value="nan").to_dict()
+            run = replace(run, events=(Injected(fault=fault, step=2, rank=0), *run.events))
+        elif why == "a mask of -inf":
+            masked = {max(names): traces.values(-math.inf)}
+            for start in run.of(Start):
+                weights = {**start.weights, **masked}
+                run = altered(run, Start, {"rank": start.rank}, weights=weights)
+        else:
+            noticed = Noticed(step=0, rank=0, peculiar={"mask": "inf"})
+            run = replace(run, events=(noticed, *run.events))
+        runs[number] = run
+    for finding in (rule(runs[0]), replicas(*runs)):
+        assert finding.verdict is Verdict.INCONCLUSIVE, finding
+        assert "weights are not finite from step 2 on" in finding.reason
 
 
 @pytest.mark.parametrize("seeded", [False, True])

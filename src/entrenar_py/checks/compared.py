@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from entrenar_py.checks import run_comparison, sensitivity
 from entrenar_py.checks.knob_pairs import pair_of
@@ -65,13 +66,15 @@ class Presupposition:
 
     `says` completes "a comparison presupposes that ...". `lacking` tests it on the runs: it returns
     why it fails or is unknown, and the call that settles it, or "" if it holds. `left` returns what
-    can still be compared where it fails, or None for nothing.
+    can still be compared where it fails, or None for nothing. `broken` returns the counterexample
+    of a training in which it fails by the script's own doing, None where that isn't certain.
     """
 
     name: str
     says: str
     lacking: Callable[[Compared], str]
     left: Callable[[Compared], Compared | None] = lambda _: None
+    broken: Callable[[Compared], Mapping[str, Any] | None] = lambda _: None
 
 
 def run_name(trace: Trace) -> str:

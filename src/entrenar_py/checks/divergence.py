@@ -1,11 +1,17 @@
-"""Up to which step both runs of a comparison are finite: NaN equals NaN in any trainer."""
+"""Up to which step both runs of a comparison are finite: NaN equals NaN in any trainer.
+
+A training that turns NaN by its own doing is wrong, whatever was to be compared of it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from entrenar_py.checks import evidence
 from entrenar_py.checks.compared import Compared, run_name
-from entrenar_py.trace import Event, Noticed, Shard, Start, Synchronised, Trace, Update
+from entrenar_py.trace import Event, Injected, Noticed, Shard, Start, Synchronised, Trace, Update
 
 
 def lacking(compared: Compared) -> str:
@@ -20,8 +26,57 @@ def lacking(compared: Compared) -> str:
     )
 
 
+def broken(compared: Compared) -> Mapping[str, Any] | None:
+    """Return the counterexample of a training whose weights are no longer finite.
+
+    None if that may not be its own doing: a value was planted, clipping is turned off by the
+    harness, or some weights were not finite before the first step (a mask that is a parameter).
+    """
+    runs = (compared.model, compared.trace)
+    if any(map(_is_disturbed, runs)):
+        return None
+    trace = compared.trace
+    step = min(update.step for update in trace.standing.of(Update) if not update.finite)
+    by_rank = evidence.updates(trace)[step]
+    update = next(update for update in by_rank.values() if not update.finite)
+    tensor, element = evidence.non_finite(update.weights) or (None, None)
+    return {
+        "message": (
+            f"weights are not finite from step {step} on{_origin(trace, step)}, and no such value "
+            "was planted: stop there, and look for a division by 0, a logarithm or a root of 0, "
+            "or a learning rate that is too high"
+        ),
+        "tensor": tensor,
+        "element": element,
+        **evidence.place(trace, update),
+    }
+
+
+def _is_disturbed(trace: Trace) -> bool:
+    planted = any(
+        str(event.fault.get("kind")).startswith("non_finite_") for event in trace.of(Injected)
+    )
+    begun = any(evidence.non_finite(start.weights) for start in trace.of(Start))
+    return planted or begun or _began_so(trace) or trace.traits.clipping == "told"
+
+
+def _origin(trace: Trace, step: int) -> str:
+    """Return which micro-batch was the first that was not finite, in words; "" if none was."""
+    bad = [one for one in trace.standing.of(Shard) if not one.finite and one.step <= step]
+    if not bad:
+        return ""
+    first = min(bad, key=lambda shard: (shard.step, shard.rank, shard.shard))
+    tensor, _ = evidence.non_finite(first.gradient) or ("", None)
+    what = f"the gradient of {tensor}" if tensor else "the loss or gradient"
+    return f", as {what} on rank {first.rank} in step {first.step} is"
+
+
+def _began_so(trace: Trace) -> bool:
+    return any({"nan", "inf"} & {*event.peculiar.values()} for event in trace.of(Noticed))
+
+
 def _advice(trace: Trace) -> str:
-    if any({"nan", "inf"} & {*event.peculiar.values()} for event in trace.of(Noticed)):
+    if _began_so(trace):
         return "they were not before the first step either, see F-DP-003"
     if trace.traits.clipping == "told":
         return (

@@ -108,6 +108,7 @@ FINITE = Presupposition(
     says="weights are finite: NaN equals NaN in any trainer",
     lacking=divergence.lacking,
     left=divergence.before,
+    broken=divergence.broken,
 )
 
 SAME_STEPS = Presupposition(
@@ -210,7 +211,11 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
         why = presupposition.lacking(compared)
         if not why:
             continue
-        tally.miss(why)
+        broken = presupposition.broken(compared)
+        if broken is None:
+            tally.miss(why)
+        else:
+            tally.check(False, **broken)
         left = presupposition.left(compared)
         if left is None:
             return None
