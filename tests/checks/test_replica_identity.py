@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from entrenar_py.trace import Membership, Start, Tensors, Update
+from entrenar_py.scenario import OBSERVED
+from entrenar_py.trace import Event, Membership, Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, one, scenario, values, without
@@ -226,3 +227,47 @@ def test_starts_alone_show_no_step() -> None:
     finding = traces.judge("replica_identity", [without(traces.run(SUBJECT), Update)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason == "no step was recorded: record an Update for every rank and step"
+
+
+def trained_alone(*, ids: tuple[tuple[int, ...], ...], alone: bool = True) -> Trace:
+    """Return a script's run of two ranks which draw these samples, and hold the same weights."""
+    events: list[Event] = [
+        Start(step=0, rank=rank, weights={"w": values(1.0)}, trainable=("w",)) for rank in (0, 1)
+    ]
+    for step in range(2):
+        for rank in (0, 1):
+            shard = Shard(
+                step=step,
+                epoch=0,
+                rank=rank,
+                shard=rank,
+                ids=ids[rank],
+                loss_sum=1.0,
+                weight=1.0,
+                finite=True,
+                gradient={"w": values(1.0 * ids[rank][0])},
+            )
+            events += [shard, updated(step, rank, {"w": values(2.0 + step)})]
+    subject = scenario(world_size=2).with_(system=OBSERVED, workload="own", optimizer="sgd")
+    return traces.was(traces.hand_written(*events, subject=subject), alone=alone)
+
+
+def test_two_trainings_that_never_communicate_are_no_replicas() -> None:
+    """Ranks that are seeded alike and draw the same samples hold the same weights by themselves."""
+    trace = trained_alone(ids=((1, 2), (1, 2)))
+    found = broken(traces.judge("replica_identity", [trace]))
+    assert (found.step, found.rank) == (0, 1)
+    assert "ranks 0, 1 never communicate" in found.message
+    drifted = altered(trace, Update, {"step": 1, "rank": 1}, weights={"w": values(9.0)})
+    found = broken(traces.judge("replica_identity", [drifted]))
+    assert (found.step, found.tensor) == (1, "w")
+    assert found.message.endswith("connects them as they train")
+
+
+def test_communication_that_is_not_seen_is_not_denied() -> None:
+    """Ranks with other samples and the same weights have a server behind a socket, perhaps."""
+    for trace in (
+        trained_alone(ids=((1, 2), (3, 4))),
+        trained_alone(ids=((1, 2), (1, 2)), alone=False),
+    ):
+        assert traces.judge("replica_identity", [trace]).verdict is Verdict.HELD

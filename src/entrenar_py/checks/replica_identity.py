@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 from entrenar_py.checks import (
     evidence,
     facts,
@@ -10,6 +13,7 @@ from entrenar_py.checks import (
     missing,
     plans,
     presuppositions,
+    rounds,
     ties,
 )
 from entrenar_py.checks.check import Check
@@ -17,7 +21,7 @@ from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, Traces
 from entrenar_py.checks.state import PARTS, Comparison
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Membership, Start, Trace, Update
+from entrenar_py.trace import Membership, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 
@@ -29,6 +33,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
         if left is not None:
             compare(tally, left.trace)
+            _trained_together(tally, left.trace)
         ties.compare(tally, trace)
         local_buffers.tell(tally, trace)
     why = "no two workers of one run were recorded"
@@ -48,6 +53,55 @@ def compare(tally: Tally, trace: Trace) -> None:
     for step, by_rank in evidence.ranks_by_step(trace):
         comparison.compare_ranks(step, by_rank, PARTS)
     comparison.tell()
+
+
+def _trained_together(tally: Tally, trace: Trace) -> None:
+    """Check that ranks which were not seen to communicate do not make the same steps.
+
+    Ranks that are seeded alike, and draw the same samples, hold the same weights without it. What
+    is not seen (a server behind a socket) would be of no use to ranks with the same gradients.
+    """
+    ranks = sorted({update.rank for update in trace.of(Update)})
+    if not trace.traits.alone or len(ranks) < 2 or rounds.are_in(trace):
+        return
+    words = (
+        f"{missing.named(ranks)} never communicate: no wrapper, mesh or collective connects them "
+        "as they train"
+    )
+    if tally.broken is not None:
+        tally.broken = replace(tally.broken, message=f"{tally.broken.message}; {words}")
+    elif _made_the_same_steps(trace, ranks):
+        tally.check(
+            False,
+            f"{words}, and each makes the same steps by itself: wrap the model "
+            "(DistributedDataParallel), and let each rank draw its part of the samples; with "
+            "accelerate on CPUs, say Accelerator(cpu=True)",
+            step=min(evidence.updates(trace)),
+            rank=ranks[1],
+            scenario=trace.scenario,
+        )
+
+
+def _made_the_same_steps(trace: Trace, ranks: Sequence[int]) -> bool:
+    """Return whether all ranks move weights alike in each step, by the same micro-batches."""
+    shards = evidence.shards(trace)
+    moved = {start.rank: _digests(start.weights) for start in trace.of(Start)}
+    for step, by_rank in evidence.ranks_by_step(trace):
+        work = [
+            [(one.ids, _digests(one.gradient)) for one in shards.get(step, ()) if one.rank == rank]
+            for rank in ranks
+        ]
+        is_known = all(ids or gradient for of_rank in work for ids, gradient in of_rank)
+        held = [_digests(update.weights) for update in by_rank.values()]
+        if not (all(work) and is_known) or any(one != work[0] for one in work):
+            return False
+        if len(held) < len(ranks) or any(one != held[0] for one in held):
+            return False
+    return moved.get(ranks[0]) not in (None, held[0])
+
+
+def _digests(tensors: Tensors) -> Mapping[str, str]:
+    return {name: record.digest for name, record in tensors.items()}
 
 
 def require_ranks(tally: Tally, trace: Trace) -> None:

@@ -93,6 +93,48 @@ class OuterSynchronisations:
         )
 
 
+class Exchanges:
+    """Tells whether this rank communicates with others in its steps, as far as torch counts it."""
+
+    def __init__(self) -> None:
+        self._begun: int | None = None
+
+    def begin(self) -> None:
+        """Note that the first step begins."""
+        self._begun = num_exchanges()
+
+    def facts(self) -> dict[str, bool]:
+        """Return whether nothing was exchanged since the first step began; {} if that is unknown.
+
+        What does not go through torch.distributed (sockets, files, MPI) isn't seen.
+        """
+        now = num_exchanges()
+        return {} if None in (self._begun, now) else {"alone": now == self._begun}
+
+
+def num_exchanges() -> int | None:
+    """Return how often this process has communicated with others; None if that isn't counted.
+
+    Only gloo counts messages between two ranks, too.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0
+    groups: Any = [*torch.distributed.distributed_c10d._world.pg_map]
+    try:
+        backends = {
+            group._get_backend(device)
+            for group in groups
+            if group.size() > 1
+            for device in group._device_types
+            if device.type != "cuda" or torch.cuda.is_available()
+        }
+        if any(backend.name() != "gloo" for backend in backends):
+            return None
+        return sum(int(backend._get_sequence_number_for_group()) for backend in backends)
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def num_collectives() -> int | None:
     """Return how many collectives this process has called; None if its backend counts none."""
     if not torch.distributed.is_initialized():

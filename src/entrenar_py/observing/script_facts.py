@@ -16,6 +16,7 @@ from entrenar_py.observing.call_sites import CallSites
 from entrenar_py.observing.loader_batches import Batches, Pass
 from entrenar_py.observing.loader_iterators import LoaderHooks
 from entrenar_py.observing.micro_batches import MicroBatches
+from entrenar_py.observing.outer_synchronisation import Exchanges
 from entrenar_py.observing.recording import Recording
 from entrenar_py.observing.samples import Samples
 from entrenar_py.observing.seen_samples import SeenSamples
@@ -58,6 +59,7 @@ class ScriptFacts:
         # Whether torch's wrapper keeps a copy of the model on each rank; None if others tell.
         self._replicas: bool | None = None
         self._ear: Ear | None = None
+        self._exchanges = Exchanges()
 
     def listen(
         self, recording: Recording, micro_batches: MicroBatches, skipped: Callable[[], object]
@@ -75,6 +77,7 @@ class ScriptFacts:
 
     def begin(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Note that the first pass of `model` begins: by now it is wrapped and scheduled."""
+        self._exchanges.begin()
         if self._finds_samples:
             self._replicas = surroundings.are_replicas(model)
         if self._scheduler is None:
@@ -107,7 +110,7 @@ class ScriptFacts:
 
     def write(self, recording: Recording, micro_batches: MicroBatches, **known: Any) -> None:
         """Write what is known by now, and the facts `known` to the caller, if anything is new."""
-        facts = {**self.samples.facts(), **known}
+        facts = {**self.samples.facts(), **self._exchanges.facts(), **known}
         if "samples" in facts and self._replicas is not None:
             facts["replicas"] = self._replicas
         if micro_batches.has_backward_losses:

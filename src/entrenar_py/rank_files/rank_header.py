@@ -76,6 +76,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "values": (False, _is_flag, "true or false"),
     "auto": (False, _is_flag, "true or false"),
     "replicas": (False, _is_flag, "true or false"),
+    "alone": (False, _is_flag, "true or false"),
     "samples": (False, _is_text, "index, content or unknown"),
     "losses": (False, CHOICES["losses"].__contains__, "known or backward"),
     "num_samples": (
@@ -98,7 +99,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
 # The keys that a later line may give, since what the script doesn't declare is met later.
 OF_THE_DATA = (
     *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples", "replicas"),
-    *("losses", "clip_norm"),
+    *("losses", "clip_norm", "alone"),
 )
 
 

@@ -44,6 +44,7 @@ class Traits:
     - `topology`: how gradients travel (`star`, `mesh`, `ring`), "" if their bytes aren't counted.
     - `updates`: whether every worker steps with its own optimizer, or a server steps for all.
     - `shared`: ranks that draw the same samples compute one shard together.
+    - `alone`: no rank was seen to communicate with another while it trained.
     - `compressed`: the number format or hook that compresses gradients in transit; `float32` if a
       script declares that nothing does.
 
@@ -85,6 +86,7 @@ class Traits:
     topology: str = ""
     updates: str = "workers"
     shared: bool = False
+    alone: bool = False
     compressed: str = ""
     masks: str = "rank"
     batch_norm: bool = False
