@@ -237,6 +237,15 @@ def test_copies_on_a_mesh_show_no_layout() -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
+def test_a_mesh_of_this_rank_alone_shows_no_layout() -> None:
+    """Ranks that shard over themselves are connected with nobody: that is judged, not refused."""
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("far", "near"))["near"]
+    model = nn.Linear(2, 4)
+    fully_shard(model, mesh=alone)
+    assert dtensors.read_off(model, 4) is None
+
+
+@pytest.mark.usefixtures("four_ranks")
 def test_a_copy_of_a_term_stays_a_term() -> None:
     """A copied gradient has memory of its own, and isn't reduced by that."""
     mesh = init_device_mesh("cpu", (4,))
@@ -305,6 +314,9 @@ def test_meshes_made_of_one_another() -> None:
     fully_shard(part, mesh=dense["fsdp"])
     with pytest.raises(UsageError, match="does not show how all 4 ranks are arranged"):
         dtensors.read_off(part, 4)
+    hybrid = nn.Linear(2, 4)
+    fully_shard(hybrid, mesh=world._unflatten(0, (2, 2), ("far", "near")))
+    assert dtensors.read_off(hybrid, 4) == Layout(axes={"dp_replicate": 2, "dp_shard": 2})
     named = world._unflatten(0, (2, 2), ("there", "here"))
     other = distribute_module(nn.Linear(2, 4), named)
     with pytest.raises(UsageError, match="axis 'there': allowed are dp"):

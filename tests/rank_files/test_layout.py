@@ -24,7 +24,8 @@ def test_ranks_are_row_major() -> None:
     ("given", "words"),
     [
         ({"dp": 2, "tp": 3}, "dp=2 x tp=3 is 6 ranks, world_size=4: use sizes whose product"),
-        ({"shard": 4}, "layout: axis 'shard': did you mean 'dp_shard'"),
+        ({"shards": 4}, "layout: axis 'shards': did you mean 'dp_shard'"),
+        ({"data": 2, "dp": 2}, "layout: 'dp' and another name of it: give each axis once"),
         ({"dp": "4"}, "dp='4': use a number of ranks"),
         ({}, "no axis is 1 ranks"),
         ([2, 2], "use a mapping from axes to sizes, or a DeviceMesh"),
@@ -34,6 +35,14 @@ def test_what_can_t_be(given: Any, words: str) -> None:
     """An impossible layout is refused, with what is allowed."""
     with pytest.raises(UsageError, match=words):
         dtensors.declared(given, (), 4)
+
+
+def test_other_names_of_axes() -> None:
+    """The names of libraries are understood, unless two of them mean one axis."""
+    arranged = dtensors.declared({"ddp": 2, "shard": 2, "pipeline": 1}, (), 4)
+    assert arranged == Layout(axes={"dp": 2, "dp_shard": 2, "pp": 1})
+    assert layout.knows(("ddp", "fsdp"))
+    assert not layout.knows(("ddp", "data"))
 
 
 def test_ties() -> None:

@@ -129,7 +129,7 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
     """Return the layout that the meshes of the model's parameters show; None without meshes.
 
     A mesh of one axis with a name of the script's, or none, shows nothing if all ranks keep whole
-    copies: they may share samples, or not. Raises UsageError if the meshes don't show how all ranks
+    copies: they may share samples, or not. Nor does a mesh of this rank alone. Raises UsageError if the meshes don't show how all ranks
     are arranged.
     """
     placed = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
@@ -140,13 +140,15 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
         root = mesh._get_root_mesh()
         # One that a script unflattens has a name that tells nothing, such as "world".
         whole = root if layout.knows(root.mesh_dim_names) else mesh
+        if whole.size() == 1 < world_size:
+            continue
         where = f"the mesh of parameter {name}"
         is_known = layout.knows(whole.mesh_dim_names)
         if not is_known and whole.ndim == 1 and whole.size() == world_size:
             if not sharded and mesh not in cut:
                 continue
             axes = {"fsdp" if sharded else "tp": world_size}
-        elif whole.mesh_dim_names is None and whole.ndim == 2 and sharded:
+        elif not is_known and whole.ndim == 2 and sharded and _is_copy(placed[name].placements[0]):
             axes = dict(zip(("dp_replicate", "dp_shard"), whole.shape, strict=True))
         else:
             axes = _axes(whole, where)

@@ -15,6 +15,17 @@ from entrenar_py.errors import UsageError, did_you_mean
 # Each rank along the DATA axes draws its own samples; along the others all draw the same.
 DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
 MODEL = ("tp", "sp", "pp", "cp", "ep")
+# Other names that scripts give to these axes.
+ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(("data", "data_parallel", "ddp"), "dp"),
+    **dict.fromkeys(("replicate", "replica", "dp_rep", "dp_replica"), "dp_replicate"),
+    **dict.fromkeys(("shard", "dp_sharded"), "dp_shard"),
+    **dict.fromkeys(("tensor", "tensor_parallel"), "tp"),
+    **dict.fromkeys(("sequence", "sequence_parallel"), "sp"),
+    **dict.fromkeys(("pipe", "pipeline", "pipeline_parallel", "stage"), "pp"),
+    **dict.fromkeys(("context", "context_parallel"), "cp"),
+    **dict.fromkeys(("expert", "expert_parallel"), "ep"),
+}
 # Ranks along these axes hold different parameters. Along all other axes each rank has every
 # parameter, or a piece of it.
 STAGES = ("pp", "ep")
@@ -81,17 +92,21 @@ def plain(world_size: int) -> Layout:
 
 
 def knows(names: Iterable[str] | None) -> bool:
-    """Return whether `names` are those of axes along which ranks can be arranged."""
-    return names is not None and {*names} <= {*DATA, *MODEL}
+    """Return whether `names` are those of different axes along which ranks can be arranged."""
+    axes = [ALIASES.get(name, name) for name in names or ()]
+    return names is not None and {*axes} <= {*DATA, *MODEL} and len({*axes}) == len(axes)
 
 
 def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, int]:
-    """Return `axes` as sizes by name.
+    """Return `axes` as sizes by name; of ALIASES, by the name that is usual here.
 
     Raises UsageError, led by `where`, if they can't be the axes of `world_size` ranks.
     """
     sizes: dict[str, int] = {}
-    for axis, size in axes.items():
+    for name, size in axes.items():
+        axis = ALIASES.get(name, name)
+        if axis in sizes:
+            raise UsageError(f"{where}: {axis!r} and another name of it: give each axis once")
         if axis not in (*DATA, *MODEL):
             raise UsageError(
                 f"{where}: axis {axis!r}: {did_you_mean(axis, (*DATA, *MODEL))}; "
