@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from entrenar_py.rank_files import assembly
 from entrenar_py.rank_files.layout import Layout, Piece
@@ -114,6 +115,43 @@ def test_a_rank_that_is_started_again_counts_epochs_on() -> None:
     events = assembly.numbered(assembly.ordered([first, again]), 1, {0: 0}, steps_per_epoch=1)
     assert [event.epoch for event in events if isinstance(event, Shard)] == [0, 0, 1]
     assert [event.weight for event in events if isinstance(event, Update)] == [2.0, 8.0, 2.0]
+
+
+def counted(rank: int, life: int, step: int, counts: tuple[int, int]) -> RankTrace:
+    """Return a life of one step, whose count is the first number before it, the second in it."""
+    before, after = (
+        {"n": record_tensor(np.array([count], np.int64), values=True)} for count in counts
+    )
+    start = Start(step=step, rank=rank, weights={}, buffers=before, resumed=step > 0)
+    made = Update(
+        step=step,
+        rank=rank,
+        loss=None,
+        weight=1.0,
+        learning_rate=0.1,
+        finite=True,
+        weights={},
+        buffers=after,
+    )
+    return replace(
+        alone(start, made, life=life), header={"rank": rank, "world_size": 2}, local=frozenset()
+    )
+
+
+@pytest.mark.parametrize(("other", "is_own"), [(0, False), (5, True)])
+def test_whole_numbers_are_a_rank_s_own_if_ranks_of_one_life_differ(
+    other: int, is_own: bool
+) -> None:
+    """A script counts after its step, so a later life begins with another count than the last one
+    of the life before. Ranks are compared within a life.
+    """
+    ranks = [
+        *(counted(0, 0, 0, (0, 0)), counted(1, 0, 0, (other, other))),
+        *(counted(rank, 1, 1, (1, 1)) for rank in range(2)),
+    ]
+    held = [event for event in assembly.ordered(ranks) if isinstance(event, Start | Update)]
+    assert {bool(event.local) for event in held} == {is_own}
+    assert {bool(event.buffers) for event in held} == {not is_own}
 
 
 def test_shards_are_numbered_through_the_places_of_their_ranks() -> None:

@@ -109,9 +109,11 @@ def ordered(ranks: Sequence[RankTrace]) -> list[Event]:
 def _integers_that_differ(ranks: Sequence[RankTrace]) -> Set[str]:
     """Return the buffers of whole numbers that differ between ranks, before a step or after one.
 
-    They are each rank's own: its number, the place of its piece, the samples that it has seen.
+    They are each rank's own: its number, the place of its piece, the samples that it has seen. A
+    script may count after its step, so that the next life begins with another count than the last
+    one recorded: only ranks of one life are compared.
     """
-    values: dict[tuple[str, int], set[str]] = defaultdict(set)
+    values: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     for rank in ranks:
         for event in rank.events:
             if not isinstance(event, Start | Update):
@@ -119,8 +121,8 @@ def _integers_that_differ(ranks: Sequence[RankTrace]) -> Set[str]:
             step = event.step - isinstance(event, Start)
             for name, record in event.buffers.items():
                 if record.data is not None and not record.dtype.startswith("float"):
-                    values[name, step].add(record.digest)
-    return {name for (name, _), digests in values.items() if len(digests) > 1}
+                    values[name, step, rank.life].add(record.digest)
+    return {name for (name, *_), digests in values.items() if len(digests) > 1}
 
 
 def _comparable(rank: RankTrace, local: Set[str] | None) -> Iterator[Event]:
