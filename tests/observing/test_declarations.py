@@ -56,6 +56,8 @@ def test_a_name_of_a_shared_tensor() -> None:
         ({"frozen": ("!nrm.weight",)}, "did you mean 'norm.weight'"),
         ({"frozen": ("encoder.*",)}, "its names are wte.weight"),
         ({"synchronised_buffers": "norm.weight"}, "no buffer of the model is named so"),
+        ({"averages": [1]}, "give averages of the weights by names without a slash"),
+        ({"averages": {"a/b": 1}}, "give averages of the weights by names without a slash"),
         ({"frozen": (3,)}, "give names or patterns"),
         ({"frozen": 3}, "give names or patterns"),
         ({"clip_norm": 0.0}, "a number above 0; or None"),

@@ -21,7 +21,7 @@ def subject() -> Subject:
 
 def test_gradients_are_those_that_are_applied(subject: Subject) -> None:
     """Without a call of `reduced`, applied gradients are recorded and norms are unknown."""
-    step = StepInWork(subject, 7)
+    step = StepInWork(subject, 7, {})
     step.apply(subject.optimizers[0], ["weight"])
     step.stepped.add(0)
     made = step.end()
@@ -32,7 +32,7 @@ def test_gradients_are_those_that_are_applied(subject: Subject) -> None:
 
 def test_norms_before_and_after_clipping(subject: Subject) -> None:
     """If the script calls `reduced`, the gradients are those at that time."""
-    step = StepInWork(subject, 0)
+    step = StepInWork(subject, 0, {})
     step.reduced()
     before = step._gradient["weight"]
     weight = subject.trained["weight"]
@@ -46,7 +46,7 @@ def test_norms_before_and_after_clipping(subject: Subject) -> None:
 
 def test_an_overflow_is_no_gradient(subject: Subject) -> None:
     """A step that a scaler skips applies no gradient."""
-    step = StepInWork(subject, 0)
+    step = StepInWork(subject, 0, {})
     step.reduced()
     step.excuse()
     made = step.end()

@@ -146,7 +146,15 @@ def _renamed(event: Event, named: Mapping[str, str]) -> Event:
             changes[field] = tuple(named.get(name, name) for name in held)
     if state := getattr(event, "optimizer", None):
         changes["optimizer"] = {_of_state(key, named): value for key, value in state.items()}
+    if extra := getattr(event, "extra", None):
+        changes["extra"] = {_of_copy(key, named): value for key, value in extra.items()}
     return replace(event, **changes)
+
+
+def _of_copy(key: str, named: Mapping[str, str]) -> str:
+    """Return the name of a tensor beside the model, `label/parameter`, with a new name."""
+    label, slash, name = key.partition("/")
+    return f"{label}{slash}{named.get(name, name)}"
 
 
 def _of_state(key: str, named: Mapping[str, str]) -> str:

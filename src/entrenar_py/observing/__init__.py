@@ -132,6 +132,7 @@ def observe(
     tied: Iterable[Iterable[str]] = (),
     frozen: Iterable[str] | None = None,
     synchronised_buffers: Iterable[str] = (),
+    averages: Mapping[str, Any] | None = None,
     clip_norm: float | None = None,
     reduce_dtype: torch.dtype | None = None,
     loss_over: str | None = None,
@@ -160,6 +161,9 @@ def observe(
       `("embedding", "blocks.[01].*")`, `("*", "!*.lora_*")`, or `()` if nothing is frozen.
     - `synchronised_buffers`: names or patterns of the buffers that forward passes change on all
       ranks alike, `("*.running_*",)`. SyncBatchNorm's need no declaration.
+    - `averages`: averages of the weights that the script keeps beside the model, by any names:
+      `{"ema": ema}`. A module, a list or a dictionary of tensors, or an object that has one, in the
+      order of the model's parameters. Without it, they are recognised by how they move.
     - `clip_norm`: the largest L2 norm of the gradient of all parameters, to which it is clipped.
     - `reduce_dtype`: the number format in which ranks add gradients, `torch.bfloat16`, if they are
       rounded to it by other means than DistributedDataParallel's hooks or `fully_shard`'s policy.
@@ -199,6 +203,7 @@ def observe(
             tied=tied,
             frozen=frozen,
             synchronised_buffers=synchronised_buffers,
+            averages=averages,
             clip_norm=clip_norm,
             reduce_dtype=reduce_dtype,
             loss_over=loss_over,

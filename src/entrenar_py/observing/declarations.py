@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -28,6 +28,7 @@ class Declarations:
     - `clip_norm`: the largest L2 norm of an applied gradient.
     - `synchronised`: patterns of the buffers that forward passes change on all ranks alike.
     - `reduction`: the number format in which ranks add gradients, "" if undeclared.
+    - `averages`: the averages of the weights that the script keeps, by name.
     - `loss_over`: "batch" or "micro-batch", as for `observe`; "" if undeclared.
     """
 
@@ -36,6 +37,7 @@ class Declarations:
     clip_norm: float | None = None
     reduction: str = ""
     loss_over: str = ""
+    averages: Mapping[str, Any] = field(default_factory=dict)
 
     def frozen_of(self, names: Mapping[str, str]) -> tuple[str, ...] | None:
         """Return the parameters that are declared frozen, None if the script doesn't say.
@@ -69,6 +71,7 @@ def of(
     clip_norm: Any = None,
     reduce_dtype: Any = None,
     loss_over: Any = None,
+    averages: Any = None,
 ) -> Declarations:
     """Return the declarations of a model whose parameters have `names`.
 
@@ -92,6 +95,7 @@ def of(
         clip_norm=_clip_norm(clip_norm),
         reduction=_reduction(reduce_dtype),
         loss_over=_loss_over(loss_over),
+        averages=_averages(averages),
     )
 
 
@@ -165,6 +169,19 @@ def _reduction(given: Any) -> str:
         allowed = ", ".join(map(str, _REDUCTIONS))
         raise UsageError(f"reduce_dtype={given!r:.80}: use one of {allowed}")
     return str(given).removeprefix("torch.")
+
+
+def _averages(given: Any) -> Mapping[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and name and "/" not in name for name in given
+    ):
+        raise UsageError(
+            f"averages={given!r:.80}: give averages of the weights by names without a slash, "
+            'averages={"ema": ema}'
+        )
+    return given
 
 
 def _loss_over(given: Any) -> str:

@@ -33,7 +33,13 @@ class FirstLook:
         """
         subject, ties = self._subject, self._subject.layout.tied if self._subject.layout else ()
         frozen = self._declared.frozen_of(names_of(subject.model))
-        yield trace.Declared(step=step, rank=subject.rank, frozen=frozen, tied=ties)
+        yield trace.Declared(
+            step=step,
+            rank=subject.rank,
+            frozen=frozen,
+            tied=ties,
+            averages=tuple(self._declared.averages),
+        )
         yield trace.Noticed(
             step=step,
             rank=subject.rank,

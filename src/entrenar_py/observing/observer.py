@@ -85,14 +85,15 @@ class Observer(Observation):
         said = declarations.of(names, buffers.names(), arranged, **declared)
         buffers.synchronised = said.synchronised_of
         self._first_look = first_look.FirstLook(self._subject, said)
-        self._step = StepInWork(self._subject, arguments.steps("step", step, least=0))
+        number = arguments.steps("step", step, least=0)
+        self._step = StepInWork(self._subject, number, said.averages)
         self._started = False
         self._facts = ScriptFacts(
             seen,
             sampler=sampler,
             dataset=dataset,
             scheduler=scheduler,
-            resumed=step > 0,
+            resumed=number > 0,
             rank=rank,
         )
         self._gradients = ReducedGradients()
@@ -395,6 +396,5 @@ class Observer(Observation):
             return
         self._started = True
         self._facts.begin(self._subject.model, self._subject.optimizers)
-        progress = self._facts.progress()
-        seen = self._first_look.events(self._step.number)
-        self._recording.write([self._step.start(progress), *seen])
+        start = self._step.start(self._facts.progress())
+        self._recording.write([start, *self._first_look.events(start.step)])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from entrenar_py import hook_calls, trace
 from entrenar_py.observing import tensors
+from entrenar_py.observing.extra_state import ExtraState
 from entrenar_py.observing.gradient_sources import GradientSources
 from entrenar_py.observing.subject import Subject
 
@@ -20,8 +21,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class StepInWork:
     """Step `number` of the run; `stepped` are the indices of the optimizers that have stepped."""
 
-    def __init__(self, subject: Subject, number: int) -> None:
-        self._subject = subject
+    def __init__(self, subject: Subject, number: int, averages: Mapping[str, Any]) -> None:
+        self._subject, self._extra = subject, ExtraState(subject, averages)
         self.number = number
         self.stepped: set[int] = set()
         self._stepped_before: set[int] = set()  # when the current backward pass began
@@ -52,7 +53,7 @@ class StepInWork:
         """Return the record of this rank's state before the step."""
         start = self._subject.start(self.number, progress)
         self._weights = start.weights
-        return start
+        return replace(start, extra=self._extra.records())
 
     def before_backward(self) -> None:
         """Note which gradients are cleared as a backward pass begins."""
@@ -120,6 +121,7 @@ class StepInWork:
         kept, summed = self.sources.end_step()
         weights = {**update.weights, **self._moved}
         update = replace(update, weights=weights, kept=kept, summed=summed, edited=self._edited)
+        update = replace(update, extra=self._extra.records())
         self.number += 1
         self.stepped.clear()
         self._gradient, self._norm, self._applied_norm = {}, None, None

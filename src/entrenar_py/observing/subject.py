@@ -183,6 +183,16 @@ class Subject:
             records |= {name: tensors.record(b, values=True) for name, b in whole.items()}
         return records
 
+    def record_placed(self, named: Mapping[str, Tensor]) -> trace.Tensors:
+        """Return records of tensors beside the model, and note the pieces that this rank holds."""
+        self._place(named)
+        return self.record(named)
+
+    def digests(self, named: Mapping[str, Tensor]) -> trace.Tensors:
+        """Return records of this rank's part of tensors that have only the digest of all bits."""
+        self._place(named)
+        return self._sketches.digests(self._held(named))
+
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
         """Note the pieces that this rank holds of tensors other than parameters."""
         for name, tensor in named.items():

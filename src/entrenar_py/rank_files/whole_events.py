@@ -18,7 +18,7 @@ from entrenar_py.trace import Declared, Event, Shard, Start, Update
 
 State = TypeVar("State", Start, Update)
 # Fields that may be in pieces.
-_IN_PIECES = ("weights", "optimizer", "buffers", "local", "gradient", "edited")
+_IN_PIECES = ("weights", "optimizer", "buffers", "local", "gradient", "edited", "extra")
 
 
 def layout_of(ranks: Sequence[RankTrace]) -> Layout | None:

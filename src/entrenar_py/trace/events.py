@@ -33,7 +33,8 @@ class Start(Event):
     `step` is the next step. `trainable` and `frozen` name parameters in order, `decayed` those with
     weight decay. `local` are buffers that follow from the worker's own samples. `progress` is the
     position that a checkpoint must restore (epoch, offset, schedule step). `shapes` has the shapes
-    of whole parameters, as far as they are known.
+    of whole parameters, as far as they are known. `extra` is state beside the model, by
+    `holder/tensor`: copies of it (averages), with the names of its parameters, and frozen modules.
     """
 
     step: int
@@ -48,6 +49,7 @@ class Start(Event):
     progress: Mapping[str, Any] = field(default_factory=dict)
     resumed: bool = False
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    extra: Tensors = field(default_factory=lambda: _NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,8 @@ class Update(Event):
     is still in it. `summed` has the numbers of the worker's shards that a tensor's gradient holds,
     if these are not all shards of the step that have a gradient for it. `edited` are the weights
     right before this step that something other than the optimizer has changed since the update
-    before. `schedule` is the position of the learning rate's schedule.
+    before. `schedule` is the position of the learning rate's schedule. `extra` is state beside the
+    model, as in Start. An average that is moved after the step has the value of the step before.
     """
 
     step: int
@@ -124,6 +127,7 @@ class Update(Event):
     summed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     edited: Tensors = field(default_factory=lambda: _NONE)
     schedule: int | None = None
+    extra: Tensors = field(default_factory=lambda: _NONE)
 
     def rate_of(self, name: str) -> float:
         """Return the learning rate of the tensor `name`."""

@@ -30,13 +30,14 @@ class Declared(Event):
     """The script of worker `rank` declares this about its parameters, from `step` on.
 
     `frozen` names those that never change, or is None if it doesn't say. Each of `tied` has the
-    names of one tensor.
+    names of one tensor. `averages` are the labels of averages of the weights in `extra`.
     """
 
     step: int
     rank: int
     frozen: tuple[str, ...] | None = None
     tied: tuple[tuple[str, ...], ...] = ()
+    averages: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
