@@ -15,6 +15,7 @@ from entrenar_py.checks import (
     presuppositions,
     rounds,
     ties,
+    weight_averages,
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
@@ -34,6 +35,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
         if left is not None:
             compare(tally, left.trace)
             _trained_together(tally, left.trace)
+            weight_averages.compare_ranks(tally, left.trace)
         ties.compare(tally, trace)
         local_buffers.tell(tally, trace)
     why = "no two workers of one run were recorded"

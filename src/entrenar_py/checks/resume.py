@@ -19,6 +19,7 @@ from entrenar_py.checks import (
     same_bits,
     stopped_run,
     summation,
+    weight_averages,
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
@@ -80,6 +81,7 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
     message = "the resumed run differs from the straight one"
     same_bits.compare_steps(tally, straight, kept, message)
     local_buffers.compare(tally, straight, kept, f"{message} (buffers)")
+    weight_averages.compare_resumed(tally, straight, kept)
 
 
 def _resumed(trace: Trace) -> bool:
