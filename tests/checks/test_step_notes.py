@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
 from entrenar_py.checks import step_notes
 from entrenar_py.trace import Start, Trace, Update
 from entrenar_py.verdict import Tally
 from tests.checks import traces
-from tests.checks.micro_batch_traces import records, summed, trace_of
+from tests.checks.micro_batch_traces import summed, trace_of
 
 RUN = trace_of([summed(step) for step in range(3)])
 
@@ -25,13 +23,6 @@ def notes(trace: Trace) -> list[str]:
 def test_an_ordinary_run_has_no_notes() -> None:
     """Nothing edited, no schedule, no decay."""
     assert notes(RUN) == []
-
-
-def test_edited_weights_are_noted_once() -> None:
-    """With the first step, and how many there are."""
-    edited = traces.altered(RUN, Update, {}, edited=records({"a": np.ones(6)}))
-    (note,) = notes(edited)
-    assert note.startswith("a changed outside of the optimizer before 3 steps, first step 0")
 
 
 def test_a_schedule_that_moves_too_far_is_noted() -> None:

@@ -7,29 +7,14 @@ from collections.abc import Iterator
 from entrenar_py.checks import evidence, factors
 from entrenar_py.trace import Start, Trace
 from entrenar_py.verdict import Tally
-from entrenar_py.wording import counted, listed
+from entrenar_py.wording import listed
 
 
 def tell(tally: Tally, trace: Trace) -> None:
     """Note each such fact of a run, once."""
     if trace.scenario.workload == "own":
-        for fact in (*_edits(trace), *_schedule(trace), *_decay(trace)):
+        for fact in (*_schedule(trace), *_decay(trace)):
             tally.note(fact)
-
-
-def _edits(trace: Trace) -> Iterator[str]:
-    """Yield which weights something other than the optimizer changed."""
-    edited = {
-        step: names
-        for step, by_rank in evidence.ranks_by_step(trace)
-        if (names := [*evidence.any_rank(by_rank).edited])
-    }
-    if edited:
-        first, names = next(iter(edited.items()))
-        yield (
-            f"{listed(names, most=2)} changed outside of the optimizer before "
-            f"{counted(len(edited), 'step')}, first step {first}: the steps are judged from there"
-        )
 
 
 def _schedule(trace: Trace) -> Iterator[str]:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from entrenar_py.checks import (
     closeness,
     declared_clipping,
+    edits,
     evidence,
     factors,
     facts,
@@ -60,6 +61,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         declared_clipping.compare(tally, trace)
         _scaled(tally, trace)
         step_notes.tell(tally, trace)
+        edits.judge(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.UPDATES, compared)
         if left is not None and not _may_be_changed(tally, trace):

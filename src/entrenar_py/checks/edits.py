@@ -1,0 +1,252 @@
+"""Weights that something other than the optimizer changed between two steps, and what explains it.
+
+A script that changes them in every step means to: then it is only noted. What it changes in some
+steps needs an explanation, each an exact one of all tensors that changed. Benign ones win ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrenar_py.checks import evidence, precision, weight_averages
+from entrenar_py.trace import Start, TensorRecord, Tensors, Trace, Update
+from entrenar_py.verdict import Tally
+from entrenar_py.wording import counted, listed, named
+
+Values = NDArray[np.float64]
+_TELLING_MIN = 4  # numbers that are all a multiple of others, and not by chance
+_ROUNDINGS = 16.0  # of a tensor's norm: weights that were swapped out and back, or averaged
+
+
+@dataclass(frozen=True)
+class Edit:
+    """The weights `before` that `rank` had after its last step, and those that came `after` it.
+
+    `update` is the step that was made with `after`, and `peers` are the weights that other ranks
+    had before. `last` are the weights after the edit before this one, or else those at the start.
+    """
+
+    trace: Trace
+    update: Update
+    before: Tensors
+    after: Tensors
+    peers: Mapping[int, Tensors]
+    last: Tensors
+
+    def values(self) -> Iterator[tuple[str, Values, Values]]:
+        """Yield each tensor that was changed, with its values before and after."""
+        for name in self.after:
+            was, now = self.before[name].values(), self.after[name].values()
+            if was is not None and now is not None and was.shape == now.shape:
+                yield name, was.astype(np.float64), now.astype(np.float64)
+
+    def is_in(self, tensors: Tensors) -> bool:
+        """Return whether the tensors that were changed are those of `tensors` now, bit for bit."""
+        return all(
+            name in tensors and tensors[name].digest == record.digest
+            for name, record in self.after.items()
+        )
+
+
+Explanation = Callable[[Edit], str]  # returns what became of the weights, "" if it doesn't explain
+
+
+def judge(tally: Tally, trace: Trace) -> None:
+    """Judge what a user's trainer does to its weights between steps."""
+    if trace.scenario.workload != "own":
+        return
+    edits = [edit for edit in _edits(trace) if not _is_rounding(edit)]
+    if not edits:
+        return
+    num_steps = len({update.step for update in trace.standing.of(Update)})
+    steps = sorted({edit.update.step for edit in edits})
+    names = listed([*edits[0].after], most=2)
+    told = f"{names} changed outside of the optimizer before {counted(len(steps), 'step')}"
+    if len(steps) >= num_steps - 1:
+        tally.note(f"{told}, first step {steps[0]}: the steps are judged from there")
+        return
+    if benign := _explained(edits, _BENIGN):
+        tally.note(f"{told}, first step {steps[0]}: {benign}")
+    elif harm := _explained(edits, _HARMFUL):
+        update = edits[0].update
+        message = f"between steps {update.step - 1} and {update.step} {names} {harm}"
+        place = evidence.place(trace, update)
+        tally.check(False, message, tensor=next(iter(edits[0].after)), **place)
+    else:
+        tally.miss(
+            f"{told} ({named('step', steps[:5])}), and nothing known explains how: find what "
+            "writes to the weights there (a save, an evaluation), and whether it puts back what it "
+            "took out"
+        )
+
+
+def _edits(trace: Trace) -> list[Edit]:
+    """Return what was changed between two steps, of the tensors that have a gradient."""
+    edits: list[Edit] = []
+    starts = {(start.step, start.rank): start.weights for start in trace.standing.of(Start)}
+    held: dict[int, Tensors] = {}
+    last: dict[int, Tensors] = {}
+    for step, by_rank in evidence.ranks_by_step(trace):
+        begun = {rank: starts[at, rank] for at, rank in starts if at == step}
+        held, last = {**held, **begun}, {**last, **begun}
+        for rank, update in sorted(by_rank.items()):
+            before = held.get(rank, {})
+            after = {
+                name: record
+                for name, record in update.edited.items()
+                if name in update.gradient
+                and name in before
+                and before[name].digest != record.digest
+            }
+            if after:
+                peers = {other: weights for other, weights in held.items() if other != rank}
+                edits.append(Edit(trace, update, before, after, peers, last.get(rank, {})))
+                last[rank] = {**before, **after}
+        held = {rank: update.weights for rank, update in by_rank.items()}
+    return edits
+
+
+def _explained(edits: Sequence[Edit], explanations: Sequence[Explanation]) -> str:
+    """Return what one explanation says of the first edit, if it explains all; else ""."""
+    for explain in explanations:
+        words = [explain(edit) for edit in edits]
+        if all(words):
+            return words[0]
+    return ""
+
+
+# --- benign ---------------------------------------------------------------------------------------
+
+
+def _is_rounding(edit: Edit) -> bool:
+    """Return whether weights are as before but for rounding: they were swapped out and back."""
+    return all(_are_near(was, now, edit.after[name]) for name, was, now in edit.values())
+
+
+def _constrained(edit: Edit) -> str:
+    """Explain an edit in which each tensor was held to something that its own values show."""
+    telling = [(n, was, now) for n, was, now in edit.values() if was.size >= _TELLING_MIN]
+    for name, was, now in telling:
+        shape = edit.trace.shapes.get(name, was.shape)
+        shaped = [v.reshape(shape) if v.size == np.prod(shape) else v for v in (was, now)]
+        if not (_is_masked(was, now) or _is_bounded(was, now) or _is_rescaled(*shaped)):
+            return ""
+    constrained = "elements are set to zero, held to a bound, or rescaled by rows or columns"
+    return constrained if telling else ""
+
+
+def _is_masked(was: Values, now: Values) -> bool:
+    return bool(((now == was) | (now == 0)).all())
+
+
+def _is_bounded(was: Values, now: Values) -> bool:
+    """Return whether elements beyond one or two bounds are at these now, and all others stay."""
+    return bool(np.array_equal(np.clip(was, now.min(), now.max()), now))
+
+
+def _is_rescaled(was: Values, now: Values) -> bool:
+    """Return whether the whole tensor, or each row or column, is a positive multiple of itself."""
+    axes = [None, *((axis,) for axis in range(was.ndim))] if was.ndim > 1 else [None]
+    for kept in axes:
+        summed = tuple(axis for axis in range(was.ndim) if kept is None or axis not in kept)
+        if np.prod([was.shape[axis] for axis in summed]) < _TELLING_MIN:
+            continue
+        square = np.sum(was * was, axis=summed, keepdims=True)
+        scale = np.sum(was * now, axis=summed, keepdims=True) / np.where(square, square, 1.0)
+        rounding = _ROUNDINGS * precision.FLOAT32 * np.abs(now)
+        if (scale >= 0).all() and bool((np.abs(scale * was - now) <= rounding).all()):
+            return True
+    return False
+
+
+def _looks_ahead(edit: Edit) -> str:
+    """Explain an edit that goes back a part of the way to the weights after the last one."""
+    base = {name: edit.last[name] for name in edit.after if name in edit.last}
+    way = {name: edit.before[name] for name in edit.after}
+    part = weight_averages.share(base, edit.after, [way])
+    if not part or part >= 1:
+        return ""
+    return f"it is {part:.3g} of the way from what it was after the last such change (lookahead)"
+
+
+def _averaged(edit: Edit) -> str:
+    """Explain an edit that gives a rank the mean of all ranks' weights."""
+    for name, was, now in edit.values():
+        held = [weights[name].values() for weights in edit.peers.values() if name in weights]
+        others = [other for other in held if other is not None and other.shape == was.shape]
+        mean = sum(others, was) / (len(others) + 1)
+        if not others or not _are_near(mean, now, edit.after[name]):
+            return ""
+    return "it is the mean of all ranks' weights"
+
+
+def _are_near(was: Values, now: Values, record: TensorRecord) -> bool:
+    unit = precision.unit_of({"": record})
+    gap, size = float(np.linalg.norm(now - was)), float(np.linalg.norm(was))
+    return gap <= _ROUNDINGS * unit * size
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def _left_in(edit: Edit) -> str:
+    """Explain an edit that leaves an average in the model, that was put in for some use."""
+    rank = edit.update.rank
+    for label, keeper in weight_averages.of(edit.trace):
+        copy = {name: edit.update.extra.get(f"{label}/{name}") for name in edit.after}
+        known = {name: record for name, record in copy.items() if record is not None}
+        if keeper == rank and edit.is_in(known):
+            return (
+                f"became what the average {label} was: it was put into the model, to save or to "
+                "evaluate it, and not taken out again"
+            )
+    return ""
+
+
+def _of_an_earlier_step(edit: Edit) -> str:
+    """Explain an edit that brings back the weights of an earlier step, without the optimizer's."""
+    rank, step = edit.update.rank, edit.update.step
+    made = evidence.updates(edit.trace)
+    earlier = {
+        at: by_rank[rank] for at, by_rank in made.items() if at < step - 1 and rank in by_rank
+    }
+    for at, update in earlier.items():
+        if edit.is_in(update.weights) and _counts_on(made[step - 1].get(rank), edit.update):
+            return (
+                f"became again what it was after step {at}, while the optimizer went on: what was "
+                "put in, to evaluate it, was not taken out again"
+            )
+    return ""
+
+
+def _counts_on(before: Update | None, update: Update) -> bool:
+    """Return whether the optimizer's own count of steps goes on, as far as it keeps one."""
+    counts = [
+        [one.optimizer[name].values() for name in one.optimizer if name.endswith("/step")]
+        for one in (before, update)
+        if one is not None
+    ]
+    if len(counts) < 2 or not counts[1] or len(counts[0]) != len(counts[1]):
+        return False
+    return all(
+        was is not None and now is not None and was.shape == now.shape and (was + 1 == now).all()
+        for was, now in zip(*counts, strict=True)
+    )
+
+
+def _of_rank_0(edit: Edit) -> str:
+    """Explain an edit that gives a rank the weights of rank 0 in place of its own, other ones."""
+    if edit.update.rank and 0 in edit.peers and edit.is_in(edit.peers[0]):
+        return (
+            f"became rank 0's on rank {edit.update.rank}, which had other ones: ranks had parted, "
+            "and what this one learned is lost"
+        )
+    return ""
+
+
+_BENIGN: tuple[Explanation, ...] = (_constrained, _looks_ahead, _averaged)
+_HARMFUL: tuple[Explanation, ...] = (_left_in, _of_an_earlier_step, _of_rank_0)
