@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from entrenar_py import wording
-from entrenar_py.checks import evidence, facts, missing, plans, precision
+from entrenar_py.checks import (
+    evidence,
+    facts,
+    frozen_modules,
+    missing,
+    plans,
+    precision,
+    weight_averages,
+)
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
@@ -48,6 +56,7 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             why = "made updates from an unknown start"
             gaps.add(why, facts.START, rank=rank, step=first)
         gaps.tell(tally)
+        frozen_modules.compare(tally, trace)
     long = f"that many steps with a {missing.told(tally, trace='learning_rate', script='rate')}"
     return tally.finding(
         nothing=f"no run with trainable tensors made {STEPS_TO_MOVE} steps: "
@@ -128,6 +137,11 @@ def _frozen(
                 continue
             changed.setdefault(update.step, []).append(name)
             break
+    names = [name for some in changed.values() for name in some]
+    averages = weight_averages.follow_others(start, updates, names) if names else set()
+    tally.compared += len(averages)
+    left = {step: [n for n in some if n not in averages] for step, some in changed.items()}
+    changed = {step: some for step, some in left.items() if some}
     if changed:
         step = min(changed)
         tally.miss(

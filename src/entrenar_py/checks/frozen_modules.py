@@ -1,0 +1,67 @@
+"""Modules beside the model of which nothing trains: a teacher that is in training mode moves.
+
+Its normalisations then compute with a batch's statistics, and what it says changes from step to
+step. A copy of the model may be renewed after the last step that was seen, as a target network is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from entrenar_py.checks import evidence
+from entrenar_py.trace import Start, Trace, Update
+from entrenar_py.verdict import Tally
+
+STATISTICS = ("running_mean", "running_var")
+Event = Start | Update
+_EVAL = "it is in training mode, call eval() on it, also after train() on a module that holds it"
+
+
+def compare(tally: Tally, trace: Trace) -> None:
+    """Check that statistics stay where the parameters of their module do."""
+    names = {name for start in trace.of(Start) for name in start.weights}
+    for rank, lives in _lives(trace).items():
+        moved = _moved(lives)
+        for label in dict.fromkeys(name.partition("/")[0] for name in moved):
+            parts = {name.partition("/")[2]: name for name in moved if name.startswith(f"{label}/")}
+            statistics = [name for part, name in parts.items() if _is_statistic(part)]
+            parameters = {part: name for part, name in parts.items() if not _is_statistic(part)}
+            if not statistics or any(moved[name] for name in parameters.values()):
+                continue
+            told = f"running statistics of {label} moved, of which no parameter does: {_EVAL}"
+            for name in statistics:
+                event = moved[name]
+                if event is not None and parameters.keys() <= names:
+                    tally.miss(f"in step {event.step} {told}; or run until the script renews it")
+                elif event is not None:
+                    place = evidence.place(trace, event)
+                    tally.check(False, told, tensor=name, **{**place, "rank": rank})
+                else:
+                    tally.compared += 1
+
+
+def _is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in STATISTICS
+
+
+def _lives(trace: Trace) -> Mapping[int, list[list[Event]]]:
+    lives: dict[int, list[list[Event]]] = defaultdict(list)
+    for event in trace.standing.events:
+        if isinstance(event, Start):
+            lives[event.rank].append([event])
+        elif isinstance(event, Update) and lives[event.rank]:
+            lives[event.rank][-1].append(event)
+    return lives
+
+
+def _moved(lives: list[list[Event]]) -> dict[str, Event | None]:
+    """Return each tensor beside the model, with the first event after it moved within a life."""
+    moved: dict[str, Event | None] = {}
+    for life in lives:
+        held: dict[str, str] = {}
+        for event in life:
+            for name, record in event.extra.items():
+                has_moved = held.setdefault(name, record.digest) != record.digest
+                moved[name] = moved.get(name) or (event if has_moved else None)
+    return moved

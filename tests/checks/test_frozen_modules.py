@@ -1,0 +1,79 @@
+"""Statistics that move in a module of which nothing trains are found; others are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from entrenar_py.checks import frozen_modules
+from entrenar_py.trace import Start, Tensors, Trace, Update
+from entrenar_py.verdict import Tally
+from tests.checks import averaged_traces
+from tests.checks.traces import values
+
+WEIGHT, MEAN = "teacher/0.weight", "teacher/1.running_mean"
+
+
+def run(
+    weights: Sequence[float], means: Sequence[float], *, name: str = WEIGHT, resumed: int = 0
+) -> Trace:
+    """Return a run with these values in a module, before the first step and after each."""
+
+    def extra(at: int) -> Tensors:
+        return {name: values(weights[at]), MEAN: values(means[at])}
+
+    def start(step: int) -> Start:
+        held = {"a": values(0.0)}
+        return Start(step=step, rank=0, weights=held, extra=extra(step), resumed=step > 0)
+
+    updates = [
+        Update(
+            step=step,
+            rank=0,
+            loss=None,
+            weight=1.0,
+            learning_rate=0.1,
+            finite=True,
+            weights={"a": values(step + 1.0)},
+            extra=extra(step + 1),
+        )
+        for step in range(len(weights) - 1)
+    ]
+    middle = [start(resumed)] if resumed else []
+    return averaged_traces.trace_of([start(0), *updates[:resumed], *middle, *updates[resumed:]], 1)
+
+
+def judged(trace: Trace) -> Tally:
+    tally = Tally("F-TI-004")
+    frozen_modules.compare(tally, trace)
+    return tally
+
+
+def test_a_teacher_in_training_mode() -> None:
+    """Its statistics move, and it has no tensor that trains."""
+    broken = judged(run([1, 1, 1], [0, 0, 0.5])).broken
+    assert broken is not None
+    assert (broken.step, broken.rank, broken.tensor) == (1, 0, MEAN)
+    assert "running statistics of teacher moved" in broken.message
+
+
+@pytest.mark.parametrize(
+    ("trace", "compared"),
+    [
+        (run([1, 1, 1], [0, 0, 0]), 1),
+        (run([1, 2, 3], [0, 0.5, 0.7]), 0),  # something trains it, or renews it
+        (run([1, 1, 1], [0, 0, 0], resumed=1), 1),
+    ],
+)
+def test_what_rests_or_trains_is_left_alone(trace: Trace, compared: int) -> None:
+    """Statistics are compared within a life of a rank."""
+    tally = judged(trace)
+    assert (tally.broken, tally.missing, tally.compared) == (None, [], compared)
+
+
+def test_a_copy_of_the_model_may_be_renewed_later() -> None:
+    """A target network is not wrong if it was only not renewed yet."""
+    tally = judged(run([1, 1, 1], [0, 0.5, 0.7], name="teacher/a"))
+    assert tally.broken is None
+    assert "or run until the script renews it" in tally.missing[0]
