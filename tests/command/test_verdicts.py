@@ -107,6 +107,7 @@ def test_after_an_interrupt_what_is_falsified_is_told() -> None:
     [
         ("1-worker", replace(PLAIN, world_size=1), Verdict.HELD),
         ("3-workers-permute-1", TURNED, Verdict.HELD),
+        ("3-workers-resumed", replace(PLAIN, stops=(2,)), Verdict.HELD),
         ("3-workers-again", replace(PLAIN, world_size=2), Verdict.INCONCLUSIVE),
     ],
 )
@@ -119,6 +120,17 @@ def test_a_verdict_stands_without_a_failed_run_of_others(
     assert entry.verdict is verdict
     noted = any(note.startswith("not judged: the run on") for note in entry.finding.notes)
     assert noted is (verdict is Verdict.HELD)
+
+
+def test_ranks_are_compared_in_a_resumed_run_too() -> None:
+    """Ranks may part by what they restore, also where a resume can't be compared."""
+    stopped = replace(PLAIN, stops=(2,))
+    runs = dict(
+        recorded(("3-workers", PLAIN, trained()), ("3-workers-resumed", stopped, drifted()))
+    )
+    (entry,) = judging.judge(TASKS[:1], runs)
+    assert entry.verdict is Verdict.FALSIFIED
+    assert "3-workers-resumed" in entry.finding.reason
 
 
 def test_reasons_name_runs() -> None:

@@ -67,6 +67,21 @@ def test_a_third_life() -> None:
     assert begun(found) == [(4, True)]
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        [3.0, 4.0],  # rank 0's weights, which were saved
+        [1.5, 0.0],  # its initial weights: it restored nothing
+        [7.0, 8.0],  # weights of no step
+    ],
+)
+def test_ranks_that_had_parted(second: list[float]) -> None:
+    """A rank that shows no step of its own makes the steps of the rank that does."""
+    other = life(0, [1.5, 2.5, 3.5], rank=1)
+    lives = [FIRST, other, life(1, [3.0, 4.0]), life(1, second, rank=1)]
+    assert begun(resumed_lives.recognised(lives)) == [(2, True), (2, True)]
+
+
 def test_a_process_that_observes_twice() -> None:
     """A second call of observe in one process is no resume."""
     ranks = [FIRST, life(1, [3.0, 4.0])]

@@ -21,8 +21,9 @@ class Check(CheckTerms):
     make sense. `in_step`: the check applies only if all workers make every step together.
     `bitwise`: it applies only to trainers whose bits do not depend on the number of workers.
     `takes_turned`: it also judges runs with a turned knob: with the base if `needs` has that knob,
-    else alone. `takes_commands`: it also judges a user's command, as checks that explore do.
-    `not_of_commands`: why it judges none, if it is no probe either.
+    else alone. `takes_resumed`: it judges a user's resumed run, too, by itself. `takes_commands`:
+    it also judges a user's command, as checks that explore do. `not_of_commands`: why it judges
+    none, if it is no probe either.
     """
 
     judge: Callable[[Invariant, Traces], Finding]
@@ -35,5 +36,6 @@ class Check(CheckTerms):
     in_step: bool = False
     bitwise: bool = False
     takes_turned: bool = False
+    takes_resumed: bool = False
     takes_commands: bool = False
     not_of_commands: str = ""

@@ -182,5 +182,6 @@ ROWS = (
         witnesses=(ALONE,),
         in_step=True,
         takes_turned=True,
+        takes_resumed=True,
     ),
 )

@@ -140,8 +140,10 @@ def compare_ranks(tally: Tally, trace: Trace) -> None:
     """Compare averages between ranks that hold the same weights.
 
     Other ones are a counterexample only where the script declares the average: often just one
-    rank's is saved and used.
+    rank's is saved and used. After a resume only that one may be restored.
     """
+    if any(start.resumed for start in trace.of(Start)):
+        return
     averages = of(trace)
     declared = {label for event in trace.of(Declared) for label in event.averages}
     for label in dict.fromkeys(label for label, _ in averages):

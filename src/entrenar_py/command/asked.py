@@ -100,7 +100,8 @@ def judges(check: Check, asked: Asked) -> bool:
     struck = {fault.kind for fault in asked.faults}
     borne = {"non_finite_gradient" for need in check.needs if need is POISONED}
     borne |= {"leave" for need in check.needs if need is KILLED}
-    stops = not asked.stops or bool({RESUMED, SAVED}.intersection(check.needs))
+    takes_resumed = check.takes_resumed or bool({RESUMED, SAVED}.intersection(check.needs))
+    stops = takes_resumed or not asked.stops
     return struck <= borne and stops and (check.takes_turned or asked.turn is None)
 
 

@@ -166,7 +166,9 @@ def _is_base_lost(runs: Collection[Run]) -> bool:
 
 def _is_spare(check: Check, asked: Asked, most: int) -> bool:
     """Return whether a run is none of those that the check needs, or that were requested."""
-    if asked.turn is not None and not asked.stops:
+    if asked.stops:
+        return not {RESUMED, SAVED}.intersection(check.needs)
+    if asked.turn is not None:
         return asked.turn.knob not in {need.knob for need in check.needs}
     if asked.repeat:
         return REPEATED not in (*check.needs, *check.witnesses)

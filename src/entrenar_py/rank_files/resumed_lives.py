@@ -7,7 +7,7 @@ doesn't, its weights may: they are those of an earlier step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from entrenar_py.rank_files.rank_trace import RankTrace
@@ -18,21 +18,35 @@ def recognised(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     """Return `ranks`, with the steps of those that go on from a checkpoint and said no step.
 
     A later life of a rank that begins at step 0 with the weights which the rank had after step k,
-    and not after any other, begins at step k + 1. All ranks of that life must show the same step.
-    Nothing is changed if the weights are the initial ones: then the script began anew. Nor if the
-    process is that of an earlier life: it called `observe` twice.
+    and not after any other, begins at step k + 1. If it never had them, they may be those of rank
+    0, which people save for all. The ranks of that life that show a step must show the same, and
+    the others make that step with them: what they lost is for the checks to tell. Nothing is
+    changed if no rank shows a step: then the script began anew. Nor if the process is that of an
+    earlier life: it called `observe` twice.
     """
     memories: dict[int, _Memory] = defaultdict(_Memory)
     known: dict[tuple[int, int], RankTrace] = {}
     for life in sorted({rank.life for rank in ranks}):
         lives = [rank for rank in ranks if rank.life == life]
-        shown = {memories[rank.rank].step_before(rank) for rank in lives}
-        ahead = shown.pop() if len(shown) == 1 else None
+        ahead = _step_before(lives, memories)
         for rank in lives:
             moved = rank if not ahead else _moved(rank, ahead)
             memories[rank.rank].add(moved)
             known[rank.rank, rank.life] = moved
     return [known[rank.rank, rank.life] for rank in ranks]
+
+
+def _step_before(lives: Sequence[RankTrace], memories: Mapping[int, _Memory]) -> int:
+    """Return the step that one life of all ranks goes on with; 0 if it can't be told."""
+    shown: set[int] = set()
+    for life in lives:
+        steps = memories[life.rank].steps_before(life)
+        if steps is not None and not steps and life.rank:
+            steps = memories[0].steps_before(life)
+        if steps is None or len(steps) > 1:
+            return 0
+        shown.update(steps)
+    return shown.pop() if len(shown) == 1 else 0
 
 
 class _Memory:
@@ -43,16 +57,16 @@ class _Memory:
         self._steps: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self._processes: set[int] = set()
 
-    def step_before(self, rank: RankTrace) -> int | None:
-        """Return the step that a life goes on with; None if it says so itself, or can't be told."""
+    def steps_before(self, rank: RankTrace) -> Set[int] | None:
+        """Return the steps that a life may go on with; None if it says so itself."""
         start = next((event for event in rank.events if isinstance(event, Start)), None)
         if start is None or start.step or not start.weights:
             return None
         if rank.header.get("pid") in self._processes:
             return None
         weights = fingerprint(start.weights)
-        made = self._steps.get(weights, set())
-        return None if weights == self._first or len(made) != 1 else min(made) + 1
+        made = set() if weights == self._first else self._steps.get(weights, set())
+        return {step + 1 for step in made}
 
     def add(self, rank: RankTrace) -> None:
         if "pid" in rank.header:
