@@ -15,7 +15,17 @@ from entrenar_py.checks import factors, run_names
 from entrenar_py.checks.needs import CALM, Traces
 from entrenar_py.faults import SURVIVED
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Event, Shard, Start, TensorRecord, Tensors, Trace, Update
+from entrenar_py.trace import (
+    Event,
+    Shard,
+    Start,
+    TensorRecord,
+    Tensors,
+    Trace,
+    Update,
+    record_sketch,
+    record_tensor,
+)
 from entrenar_py.verdict import Tally
 
 Values = NDArray[Any]
@@ -216,6 +226,20 @@ def elements(tensors: Tensors) -> dict[str, Values] | None:
     elements_of = {name: record.elements() for name, record in tensors.items()}
     known = {name: found for name, found in elements_of.items() if found is not None}
     return known if known and len(known) == len(elements_of) else None
+
+
+def times(tensors: Tensors, factor: float) -> Tensors:
+    """Return multiples of the tensors that have values or a sketch."""
+    return {name: scaled for name, t in tensors.items() if (scaled := _scaled(t, factor))}
+
+
+def _scaled(record: TensorRecord, factor: float) -> TensorRecord | None:
+    if record.sketch is not None:
+        return record_sketch(record.sketch.times(factor), record.dtype)
+    values = record.values()
+    if values is None:
+        return None
+    return record_tensor(factor * values.astype(np.float64), values=True)
 
 
 def has_values(tensors: Tensors) -> bool:

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from entrenar_py.checks import (
     closeness,
     evidence,
@@ -26,15 +24,7 @@ from entrenar_py.checks import (
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.knob_pairs import Pair, pair_of
 from entrenar_py.checks.needs import Need, Traces, turned
-from entrenar_py.trace import (
-    Shard,
-    TensorRecord,
-    Tensors,
-    Trace,
-    Update,
-    record_sketch,
-    record_tensor,
-)
+from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
 UNCLIPPED = "1e9"  # larger than the norm of any gradient
@@ -190,7 +180,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
             message = f"{pair.words.before}the gradient is not {what}"
             # The script's norm may be off by its rounding; the direction is not.
             length = min(max(norm, limit * (1 - rounding)), limit * (1 + rounding))
-            clipped = _times(first_update.gradient, length / whole)
+            clipped = evidence.times(first_update.gradient, length / whole)
             closeness.compare_close(tally, clipped, applied, bound, message, **place)
     return num_gradients
 
@@ -202,20 +192,7 @@ def _applied(update: Update) -> Tensors:
     before, after = update.grad_norm, update.applied_norm
     if not before or after is None or not math.isfinite(before + after):
         return update.gradient
-    return _times(update.gradient, after / before)
-
-
-def _times(tensors: Tensors, factor: float) -> Tensors:
-    return {name: scaled for name, t in tensors.items() if (scaled := _scaled(t, factor))}
-
-
-def _scaled(record: TensorRecord, factor: float) -> TensorRecord | None:
-    if record.sketch is not None:
-        return record_sketch(record.sketch.times(factor), record.dtype)
-    values = record.values()
-    if values is None:
-        return None
-    return record_tensor(factor * values.astype(np.float64), values=True)
+    return evidence.times(update.gradient, after / before)
 
 
 def _micro_batches(trace: Trace) -> int:

@@ -16,6 +16,7 @@ from entrenar_py.checks import (
     copies,
     coupled_samples,
     divergence,
+    divided_inside,
     random_draws,
     rank_statistics,
     repeatability,
@@ -207,6 +208,8 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
     if not compared.is_one_run:
         model = tensor_names.aligned(compared.model, compared.trace)
         compared = replace(compared, model=model)
+    if comparison in (WITH_ONE_WORKER, WITH_A_KNOB, SUMS):
+        compared = divided_inside.undone(tally, compared)
     for presupposition in COMPARISONS[comparison]:
         why = presupposition.lacking(compared)
         if not why:

@@ -1,0 +1,175 @@
+"""Recognise optimizers that divide gradients inside their own step: a benign explanation.
+
+Gradients are read as a step begins. A script may add them over workers or micro-batches, and take
+the mean only where it moves the weights: in an optimizer of its own. Its
+gradients are then larger than those of one worker, by one number on all tensors, and its weights
+move as those of one worker do.
+
+Adam moves weights alike whatever their gradients are multiplied by. So a step counts as dividing
+only if its state agrees as well, or if it has none and moves weights in proportion to gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from entrenar_py.checks import (
+    closeness,
+    evidence,
+    factors,
+    gradient_sums,
+    step_shape,
+    step_sums,
+    tensor_names,
+)
+from entrenar_py.checks.compared import Compared, run_name
+from entrenar_py.checks.run_comparison import ROUNDING_STEPS, Bounds
+from entrenar_py.trace import Start, Tensors, Trace, Update
+from entrenar_py.verdict import Tally
+
+_STEPS_MIN = 2  # in a single step weights may agree by chance
+_ALIKE = 0.01  # relative, L2: how far apart two runs' movements may be, roundings aside
+_APART_MIN = 10 * _ALIKE  # a factor that is nearer to 1 could not be told from none
+_ULP = 2.0**-23
+
+
+def undone(tally: Tally, compared: Compared) -> Compared:
+    """Return the comparison with each gradient as the step divides it, and note that it does."""
+    factor = factor_of(compared)
+    if factor is None:
+        return compared
+    trace = compared.trace
+    note = (
+        f"in {run_name(trace)} gradients are {factor:.4g} times as large as in the run that it is "
+        "compared with, and weights move alike: the optimizer's step divides them by itself"
+    )
+    if note not in tally.notes:
+        tally.note(note)
+    trace = _divided(trace, factor)
+    return replace(compared, trace=trace, model=trace if compared.is_one_run else compared.model)
+
+
+def factor_of(compared: Compared) -> float | None:
+    """Return the number that the steps of `compared.trace` divide gradients by; None for none.
+
+    They are compared with `compared.model`; or if that is the same run, with the run on one worker
+    and the one whose knobs aren't turned.
+    """
+    trace = compared.trace
+    models = (compared.alone, compared.runs.base) if compared.is_one_run else (compared.model,)
+    for model in models:
+        if model is None or model is trace:
+            continue
+        factor = _factor(tensor_names.aligned(model, trace), trace)
+        if factor is not None:
+            return factor
+    return None
+
+
+def _factor(model: Trace, trace: Trace) -> float | None:
+    """Return how many times as large gradients are where weights move alike; None if not so."""
+    expected, made = evidence.updates(model), evidence.updates(trace)
+    bounds = Bounds.of(expected, model, trace)
+    factor, num_steps = 0.0, 0
+    movements = dict(_movements(trace)), dict(_movements(model))
+    for step in sorted(expected.keys() & made.keys())[:ROUNDING_STEPS]:
+        due = evidence.any_rank(expected[step])
+        for rank, update in made[step].items():
+            bound = bounds.gradient_moved if step else bounds.gradient
+            number = _times(due.gradient, update.gradient, bound)
+            factor = factor or number or 0.0
+            if number is None or factor <= 0 or abs(factor - 1) < _APART_MIN:
+                return None
+            if abs(number - factor) > bound * factor:
+                return None
+            got, wanted = movements[0].get((step, rank)), movements[1].get((step, due.rank))
+            if not (_move_alike(wanted, got) and _follows_size(due, update, model, trace)):
+                return None
+        num_steps += 1
+    return factor if num_steps >= _STEPS_MIN else None
+
+
+def _times(expected: Tensors, got: Tensors, bound: float) -> float | None:
+    """Return the number that all tensors' elements together are multiplied by, or None."""
+    left, right = evidence.vectors(expected), evidence.vectors(got)
+    if left is None or right is None or left.keys() != right.keys():
+        return None
+    if any(left[name].shape != right[name].shape for name in left):
+        return None
+    return factors.ratio(*(step_sums.joined(each, left) for each in (left, right)), bound)
+
+
+def _follows_size(due: Update, update: Update, model: Trace, trace: Trace) -> bool:
+    """Return whether weights would have moved otherwise, had the step not divided."""
+    states = [_large(one.optimizer) for one in (due, update)]
+    if not any(states):
+        return not (trace.scenario.optimizer == "adamw" or step_shape.is_adaptive(model, trace))
+    number = _times(states[0], states[1], _ALIKE)
+    return number is not None and abs(number - 1) <= _ALIKE
+
+
+def _large(tensors: Tensors) -> Tensors:
+    """Return the tensors of floats that are no counters."""
+    return {
+        name: record
+        for name, record in tensors.items()
+        if record.dtype.startswith(("float", "bfloat")) and (record.size or 0) > 1
+    }
+
+
+def _movements(trace: Trace) -> Iterator[tuple[tuple[int, int], tuple[step_sums.Vector, float]]]:
+    """Yield step and rank, with how far all tensors moved, flat, and the norm of their weights."""
+    before: dict[int, Tensors] = {
+        start.rank: start.weights for start in reversed(trace.of(Start)) if start.step == 0
+    }
+    for step, by_rank in evidence.ranks_by_step(trace):
+        for rank, update in by_rank.items():
+            names = [name for name in update.gradient if name in update.weights]
+            old = evidence.vectors(_chosen({**before.get(rank, {}), **update.edited}, names))
+            new = evidence.vectors(_chosen(update.weights, names))
+            before[rank] = update.weights
+            if not old or not new or gradient_sums.shapes(old) != gradient_sums.shapes(new):
+                continue
+            after = step_sums.joined(new, new)
+            yield (step, rank), (after - step_sums.joined(old, new), float(np.linalg.norm(after)))
+
+
+def _chosen(tensors: Tensors, names: Collection[str]) -> Tensors:
+    return {name: tensors[name] for name in names if name in tensors}
+
+
+def _move_alike(
+    due: tuple[step_sums.Vector, float] | None, got: tuple[step_sums.Vector, float] | None
+) -> bool:
+    """Return whether two movements are known to be alike, by more than roundings of the weights."""
+    if due is None or got is None or due[0].shape != got[0].shape:
+        return False
+    size = float(np.linalg.norm(due[0]))
+    noise = _ULP * due[1]
+    if not size or not math.isfinite(size) or noise > _ALIKE * size:
+        return False
+    return float(np.linalg.norm(got[0] - due[0])) <= closeness.PROJECTED * _ALIKE * size
+
+
+def _divided(trace: Trace, factor: float) -> Trace:
+    """Return `trace` with the gradients that each step gives to its rule."""
+
+    def shorter(norm: float | None) -> float | None:
+        return None if norm is None else norm / factor
+
+    events = (
+        replace(
+            event,
+            gradient=evidence.times(event.gradient, 1 / factor),
+            grad_norm=shorter(event.grad_norm),
+            applied_norm=shorter(event.applied_norm),
+        )
+        if isinstance(event, Update)
+        else event
+        for event in trace.events
+    )
+    return replace(trace, events=tuple(events))
