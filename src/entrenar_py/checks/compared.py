@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from entrenar_py.checks import run_comparison, sensitivity
+from entrenar_py.checks import evidence, explanations, run_comparison, sensitivity
+from entrenar_py.checks.explanations import Explanation
 from entrenar_py.checks.knob_pairs import pair_of
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
 from entrenar_py.checks.sensitivity import Sensitivity
@@ -54,6 +55,16 @@ class Compared:
         run_comparison.compare(tried, self.model, self.trace, None, sensitivity=self.sensitivity)
         return tried.broken
 
+    @cached_property
+    def explanation(self) -> Explanation | None:
+        """Why the runs differ, if one exact equation says so; None if none does."""
+        step = None if self.is_one_run or self.difference is None else self.difference.step
+        if step is None or step < 0:
+            return None
+        bounds = run_comparison.Bounds.of(evidence.updates(self.model), self.model, self.trace)
+        bound = bounds.gradient_moved if step else bounds.gradient
+        return explanations.difference(self.model, self.trace, step, bound)
+
     @property
     def alone(self) -> Trace | None:
         """The run on one worker, None if there is none."""
@@ -66,7 +77,8 @@ class Presupposition:
 
     `says` completes "a comparison presupposes that ...". `lacking` tests it on the runs: it returns
     why it fails or is unknown, and the call that settles it, or "" if it holds. `left` returns what
-    can still be compared where it fails, or None for nothing. `broken` returns the counterexample
+    can still be compared where it fails, or None for nothing. If a difference that has an
+    explanation can't come from this, `is_explained` is true. `broken` returns the counterexample
     of a training in which it fails by the script's own doing, None where that isn't certain.
     """
 
@@ -74,6 +86,7 @@ class Presupposition:
     says: str
     lacking: Callable[[Compared], str]
     left: Callable[[Compared], Compared | None] = lambda _: None
+    is_explained: bool = False
     broken: Callable[[Compared], Mapping[str, Any] | None] = lambda _: None
 
 

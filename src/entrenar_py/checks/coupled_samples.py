@@ -10,14 +10,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from itertools import zip_longest
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from entrenar_py.checks import (
     changed_sums,
-    closeness,
+    combinations,
     evidence,
     precision,
     run_comparison,
@@ -28,8 +24,6 @@ from entrenar_py.trace import Shard, Trace
 
 # A share of the usual distance of two gradients. What float32 leaves is far below it.
 SHARE = 0.2
-# Elements of a tensor, a micro-batch, that no combination meets by chance.
-_LARGE = 4
 
 
 def lacking(compared: Compared) -> str:
@@ -115,37 +109,10 @@ def _losses_agree(model: Trace, trace: Trace, step: int) -> bool:
 
 
 def _is_apart(model: Trace, trace: Trace, step: int) -> bool:
-    """Return whether some tensor's gradient in `model` is no combination of those in `trace`.
-
-    The same combination is tried of all tensors, and that of each large one: a bug may concern some
-    tensors only, by a factor, and samples that act on each other leave no combination of any.
-    """
+    """Return whether some tensor's gradient in `model` is no combination of those in `trace`."""
     due = step_sums.total(evidence.updates(model)[step], evidence.shards(model)[step])
-    given = [evidence.vectors(shard.gradient) for shard in evidence.shards(trace)[step]]
-    known = [vectors for vectors in given if vectors]
-    if due is None or not known or len(known) < len(given):
-        return False
-    names = set(due).intersection(*known)
-    if any(vectors[name].shape != due[name].shape for name in names for vectors in known):
-        return False
-    if not names:
-        return False
-    terms = {name: np.stack([vectors[name] for vectors in known], axis=1) for name in names}
-    whole = step_sums.joined(due, names)
-    together = np.stack([step_sums.joined(vectors, names) for vectors in known], axis=1)
-    if not (np.isfinite(together).all() and np.isfinite(whole).all()):
-        return False
-    sides = [(together, whole)]
-    sides += [(terms[n], due[n]) for n in names if due[n].size >= _LARGE * len(known)]
-    combinations = [np.linalg.lstsq(*side, rcond=None)[0] for side in sides]
-    bound, scale = _bound(model, trace), float(np.linalg.norm(whole)) / closeness.NOISE_SHARE
-
-    def is_one(name: str, shares: NDArray[Any]) -> bool:
-        parts = (due[name], *(terms[name] * shares).T)
-        size = max(scale, *(float(np.linalg.norm(part)) for part in parts))
-        return float(np.linalg.norm(terms[name] @ shares - due[name])) <= bound * size
-
-    return not all(any(is_one(name, shares) for shares in combinations) for name in names)
+    shards = evidence.shards(trace)[step]
+    return due is not None and combinations.is_met(due, shards, _bound(model, trace)) is False
 
 
 def _bound(model: Trace, trace: Trace) -> float:

@@ -100,7 +100,7 @@ def _times(expected: Tensors, got: Tensors, bound: float) -> float | None:
         return None
     if any(left[name].shape != right[name].shape for name in left):
         return None
-    return factors.ratio(*(step_sums.joined(each, left) for each in (left, right)), bound)
+    return factors.ratio(step_sums.joined(left, left), step_sums.joined(right, left), bound)
 
 
 def _follows_size(due: Update, update: Update, model: Trace, trace: Trace) -> bool:

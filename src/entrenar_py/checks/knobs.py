@@ -66,7 +66,8 @@ def _changes_nothing(took_effect: Effect) -> Callable[[Tally, Pair, Compared], i
 
     def judge(tally: Tally, pair: Pair, compared: Compared) -> int | None:
         model, trace = compared.model, compared.trace
-        if trace.scenario.dropout and not oracles.same_masks(model, trace):
+        masked = trace.scenario.dropout and not oracles.same_masks(model, trace)
+        if masked and compared.explanation is None:
             why = "dropout draws other masks: run the script without dropout"
             tally.miss(f"{pair.words.before}{why}")
             return None

@@ -76,16 +76,23 @@ class _Followed:
         for trace in (*base, *runs.of(ALONE)):
             if model is None or trace is model or not evidence.is_as_trained(trace):
                 continue
-            if not oracles.same_masks(model, trace):
+            compared = Compared(runs=runs, model=model, trace=trace)
+            if not oracles.same_masks(model, trace) and not _is_explained(compared):
                 done.masked.append(trace)
                 continue
             if not runs.of(ORACLE):
                 tally.note("compared with its own run on one worker, which may have the same bug")
-            count = _compare(tally, Compared(runs=runs, model=model, trace=trace), tolerance)
+            count = _compare(tally, compared, tolerance)
             if trace.of(Update):
                 done.num_gradients.append(count)
             done.num_followed += 1
         return done
+
+
+def _is_explained(compared: Compared) -> bool:
+    """Return whether a user's runs differ by one equation, which other masks would not leave."""
+    own = compared.trace.scenario.workload == "own"
+    return own and presuppositions.aligned(compared).explanation is not None
 
 
 def _compare(tally: Tally, compared: Compared, tolerance: float | None) -> int:

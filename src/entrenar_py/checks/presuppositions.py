@@ -24,7 +24,8 @@ from entrenar_py.checks import (
     tensor_names,
     uneven_steps,
 )
-from entrenar_py.checks.compared import Compared, Presupposition
+from entrenar_py.checks.compared import Compared, Presupposition, run_name
+from entrenar_py.checks.explanations import Explanation
 from entrenar_py.verdict import Tally
 
 SAME_NAMES = Presupposition(
@@ -103,6 +104,7 @@ STATISTICS = Presupposition(
     name="no statistics of a rank",
     says="no rank computes with statistics of its own samples",
     lacking=rank_statistics.lacking,
+    is_explained=True,
 )
 FINITE = Presupposition(
     name="finite",
@@ -128,16 +130,19 @@ SAME_CONTENTS = Presupposition(
     name="same contents",
     says="the model is given the same of each sample in both runs",
     lacking=random_draws.other_contents,
+    is_explained=True,
 )
 NOTHING_BY_RANK = Presupposition(
     name="nothing drawn by rank",
     says="no random numbers depend on the rank, or on how a batch is split",
     lacking=random_draws.drawn_by_rank,
+    is_explained=True,
 )
 SUM_OVER_SAMPLES = Presupposition(
     name="a sum over samples",
     says="the loss of a batch is a sum over its samples, which don't act on each other",
     lacking=coupled_samples.lacking,
+    is_explained=True,
 )
 NO_NOISE = Presupposition(
     name="no noise on gradients",
@@ -205,14 +210,15 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
     """
     if compared.trace.scenario.workload != "own":
         return compared
-    if not compared.is_one_run:
-        model = tensor_names.aligned(compared.model, compared.trace)
-        compared = replace(compared, model=model)
+    compared = aligned(compared)
     if comparison in (WITH_ONE_WORKER, WITH_A_KNOB, SUMS):
         compared = divided_inside.undone(tally, compared)
     for presupposition in COMPARISONS[comparison]:
         why = presupposition.lacking(compared)
         if not why:
+            continue
+        if presupposition.is_explained and (explanation := compared.explanation) is not None:
+            _note_explained(tally, compared, explanation)
             continue
         broken = presupposition.broken(compared)
         if broken is None:
@@ -224,3 +230,19 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
             return None
         compared = left
     return compared
+
+
+def aligned(compared: Compared) -> Compared:
+    """Return the comparison with tensors of the model named as in the trace."""
+    if compared.is_one_run:
+        return compared
+    return replace(compared, model=tensor_names.aligned(compared.model, compared.trace))
+
+
+def _note_explained(tally: Tally, compared: Compared, explanation: Explanation) -> None:
+    """Note that two runs differ by one exact equation, so by nothing that is random or coupled."""
+    difference = compared.difference
+    assert difference is not None, "it was explained"
+    runs = " and ".join(run_name(run) for run in (compared.model, compared.trace))
+    note = f"gradients of {runs} differ in step {difference.step} by one equation"
+    tally.note(f"{note}: {explanation.words}")
