@@ -8,8 +8,7 @@ gradient has no explanation here, and is no counterexample. Judges nothing.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,29 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.checks import evidence, factors
+from entrenar_py.checks.explanations import Explanation
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.wording import listed
 
 Vector = NDArray[np.float64]
 Vectors = Mapping[str, NDArray[Any]]
 
-# Two gradients whose squared cosine is closer to 1 can't be told apart in a sum of both.
-_PARALLEL = 1 - 1e-6
+# Gradients that are nearer to a combination of each other can't be told apart in a sum. It is the
+# smallest eigenvalue of their cosines.
+_APART = 5e-7
+_EVEN = 1e-3  # numbers by which gradients are added are equal if they differ by less
 # Short vectors are multiples of each other by chance.
 _TELLING_MIN = 3
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The explanation of an applied gradient, in words that follow a tensor's name.
-
-    `is_wrong` is False if a right script may do this on purpose; `advice` then says what settles
-    it.
-    """
-
-    words: str
-    is_wrong: bool = True
-    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,13 +46,6 @@ class Applied:
     divisor: float
     off: Collection[str]
     bound: float
-
-    def explanation(self) -> Explanation | None:
-        """Return the first explanation that holds, or None."""
-        for explain in (_again, _kept, _stale, _some_micro_batches, _one_rank, own_factor):
-            if (found := explain(self)) is not None:
-                return found
-        return None
 
     @property
     def applied(self) -> Vector:
@@ -194,7 +176,7 @@ def _kept(step: Applied) -> Explanation | None:
         return None
     known = evidence.vectors(before.gradient)
     assert known is not None, "earlier() returns updates with values"
-    parts = _two_parts(step.flat(known), own, step.applied, step.bound)
+    parts = _parts([step.flat(known), own], step.applied, step.bound)
     if parts is None:
         return None
     kept = [name for name in step.off if name in step.update.kept]
@@ -213,24 +195,54 @@ def _kept(step: Applied) -> Explanation | None:
     )
 
 
-def _stale(step: Applied) -> Explanation | None:
-    """The applied gradient is that of the samples of the step before, alone or added."""
+def _late(step: Applied) -> Explanation | None:
+    """The applied gradient is that of the samples of the step before."""
     number = step.update.step - 1
-    earlier = step.shards_of(number)
-    before, own = step.sum_of(earlier), step.sum_of(step.shards)
-    if before is None or own is None:
-        return None
-    if step.is_times(before):
-        return Explanation(
-            f"is that of step {number}'s samples, which could mean: it is applied a step late"
-        )
-    parts = _two_parts(before, own, step.applied, step.bound)
-    if parts is None or abs(parts[0] / parts[1] - 1) > step.bound:
+    if not step.is_times(step.sum_of(step.shards_of(number))):
         return None
     return Explanation(
-        f"is that of the samples of steps {number} and {number + 1} together, which could mean: "
-        f"gradients not cleared after step {number}"
+        f"is that of step {number}'s samples, which could mean: it is applied a step late"
     )
+
+
+def _left(step: Applied) -> Explanation | None:
+    """The last backward passes before this step's are in the applied gradient, too.
+
+    They came after the step before, as those of another loss do, or were applied there.
+    """
+    number, own = step.update.step - 1, step.flat(step.total)
+    before = step.earlier()
+    known = None if before is None else evidence.vectors(before.gradient)
+    passes = _by_rank(shard for shard in step.shards_of(number) if shard.gradient.keys() & step.off)
+    most = max(map(len, passes.values()), default=0)
+    for count in range(1, most + 1):
+        tail = step.sum_of([shard for shards in passes.values() for shard in shards[-count:]])
+        if tail is None:
+            continue
+        for kept in ([], *([[step.flat(known)]] if known else [])):
+            parts = _parts([own, tail, *kept], step.applied, step.bound)
+            if parts is None or abs(parts[1] / parts[0] - 1) > _EVEN:
+                continue
+            if kept and not _is_natural(step, parts[2], parts[0]):
+                continue
+            last = "the last of" if count == 1 else f"the last {count} of"
+            which = "all" if count == most else last
+            applied = f", and what step {number} applied" if kept else ""
+            return Explanation(
+                f"is that of step {number + 1}'s samples and of {which} {most} backward passes of "
+                f"step {number}{applied}, which could mean: gradients not cleared after step "
+                f"{number}"
+            )
+    return None
+
+
+def _is_natural(step: Applied, kept: float, own: float) -> bool:
+    """Return whether a gradient that was applied before is in this one without another factor.
+
+    It is not reduced again, or added over ranks.
+    """
+    numbers = (own, own * step.trace.scenario.world_size, 1.0)
+    return any(abs(kept - number) <= _EVEN * number for number in numbers)
 
 
 def _some_micro_batches(step: Applied) -> Explanation | None:
@@ -293,26 +305,26 @@ def own_factor(step: Applied) -> Explanation | None:
     return Explanation(f"{words}, compared with the other tensors")
 
 
-def _two_parts(
-    first: Vector, second: Vector, got: Vector, bound: float
-) -> tuple[float, float] | None:
-    """Return the positive a and b with got = a first + b second within rounding; else None."""
-    sizes = [float(np.dot(one, one)) for one in (first, second)]
-    if np.count_nonzero(got) <= _TELLING_MIN:
+def _parts(terms: Sequence[Vector], got: Vector, bound: float) -> list[float] | None:
+    """Return the positive numbers by which `terms` add up to `got` within rounding; else None."""
+    norm = float(np.linalg.norm(got))
+    sizes = [float(np.linalg.norm(term)) for term in terms]
+    if np.count_nonzero(got) <= _TELLING_MIN * (len(terms) - 1) or not all(sizes) or not norm:
         return None
-    across, norm = float(np.dot(first, second)), float(np.linalg.norm(got))
-    if not all(sizes) or not norm or across**2 > _PARALLEL * math.prod(sizes):
+    columns = np.stack([term / size for term, size in zip(terms, sizes, strict=True)], axis=1)
+    if np.linalg.eigvalsh(columns.T @ columns)[0] < _APART:
         return None
-    system = np.array([[sizes[0], across], [across, sizes[1]]])
-    a, b = np.linalg.solve(system, [np.dot(first, got), np.dot(second, got)])
-    if np.linalg.norm(got - a * first - b * second) > bound * norm:
+    parts = np.linalg.lstsq(columns, got, rcond=None)[0]
+    if np.linalg.norm(columns @ parts - got) > bound * norm or parts.min() <= 10 * bound * norm:
         return None
-    telling = min(a * math.sqrt(sizes[0]), b * math.sqrt(sizes[1])) > 10 * bound * norm
-    return (float(a), float(b)) if telling else None
+    return [float(part / size) for part, size in zip(parts, sizes, strict=True)]
 
 
-def _by_rank(shards: Collection[Shard]) -> dict[int, list[Shard]]:
+def _by_rank(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
     by_rank: dict[int, list[Shard]] = {}
     for shard in shards:
         by_rank.setdefault(shard.rank, []).append(shard)
     return by_rank
+
+
+LIST = (_again, _kept, _late, _left, _some_micro_batches, _one_rank, own_factor)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from entrenar_py.checks.explanations import Explanation
 from entrenar_py.checks.gradient_sums import Vectors
 from entrenar_py.wording import listed
 
@@ -45,32 +46,21 @@ class Clipped:
         return math.sqrt(math.fsum(self.sizes[name] for name in names))
 
 
-@dataclass(frozen=True)
-class Error:
-    """An error in words, and a tensor that shows it, if any shows it in particular."""
-
-    words: str
-    tensor: str | None = None
-
-
-def explain(clipped: Clipped) -> Error | None:
-    """Return the error of which the applied gradient is the result, None if none fits."""
-    return next(filter(None, (find(clipped) for find in _FINDERS)), None)
-
-
-def _by_element(clipped: Clipped) -> Error | None:
+def _by_element(clipped: Clipped) -> Explanation | None:
     if clipped.large:
         return None
     sizes = np.abs(_flat(clipped.applied))
     num_largest = int(np.isclose(sizes, sizes.max(), rtol=clipped.bound).sum()) if sizes.size else 0
     if num_largest and clipped.is_limit(float(sizes.max())):
         if num_largest > 1:
-            return Error("each element was clipped to it, not the norm (clip_grad_value_)")
-        return Error("its largest element has this size: clipped by the maximum (norm_type=inf)")
+            return Explanation("each element was clipped to it, not the norm (clip_grad_value_)")
+        return Explanation(
+            "its largest element has this size: clipped by the maximum (norm_type=inf)"
+        )
     return None
 
 
-def _in_groups(clipped: Clipped) -> Error | None:
+def _in_groups(clipped: Clipped) -> Explanation | None:
     """Find tensors that were clipped by a norm of their own, so that all together are too long."""
     if clipped.norm(clipped.applied) <= clipped.limit * (1 + clipped.bound):
         return None
@@ -78,11 +68,11 @@ def _in_groups(clipped: Clipped) -> Error | None:
         apart = len(names) < len(clipped.applied)
         if apart and clipped.is_limit(clipped.norm(names)):
             words = f"{listed(names, most=3)} has this norm alone: clipped in parts, not as a whole"
-            return Error(words, names[0])
+            return Explanation(words, tensor=names[0])
     return None
 
 
-def _twice(clipped: Clipped) -> Error | None:
+def _twice(clipped: Clipped) -> Explanation | None:
     """Find a tensor that was counted twice in the norm and scaled twice by the factor."""
     groups = _scaled_together(clipped)
     if len(groups) != 2 or not clipped.whole:
@@ -95,16 +85,16 @@ def _twice(clipped: Clipped) -> Error | None:
     rest, double = clipped.norm(many), clipped.norm(few)
     if clipped.is_limit(scale * math.hypot(rest / scale, math.sqrt(2) * double / scale**2)):
         words = f"{listed(few, most=3)} is twice among the tensors that are clipped"
-        return Error(words, few[0])
+        return Explanation(words, tensor=few[0])
     return None
 
 
-def _before_the_sum(clipped: Clipped) -> Error | None:
+def _before_the_sum(clipped: Clipped) -> Explanation | None:
     """Find out whether ranks, or micro-batches, were clipped before they were added."""
     for words, of_rank in _EARLY.items():
         parts = [of_rank(batches, clipped.limit) for batches in clipped.by_rank.values()]
         if parts and is_multiple(clipped.applied, _sum(parts), clipped.bound):
-            return Error(words)
+            return Explanation(words)
     return None
 
 
@@ -128,7 +118,7 @@ _EARLY: Mapping[str, Callable[[Sequence[Vectors], float], Vectors]] = {
     "each micro-batch's gradient was clipped before they were added": _each,
     "the gradient was clipped after each micro-batch": _as_it_grows,
 }
-_FINDERS = (_by_element, _in_groups, _twice, _before_the_sum)
+LIST = (_by_element, _in_groups, _twice, _before_the_sum)
 
 
 # --- arithmetic -------------------------------------------------------------------------------

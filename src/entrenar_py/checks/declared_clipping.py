@@ -16,6 +16,7 @@ from entrenar_py.checks import (
     clipping_errors,
     closeness,
     evidence,
+    explanations,
     gradient_sums,
     missing,
     run_comparison,
@@ -23,6 +24,7 @@ from entrenar_py.checks import (
     step_sums,
 )
 from entrenar_py.checks.clipping_errors import Clipped
+from entrenar_py.checks.explanations import Explanation
 from entrenar_py.checks.facts import CLIP_NORM, NORMS, values_of
 from entrenar_py.trace import Noticed, Trace, Update
 from entrenar_py.verdict import Tally
@@ -105,7 +107,7 @@ class _Judged:
         elif not math.isfinite(norm):
             return  # for F-DP-003 to judge
         elif norm > self.limit * (1 + self.bound + closeness.norm_rounding(update.gradient)):
-            error = clipping_errors.explain(self._clipped(by_rank, update))
+            error = explanations.first(clipping_errors.LIST, self._clipped(by_rank, update))
             if error is None and self._is_seen:
                 self._unsaid("gradients are longer when they are applied")
                 return
@@ -152,7 +154,7 @@ class _Judged:
             self.tally.compared += 1
             self.scaled.append(_Scaled(update, norm, 1 / divisor))
             return
-        error = clipping_errors.explain(clipped)
+        error = explanations.first(clipping_errors.LIST, clipped)
         if error is None:
             self.tally.miss(
                 f"whether step {update.step} clips the whole gradient can't be told: what is "
@@ -269,7 +271,7 @@ def _length(update: Update) -> float | None:
     return closeness.norm_l2(update.gradient) if known is None else known
 
 
-def _told(error: clipping_errors.Error | None) -> str:
+def _told(error: Explanation | None) -> str:
     return f": {error.words}" if error else ""
 
 

@@ -26,7 +26,7 @@ _ALIKE = 0.02  # shares closer than this are alike: counts of samples differ by 
 _TELLING_MIN = 3  # elements: shorter vectors are multiples of each other by chance
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Explanation:
     """An equation that fits, in `words` that follow what fails, and a `tensor` that shows it.
 
@@ -95,7 +95,7 @@ def _by_factor(gaps: dict[str, closeness.Gap], trace: Trace, bound: float) -> Ex
         )
     )
     shown, reason = simple
-    return Explanation(words=f"{which} the factor {shown}{f' ({reason})' if reason else ''}")
+    return Explanation(f"{which} the factor {shown}{f' ({reason})' if reason else ''}")
 
 
 def _by_shares(
@@ -113,7 +113,7 @@ def _by_shares(
     counts = ([1.0] * len(shards), [s.weight for s in shards], [float(len(s.ids)) for s in shards])
     if not any(_are_alike(shares, count) for count in counts):
         return None
-    return Explanation(words="micro-batches count otherwise")
+    return Explanation("micro-batches count otherwise")
 
 
 def _are_alike(shares: step_sums.Vector, counts: Sequence[float]) -> bool:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from entrenar_py.checks import closeness
+from entrenar_py.checks import closeness, factors
 
+_TELLING_MIN = 3  # elements: shorter vectors are multiples of each other by chance
 Vectors = Mapping[str, np.ndarray[Any, Any]]
 
 
@@ -44,6 +45,21 @@ def divisor(sums: Vectors, mean: Vectors) -> float | None:
         if left <= 0:
             return number
     return None
+
+
+def divisors(sums: Vectors, mean: Vectors, bound: float) -> list[float]:
+    """Return the numbers by which several elements of a tensor's sum were divided exactly.
+
+    The number of most tensors comes first.
+    """
+    counts: dict[float, int] = {}
+    for name, value in mean.items():
+        number = factors.ratio(value, sums[name], bound)
+        if number is None or number <= 0 or np.count_nonzero(value) < _TELLING_MIN:
+            continue
+        known = next((one for one in counts if abs(one - number) <= 2 * bound * one), number)
+        counts[known] = counts.get(known, 0) + 1
+    return sorted(counts, key=counts.__getitem__, reverse=True)
 
 
 def shapes(tensors: Vectors) -> dict[str, tuple[int, ...]]:

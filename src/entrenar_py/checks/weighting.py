@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from entrenar_py.checks import (
     accumulated,
     closeness,
     evidence,
+    explanations,
     facts,
     gradient_sums,
     knobs,
@@ -29,6 +30,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.explanations import Explanation
 from entrenar_py.checks.needs import ALONE, NUDGED, ORACLE, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Trace, Update
@@ -251,15 +253,18 @@ class _Divisions:
         mean: gradient_sums.Vectors,
         divisor: float,
         off: Collection[str],
-    ) -> tuple[Collection[str], accumulated.Explanation | None]:
+    ) -> tuple[Collection[str], Explanation | None]:
         """Return what the gradient of the tensors `off` is, and which tensors that explains.
 
+        Large tensors that are wrong may have set the divisor: those of others are tried, too.
         Elements that may be clipped are left out if the gradient has no explanation otherwise.
         """
         step = accumulated.Applied(self.trace, update, total, mean, divisor, off, self.bound)
-        why = step.explanation()
-        if why is not None or not self.limit:
-            return off, why
+        for each in (step, *self._by_other_divisors(step)):
+            if (why := explanations.first(accumulated.LIST, each)) is not None:
+                return each.off, why
+        if not self.limit:
+            return off, None
         total, mean = value_clipping.uncut(total, mean, self.limit)
         if (free := gradient_sums.divisor(total, mean)) is None:
             return off, None
@@ -269,7 +274,18 @@ class _Divisions:
         why = accumulated.own_factor(step) if still else None
         return (off, None) if why is None else (still, why)
 
-    def _is_open(self, why: accumulated.Explanation | None, update: Update) -> bool:
+    def _by_other_divisors(self, step: accumulated.Applied) -> Iterator[accumulated.Applied]:
+        """Yield the step with each divisor by which some tensors are exactly their sums."""
+        size = math.sqrt(
+            sum(float(np.square(v, dtype=np.float64).sum()) for v in step.mean.values())
+        )
+        for divisor in gradient_sums.divisors(step.total, step.mean, self.bound):
+            allowed = self.bound * divisor * size
+            off = gradient_sums.off(step.total, step.mean, divisor, allowed)
+            if off and off != step.off:
+                yield replace(step, divisor=divisor, off=off)
+
+    def _is_open(self, why: Explanation | None, update: Update) -> bool:
         """Return whether a user's script may have changed the gradient on purpose, and say so.
 
         A gradient that was reported by `obs.reduced()` is that of the whole batch, so it may not.
