@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.trace import Event, Shard, Update
+from entrenar_py.trace import Event, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.micro_batch_traces import (
@@ -170,3 +170,32 @@ def test_a_tensor_that_some_micro_batches_have_no_gradient_for() -> None:
     ]
     finding = traces.judge("weighting", [replace(trace, events=tuple(events))])
     assert finding.verdict is Verdict.INCONCLUSIVE
+
+
+def test_gradients_of_an_evaluation_are_not_to_be_applied() -> None:
+    """A pass in evaluation mode, beside others in training mode, is named if it was not cleared.
+
+    A model that trains in evaluation mode in all passes may be meant so, and a gradient that was
+    cleared is in no sum.
+    """
+    many = _evaluating(trace_of([summed(0), summed(1), summed(2)]), {1})
+    broken = traces.broken(traces.judge("weighting", [many]))
+    assert broken.step == 1
+    assert "2 backward passes in evaluation mode, beside 2 in training mode" in broken.message
+    alike = _evaluating(trace_of([summed(0), summed(1), summed(2)]), {0, 1})
+    assert traces.judge("weighting", [alike]).verdict is not Verdict.FALSIFIED
+    cleared = trace_of([summed(0), summed(1, which=slice(None, 1)), summed(2)])
+    events = [_holding(e, dict.fromkeys(SHAPES, (0,)), {1}) for e in cleared.events]
+    cleared = _evaluating(replace(cleared, events=tuple(events)), {1})
+    assert traces.judge("weighting", [cleared]).verdict is not Verdict.FALSIFIED
+
+
+def _evaluating(trace: Trace, numbers: set[int]) -> Trace:
+    """Return `trace` with the micro-batches `numbers` of each rank's step 1 in evaluation mode."""
+    events = [
+        replace(event, evaluating=True)
+        if isinstance(event, Shard) and event.step == 1 and event.shard % MICRO_BATCHES in numbers
+        else event
+        for event in trace.events
+    ]
+    return replace(trace, events=tuple(events))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import evidence, factors
+from entrenar_py.checks import evidence, factors, step_sums
 from entrenar_py.checks.explanations import Explanation
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.wording import listed
@@ -29,6 +29,8 @@ _APART = 5e-7
 _EVEN = 1e-3  # numbers by which gradients are added are equal if they differ by less
 # Short vectors are multiples of each other by chance.
 _TELLING_MIN = 3
+_ELEMENTS_MIN = 8  # of all tensors together
+_FAR = 10.0  # bounds, beyond which a gradient is another one
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,35 @@ def moved_without_pass(trace: Trace, update: Update) -> tuple[str, str] | None:
                 "mean: a step that only makes the optimizer's state"
             )
     return None
+
+
+def of_evaluation(
+    by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float
+) -> tuple[str, Explanation] | None:
+    """Return a tensor whose applied gradient holds passes in evaluation mode, beside others.
+
+    A script evaluates, or looks at gradients, and clears nothing before it trains on. Both kinds of
+    passes together must have the applied gradient, and those in training mode must not.
+    """
+    held = step_sums.held(by_rank, shards)
+    training = [shard for shard in held if not shard.evaluating]
+    if len(training) == len(held) or {s.rank for s in training} != {s.rank for s in held}:
+        return None
+    applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
+    sums = [step_sums.total(by_rank, chosen) for chosen in (held, training)]
+    if applied is None or any(one is None or one.keys() != applied.keys() for one in sums):
+        return None
+    got = step_sums.joined(applied, applied)
+    whole, part = (step_sums.joined(one or {}, applied) for one in sums)
+    if got.size < _ELEMENTS_MIN or factors.ratio(whole, got, bound) is None:
+        return None
+    if factors.ratio(part, got, _FAR * bound) is not None:
+        return None
+    return min(applied), Explanation(
+        f"holds that of {len(held) - len(training)} backward passes in evaluation mode, beside "
+        f"{len(training)} in training mode, which could mean: gradients of an evaluation not "
+        "cleared"
+    )
 
 
 def _before(trace: Trace, update: Update) -> Update | None:

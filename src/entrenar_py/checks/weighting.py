@@ -122,6 +122,11 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
             _require_pass(tally, trace, update)
         if step in unknown or step in rested:
             continue
+        if (left := accumulated.of_evaluation(by_rank, shards[step], divisions.bound)) is not None:
+            name, why_left = left
+            message = f"the applied gradient of {name} {why_left.words}"
+            tally.check(False, message, tensor=name, **evidence.place(trace, update))
+            continue
         total = step_sums.total(by_rank, shards[step])
         mean = evidence.vectors(update.gradient)
         if total and mean is not None and trace.scenario.workload == "own":
