@@ -95,7 +95,9 @@ class Finding:
 
     `reason` is empty only for HELD. `notes` are facts to print with any verdict (a software
     adapter, a skipped backend). `vacuous` is True if the verdict is INCONCLUSIVE because there was
-    nothing to compare, False if a comparison lacked a fact that it needed.
+    nothing to compare, False if a comparison lacked a fact that it needed. If `applies` is False,
+    the runs showed that they don't have what the invariant is about, and `reason` says how: the
+    finding then counts neither as held nor as inconclusive.
     """
 
     invariant: str
@@ -105,6 +107,7 @@ class Finding:
     counterexample: Counterexample | None = None
     notes: tuple[str, ...] = ()
     vacuous: bool = False
+    applies: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, converted to what JSON can hold."""
@@ -142,6 +145,17 @@ def inconclusive(invariant: str, reason: str, compared: int = 0) -> Finding:
     """Return a finding that says why nothing can be concluded."""
     return Finding(
         invariant=invariant, verdict=Verdict.INCONCLUSIVE, compared=compared, reason=reason
+    )
+
+
+def not_applied(invariant: str, reason: str) -> Finding:
+    """Return a finding that says which part of the invariant's subject the runs don't have."""
+    return Finding(
+        invariant=invariant,
+        verdict=Verdict.INCONCLUSIVE,
+        compared=0,
+        reason=reason,
+        applies=False,
     )
 
 

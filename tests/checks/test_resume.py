@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from entrenar_py.checks import rates
+from entrenar_py.checks import CHECKS, rates
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -165,3 +166,37 @@ def test_a_shard_that_moved_is_left_to_its_step() -> None:
     stopped, straight = pair()
     moved = altered(stopped, Shard, {"step": 5, "shard": 0}, rank=2)
     assert traces.judge("resume", [moved, straight]).verdict is Verdict.HELD
+
+
+# --- whether there is anything to resume from -----------------------------------------------------
+
+
+def observed(**traits: Any) -> Trace:
+    """Return the run of a script, with these traits."""
+    trace = traces.run(scenario())
+    own = trace.scenario.with_(system="command", workload="own")
+    return replace(trace, scenario=own, traits=replace(trace.traits, **traits))
+
+
+@pytest.mark.parametrize(
+    ("traits", "why"),
+    [
+        ({"saves": "nothing"}, "the script writes no checkpoint: no rank saved its weights in 6"),
+        ({"saves": "weights", "loads": "nothing"}, "no line of it loads any"),
+        ({"saves": "nothing", "unreached": "train.py:7"}, ""),
+        ({"saves": "weights"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_script_without_checkpoints_has_no_resume(traits: dict[str, object], why: str) -> None:
+    """It writes none, or loads none; what it would have saved later, or nobody looked at, may."""
+    absent = CHECKS["resume"].absent([observed(**traits)] * 2)
+    assert (why in absent) if why else absent == ""
+
+
+def test_one_run_with_a_checkpoint_is_enough() -> None:
+    """Nor does a clause fail to apply to a run that was stopped: somebody expects a resume."""
+    bare = observed(saves="nothing")
+    assert CHECKS["resume"].absent([bare, observed(saves="weights")]) == ""
+    stopped = replace(bare, scenario=bare.scenario.with_(stops=(3,)))
+    assert CHECKS["resume"].absent([bare, stopped]) == ""

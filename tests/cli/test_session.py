@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 from xml.etree import ElementTree
@@ -582,3 +583,26 @@ def test_foreign_contract(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     line = 1 + next(n for n, text in enumerate(lines) if "F-NET-001" in text)
     assert f"{foreign}:{line}:5: no check covers it" in capsys.readouterr().out
     assert not list(tmp_path.rglob("EXECUTED"))
+
+
+def test_a_clause_that_was_seen_not_to_apply(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is left out and named, and the exit code is that of the others; named by --only, it is 4.
+
+    The trace is that of a script that writes no checkpoint.
+    """
+    ran = systems.run(Scenario(system="reference", workload="linear", world_size=2, seed=0))
+    own = ran.scenario.with_(system="command", workload="own")
+    ran = replace(ran, scenario=own, traits=replace(ran.traits, saves="nothing"), promises=())
+    trace.save(ran, tmp_path / "script.jsonl")
+    extra = "  - {id: F-TI-003, name: resumed, severity: P0, invariant: stopped and resumed}\n"
+    contract = contract_file(tmp_path, extra=extra)
+    arguments = ("--contract", contract, "--judge", tmp_path / "script.jsonl")
+    json = tmp_path / "r.json"
+    assert check(*arguments, "--exclude", "F-DP-002", "--json", json) == 0
+    assert "not applied: F-TI-003 (resumed): the script writes no ch" in capsys.readouterr().out
+    assert verdicts(json) == {"F-DP-001": "held"}
+    assert report(json)["not_applying"] == ["F-TI-003"]
+    assert check(*arguments, "--only", "F-TI-003") == 4
+    assert "F-TI-003 INCONCLUSIVE: not applied: the script writes" in capsys.readouterr().out

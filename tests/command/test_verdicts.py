@@ -141,6 +141,18 @@ def test_reasons_name_runs() -> None:
     assert entry.finding.reason.endswith(" [3-workers]")
 
 
+def test_a_clause_about_what_a_script_has_not_does_not_apply() -> None:
+    """No run is missing then: what was seen is the reason. A run that failed shows nothing."""
+    tasks = judging.tasks([shipped_invariants()["F-TI-003"]])
+    bare = trained()
+    bare = replace(bare, traits=replace(bare.traits, saves="nothing"))
+    (entry,) = judging.judge(tasks, dict(recorded(("3-workers", PLAIN, bare))))
+    assert (entry.finding.applies, entry.untried) == (False, ())
+    assert entry.finding.reason.startswith("the script writes no checkpoint")
+    (entry,) = judging.judge(tasks, dict(recorded(("3-workers", PLAIN, failed(bare)))))
+    assert entry.finding.applies
+
+
 @pytest.mark.parametrize("name", ["F-TI-002", "F-TI-003", "F-DP-006"])
 def test_a_failed_base_is_the_reason(name: str) -> None:
     """If the first run failed, no placeholder is told for those that were not launched after it."""

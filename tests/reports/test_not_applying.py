@@ -11,7 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from entrenar_py.reports import github, html, json_format, junit, sarif
-from entrenar_py.reports.report import NotApplying, Report
+from entrenar_py.reports.report import EXIT_HELD, NotApplying, Report
+from entrenar_py.verdict import Finding, Verdict
 from tests.reports.conftest import printed
 
 REASON = "every scenario is with leave, which ddp_canonical can't do"
@@ -84,3 +85,23 @@ def test_notes_of_what_held_are_told(full: Report) -> None:
     assert note["associatedRule"] == {"id": "F-DP-004", "index": 2}
     for text in (note["message"]["text"], github.summary(full, allow_inconclusive=False)):
         assert "note F-DP-004: software adapter llvmpipe" in text.replace("\\", "")
+
+
+def test_a_gate_does_not_demand_what_was_seen_not_to_apply(full: Report) -> None:
+    """It passes over the others, and says so. What only somebody declares leaves it undecided."""
+    clauses = tuple(entry.invariant for entry in full.entries)
+    first = clauses[0]
+    held = [
+        replace(entry, finding=Finding(invariant="", verdict=Verdict.HELD, compared=1))
+        for entry in full.entries[1:]
+    ]
+    assert full.contract.gate is not None
+    gate = replace(full.contract.gate, checks=tuple(clause.id for clause in clauses))
+    contract = replace(full.contract, gate=gate, invariants=clauses)
+    seen = NotApplying(invariant=first, reason=REASON, seen=True)
+    known = replace(full, contract=contract, entries=tuple(held), not_applying=(seen,))
+    assert known.gate_passed
+    assert known.gate_scope == f"over {len(held)} clauses ({first.id} not applied)"
+    assert known.exit_code(allow_inconclusive=False) == EXIT_HELD
+    declared = replace(known, not_applying=(replace(seen, seen=False),))
+    assert declared.gate_passed is None

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from entrenar_py.checks.needs import Need, Traces
 from entrenar_py.contract import EQUALITY_KINDS, CheckTerms, Invariant
 from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Trace
 from entrenar_py.verdict import Finding
+
+
+def _nothing_absent(_: Sequence[Trace]) -> str:
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +28,9 @@ class Check(CheckTerms):
     `takes_turned`: it also judges runs with a turned knob: with the base if `needs` has that knob,
     else alone. `takes_resumed`: it judges a user's resumed run, too, by itself. `takes_commands`:
     it also judges a user's command, as checks that explore do. `not_of_commands`: why it judges
-    none, if it is no probe either.
+    none, if it is no probe either. `absent` returns what the runs of a user's own trainer were seen
+    not to have, so that the clause does not apply to them; "" if they may have it. It is asked
+    where the judgement is inconclusive.
     """
 
     judge: Callable[[Invariant, Traces], Finding]
@@ -39,3 +46,4 @@ class Check(CheckTerms):
     takes_resumed: bool = False
     takes_commands: bool = False
     not_of_commands: str = ""
+    absent: Callable[[Sequence[Trace]], str] = _nothing_absent

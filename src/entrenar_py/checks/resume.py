@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,7 @@ from entrenar_py.checks.needs import REPEATED, RESUMED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
+from entrenar_py.wording import counted
 
 _RESTORED = ("weights", "optimizer", "local", "buffers")
 
@@ -102,6 +104,20 @@ def _no_straight_run(tally: Tally, trace: Trace, runs: Traces) -> str:
         return f"{why}the run that resumed must say so by stops=({back_to},) in its scenario"
     near = missing.nearest(tally, runs, RESUMED)
     return f"{why}record one with stops=() in its scenario, and all else equal{near}"
+
+
+def _absent(traces: Sequence[Trace]) -> str:
+    """Return why the script has nothing to resume from, as far as all of its runs show."""
+    saves = {trace.traits.saves for trace in traces}
+    if any(trace.scenario.stops or trace.traits.unreached for trace in traces):
+        return ""
+    if saves == {"nothing"}:
+        steps = counted(max(trace.scenario.num_steps for trace in traces), "step")
+        return f"the script writes no checkpoint: no rank saved its weights in {steps}"
+    loads = {trace.traits.loads for trace in traces}
+    if saves == {"weights"} and loads == {"nothing"}:
+        return "the script saves its weights, and no line of it loads any: no run goes on from them"
+    return ""
 
 
 def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:
@@ -205,5 +221,6 @@ ROWS = (
         needs=(RESUMED,),
         witnesses=(REPEATED,),
         takes_turned=True,
+        absent=_absent,
     ),
 )

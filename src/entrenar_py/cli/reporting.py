@@ -133,6 +133,7 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
     started = time.monotonic()
     work, standing = job.work, job.standing
     entries: dict[str, Entry] = {}  # by id
+    unapplied: dict[str, NotApplying] = {}  # by id: the runs showed that the clause doesn't apply
     interrupted = False
     seen = curves.Curves()
     shown = terminal.Rows(output, standing.selected) if rows else None
@@ -140,10 +141,13 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
         try:
             for entry in work.entries(progress.show, seen.see if job.options.html else ignore):
                 # One by one: an interrupt keeps what is known so far.
-                entries[entry.invariant.id] = _noted(entry, standing)
-                progress.know(entry)
                 if shown is not None:
                     shown.show(entry)
+                if not (entry.finding.applies or _is_named(entry, job.options)):
+                    unapplied[entry.invariant.id] = _not_applying(entry)
+                    continue
+                entries[entry.invariant.id] = _noted(_named(entry), standing)
+                progress.know(entry)
         except KeyboardInterrupt:
             interrupted = True
     order = [clause.id for clause in job.contract.invariants]
@@ -152,7 +156,7 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
         entries=tuple(sorted(entries.values(), key=lambda entry: order.index(entry.invariant.id))),
         not_applying=tuple(
             _doubted(left_out, work.doubts)
-            for left_out in begun.not_applying
+            for left_out in (*begun.not_applying, *unapplied.values())
             if left_out.invariant.id not in entries
         ),
         environment=work.environment() if entries else {},
@@ -161,6 +165,23 @@ def _finished(job: Job, begun: Report, output: Console, *, rows: bool) -> Report
         interrupted=interrupted,
         curves=seen.found,
     )
+
+
+def _is_named(entry: Entry, options: argparse.Namespace) -> bool:
+    """Return whether the clause was named: then it is reported that nothing was decided."""
+    return bool({entry.invariant.id, entry.invariant.item} & {*options.only})
+
+
+def _not_applying(entry: Entry) -> NotApplying:
+    return NotApplying(invariant=entry.invariant, reason=entry.finding.reason, seen=True)
+
+
+def _named(entry: Entry) -> Entry:
+    """Return the entry of a clause that doesn't apply though it was named; any other as it is."""
+    if entry.finding.applies:
+        return entry
+    reason = f"not applied: {entry.finding.reason}"
+    return replace(entry, finding=replace(entry.finding, reason=reason))
 
 
 def _noted(entry: Entry, standing: exclusions.Standing) -> Entry:

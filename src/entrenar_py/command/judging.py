@@ -116,6 +116,9 @@ def judge(
         )
         asked = [runs[file].asked for file in traces]
         is_base_lost = _is_base_lost([runs[file] for file in traces])
+        if not entry.finding.applies:
+            yield entry
+            continue
         if not is_base_lost and (why := _lacking(check, asked)):
             entry = replace(entry, finding=inconclusive(task.invariant.id, why))
         notes = (

@@ -13,7 +13,7 @@ from entrenar_py.checks.knobs import KNOBS
 from entrenar_py.command import ending
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
-from entrenar_py.rank_files import assembly, rank_trace, shown_scenario
+from entrenar_py.rank_files import assembly, checkpoints, rank_trace, shown_scenario
 from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.scenario import Scenario
@@ -38,7 +38,8 @@ def of(
     ranks, problems = assembly.load(folder)
     events = assembly.ordered(ranks)
     scenario, traits = _scenario(ranks, events, asked, like, unclipped=unclipped)
-    traits = replace(traits, seeded=seeded)
+    saved = checkpoints.read(folder).traits(is_cut=any(rank.is_limited for rank in ranks))
+    traits = replace(traits, seeded=seeded, **saved)
     how = ending.of(ranks, events, asked, ended, problems)
     recorded = shown_scenario.trace_of(ranks, events, scenario, traits, how)
     if ended.num_left:

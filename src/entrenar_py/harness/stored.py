@@ -23,7 +23,7 @@ from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.reports.report import Entry
 from entrenar_py.systems import SYSTEMS
 from entrenar_py.trace import Called, Trace
-from entrenar_py.verdict import Finding, Verdict, first_few
+from entrenar_py.verdict import Finding, Verdict, first_few, not_applied
 
 _PATTERN = frozenset("*?[")
 
@@ -134,13 +134,32 @@ def judge_each(
         on_judged([traces[file] for file in judgement.files])
     deciding = _telling(judged)
     findings = _located(deciding, form) if len(traces) > 1 else [each.finding for each in deciding]
+    finding = combine(findings or [_unseen(task)])
     return Entry(
         invariant=task.invariant,
-        finding=combine(findings or [_unseen(task)]),
+        finding=_applying(task, finding, [traces[own] for own in runs]),
         num_scenarios=len(judged),
         num_explored=0,
         elapsed_s=time.monotonic() - started,
     )
+
+
+def _applying(task: Task, finding: Finding, traces: Sequence[Trace]) -> Finding:
+    """Return `finding`, or if it is inconclusive, that the clause does not apply to the traces.
+
+    What a run lacks that failed by itself may come in the part that is missing.
+    """
+    if finding.verdict is not Verdict.INCONCLUSIVE or task.check is None or not traces:
+        return finding
+    is_own = all(trace.scenario.workload == "own" for trace in traces)
+    if not is_own or any(_failed_by_itself(trace) for trace in traces):
+        return finding
+    why = task.check.absent(traces)
+    return not_applied(task.invariant.id, why) if why else finding
+
+
+def _failed_by_itself(trace: Trace) -> bool:
+    return trace.end.status == "failed" and not trace.scenario.faults
 
 
 def _unseen(task: Task) -> Finding:

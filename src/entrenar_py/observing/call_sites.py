@@ -29,10 +29,20 @@ def here() -> Site | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not (file.startswith((_OWN, "<")) or _is_library(file)):
+        if is_own(file):
             return _in_place(Path(file).resolve()), frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def is_own(file: str) -> bool:
+    """Return whether a file of code is the script's: not ours, Python's or installed."""
+    return not (file.startswith((_OWN, "<")) or _is_library(file))
+
+
+def is_ours(file: str) -> bool:
+    """Return whether a file of code is this package's."""
+    return file.startswith(_OWN)
 
 
 def _in_place(file: Path) -> str:

@@ -395,6 +395,6 @@ class Observer(Observation):
         if self._started:
             return
         self._started = True
-        self._facts.begin(self._subject.model, self._subject.optimizers)
+        self._facts.begin(self._subject, lambda: self._step.number)
         start = self._step.start(self._facts.progress())
         self._recording.write([start, *self._first_look.events(start.step)])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import nn
-
 from entrenar_py import trace
-from entrenar_py.observing import call_sites, surroundings
+from entrenar_py.observing import call_sites, checkpoints, surroundings
 from entrenar_py.observing.call_sites import CallSites
 from entrenar_py.observing.loader_batches import Batches, Pass
 from entrenar_py.observing.loader_iterators import LoaderHooks
@@ -20,6 +17,7 @@ from entrenar_py.observing.outer_synchronisation import Exchanges
 from entrenar_py.observing.recording import Recording
 from entrenar_py.observing.samples import Samples
 from entrenar_py.observing.seen_samples import SeenSamples
+from entrenar_py.observing.subject import Subject
 from entrenar_py.observing.torch_calls import Ear
 
 
@@ -75,13 +73,17 @@ class ScriptFacts:
         if not self._sites.is_known("save"):
             self._recording.write(self._sites.event("save", call_sites.here()))
 
-    def begin(self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Note that the first pass of `model` begins: by now it is wrapped and scheduled."""
+    def begin(self, subject: Subject, made: Callable[[], int]) -> None:
+        """Note that the first pass of the model begins: by now it is wrapped and scheduled.
+
+        `made` returns how many steps were made so far.
+        """
         self._exchanges.begin()
         if self._finds_samples:
-            self._replicas = surroundings.are_replicas(model)
+            self._replicas = surroundings.are_replicas(subject.model)
         if self._scheduler is None:
-            self._scheduler = surroundings.schedule_of(optimizers)
+            self._scheduler = surroundings.schedule_of(subject.optimizers)
+        checkpoints.watch(subject.trained.values(), made)
 
     def schedule_place(self) -> int | None:
         """Return the position of the learning rate's schedule; None if it is unknown."""

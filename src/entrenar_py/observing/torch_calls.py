@@ -8,6 +8,7 @@ first script's line is reached, and without one (`auto/patches.py`) when torch i
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from entrenar_py import hook_calls
+from entrenar_py.observing import checkpoints
 
 Function = Callable[..., Any]
 
@@ -42,18 +44,27 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """`name` of `owner`, a class in `module` or "" for the module itself, is wrapped by `wrap`."""
+    """`name` of `owner`, a class in `module` or "" for the module itself, is wrapped by `wrap`.
+
+    A process may do without an `optional` module.
+    """
 
     module: str
     owner: str = ""
     name: str
     reason: str
     wrap: Callable[[Function, Any], Function]
+    optional: bool = False
 
 
 def apply(patches: Iterable[Patch], listener: Any) -> None:
-    """Replace the functions of `patches`; their modules are imported if they aren't yet."""
+    """Replace the functions of `patches`; their modules are imported if they aren't yet.
+
+    An optional one is left alone as long as nobody has imported its module.
+    """
     for patch in patches:
+        if patch.optional and patch.module not in sys.modules:
+            continue
         owner: Any = importlib.import_module(patch.module)
         owner = getattr(owner, patch.owner) if patch.owner else owner
         original = getattr(owner, patch.name)
@@ -180,7 +191,9 @@ def _saved(original: Function, listener: Listener) -> Function:
     @wraps(original)
     def save(*given: Any, **named: Any) -> Any:
         listener.saved()
-        return original(*given, **named)
+        result = original(*given, **named)
+        checkpoints.written((given, named))
+        return result
 
     return save
 
@@ -212,6 +225,21 @@ TABLE = (
         name="save",
         reason="a checkpoint that lacks something is mended where it is saved",
         wrap=_saved,
+    ),
+    *(
+        Patch(
+            module=module,
+            name=name,
+            reason="a script that saves its weights in another way than torch's has a checkpoint",
+            wrap=_saved,
+            optional=True,
+        )
+        for module, names in (
+            ("numpy", ("save", "savez", "savez_compressed")),
+            ("pickle", ("dump",)),
+            ("safetensors.torch", ("serialize_file",)),  # of save_file and save_model
+        )
+        for name in names
     ),
 )
 

@@ -15,7 +15,8 @@ from entrenar_py.contract import Invariant
 from entrenar_py.reports.report import Entry, Excluded, Report, ending
 
 SCHEMA = "entrenar-check-report/1"
-_UNSHOWN = ("invariant", "vacuous")  # fields of a finding left out; `invariant` is the result's id
+# Fields of a finding that are left out; `invariant` is the result's id.
+_UNSHOWN = ("invariant", "vacuous", "applies")
 
 
 def dump(report: Report, *, allow_inconclusive: bool) -> dict[str, Any]:

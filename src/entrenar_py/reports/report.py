@@ -17,6 +17,7 @@ from entrenar_py.contract import SEVERITIES, Contract, Invariant, Position, gate
 from entrenar_py.contract.gate_criteria import Demands
 from entrenar_py.reports.curves import Curve
 from entrenar_py.verdict import MEANING, Finding, Verdict, worst
+from entrenar_py.wording import counted
 
 EXIT_HELD = 0
 EXIT_FALSIFIED = 1
@@ -61,12 +62,13 @@ class NotApplying:
     """A selected clause that does not apply to the system of the run, and the reason.
 
     It is `outside` if it is about something other than what was checked: a gate over a script's
-    clauses does not demand a probe of backends.
+    clauses does not demand a probe of backends. It is `seen` if the runs themselves showed it.
     """
 
     invariant: Invariant
     reason: str
     outside: bool = False
+    seen: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +158,8 @@ def ending(reports: Sequence[Report], *, allow_inconclusive: bool) -> Ending:
         return Ending(EXIT_INCONCLUSIVE, _INTERRUPTED)
     if (unknown or gates) and not allow_inconclusive:
         return Ending(EXIT_INCONCLUSIVE, "; ".join((*_unknown(unknown), *gates)))
-    if not all(report.entries for report in reports):
-        empty = next(report for report in reports if not report.entries)
-        return Ending(EXIT_NOTHING_SELECTED, empty.incomplete)
+    if empty := [report for report in reports if not report.entries]:
+        return Ending(EXIT_NOTHING_SELECTED, empty[0].incomplete)
     counts = {
         "held": len(entries) - len(broken) - len(unknown),
         "falsified and accepted": len(broken),
@@ -266,14 +267,17 @@ class Report:
     @property
     def _demanded(self) -> tuple[str, ...]:
         """The ids of the clauses that the gate demands of what was checked."""
-        outside = {left.invariant.id for left in self.not_applying if left.outside}
-        return tuple(clause for clause in self._asked.clauses if clause not in outside)
+        left_out = {left.invariant.id for left in self.not_applying if left.outside or left.seen}
+        return tuple(clause for clause in self._asked.clauses if clause not in left_out)
 
     @property
     def gate_scope(self) -> str:
         """The scope of the gate: `over 6 clauses`, or `over 3 script clauses` for a script."""
-        of_script = "script " if self._demanded != self._asked.clauses else ""
-        return f"over {len(self._demanded)} {of_script}clause{'s' * (len(self._demanded) != 1)}"
+        seen = [left.invariant.id for left in self.not_applying if left.seen]
+        without = ", ".join(clause for clause in self._asked.clauses if clause in seen)
+        of_script = "script " if len(self._demanded) + len(seen) < len(self._asked.clauses) else ""
+        scope = f"over {counted(len(self._demanded), f'{of_script}clause')}"
+        return f"{scope} ({without} not applied)" if without else scope
 
     @property
     def gate_broken(self) -> tuple[Entry, ...]:
@@ -329,15 +333,14 @@ class Report:
             return ", ".join(f"{', '.join(ids)} {verdict}" for verdict, ids in verdicts.items())
         excluded = {exclusion.invariant.id: " (excluded)" for exclusion in self.excluded}
         left = ", ".join(f"{clause}{excluded.get(clause, '')}" for clause in self.gate_not_run)
-        undecided = ", ".join(self.gate_unresolved)
-        beside = ", ".join(self._broken_beside)
+        undecided, beside = map(", ".join, (self.gate_unresolved, self._broken_beside))
         parts = (
             left and f"not checked in this run: {left}",
             undecided and f"no clause decides: {undecided}",
             beside and f"{beside} falsified, which it does not demand",
         )
-        why = "; ".join(filter(None, parts))
-        return why or ("interrupted" if self.interrupted else "it demands no clause")
+        other = "interrupted" if self.interrupted else "it demands no clause"
+        return "; ".join(filter(None, parts)) or other
 
     @property
     def gate_open(self) -> str:
@@ -373,8 +376,8 @@ class Report:
         if entry.replay is None:
             return None
         bound = [word for file in self.bindings_given for word in ("--bind", file)]
-        words = ("entrenar-check", "--contract", self.contract_given, *bound)
-        return shlex.join((*words, "--replay", entry.replay))
+        contract = ("--contract", self.contract_given, *bound)
+        return shlex.join(("entrenar-check", *contract, "--replay", entry.replay))
 
     def meanings(self, entry: Entry) -> tuple[str, ...]:
         """Return the contract's explanations of a failure of `entry`; () if it is not falsified.
@@ -384,8 +387,7 @@ class Report:
         """
         if entry.verdict is not Verdict.FALSIFIED or MEANING in entry.finding.reason:
             return ()
-        tests = self.contract.falsification_tests
-        clause = entry.invariant
+        tests, clause = self.contract.falsification_tests, entry.invariant
         names = {clause.id, clause.name, clause.item}
         return tuple(t.if_fails for t in tests if t.if_fails and names & {t.target, t.id})
 

@@ -29,6 +29,7 @@ _WORDS = {
     Verdict.INCONCLUSIVE: ("INCONCLUSIVE", "bold yellow"),
     Verdict.HELD: ("held", "green"),
 }
+_NOT_APPLIED = ("not applied", "dim")
 _ENDING_STYLES = {EXIT_HELD: "bold green", EXIT_FALSIFIED: "bold red"}
 _NUMBERS = ("compared", "runs", "s")  # columns left out on a narrow terminal, the last one first
 _GAP_CHARS = 2
@@ -184,7 +185,8 @@ def _table(columns: Mapping[str, int], *, header: bool, name: int | None) -> Tab
 
 def _cells(console: Console, entry: Entry) -> dict[str, Text]:
     """Return the cells of an entry by column title."""
-    clause, (word, style) = entry.invariant, _WORDS[entry.verdict]
+    clause = entry.invariant
+    word, style = _WORDS[entry.verdict] if entry.finding.applies else _NOT_APPLIED
     return {
         "verdict": Text(word, style=style),
         "id": Text(_fit(console, evidence.one_line(clause.id))),

@@ -32,6 +32,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "losses": ("known", "backward"),
     "loss_over": ("", "batch", "micro-batch"),
     "arranged": ("known", "guessed"),
+    "saves": ("", "nothing", "weights"),
+    "loads": ("", "nothing"),
+    "restarts": ("", "nothing"),
 }
 
 
@@ -68,6 +71,14 @@ class Traits:
       declares it; "" if it doesn't.
     - `arranged`: `guessed` if nothing shows that each rank draws samples of its own.
 
+    Of a script's checkpoints, "" where nobody looked:
+
+    - `saves`: whether any rank saved as much as its `weights`, once it trained. `saved_after` are
+      the numbers of steps that were made by then, and `unreached` is the line that would have saved
+      some if the run had come there.
+    - `loads`: `nothing` if no line of the script loads what it may have saved.
+    - `restarts`: `nothing` if the launcher starts no worker again.
+
     Of the optimizer: the constants of its rule as torch.optim has them, and
 
     - `rule`: `other` if it is not one of the scenario's optimizers as torch has them.
@@ -100,6 +111,11 @@ class Traits:
     losses: str = "known"
     loss_over: str = ""
     arranged: str = "known"
+    saves: str = ""
+    saved_after: tuple[int, ...] = ()
+    unreached: str = ""
+    loads: str = ""
+    restarts: str = ""
     rule: str = "known"
     momentum: float = 0.9
     dampening: float = 0.0

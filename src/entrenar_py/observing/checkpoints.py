@@ -1,0 +1,156 @@
+"""Whether a script saves its weights, when it does, and whether it has lines to load them again.
+
+A file holds weights if tensors are saved in it that have at least an eighth of their bytes: saved
+losses are none, weights in a smaller format are. Only what is saved once training has begun counts:
+data may be prepared before. What a run doesn't reach, the end of a long epoch, is looked for in the
+text of the script, and of the library that trains for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from entrenar_py import hook_calls
+from entrenar_py.observing import FOLDER, call_sites
+from entrenar_py.rank_files import checkpoints
+
+_VALUES_MAX = 2**16  # looked at in what is saved
+_DEPTH_MAX = 12
+_TEXT_BYTES_MAX = 2**22
+_MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # set by torchrun, and what is built on it
+# Calls that save something other than tensors are not meant.
+_SAVES = re.compile(
+    r"(?<!json\.)(?<!yaml\.)(?<!toml\.)"
+    r"\b(save(?!fig|txt|_for_backward|_hyperparameters)\w*|dump|tofile)\s*\("
+)
+_LOADS = re.compile(
+    r"\b(torch|pickle|joblib|np|numpy|dcp|checkpoint)\.load\b|\bload_(state|checkpoint|model|file)"
+    r"|\bload_from_checkpoint|\bfrom_pretrained\(|\bfromfile\(|resume|restore|ckpt_path"
+)
+
+
+class _Watch:
+    """What is looked for in this process: saves of at least `least` bytes of tensors."""
+
+    def __init__(self, folder: Path, least: int, made: Callable[[], int]) -> None:
+        self._folder, self._least, self._made = folder, least, made
+
+    def written(self, values: Any) -> None:
+        if _num_bytes(values) >= self._least:
+            checkpoints.write(self._folder, after=self._made())
+
+
+_CURRENT: list[_Watch] = []
+
+
+def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
+    """Note from here on what this process saves; `made` returns how many steps were made so far.
+
+    `weights` are those that are trained. Nothing is noted without a harness.
+    """
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return
+    num_bytes = sum(map(_size, weights))
+    _CURRENT[:] = [_Watch(Path(folder), max(1, num_bytes // checkpoints.LEAST_SHARE), made)]
+    own, libraries = _texts()  # a library may save at a step that the harness doesn't let it reach
+    checkpoints.write(
+        Path(folder),
+        weights=num_bytes,
+        unreached=_first(_SAVES, own),
+        library=_first(_SAVES, libraries),
+        loads=bool(_first(_LOADS, own)),
+        restarts=os.environ.get(_MAX_RESTARTS) != "0",
+    )
+
+
+@hook_calls.outside
+def written(values: Any) -> None:
+    """Note that `values` have been saved to a file, if they may be the weights."""
+    for one in _CURRENT:
+        one.written(values)
+
+
+def _num_bytes(values: Any) -> int:
+    """Return how many bytes of tensors there are in `values`, each object counted once."""
+    seen: set[int] = set()
+    total, left = 0, [(values, 0)]
+    while left and len(seen) < _VALUES_MAX:
+        value, depth = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        total += _size(value)
+        if depth < _DEPTH_MAX:
+            left += [(inner, depth + 1) for inner in _inside(value)]
+    return total
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, bytes):
+        return len(value)
+    return int(getattr(value, "data_len", 0)) if type(value).__name__ == "TensorSpec" else 0
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """Return the values in a container, a module, or an object with attributes of its own."""
+    if isinstance(value, Mapping):
+        return [*value.values()]
+    if isinstance(value, list | tuple | set):
+        return value
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    if isinstance(value, Tensor | np.ndarray | type | str | bytes):
+        return ()
+    return [*vars(value).values()] if hasattr(value, "__dict__") else ()
+
+
+# --- the text of the script -------------------------------------------------------------------
+
+
+def _texts() -> tuple[dict[str, str], dict[str, str]]:
+    """Return by file the text of the script's modules, and of the library that calls the step."""
+    loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    files = {*filter(None, loaded), *_calling()}
+    own = {file for file in files if call_sites.is_own(file)}
+    return _read(own), _read({*_calling()} - own)
+
+
+def _calling() -> Iterator[str]:
+    """Yield the files of the functions that run now, without Python's own, torch's and ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if f"{os.sep}torch{os.sep}" not in file and not call_sites.is_ours(file):
+            yield file
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _read(files: Iterable[str]) -> dict[str, str]:
+    texts = {}
+    for file in sorted(files):
+        path = Path(file)
+        if path.suffix == ".py" and path.is_file() and path.stat().st_size <= _TEXT_BYTES_MAX:
+            texts[file] = path.read_text(encoding="utf-8", errors="replace")
+    return texts
+
+
+def _first(pattern: re.Pattern[str], texts: Mapping[str, str]) -> str:
+    """Return the first line that fits, as `train.py:12`; "" if there is none."""
+    for file, text in texts.items():
+        for number, line in enumerate(text.splitlines(), start=1):
+            if pattern.search(line.partition("#")[0]) and not line.lstrip().startswith("def "):
+                return f"{Path(file).name}:{number}"
+    return ""

@@ -1,0 +1,126 @@
+"""Notes to the harness of what a run's processes save, and what their scripts say of it.
+
+A process writes a file of its own, also one that a rank has started: a checkpoint may be written in
+the background. The first line says what the process looks for, each other one is of a file that can
+hold the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entrenar_py.untrusted import files, json_text
+
+NOTES = "saves-*.jsonl"
+LEAST_SHARE = 8  # a file that holds weights has at least this part of their bytes: 1 of 8
+_BYTES_MAX = 2**20
+_FILES_MAX = 4000
+# Beginnings of files as torch, numpy, pickle and h5py write them.
+_BEGINNINGS = (b"PK\x03\x04", b"\x93NUMPY", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_HDF = b"\x89HDF"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What the processes of a run have saved, as far as they looked (`is_known`).
+
+    `after` are the numbers of steps that were made when weights had been saved. `left` tells
+    whether a file was left that can hold them. `unreached` is the first line of the script that
+    would save something, and `library` that of the library that trains, each "" if there is none.
+    `loads` tells whether a line of the script may load it, `restarts` whether the launcher may
+    start workers again.
+    """
+
+    is_known: bool = False
+    after: tuple[int, ...] = ()
+    left: bool = False
+    unreached: str = ""
+    library: str = ""
+    loads: bool = True
+    restarts: bool = True
+
+    def traits(self, *, is_cut: bool) -> dict[str, Any]:
+        """Return the fields of `Traits` that say so.
+
+        If the harness ended the run (`is_cut`), the library may have saved something later on.
+        """
+        if not self.is_known:
+            return {}
+        saves = bool(self.after or self.left)
+        return {
+            "saves": "weights" if saves else "nothing",
+            "saved_after": self.after,
+            "unreached": "" if saves else self.unreached or (self.library if is_cut else ""),
+            "loads": "" if self.loads else "nothing",
+            "restarts": "" if self.restarts else "nothing",
+        }
+
+
+def write(folder: Path, **said: Any) -> None:
+    """Add a line for the harness to read; nothing is written if the folder is gone."""
+    path = folder / NOTES.replace("*", str(os.getpid()))
+    with suppress(OSError), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(said) + "\n")
+
+
+def read(folder: Path) -> Saved:
+    """Return what the processes of the run in `folder` have noted, and what files they left."""
+    notes = [note for path in sorted(folder.glob(NOTES)) for note in _lines(path)]
+    begun = [note for note in notes if "weights" in note]
+    if not begun:
+        return Saved()
+    least = min(int(note["weights"]) for note in begun) // LEAST_SHARE
+    return Saved(
+        is_known=True,
+        after=tuple(sorted({int(note["after"]) for note in notes if "after" in note})),
+        left=any(_may_hold(path, least) for path in _left(folder)),
+        unreached=_said("unreached", begun),
+        library=_said("library", begun),
+        loads=any(note.get("loads") for note in begun),
+        restarts=any(note.get("restarts") for note in begun),
+    )
+
+
+def _said(what: str, notes: list[dict[str, Any]]) -> str:
+    """Return the first text that a note has for `what`; "" if none has any."""
+    return next((str(note[what]) for note in notes if note.get(what)), "")
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with suppress(OSError):
+        for line in files.read(path, bytes_max=_BYTES_MAX).splitlines():
+            with suppress(ValueError):  # cut off when its process died
+                note = json_text.load(line)
+                if isinstance(note, dict):
+                    yield note
+
+
+def _left(folder: Path) -> Iterator[Path]:
+    """Yield the files that a run has made in its copy of the user's folder, or below {workdir}."""
+    seen = 0
+    for root in ("root", "work"):
+        for path, _, names in os.walk(folder / root):
+            for name in names:
+                seen += 1
+                if seen > _FILES_MAX:
+                    return
+                yield Path(path) / name
+
+
+def _may_hold(path: Path, least: int) -> bool:
+    """Return whether a file looks like one with tensors of at least so many bytes."""
+    try:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size < least:
+            return False
+        with files.open_file(path) as file:
+            begins = file.read(10)
+    except OSError:
+        return False
+    is_safetensors = begins[8:] == b'{"' and begins[4:8] == b"\0\0\0\0"
+    return begins.startswith((*_BEGINNINGS, _HDF)) or is_safetensors

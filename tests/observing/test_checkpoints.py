@@ -1,0 +1,119 @@
+"""What counts as a checkpoint of a script, and which of its lines may save or load one."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from entrenar_py.observing import FOLDER, checkpoints, torch_calls
+from entrenar_py.rank_files import checkpoints as notes
+
+MODEL = nn.Linear(16, 4)
+STATE = MODEL.state_dict()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a run whose process is watched, five steps after its begin."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr(checkpoints, "_CURRENT", [])
+    for patch in torch_calls.TABLE:
+        owner = __import__(patch.module, fromlist=["_"])
+        if not patch.owner:
+            monkeypatch.setattr(owner, patch.name, getattr(owner, patch.name))
+    saves = [patch for patch in torch_calls.TABLE if patch.wrap is torch_calls._saved]
+    torch_calls.apply(saves, torch_calls._EARS)
+    checkpoints.watch(MODEL.parameters(), lambda: 5)
+    return tmp_path
+
+
+class Trainer:
+    """An object that is pickled as a whole."""
+
+    def __init__(self) -> None:
+        self.epoch, self.parts = 3, {"model": MODEL}
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda path: torch.save({"model": STATE, "step": 5}, path / "a.pt"),
+        lambda path: torch.save(MODEL, io.BytesIO()),
+        lambda path: torch.save({name: one.bfloat16() for name, one in STATE.items()}, path / "a"),
+        lambda path: np.savez(path / "a.npz", **{n: one.numpy() for n, one in STATE.items()}),
+        lambda path: pickle.dump(Trainer(), io.BytesIO()),
+        lambda path: safetensors.torch.save_file(STATE, path / "a.safetensors"),
+        lambda path: safetensors.torch.save_model(MODEL, str(path / "a.safetensors")),
+    ],
+)
+def test_weights_are_seen_however_they_are_saved(
+    folder: Path, save: Callable[[Path], None]
+) -> None:
+    """By torch, numpy, pickle or safetensors, in a format of half the bytes, or in an object."""
+    save(folder)
+    assert notes.read(folder).after == (5,)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda path: torch.save({"losses": [0.5] * 100, "step": torch.tensor(3)}, path / "a.pt"),
+        lambda path: np.save(path / "a.npy", np.zeros(4, np.float32)),
+        lambda path: pickle.dump({"lr": 0.1}, io.BytesIO()),
+    ],
+)
+def test_losses_and_settings_are_no_checkpoint(folder: Path, save: Callable[[Path], None]) -> None:
+    """What is saved has less than an eighth of the weights' bytes."""
+    save(folder)
+    assert notes.read(folder).after == ()
+
+
+def test_before_training_nothing_is_a_checkpoint(folder: Path) -> None:
+    """Data that is prepared by the same process is as large as weights."""
+    checkpoints._CURRENT.clear()
+    torch.save(STATE, folder / "data.pt")
+    assert notes.read(folder).after == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [
+        ("torch.save(state, path)", "train.py:2"),
+        ("model.save_pretrained(path)", "train.py:2"),
+        ("array.tofile(path)", "train.py:2"),
+        ("joblib.dump(model, path)", "train.py:2"),
+        ("# torch.save(state, path)", ""),
+        ("def save_checkpoint(model):", ""),
+        ("json.dump(settings, file)", ""),
+        ("plt.savefig(path)", ""),
+        ("np.savetxt(path, losses)", ""),
+        ("ctx.save_for_backward(x)", ""),
+        ("self.save_hyperparameters()", ""),
+    ],
+)
+def test_a_line_that_saves(line: str, first: str) -> None:
+    """The first line of a script that calls a function to save tensors, where there is one."""
+    assert checkpoints._first(checkpoints._SAVES, {"/a/train.py": f"import x\n{line}\n"}) == first
+
+
+@pytest.mark.parametrize(
+    ("line", "loads"),
+    [
+        ("model.load_state_dict(state)", True),
+        ("state = torch.load(path)", True),
+        ('cli.add_argument("--resume")', True),
+        ("config = json.load(file)", False),
+        ("data = load_dataset(name)", False),
+    ],
+)
+def test_a_line_that_loads(line: str, loads: bool) -> None:
+    """What is loaded for other reasons than to go on is left out, as far as it shows."""
+    assert bool(checkpoints._first(checkpoints._LOADS, {"train.py": line})) is loads
