@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from entrenar_py.checks import CHECKS
 from entrenar_py.trace import Saved, Start, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -127,3 +128,28 @@ def test_an_optimizer_without_state() -> None:
     finding = traces.judge("optimizer_state", [traces.run(scenario())])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert finding.reason.startswith("optimizer=sgd keeps no state, and no checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "rule", "why"),
+    [
+        ("sgd", "known", "it is SGD without momentum"),
+        ("sgd", "own", "it is SGD without momentum"),
+        ("momentum", "known", ""),
+        ("adamw", "own", ""),
+    ],
+)
+def test_an_optimizer_of_a_script_that_keeps_no_state(optimizer: str, rule: str, why: str) -> None:
+    """Where no rank ever had any state, there is none to lose; else it is judged."""
+    ran = traces.observed(scenario(optimizer=optimizer), rule=rule)
+    absent = CHECKS["optimizer_state"].absent([ran])
+    assert (why in absent) if why else absent == ""
+    assert CHECKS["optimizer_state"].absent([traces.hand_written(subject=ran.scenario)]) == ""
+
+
+def test_a_stateless_optimizer_of_the_user_s_own() -> None:
+    """Its kind is unknown: that no update has any state is what was seen."""
+    ran = traces.observed(scenario(optimizer="sgd"), rule="own")
+    own = replace(ran, scenario=ran.scenario.with_(optimizer="momentum"))
+    assert CHECKS["optimizer_state"].absent([own]).startswith("the optimizer keeps no state")
+    assert CHECKS["optimizer_state"].absent([traces.was(own, rule="known")]) == ""

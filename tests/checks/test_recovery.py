@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from entrenar_py.checks import CHECKS
 from entrenar_py.faults import Fault
-from entrenar_py.trace import End, Membership, Shard, Trace, Update
+from entrenar_py.trace import End, Membership, Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, one, scenario, without
@@ -225,3 +227,42 @@ def test_a_calm_run_that_diverged_decides_nothing() -> None:
     finding = traces.judge("recovery", [disturbed, altered(calm, Update, {}, loss=math.nan)])
     assert finding.verdict is Verdict.INCONCLUSIVE
     assert "not finite" in finding.reason
+
+
+# --- whether any worker could come back -----------------------------------------------------------
+
+
+def killed(**seen: Any) -> Trace:
+    """Return the run of a script of which worker 2 was killed, and nothing came after it."""
+    calm = traces.observed(**seen)
+    left = Membership(step=3, rank=2, change="left", reason="killed (SIGKILL)")
+    until = [event for event in calm.events if getattr(event, "step", 9) < 3]
+    fault = Fault(kind="leave", rank=2, step=3)
+    own = calm.scenario.with_(faults=(fault,))
+    end = End(status="failed", reason="the launcher restarted no worker")
+    return replace(calm, scenario=own, events=(*until, left, end))
+
+
+@pytest.mark.parametrize(
+    ("seen", "why"),
+    [
+        ({"restarts": "nothing"}, "the launcher starts no worker again"),
+        ({"restarts": "nothing", "saves": "weights"}, "the launcher starts no worker again"),
+        ({"saves": "nothing"}, "no worker was started again, and the script writes no checkpoint"),
+        ({"saves": "nothing", "unreached": "train.py:7"}, ""),
+        ({"saves": "weights"}, ""),
+        ({}, ""),
+    ],
+)
+def test_where_nothing_comes_back_there_is_no_recovery(seen: dict[str, Any], why: str) -> None:
+    """The launcher restarts nothing; or nothing was started again, and nothing could go on."""
+    absent = CHECKS["recovery"].absent([traces.observed(**seen), killed(**seen)])
+    assert (why in absent) if why else absent == ""
+
+
+def test_a_worker_that_came_back_is_judged() -> None:
+    """A second start after the loss is a recovery, whether it has a checkpoint or not."""
+    dead = killed(saves="nothing")
+    again = [event for event in dead.events if isinstance(event, Start)]
+    back = replace(dead, events=(*dead.events[:-1], *again, dead.events[-1]))
+    assert CHECKS["recovery"].absent([traces.observed(saves="nothing"), back]) == ""

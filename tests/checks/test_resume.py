@@ -171,15 +171,8 @@ def test_a_shard_that_moved_is_left_to_its_step() -> None:
 # --- whether there is anything to resume from -----------------------------------------------------
 
 
-def observed(**traits: Any) -> Trace:
-    """Return the run of a script, with these traits."""
-    trace = traces.run(scenario())
-    own = trace.scenario.with_(system="command", workload="own")
-    return replace(trace, scenario=own, traits=replace(trace.traits, **traits))
-
-
 @pytest.mark.parametrize(
-    ("traits", "why"),
+    ("seen", "why"),
     [
         ({"saves": "nothing"}, "the script writes no checkpoint: no rank saved its weights in 6"),
         ({"saves": "weights", "loads": "nothing"}, "no line of it loads any"),
@@ -188,15 +181,15 @@ def observed(**traits: Any) -> Trace:
         ({}, ""),
     ],
 )
-def test_a_script_without_checkpoints_has_no_resume(traits: dict[str, object], why: str) -> None:
+def test_a_script_without_checkpoints_has_no_resume(seen: dict[str, Any], why: str) -> None:
     """It writes none, or loads none; what it would have saved later, or nobody looked at, may."""
-    absent = CHECKS["resume"].absent([observed(**traits)] * 2)
+    absent = CHECKS["resume"].absent([traces.observed(**seen)] * 2)
     assert (why in absent) if why else absent == ""
 
 
 def test_one_run_with_a_checkpoint_is_enough() -> None:
     """Nor does a clause fail to apply to a run that was stopped: somebody expects a resume."""
-    bare = observed(saves="nothing")
-    assert CHECKS["resume"].absent([bare, observed(saves="weights")]) == ""
+    bare = traces.observed(saves="nothing")
+    assert CHECKS["resume"].absent([bare, traces.observed(saves="weights")]) == ""
     stopped = replace(bare, scenario=bare.scenario.with_(stops=(3,)))
     assert CHECKS["resume"].absent([bare, stopped]) == ""

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entrenar_py.checks import step_rule
+from entrenar_py.checks import CHECKS, step_rule
 from entrenar_py.trace import Event, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.training import schedule
 from entrenar_py.verdict import Verdict
@@ -302,3 +302,20 @@ def test_two_closed_forms_agree(kind: str, warmup_steps: int, num_steps: int, st
         step, peak=0.5, kind=kind, warmup_steps=warmup_steps, num_steps=num_steps
     )
     assert math.isclose(step_rule.expected_rate(subject, step), rate, abs_tol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("seen", "applies"),
+    [
+        ({"rule": "own"}, False),
+        ({"rule": "other"}, True),
+        ({"rule": "own", "clip_norm": 1.0, "clip_source": "line"}, True),
+        ({}, True),
+    ],
+)
+def test_an_optimizer_of_the_user_s_own_has_its_own_rule(
+    seen: dict[str, Any], applies: bool
+) -> None:
+    """The clause does not apply to it, except for a clipping norm that is declared."""
+    absent = CHECKS["step_rule"].absent([traces.observed(**seen)])
+    assert bool(absent) is not applies

@@ -136,6 +136,13 @@ def was(trace: Trace, **traits: Any) -> Trace:
     return replace(trace, traits=replace(trace.traits, **traits))
 
 
+def observed(subject: Scenario | None = None, **traits: Any) -> Trace:
+    """Return the run of a script, with these traits."""
+    trace = run(subject or scenario())
+    own = trace.scenario.with_(system="command", workload="own")
+    return was(replace(trace, scenario=own, promises=()), **traits)
+
+
 def values(*numbers: float, dtype: str = "float32") -> TensorRecord:
     """Return the record of a vector, with its values."""
     return record_tensor(np.array(numbers, dtype), values=True)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.checks.needs import ALONE, RESUMED, turned
+from entrenar_py.checks.needs import ALONE, KILLED, RESUMED, turned
 from entrenar_py.command import placeholders, run_plan
 from entrenar_py.errors import UsageError
 from entrenar_py.scenario import Scenario
+from entrenar_py.trace import End, Trace, Traits
 
 NEEDS = (ALONE, RESUMED, turned("accumulation"))
 
@@ -18,6 +19,13 @@ NEEDS = (ALONE, RESUMED, turned("accumulation"))
 def plan(*command: str, **changes: Any) -> run_plan.Plan:
     command = (*command, "{world_size}")
     return run_plan.Plan(command=command, folder=Path(), **{"needs": NEEDS, **changes})
+
+
+def usual(*, num_steps: int, **traits: Any) -> Trace:
+    """Return the first run of a command on two workers."""
+    like = Scenario(system="command", workload="own", world_size=2, seed=0, num_steps=num_steps)
+    end = End(status="completed")
+    return Trace(scenario=like, environment={}, promises=(), events=(end,), traits=Traits(**traits))
 
 
 def filled(word: str, **values: object) -> str:
@@ -82,12 +90,19 @@ def test_a_share_of_nothing_is_refused(word: str) -> None:
 def test_a_command_is_stopped_between_epochs() -> None:
     """With {epochs} and no {steps} a run is stopped after each epoch, if these are equally long."""
     told = plan("{epochs}", "{workdir}", num_epochs=3)
-    like = Scenario(system="command", workload="own", world_size=2, seed=0, num_steps=12)
+    like = usual(num_steps=12)
     [resumed] = [asked for name, asked in told.others(like).items() if name.endswith("-resumed")]
     assert resumed.stops == (4, 8)
     assert [epochs for _, epochs in told.lengths(resumed)] == [1, 2, 3]
     assert not resumed.interrupted
-    unequal = [asked for asked in told.others(like.with_(num_steps=11)).values() if asked.stops]
+    unequal = [asked for asked in told.others(usual(num_steps=11)).values() if asked.stops]
     assert [asked.interrupted for asked in unequal] == [True]
     by_steps = plan("{epochs}", "{steps}", "{workdir}")
     assert by_steps.lengths(resumed) == [(4, 2), (8, 2), (8, 2)]
+
+
+@pytest.mark.parametrize(("restarts", "is_killed"), [("", True), ("nothing", False)])
+def test_no_worker_is_killed_that_nobody_starts_again(restarts: str, is_killed: bool) -> None:
+    """The first run shows whether the launcher restarts workers; a launch is saved."""
+    names = plan(needs=(KILLED,)).others(usual(num_steps=8, restarts=restarts))
+    assert ("2-workers-killed" in names) is is_killed

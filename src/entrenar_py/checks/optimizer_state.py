@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from entrenar_py.checks import (
     evidence,
     facts,
@@ -66,6 +68,18 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             script=f"{why}: try the script with an optimizer that keeps some, such as momentum",
         )
     )
+
+
+def _absent(traces: Sequence[Trace]) -> str:
+    """Return why there is no state to compare, if no optimizer of any rank ever had some."""
+    updates = [update for trace in traces for update in trace.of(Update)]
+    if not updates or any(update.optimizer for update in updates):
+        return ""
+    if {trace.scenario.optimizer for trace in traces} == {"sgd"}:
+        return "the optimizer keeps no state: it is SGD without momentum"
+    if {trace.traits.rule for trace in traces} == {"own"}:
+        return "the optimizer keeps no state: no rank had some after any step"
+    return ""
 
 
 def _is_spread(trace: Trace) -> bool:
@@ -135,6 +149,7 @@ ROWS = (
         needs=(SAVED,),
         witnesses=(ALONE,),
         in_step=True,
+        absent=_absent,
         takes_turned=True,
     ),
 )

@@ -18,7 +18,7 @@ from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import KILLED, REPEATED, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Membership, Trace
+from entrenar_py.trace import Membership, Start, Trace
 from entrenar_py.verdict import Finding, Tally
 
 ON_TRAJECTORY = 0.01  # relative distance of losses, the published bound of F-DP-005
@@ -65,6 +65,21 @@ def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
             message = "bits differ from those of the undisturbed run"
             same_bits.compare_steps(tally, calm, trace, message)
     return is_followed
+
+
+def _absent(traces: Sequence[Trace]) -> str:
+    """Return why no worker of the script can come back, as far as its runs show."""
+    if {trace.traits.restarts for trace in traces} == {"nothing"}:
+        return (
+            "the launcher starts no worker again (its --max-restarts is 0): what a job does that "
+            "is started again by hand is F-TI-003's"
+        )
+    killed = [trace for trace in traces if trace.scenario.faults and _departures(trace)]
+    came_back = any(len(trace.of(Start)) > trace.scenario.world_size for trace in killed)
+    bare = {trace.traits.saves for trace in traces} == {"nothing"}
+    if killed and bare and not came_back and not any(trace.traits.unreached for trace in traces):
+        return "no worker was started again, and the script writes no checkpoint to go on from"
+    return ""
 
 
 def _departures(trace: Trace) -> list[Membership]:
@@ -177,5 +192,6 @@ ROWS = (
         tolerance_kinds=("steps",),
         takes_tolerance=True,
         in_step=True,
+        absent=_absent,
     ),
 )

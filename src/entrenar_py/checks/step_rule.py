@@ -7,7 +7,7 @@ recomputed from what the run recorded.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -106,7 +106,7 @@ def _is_unchanged(trace: Trace, step: int | None) -> bool:
 
 def _follow(tally: Tally, trace: Trace) -> None:
     """Recompute all updates. Count as missing each rank's first one that can't be recomputed."""
-    if trace.traits.rule == "other":
+    if trace.traits.rule != "known":
         tally.miss(
             "the optimizer's rule is not one that is known here"
             + missing.told(
@@ -329,6 +329,14 @@ def _movement(
     return f": the movement, {words.removeprefix('it is ')}" if " as large" in words else ""
 
 
+def _absent(traces: Sequence[Trace]) -> str:
+    """Return why there is no rule to judge steps by, if the optimizer is one of the user's own."""
+    clips = any(trace.traits.clip_norm is not None for trace in traces)
+    if clips or {trace.traits.rule for trace in traces} != {"own"}:
+        return ""
+    return "the optimizer's rule is its own: it is none of torch.optim's SGD, Adam and AdamW"
+
+
 def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:
     """Return whether a tensor changed, or may have changed unrecorded."""
     known = name in before and name in after
@@ -349,5 +357,6 @@ ROWS = (
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         takes_turned=True,
+        absent=_absent,
     ),
 )

@@ -21,7 +21,7 @@ def is_adaptive(*runs: Trace) -> bool:
     One run in which they are seen to move in proportion is enough: in others the gradients may not
     be reduced yet when they are recorded.
     """
-    unknown = [run for run in runs if run.traits.rule == "other" and run.scenario.workload == "own"]
+    unknown = [run for run in runs if run.traits.rule != "known" and run.scenario.workload == "own"]
     return bool(unknown) and not any(map(_is_proportional, unknown))
 
 

@@ -235,7 +235,7 @@ def allowed(rounding: float, expected: Expected) -> Vector:
 
 def is_followed(trace: Trace, step: int, rank: int, name: str) -> bool | None:
     """Return whether the rank's update of a tensor follows the rule; None if that is unknown."""
-    if trace.traits.rule == "other":
+    if trace.traits.rule != "known":
         return None
     rules: dict[int, Rule] = {}
     for event in trace.standing.events:

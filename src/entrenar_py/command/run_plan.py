@@ -123,7 +123,7 @@ class Plan:
         )
         usual = Trace(scenario=stand_in, environment={}, promises=(), events=())
         limited = {_name(self.most, turn) for knob in KNOBS for turn in self._limited(knob, usual)}
-        names = [*self.plain(), *self.others(stand_in), *self.pairs(usual)]
+        names = [*self.plain(), *self.others(usual), *self.pairs(usual)]
         shown = [name.rpartition("-")[0] if name in limited else name for name in names]
         lines = []
         workers, micro_batches = self.cuts[-1]
@@ -180,8 +180,12 @@ class Plan:
         sizes = sorted({*models, *self.world_sizes}, reverse=True)
         return {_name(size): Asked(world_size=size, seed=self.seed) for size in sizes}
 
-    def others(self, like: Scenario) -> dict[str, Asked]:
-        """Return by name the repeated, faulted and stopped runs of `like` that checks need."""
+    def others(self, usual: Trace) -> dict[str, Asked]:
+        """Return by name the repeated, faulted and stopped runs that checks need.
+
+        `usual` is the first run. No worker is killed where it says that none is started again.
+        """
+        like, restarts = usual.scenario, usual.traits.restarts != "nothing"
         name, middle, rank = _name(self.most), like.num_steps // 2, self.most - 1
         nan = Fault(kind="non_finite_gradient", step=middle, rank=rank, value="nan")
         leave = Fault(kind="leave", step=middle, rank=rank)
@@ -192,7 +196,7 @@ class Plan:
             others[f"{name}-again"] = replace(asked, repeat=1)
         if POISONED in self.needs:
             others[f"{name}-nan"] = replace(asked, faults=(nan,))
-        if KILLED in self.needs and self.most > 1:
+        if KILLED in self.needs and self.most > 1 and restarts:
             others[f"{name}-killed"] = replace(asked, faults=(leave,))
         interrupted = self._cuts_off(like)
         if {RESUMED, SAVED}.intersection(self.needs) and stops:

@@ -104,7 +104,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
             if recorded.end.status == "failed":
                 planned.clear()
             else:
-                planned |= plan.others(recorded.scenario) | plan.pairs(recorded)
+                planned |= plan.others(recorded) | plan.pairs(recorded)
             first = False
         if asked.is_unstruck and recorded.end.status == "completed":
             planned = {**nudging.after(asked, recorded), **planned}

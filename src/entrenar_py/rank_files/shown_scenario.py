@@ -157,7 +157,8 @@ def _optimizer(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the scenario's fields for the optimizer in `header`, and its non-default traits.
 
-    `rule: other` if no check knows how the optimizer applies a gradient, `schedule: other` if the
+    `rule: own` if the optimizer is none that checks know, `rule: other` if no check knows how it
+    applies a gradient all the same, `schedule: other` if the
     learning rate changes, `decay: coupled` if weight decay is added to the gradient.
     """
     groups: Sequence[Mapping[str, Any]] = header.get("groups") or [{}]
@@ -168,6 +169,8 @@ def _optimizer(
     traits = _unusual(first) if name in _KINDS and not is_plain else {}
     if name not in _KINDS or _is_mixed(groups) or _has_changed(ranks):
         traits["rule"] = "other"
+    if not {*name.split(" and ")} <= {*_KINDS, ""}:
+        traits["rule"] = "own"
     if decays and name == "Adam" and not first.get("decoupled_weight_decay"):
         traits["decay"] = "coupled"
     if any(update.learning_rate != rate for update in updates) or _rates_change(updates):

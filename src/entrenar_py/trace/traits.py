@@ -20,7 +20,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "updates": ("workers", "server"),
     "masks": ("rank", "shard", "shard_apart"),
     "clipping": ("told", "other"),
-    "rule": ("known", "other"),
+    "rule": ("known", "other", "own"),
     "decay": ("decoupled", "coupled"),
     "schedule": ("known", "other"),
     "clip_source": ("", "line", "calls"),
@@ -81,7 +81,8 @@ class Traits:
 
     Of the optimizer: the constants of its rule as torch.optim has them, and
 
-    - `rule`: `other` if it is not one of the scenario's optimizers as torch has them.
+    - `rule`: `own` if it is none of the scenario's optimizers, `other` if it is one that doesn't
+      apply gradients as torch's does.
     - `decay`: `coupled` if Adam's weight decay is a part of the gradient.
     - `clipping`: `other` if gradients were recorded only as applied, maybe clipped.
     - `clip_norm`: the largest norm of an applied gradient. By `clip_source` a script declares it in
