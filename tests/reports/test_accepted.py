@@ -37,6 +37,15 @@ def test_only_falsifications_are_accepted(full: Report, accepting: Report) -> No
     assert not accepting.gate_passed
 
 
+def test_advice_is_named_as_such(accepting: Report) -> None:
+    """A break that only a contract which nobody named forbids is shown, and not counted."""
+    advising = tuple(replace(entry, advice=True) for entry in accepting.entries)
+    lines = printed(replace(accepting, entries=advising))
+    (reason,) = [entry.finding.reason for entry in advising if entry.is_accepted]
+    assert any(line.startswith(f"F-DP-005 ADVICE: {reason[:20]}") for line in lines)
+    assert any("2 held (F-DP-005 is advice): " in line for line in lines)
+
+
 def test_every_format_shows_it(accepting: Report, tmp_path: Path) -> None:
     """The terminal says that it is accepted, and why; machines get no failure of it."""
     lines = printed(accepting)

@@ -30,7 +30,8 @@ class Check(CheckTerms):
     it also judges a user's command, as checks that explore do. `not_of_commands`: why it judges
     none, if it is no probe either. `absent` returns what the runs of a user's own trainer were seen
     not to have, so that the clause does not apply to them; "" if they may have it. It is asked
-    where the judgement is inconclusive.
+    where the judgement is inconclusive. `advice`: why a break in a disturbed run is only advice to
+    a user who named no contract, "" if it is more.
     """
 
     judge: Callable[[Invariant, Traces], Finding]
@@ -46,4 +47,5 @@ class Check(CheckTerms):
     takes_resumed: bool = False
     takes_commands: bool = False
     not_of_commands: str = ""
+    advice: str = ""
     absent: Callable[[Sequence[Trace]], str] = _nothing_absent

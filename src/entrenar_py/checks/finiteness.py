@@ -35,6 +35,11 @@ _REMEDY = (
     "error_if_nonfinite=True) before optimizer.step()"
 )
 
+_ADVICE = (
+    "advice, since no contract was named: torch, Lightning and Hugging Face's Trainer step with a "
+    "NaN by default; --contract distributed-training-v1.yaml demands that a run stops"
+)
+
 
 def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Judge that a run halts at its first non-finite value (a user's trainer may skip the step),
@@ -301,5 +306,6 @@ ROWS = (
         explores=True,
         needs=(POISONED,),
         in_step=True,
+        advice=_ADVICE,
     ),
 )

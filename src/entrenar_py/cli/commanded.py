@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from entrenar_py.command import (
 from entrenar_py.command.asked import Asked
 from entrenar_py.contract import Position
 from entrenar_py.harness import falsify, stored
+from entrenar_py.harness.plan import Task
 from entrenar_py.harness.runner import Listener
 from entrenar_py.project import launchers, script
 from entrenar_py.project.exclusions import Standing
@@ -84,7 +86,8 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     foreseen = [f"command: {change}" for change in options.command_changes]
     planned, more = make_plan(folder=Path()).foreseen()
     foreseen += more
-    if any(one.check is not None and one.check.name == FINITENESS for one in tasks):
+    advice = _advice(options, tasks)
+    if any(one.check is not None and one.check.name == FINITENESS for one in tasks) and not advice:
         foreseen += _expected(options)
     runs_by_file: dict[Path, runs.Run] = {}
     declared = {one.invariant.id: one.reason for one in standing.not_applying}
@@ -97,7 +100,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         if any(one.check is not None for one in tasks):  # else no run would be judged
             recorded = runs.record(make_plan(folder=kept.path), partial(show, "runs", 0, 0))
         known = verdicts.as_known(tasks, recorded, runs_by_file, on_judged=judged)
-        yield from map(kept.see, known)
+        yield from (_advised(kept.see(entry), advice) for entry in known)
         yield from map(kept.see, declarations.refuted(left_out, runs_by_file, declared))
         doubts.update(declarations.doubts(left_out, options.command, shared.folders))
 
@@ -142,6 +145,26 @@ def stored_work(
         num_traces=len(traces),
         not_applying=judging.elsewhere(standing.selected),
     )
+
+
+def _advice(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, str]:
+    """Return by id why a break is only advice, for clauses that neither contract nor id named."""
+    if "contract" in (*options.typed, *options.used):
+        return {}
+    return {
+        one.invariant.id: one.check.advice
+        for one in tasks
+        if one.check is not None and one.check.advice and one.invariant.id not in options.only
+    }
+
+
+def _advised(entry: Entry, advice: Mapping[str, str]) -> Entry:
+    """Return `entry`, as advice if only a run that was disturbed has broken its clause."""
+    broken = entry.finding.counterexample
+    why = advice.get(entry.invariant.id, "")
+    if not why or broken is None or not (broken.scenario or {}).get("faults"):
+        return entry
+    return replace(entry, accepted=why, advice=True)
 
 
 def _expected(options: argparse.Namespace) -> list[str]:

@@ -190,7 +190,7 @@ def _noted(entry: Entry, standing: exclusions.Standing) -> Entry:
     told = [f"its binding: {one}" for one in (binding.departures if binding else ())]
     if (note := standing.notes.get(entry.invariant.id)) is not None:
         told.append(note)
-    accepted = standing.accepted.get(entry.invariant.id, "")
+    accepted = standing.accepted.get(entry.invariant.id, entry.accepted)
     if accepted and entry.verdict is Verdict.HELD:
         told.append(f"it held, so that it need not be accepted: {accepted}")
     finding = replace(entry.finding, notes=(*entry.finding.notes, *told))

@@ -33,8 +33,8 @@ class Entry:
 
     `num_scenarios` counts the clause's own scenarios, `num_explored` the examples that Hypothesis
     tried around them. `replay` is the path of the saved counterexample as text, None if none was
-    saved. `accepted` is the reason for which the configuration accepts a falsification, "" if it
-    does not. `untried` are the placeholders that a command lacks and the clause could use.
+    saved. `accepted` is the reason why a falsification is accepted, by the configuration or as mere
+    `advice`, else "". `untried` are the placeholders that a command lacks and the clause could use.
     """
 
     invariant: Invariant
@@ -44,6 +44,7 @@ class Entry:
     elapsed_s: float
     replay: str | None = None
     accepted: str = ""
+    advice: bool = False
     untried: tuple[str, ...] = ()
 
     @property
@@ -53,7 +54,7 @@ class Entry:
 
     @property
     def is_accepted(self) -> bool:
-        """True if the clause is falsified, and the configuration accepts that."""
+        """True if the clause is falsified, and that is accepted."""
         return bool(self.accepted) and self.verdict is Verdict.FALSIFIED
 
 
@@ -348,9 +349,8 @@ class Report:
 
         It is "" for a run of only some clauses; those excluded or not applying count as run.
         """
-        seen = {entry.invariant.id for entry in self.entries}
+        seen = {one.invariant.id for one in self.entries} | {e.invariant.id for e in self.excluded}
         seen |= {skipped.invariant.id for skipped in self.not_applying}
-        seen |= {exclusion.invariant.id for exclusion in self.excluded}
         whole = all(clause.id in seen for clause in self.contract.invariants)
         if not self.entries or not whole or self.gate_broken or not self.gate_unresolved:
             return ""

@@ -29,7 +29,7 @@ _WORDS = {
     Verdict.INCONCLUSIVE: ("INCONCLUSIVE", "bold yellow"),
     Verdict.HELD: ("held", "green"),
 }
-_NOT_APPLIED = ("not applied", "dim")
+_NOT_APPLIED, _ADVICE = ("not applied", "dim"), ("ADVICE", "bold yellow")
 _ENDING_STYLES = {EXIT_HELD: "bold green", EXIT_FALSIFIED: "bold red"}
 _NUMBERS = ("compared", "runs", "s")  # columns left out on a narrow terminal, the last one first
 _GAP_CHARS = 2
@@ -183,10 +183,16 @@ def _table(columns: Mapping[str, int], *, header: bool, name: int | None) -> Tab
     return table
 
 
+def _word(entry: Entry) -> tuple[str, str]:
+    """Return the word that says how a clause was judged, and its style."""
+    if not entry.finding.applies:
+        return _NOT_APPLIED
+    return _ADVICE if entry.advice else _WORDS[entry.verdict]
+
+
 def _cells(console: Console, entry: Entry) -> dict[str, Text]:
     """Return the cells of an entry by column title."""
-    clause = entry.invariant
-    word, style = _WORDS[entry.verdict] if entry.finding.applies else _NOT_APPLIED
+    clause, (word, style) = entry.invariant, _word(entry)
     return {
         "verdict": Text(word, style=style),
         "id": Text(_fit(console, evidence.one_line(clause.id))),
@@ -255,7 +261,7 @@ def _print_evidence(
 ) -> None:
     """Print the one finding of these entries: the ids of all, and the evidence of the first."""
     report, entry = same[0]
-    word, style = _WORDS[entry.verdict]
+    word, style = _word(entry)
     ids = ", ".join(evidence.one_line(other.invariant.id) for _, other in same)
     heading = f"{ids} {word}"
     reason = _wrap(console, f"{heading}: {evidence.one_line(entry.finding.reason)}", indent=2)
@@ -309,8 +315,9 @@ def _print_summary(console: Console, reports: Sequence[Report], style: Style) ->
     verdicts = [entry.verdict for entry in entries]
     counted_verdicts = ((verdicts.count(verdict), verdict) for verdict in _WORDS)
     counts = ", ".join(f"{num} {verdict}" for num, verdict in counted_verdicts if num)
-    if accepted := [entry.invariant.id for entry in entries if entry.is_accepted]:
-        counts += f" ({', '.join(accepted)} accepted)"
+    for how, is_advice in (("accepted", False), ("is advice", True)):
+        accepted = [e.invariant.id for e in entries if e.is_accepted and e.advice is is_advice]
+        counts += f" ({', '.join(accepted)} {how})" if accepted else ""
     compared = sum(report.num_compared for report in reports)
     seconds = sum(report.elapsed_s for report in reports)
     work = f"{compared:,} comparisons{_seen(reports)}, {seconds:.1f} s"
