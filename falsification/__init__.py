@@ -17,6 +17,7 @@ from . import (
     benign_averaging,
     benign_distillation,
     benign_finetuning,
+    benign_language_models,
     benign_local_sgd,
     benign_mesh,
     benign_parallelism,
@@ -36,6 +37,7 @@ from . import (
     fallback,
     finetuning,
     initialisation,
+    language_models,
     local_sgd,
     loss,
     manifests,
@@ -65,12 +67,14 @@ _MUTANTS = (
     *(wire, averaging, protocol, blocks, mesh, audits, rings, updates),
     *(torch_ddp, torch_fsdp, parallelism, torch_canonical, local_sgd),
     *(wgpu_steps, wgpu_kernels, finetuning, stages, distillation, distillation_shards),
+    language_models,
 )
 _BENIGN = (
     *(benign_protocol, benign_mesh, benign_audits, benign_rings, benign_updates),
     *(torch_benign, benign_parallelism, benign_local_sgd, benign_wgpu),
     *(benign_finetuning, benign_stages, benign_distillation),
     benign_averaging,
+    benign_language_models,
 )
 
 

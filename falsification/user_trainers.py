@@ -16,8 +16,9 @@ class Twin:
 
     `check` must find the bug with `world_size` workers, at `step` (-1: before the first one),
     `rank` and `tensor`, as far as these are given. `turned` are the knobs of the script that are
-    turned. Without a check, nothing may be found. `verdict` is what the check finds, if that isn't
-    a bug, and `arguments` follow the script in its command. `source` tells where the bug was seen.
+    turned. Without a check, nothing may be found, by the checks `wanted` if these are given.
+    `verdict` is what the check finds, if that isn't a bug, and `arguments` follow the script in its
+    command. `source` tells where the bug was seen.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Twin:
     changes: tuple[tuple[str, str], ...]
     arguments: tuple[str, ...] = ()
     check: str = ""
+    wanted: tuple[str, ...] = ()
     verdict: str = "falsified"
     world_size: int = 2
     turned: tuple[str, ...] = ()

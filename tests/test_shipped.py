@@ -14,6 +14,7 @@ NAMES = [
     "distillation-v1.yaml",
     "distributed-training-v1.yaml",
     "finetune-v1.yaml",
+    "language-model-v1.yaml",
     "layer-pipeline-v1.yaml",
     "local-sgd-v1.yaml",
     "parallelism-v1.yaml",

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from entrenar_py.checks import language_model
 from entrenar_py.verdict import Finding, Verdict
 from falsification import (
     user_advised,
@@ -24,6 +25,7 @@ from falsification import (
     user_declared,
     user_foreign,
     user_knobs,
+    user_language,
     user_large,
     user_left_open,
     user_oracles,
@@ -60,6 +62,7 @@ EVERY: tuple[Twin, ...] = (
     *user_declared.BUGS,
     *user_foreign.BUGS,
     *user_knobs.BUGS,
+    *user_language.BUGS,
     *user_oracles.BUGS,
     *user_presupposed.BUGS,
     *user_random.BUGS,
@@ -80,6 +83,7 @@ EVERY: tuple[Twin, ...] = (
     *user_coupled.VARIANTS,
     *user_declared.VARIANTS,
     *user_foreign.VARIANTS,
+    *user_language.VARIANTS,
     *user_oracles.VARIANTS,
     *user_presupposed.VARIANTS,
     *user_random.VARIANTS,
@@ -112,7 +116,7 @@ def findings(
     script = folder / "project" / twin.script
     script.parent.mkdir()
     script.write_text(stripped(text) if auto else text)
-    wanted = {twin.check} if twin.check else WANTED
+    wanted = {twin.check} if twin.check else twin.wanted or WANTED
     # Pairs are run for parity: other checks see them beside it.
     traces = scripts.record(
         (*scripts.command(script, twin.turned), *twin.arguments),
@@ -168,6 +172,8 @@ def _applies(twin: Twin, check: str, finding: Finding) -> bool:
     Some scripts end within their first epoch: what its end would show stays open.
     """
     if finding.reason.startswith(("no run came to the end of an epoch", "no two epochs were seen")):
+        return False
+    if finding.reason.startswith(language_model.not_applied("")):
         return False
     if check == "resume":
         return twin.script == "resume.py" or "{workdir}" in twin.arguments

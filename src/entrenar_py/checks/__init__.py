@@ -13,6 +13,7 @@ from entrenar_py.checks import (
     endurance,
     fallback,
     finiteness,
+    language_model,
     liveness,
     local_sgd,
     manifest,
@@ -74,6 +75,7 @@ _FAMILIES = (
     tuned_stages,
     soft_targets,
     teacher_rows,
+    language_model,
 )
 _TABLE: tuple[Check, ...] = tuple(row for family in _FAMILIES for row in family.ROWS)
 CHECKS: dict[str, Check] = {check.name: check for check in _TABLE}

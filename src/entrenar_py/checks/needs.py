@@ -55,6 +55,7 @@ RESUMED = Need(name="resumed", says="the base, stopped and resumed")
 # --- runs that are judged without a base ----------------------------------------------------------
 POISONED = Need(name="poisoned", says="a run with a value that is not finite")
 SAVED = Need(name="saved", says="a run that wrote a checkpoint and loaded it")
+PROBED = Need(name="probed", says="a run whose model was passed its tokens again, some replaced")
 
 
 def turned(knob: str) -> Need:

@@ -12,6 +12,7 @@ from entrenar_py.checks.needs import (
     COUNTS,
     KILLED,
     POISONED,
+    PROBED,
     REPEATED,
     RESUMED,
     SAVED,
@@ -22,6 +23,7 @@ from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.launch import Ended, launch
 from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
+from entrenar_py.observing import TOKENS
 from entrenar_py.observing.auto import Settings
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
@@ -151,15 +153,16 @@ class Plan:
         return sorted([*cuts, *((self.most, int(turn.value)) for turn in turns)])
 
     def observing(self, num_made: int) -> dict[str, str]:
-        """Return the environment variables by which a script without a line is observed.
+        """Return the environment variables that say how a script is observed.
 
-        It goes on after `num_made` steps. It is ended after the last one if the command can say
-        neither {steps} nor {epochs}.
+        Without a line, it goes on after `num_made` steps. It is ended after the last one if the
+        command can say neither {steps} nor {epochs}.
         """
+        tokens = {TOKENS: "1"} if PROBED in self.needs else {}
         if not self.auto:
-            return {}
+            return tokens
         steps = max(1, self.num_steps - num_made) if self._is_cut else None
-        return Settings(steps=steps).variables()
+        return {**tokens, **Settings(steps=steps).variables()}
 
     @property
     def _is_cut(self) -> bool:

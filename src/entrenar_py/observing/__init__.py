@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 FOLDER = "ENTRENAR_TRACE_DIR"
 COPY = "root"  # in that folder: what the copy of the user's folder lies below, as it does below /
 FAULTS = "ENTRENAR_FAULTS"  # the faults to plant, as a JSON list
+TOKENS = "ENTRENAR_TOKENS"  # set if a contract asks what a language model's outputs depend on
 STOP = "ENTRENAR_STOP"  # the step before which to end the process, as if the job was cut off
 PATIENCE = 100  # steps in which a tensor that should move has to move, by default
 

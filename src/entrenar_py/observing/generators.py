@@ -6,7 +6,7 @@ import inspect
 import random
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -77,10 +77,38 @@ def global_states() -> dict[str, str]:
 def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
     return {name: blake3(state).hexdigest(_DIGEST_BYTES) for name, state in states.items()}
 
+    def kept(self) -> list[tuple[Callable[[Any], object], Any]]:
+        """Return what sets each generator's state, with the state that it has now."""
+        found: list[tuple[Callable[[Any], object], Any]] = [
+            (torch.set_rng_state, torch.get_rng_state()),
+            (random.setstate, random.getstate()),
+            (np.random.set_state, np.random.get_state(legacy=False)),
+        ]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            found.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+        return found + [_kept(generator) for generator in self._own.values()]
+
+    @staticmethod
+    def restore(states: Iterable[tuple[Callable[[Any], object], Any]]) -> None:
+        """Set the generators back to the states that `kept` returned."""
+        for set_state, state in states:
+            set_state(state)
+
 
 def moved(before: States, after: States) -> list[str]:
     """Return the names of the generators whose state has changed."""
     return [name for name, state in after.items() if before.get(name, state) != state]
+
+
+def _kept(generator: Any) -> tuple[Callable[[Any], object], Any]:
+    if isinstance(generator, torch.Generator):
+        return generator.set_state, generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.setstate, generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.set_state, generator.get_state(legacy=False)
+    bits = generator.bit_generator
+    return lambda state: setattr(bits, "state", state), bits.state
 
 
 def _state(generator: Any) -> bytes:

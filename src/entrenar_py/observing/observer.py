@@ -19,6 +19,7 @@ from entrenar_py.observing import (
     declarations,
     dtensors,
     first_look,
+    language,
     process_rank,
     reduced_gradients,
     sources,
@@ -73,13 +74,8 @@ class Observer(Observation):
         rank, world_size = process_rank.place()
         layout = surroundings.mesh(world_size) if layout is None else layout
         arranged = dtensors.declared(layout, tied, world_size)
-        self._subject = Subject(
-            model,
-            arguments.optimizers(model, optimizer),
-            declared=arranged,
-            rank=rank,
-            world_size=world_size,
-        )
+        stepped = arguments.optimizers(model, optimizer)
+        self._subject = Subject(model, stepped, declared=arranged, rank=rank, world_size=world_size)
         names = [*first_look.names_of(self._subject.model)]
         buffers = self._subject.buffers
         said = declarations.of(names, buffers.names(), arranged, **declared)
@@ -115,6 +111,7 @@ class Observer(Observation):
         self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
         self._micro_batches = MicroBatches(rank, self._facts.samples, self._random)
         self._loaders = LoaderDraws(self._random, trained=trained)
+        self._language = language.of(self._subject, generators, self._recording.write)
         self._late: trace.Update | None = None
         atexit.register(self._write_late)
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
@@ -207,7 +204,7 @@ class Observer(Observation):
 
     def _remove_hooks(self) -> None:
         self._entrances.remove()
-        for hooks in (self._facts, self._loaders, self._backward, self._random):
+        for hooks in (self._facts, self._loaders, self._backward, self._random, self._language):
             hooks.remove()
         for step_hooks in self._step_hooks:
             step_hooks.remove()
@@ -252,6 +249,7 @@ class Observer(Observation):
         self._gradients.expect(called)
         self._recording.compressed(reduced_gradients.compression(called))
         self._micro_batches.before_forward(inputs, blocks)
+        self._language.forward(model, inputs, self._micro_batches.index)
 
     def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
         if (local := self._subject.buffers.after_forward()) is not None:
@@ -353,6 +351,7 @@ class Observer(Observation):
         self._step.stepped.add(index)
         if len(self._step.stepped) == len(self._subject.optimizers):
             self._end_step()
+            self._language.stepped(self._step.number - 1)
 
     def _end_step(self) -> None:
         """Record the state after the step, if an optimizer has stepped."""

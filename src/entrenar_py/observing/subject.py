@@ -38,7 +38,7 @@ class Subject:
         world_size: int,
     ) -> None:
         self.model, self.optimizers = tensors.unwrapped(model), optimizers
-        self.rank, self._world_size, self._declared = rank, world_size, declared
+        self.rank, self.world_size, self._declared = rank, world_size, declared
         self.buffers = Buffers(self.model)
         self.parameters: dict[str, Tensor] = {}
         self.trained: dict[str, Tensor] = {}
@@ -282,10 +282,10 @@ class Subject:
         declared = self._declared
         if declared is not None and declared.axes:
             return declared
-        shown = dtensors.read_off(self.model, self._world_size)
+        shown = dtensors.read_off(self.model, self.world_size)
         if declared is None:
             return shown
-        return replace(declared, axes=(shown or plain(self._world_size)).axes)
+        return replace(declared, axes=(shown or plain(self.world_size)).axes)
 
 
 def _are_few(buffers: Mapping[str, Tensor]) -> bool:

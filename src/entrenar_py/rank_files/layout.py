@@ -60,6 +60,11 @@ class Layout:
         """
         return tuple(place for axis, place in self.coordinates(rank).items() if axis in DATA)
 
+    def parity(self, rank: int) -> int:
+        """Return 0 or 1: ranks with other tokens have both, those with the same tokens one."""
+        own = (*DATA, *PARTIAL)
+        return sum(place for axis, place in self.coordinates(rank).items() if axis in own) % 2
+
     def replica(self, rank: int) -> tuple[int, ...]:
         """Return the position of `rank` along all axes but the STAGES.
 

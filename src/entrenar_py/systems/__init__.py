@@ -176,6 +176,12 @@ SYSTEMS: dict[str, System] = {
         options=("pairs", "vocabulary", "top_k", "alpha", "temperatures", "spread", "alike"),
         only=("cpu",),
     ),
+    "language_model": System(
+        room="probes",
+        what="a small decoder on tokens: what its losses are over, and what its outputs depend on",
+        options=("rows",),
+        only=("cpu",),
+    ),
     "matmul": System(
         room="probes.products",
         what="matrix products on one backend against the CPU and float64",

@@ -22,7 +22,7 @@ class Recorder:
     """The growing trace of one run of `scenario`."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self._scenario = scenario
+        self.scenario = scenario
         self._values = scenario.detail == "values"
         self._events: list[trace.Event] = []
 
@@ -64,7 +64,7 @@ class Recorder:
         """Emit an End event and return the trace."""
         self.emit(trace.End(status=status, reason=reason))
         return trace.Trace(
-            scenario=self._scenario,
+            scenario=self.scenario,
             environment=environment.describe(),
             promises=tuple(promises),
             events=tuple(self._events),

@@ -36,6 +36,7 @@ from entrenar_py.trace.run import Trace
 from entrenar_py.trace.script_events import Called, Declared, Drawn, Noticed, is_source_file
 from entrenar_py.trace.service_events import Gap, Spike
 from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors, record_sketch, record_tensor
+from entrenar_py.trace.token_events import Reread, Scored, Tokens
 from entrenar_py.trace.traits import Traits
 from entrenar_py.trace.tuning_events import (
     Adapted,
@@ -86,7 +87,9 @@ __all__ = [
     "ReadBack",
     "Reduced",
     "Refused",
+    "Reread",
     "Saved",
+    "Scored",
     "Selection",
     "Shard",
     "Sharded",
@@ -100,6 +103,7 @@ __all__ = [
     "TeacherRow",
     "TensorRecord",
     "Tensors",
+    "Tokens",
     "Trace",
     "Traffic",
     "Traits",

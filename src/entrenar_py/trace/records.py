@@ -20,6 +20,7 @@ from entrenar_py.trace import (
     events,
     script_events,
     service_events,
+    token_events,
     tuning_events,
 )
 from entrenar_py.trace.events import Event
@@ -31,7 +32,7 @@ EVENTS: dict[str, type[Event]] = {
     event.kind: event
     for module in (
         *(events, device_events, script_events),
-        *(averaging_events, service_events, tuning_events),
+        *(averaging_events, service_events, token_events, tuning_events),
     )
     for event in vars(module).values()
     if isinstance(event, type) and issubclass(event, Event) and event is not Event

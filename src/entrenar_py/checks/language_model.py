@@ -1,0 +1,405 @@
+"""F-LM-001 to 007: what a language model's losses are over, and what its outputs depend on.
+
+The records of a probed model (`trace/token_events.py`) are measurements: how much an output changes
+if tokens are replaced that it must not depend on, which token a target is, and what each token's
+loss counts in the step. A clause whose subject a script does not have is not applied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from entrenar_py.checks import evidence, missing, probes
+from entrenar_py.checks.check import Check
+from entrenar_py.checks.needs import PROBED, Traces
+from entrenar_py.contract import Invariant
+from entrenar_py.scenario import Scenario
+from entrenar_py.trace import Noticed, Reread, Scored, Start, Tokens, Trace, Update
+from entrenar_py.verdict import Finding, Tally
+
+# Roundings of the largest output by which outputs may change that must stay: a change of a token
+# elsewhere may change the order of sums (experts that are given other rows), and nothing else.
+ROUNDINGS = 64
+# Fewer of them, in float32, are no change that matters. In 16 bits a leak may be as small.
+SILENT = 8
+_FINE = 2.0**-20
+TARGETS_MIN = 8  # from which targets show what they are
+_HALF = ("float16", "bfloat16")
+_SHARES_MAX, _SHARES_MAX_HALF = 1e-4, 2e-2
+
+Compare = Callable[[Tally, Trace], str]  # returns why there is nothing to compare, or ""
+
+
+def not_applied(why: str) -> str:
+    """Return the reason of a clause whose subject the script does not have."""
+    return f"not applied: {why}"
+
+
+def _judge(compare: Compare) -> Callable[[Invariant, Traces], Finding]:
+    """Return a judge that applies `compare` to each run whose model was probed."""
+
+    def judge(invariant: Invariant, traces: Traces) -> Finding:
+        tally = missing.tally_for(invariant, traces)
+        reasons: dict[str, None] = {}
+        for trace in evidence.usable(traces, tally):
+            if why := _unprobed(trace) or compare(tally, trace):
+                reasons[why] = None
+        return tally.finding(nothing=not_applied("; ".join(reasons) or "no run came to an end"))
+
+    return judge
+
+
+def _unprobed(trace: Trace) -> str:
+    tokens = trace.of(Tokens)
+    if not tokens and not trace.of(Scored):
+        return "no step of a model that is given token ids was looked at"
+    problems = [one.problem for one in tokens]
+    if problems and all(problems):
+        return f"the model was not passed its tokens again: {problems[0]}"
+    return ""
+
+
+def _place(trace: Trace, event: Tokens | Scored | Reread) -> dict[str, Any]:
+    return {
+        "step": event.step,
+        "rank": event.rank,
+        "shard": event.rank * trace.scenario.accumulation + event.micro_batch,
+        "scenario": trace.scenario,
+    }
+
+
+# --- what targets are -----------------------------------------------------------------------------
+
+
+def _totals(trace: Trace) -> Iterator[tuple[list[Scored], int, list[int]]]:
+    """Yield the losses at each place of a micro-batch, with how many targets equal which token."""
+    by_call: dict[int, list[Scored]] = defaultdict(list)
+    for scored in trace.of(Scored):
+        if scored.known:
+            by_call[scored.call].append(scored)
+    for _, losses in sorted(by_call.items()):
+        known = sum(one.known for one in losses)
+        yield (
+            losses,
+            known,
+            [sum(equal) for equal in zip(*(o.matches for o in losses), strict=True)],
+        )
+
+
+def _shifts(trace: Trace) -> dict[int, list[Scored]]:
+    """Return the losses by the shift that all of their targets have: 0, 1 or 2."""
+    found: dict[int, list[Scored]] = {}
+    for losses, known, matches in _totals(trace):
+        fits = [shift for shift, equal in enumerate(matches) if equal == known]
+        if 1 in fits:
+            found[1] = losses
+        elif len(fits) == 1 and known >= TARGETS_MIN:
+            found.setdefault(fits[0], losses)
+    return found
+
+
+_NO_TARGETS = "no cross-entropy was seen whose targets are the tokens of its rows"
+
+
+def _shifted(tally: Tally, trace: Trace) -> str:
+    shifts = _shifts(trace)
+    if not shifts:
+        return _NO_TARGETS
+    if 1 in shifts:  # further losses may be of later tokens
+        tally.compared += len(shifts[1])
+        return ""
+    shift, losses = next(iter(shifts.items()))
+    sees = _sees_own(trace)
+    if sees is None:
+        tally.miss("it is not known which tokens an output depends on: the model was not probed")
+    elif shift == 0 and not sees:  # the model shifts its inputs
+        tally.compared += len(losses)
+    else:
+        what = "at their own places: they are not shifted"
+        if shift == 2:
+            what = "two places further on: they are shifted twice"
+        tally.check(
+            False,
+            f"the targets are the tokens {what}",
+            expected="the next token",
+            got=f"shifted by {shift}",
+            **_place(trace, losses[0]),
+        )
+    return ""
+
+
+def _sees_own(trace: Trace) -> bool | None:
+    """Return whether outputs depend on the token at their own place; None if that is unknown."""
+    known = [
+        one for one in trace.of(Reread) if one.own is not None and one.moved > _bound(one, SILENT)
+    ]
+    return any((one.own or 0.0) > _bound(one, SILENT) for one in known) if known else None
+
+
+# --- what outputs depend on -----------------------------------------------------------------------
+
+
+def _bound(reread: Reread, roundings: int) -> float:
+    return roundings * reread.unit * reread.scale
+
+
+def _is_still(reread: Reread) -> bool:
+    return reread.still <= (_bound(reread, SILENT) if reread.unit < _FINE else 0.0)
+
+
+def _stays(tally: Tally, trace: Trace, rereads: Iterable[Reread], message: str) -> bool:
+    """Check that outputs stay. Return whether any of `rereads` could be judged.
+
+    What changes without another token, or within some roundings, is no evidence.
+    """
+    judged = False
+    for one in rereads:
+        judged = True
+        if not one.noise <= _bound(one, SILENT):
+            tally.miss(
+                f"outputs change by {one.noise:.2g} though the rank's tokens stay: they depend on "
+                "other ranks' tokens, or on numbers that no known generator draws"
+            )
+        elif (is_still := _is_still(one)) or one.still > _bound(one, ROUNDINGS):
+            tally.check(
+                is_still,
+                f"{message} (row {one.row}, position {one.position})",
+                expected="no change",
+                got=f"{one.still:.3g}, where the largest output is {one.scale:.3g}",
+                **_place(trace, one),
+            )
+        else:
+            tally.miss(
+                f"outputs that should stay change by {one.still:.2g}, which may be rounding: train "
+                "in float32 for this check"
+            )
+    return judged
+
+
+def _causal(tally: Tally, trace: Trace) -> str:
+    if not _shifts(trace):
+        return f"{_NO_TARGETS}: it may be trained to see both sides"
+    later = [
+        one
+        for one in trace.of(Reread)
+        if one.replaced == "later" and one.moved > _bound(one, SILENT)
+    ]
+    for cut in sorted({one.cut or 0 for one in later}):
+        what = (
+            f"an output changes if tokens from position {cut} on are replaced: it sees later ones"
+        )
+        _stays(tally, trace, (one for one in later if one.cut == cut), what)
+    return "" if later else "no output depends on the tokens"
+
+
+def _padding(tally: Tally, trace: Trace) -> str:
+    padded = [one for one in trace.of(Tokens) if one.padding]
+    losses = [one for one in trace.of(Scored) if one.padded]
+    for scored in losses:
+        tally.check(
+            False,
+            f"{scored.padded} padding tokens count as targets of padding tokens: ignore them",
+            expected="0",
+            got=str(scored.padded),
+            **_place(trace, scored),
+        )
+    if not padded and not losses:
+        return "no padding is known, by a mask that the model is given or by its table"
+    tally.compared += len(padded)
+    rereads = [one for one in trace.of(Reread) if one.replaced == "padding"]
+    _stays(tally, trace, rereads, "an output changes if the padding is another token")
+    for one in rereads:
+        most = _bound(one, ROUNDINGS) + ROUNDINGS * one.unit
+        if one.loss is not None and one.noise <= _bound(one, SILENT):
+            message = "the loss that the model returns changes if the padding is another token"
+            tally.at_most(most, one.loss, message, form=".3g", **_place(trace, one))
+    return ""
+
+
+def _documents(tally: Tally, trace: Trace) -> str:
+    packed = [one for one in trace.of(Tokens) if one.documents]
+    if not packed:
+        return "no argument of the model shows several documents in a row"
+    shown = packed[0].shown
+    rereads = [
+        one
+        for one in trace.of(Reread)
+        if one.replaced == "earlier" and one.moved > _bound(one, SILENT)
+    ]
+    what = f"a document sees another one of its row, though {shown or 'a mask'} parts them"
+    _stays(tally, trace, rereads, what)
+    crossing = [one for one in trace.of(Scored) if one.crossing]
+    several = sum(one.tokens_crossing for one in crossing) > len(crossing)
+    for scored in crossing if several else ():  # else all documents begin with one token
+        tally.check(
+            False,
+            f"{scored.crossing} targets are the first token of the next document: ignore them",
+            expected="0",
+            got=str(scored.crossing),
+            **_place(trace, scored),
+        )
+    return "" if rereads or crossing else "no output of a document depends on its tokens"
+
+
+# --- what tokens count ----------------------------------------------------------------------------
+
+
+def _shares(tally: Tally, trace: Trace) -> str:
+    steps: dict[tuple[int, int], list[Scored]] = defaultdict(list)
+    uneven = False
+    for scored in trace.of(Scored):
+        known = math.isfinite(scored.least) and math.isfinite(scored.most)
+        if known and _agree(scored, scored):
+            steps[scored.step, scored.call].append(scored)
+        else:
+            uneven = True
+    compared = 0
+    for (step, _), losses in sorted(steps.items()):
+        first = max(losses, key=lambda one: abs(one.most))
+        for other in losses:
+            if other is not first:
+                compared += 1
+                _compare_shares(tally, trace, step, first, other)
+    if compared:
+        return ""
+    if uneven:
+        return "the tokens of one micro-batch count differently"
+    return "no step had losses over tokens of several micro-batches or ranks"
+
+
+def _agree(one: Scored, other: Scored) -> bool:
+    allowed = _SHARES_MAX_HALF if {one.dtype, other.dtype} & {*_HALF} else _SHARES_MAX
+    return abs(one.most - other.least) <= allowed * max(abs(one.most), abs(other.least))
+
+
+def _compare_shares(tally: Tally, trace: Trace, step: int, one: Scored, other: Scored) -> None:
+    sums = [scored.most * scored.counted for scored in (one, other)]
+    allowed = _SHARES_MAX_HALF if {one.dtype, other.dtype} & {*_HALF} else _SHARES_MAX
+    why = "the loss is not divided by the tokens of the whole step"
+    if abs(sums[0] - sums[1]) <= allowed * abs(sums[0]):
+        why = "each loss is the mean over its own tokens; divide sums by the tokens of the step"
+    factor = one.most / other.least if other.least else math.inf
+    tally.check(
+        _agree(one, other),
+        f"a token of {_named(one)} counts {factor:.4g} times as much as one of {_named(other)}: "
+        f"{why}",
+        expected=repr(other.least),
+        got=repr(one.most),
+        **_place(trace, one),
+    )
+
+
+def _named(scored: Scored) -> str:
+    return f"rank {scored.rank}'s micro-batch {scored.micro_batch} ({scored.counted} tokens)"
+
+
+# --- tables and begins ----------------------------------------------------------------------------
+
+
+def _tied(tally: Tally, trace: Trace) -> str:
+    told = [one for one in trace.of(Tokens) if one.tied is not None]
+    for one in told:
+        tally.check(
+            one.tied is True,
+            "the model's settings tie the tables of its first and last layer, which differ",
+            **_place(trace, one),
+        )
+    ties = {tie for event in trace.of(Noticed) for tie in event.shared}
+    for tie in sorted(ties):
+        _one_tensor(tally, trace, tie)
+    return "" if told or ties else "no table is tied, and the model's settings tie none"
+
+
+def _one_tensor(tally: Tally, trace: Trace, tie: Sequence[str]) -> None:
+    """Compare the names that one tensor had: it is recorded under one of them while it is one."""
+    for event in trace.standing.events:
+        if not isinstance(event, Start | Update):
+            continue
+        held = [name for name in tie if name in event.weights]
+        apart = [n for n in held if event.weights[n].digest != event.weights[held[0]].digest]
+        tally.check(
+            not apart,
+            f"{(apart or held or tie)[0]} was one tensor with {tie[0]}, and differs now",
+            step=event.step - isinstance(event, Start),
+            rank=event.rank,
+            tensor=(apart or held or tie)[0],
+            scenario=trace.scenario,
+        )
+
+
+def _one_begin(tally: Tally, trace: Trace) -> str:
+    known = [one for one in trace.of(Tokens) if one.begun]
+    for one in known:
+        tally.check(
+            not one.doubled,
+            f"{one.doubled} of {one.begun} documents begin with the token of a begin twice: a "
+            "template and the tokenizer both add it",
+            expected="1",
+            got="2",
+            **_place(trace, one),
+        )
+    return "" if known else "no document begins with a token that the model's settings name for it"
+
+
+# --- the rows of the table ------------------------------------------------------------------------
+
+
+def _plan(**options: Any) -> Callable[[Invariant], list[Scenario]]:
+    def plan(_: Invariant) -> list[Scenario]:
+        usual: dict[str, Any] = {"world_size": 2, "accumulation": 2, "num_steps": 3}
+        return [probes.scenario("language_model", **usual, options=options)]
+
+    return plan
+
+
+def _row(
+    name: str, number: int, decides: str, compare: Compare, *, words: str, **rows: Any
+) -> Check:
+    return Check(
+        name=name,
+        id=f"F-LM-{number:03}",
+        decides=decides,
+        spoken_of=words,
+        judge=_judge(compare),
+        plan=_plan(**rows),
+        needs=(PROBED,),
+        takes_commands=True,
+    )
+
+
+ROWS = (
+    _row(
+        *("causality", 1, "no output whose target counts depends on a later token", _causal),
+        words="causal mask future leak attention",
+    ),
+    _row(
+        *("label_shift", 2, "each output's target is the next token", _shifted),
+        words="labels shift next token",
+    ),
+    _row(
+        *("padding", 3, "padding is no target, and another token in it changes nothing", _padding),
+        words="pad ignored attention mask",
+        rows="padded",
+    ),
+    _row(
+        *("packed_documents", 4, "documents in one row don't see each other", _documents),
+        words="packing documents position ids cu_seqlens contamination",
+        rows="packed",
+    ),
+    _row(
+        *("token_shares", 5, "each token of a step counts the same", _shares),
+        words="loss divided tokens accumulation ranks",
+        rows="padded",
+    ),
+    _row(
+        *("tied_tables", 6, "tables that are tied stay one tensor", _tied),
+        words="tied embedding head weights",
+    ),
+    _row(
+        *("one_begin", 7, "a document begins with one token of a begin", _one_begin),
+        words="bos token twice template",
+    ),
+)

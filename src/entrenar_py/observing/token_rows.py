@@ -1,0 +1,248 @@
+"""The token ids that a model is given, and what its other arguments show of them.
+
+Arguments are known by their names in the model's `forward` and by their values: a padding mask has
+zeros, positions begin again at 0 where a document does, cumulated lengths begin at 0 and end at the
+number of tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_DOCUMENT_NAMES = frozenset(
+    f"{what}{number}"
+    for what in ("document", "doc", "seq", "sequence", "segment")
+    for number in ("_id", "_ids", "_idx")
+)
+
+
+class Arguments:
+    """A copy of what a model was given in a forward pass, whose tensors can be exchanged."""
+
+    def __init__(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]):
+        leaves, self._spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        names = {id(leaf): name for name, leaf in _named(model, args, kwargs)}
+        self._leaves = [one.detach().clone() if isinstance(one, Tensor) else one for one in leaves]
+        self._names = [names.get(id(leaf), "") for leaf in leaves]
+        # A cache of keys and values goes on from pass to pass.
+        self.has_cache = any("Cache" in type(leaf).__name__ for leaf in leaves)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors with the names of their arguments, "" for an unknown one."""
+        for name, leaf in self._named_leaves():
+            if isinstance(leaf, Tensor):
+                yield name, leaf
+
+    def place_of(self, looked_up: Tensor) -> int | None:
+        """Return the place of the argument with the token ids that a table looks up.
+
+        The model may shift them by one before. Positions and types of tokens are no tokens.
+        """
+        found = {
+            shift: place
+            for place, (name, leaf) in reversed([*enumerate(self._named_leaves())])
+            if isinstance(leaf, Tensor) and _is_whole(leaf) and leaf.shape == looked_up.shape
+            if not any(word in name for word in ("pos", "type"))
+            for shift in (1, 0)
+            if _are_equal(leaf, looked_up, shift)
+        }
+        return found.get(0, found.get(1))
+
+    def _named_leaves(self) -> Iterator[tuple[str, Any]]:
+        return zip(self._names, self._leaves, strict=True)
+
+    def at(self, place: int) -> Tensor | None:
+        """Return the token ids at a place; None if there are none."""
+        leaf = self._leaves[place] if place < len(self._leaves) else None
+        is_ids = isinstance(leaf, Tensor) and _is_whole(leaf) and leaf.dim() in (1, 2)
+        return leaf if is_ids else None
+
+    def again(
+        self, place: int | None = None, ids: Tensor | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return copies of the arguments, with other token ids at a place if these are given."""
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        if place is not None and ids is not None:
+            leaves[place] = ids.to(leaves[place].dtype).reshape(leaves[place].shape)
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+
+def _named(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of the arguments with the name of its parameter or of its key."""
+    try:
+        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = dict(kwargs)
+    for path, leaf in pytree.tree_flatten_with_path(dict(bound))[0]:
+        keys = [str(key.key) for key in path if isinstance(key, pytree.MappingKey)]
+        yield (keys or [""])[-1], leaf
+
+
+def _are_equal(ids: Tensor, looked_up: Tensor, shift: int) -> bool:
+    length = ids.shape[-1] - shift
+    return length > 0 and bool((ids[..., :length] == looked_up[..., shift:]).all())
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+# --- padding and documents ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The token ids of a micro-batch, [rows, positions].
+
+    `padding` is true at padding tokens, and `is_masked` if an argument shows them. `documents` are
+    the numbers of the documents in rows, None if no argument, `shown`, shows that a row has
+    several.
+    """
+
+    ids: Tensor
+    padding: Tensor
+    is_masked: bool
+    documents: Tensor | None
+    shown: str
+
+    def begins(self) -> Tensor:
+        """Return, bool [rows, positions], whether a token is the first of its row or document."""
+        begins = torch.zeros_like(self.padding)
+        begins[:, 0] = True
+        begins[:, 1:] = self.padding[:, :-1]
+        if self.documents is not None:
+            begins[:, 1:] |= self.documents[:, 1:] != self.documents[:, :-1]
+        return begins & ~self.padding
+
+
+def of(arguments: Arguments, place: int, padding_id: int | None) -> Rows | None:
+    """Return the rows of the token ids at `place`; None if there are none.
+
+    `padding_id` is the token that the embedding takes for padding.
+    """
+    ids = arguments.at(place)
+    if ids is None or not ids.numel():
+        return None
+    ids = (ids[None] if ids.dim() == 1 else ids).long()
+    others = [(name, one) for name, one in arguments.tensors() if one.numel() > 1]
+    masked = next((m for name, one in others if (m := _masked(name, one, ids)) is not None), None)
+    padding = masked
+    if padding is None:  # no token is -1
+        padding = _outer(ids == (-1 if padding_id is None else padding_id))
+    documents, shown = None, ""
+    for name, one in others:
+        documents = _documents(name, one, ids, padding)
+        if documents is not None:
+            shown = name
+            break
+    return Rows(
+        ids=ids,
+        padding=padding,
+        is_masked=masked is not None,
+        documents=documents,
+        shown=shown,
+    )
+
+
+def _outer(same: Tensor) -> Tensor:
+    """Return where `same` is true from the begin of a row on, or up to its end."""
+    first = same.long().cumprod(1)
+    last = same.flip(1).long().cumprod(1).flip(1)
+    return (first + last).bool()
+
+
+def _masked(name: str, mask: Tensor, ids: Tensor) -> Tensor | None:
+    """Return where an argument masks padding, bool like `ids`; None if it is no such mask.
+
+    A padding mask may be true at the padding or at the other tokens: padding is one token.
+    """
+    name = name.lower()
+    if mask.shape != ids.shape or not ("att" in name or "pad" in name) or "mask" not in name:
+        return None
+    masked = mask == 0
+    if not bool(((mask == 0) | (mask == 1)).all()) or not bool(masked.any()) or bool(masked.all()):
+        return None
+    if "pad" in name and _is_one(ids[~masked]) and not _is_one(ids[masked]):
+        return ~masked
+    return masked
+
+
+def _is_one(tokens: Tensor) -> bool:
+    return bool((tokens == tokens[0]).all())
+
+
+def _documents(name: str, given: Tensor, ids: Tensor, padding: Tensor) -> Tensor | None:
+    """Return the number of each token's document within its row, if `given` shows several."""
+    begins = _begins(name.lower(), given, ids)
+    if begins is None:
+        return None
+    begins = begins & ~padding
+    begins[:, 0] = True
+    numbers = begins.long().cumsum(1) - 1
+    lasting = begins[:, :-1] & ~begins[:, 1:]  # documents of more than one token
+    several = (lasting & (numbers[:, :-1] > 0)).any()
+    return numbers if bool(several) else None
+
+
+def _begins(name: str, given: Tensor, ids: Tensor) -> Tensor | None:
+    rows, positions = ids.shape
+    if given.dim() in (3, 4) and given.shape[-2:] == (positions, positions):
+        return _of_block_mask(given, rows)
+    if not _is_whole(given):
+        return None
+    if given.dim() == 1 and rows == 1 and given.numel() != positions:
+        return _of_lengths(given.long(), positions)
+    if (
+        given.dim() > 2
+        or given.shape[-1] != positions
+        or given.numel() not in (*(positions, rows * positions),)
+    ):
+        return None
+    row = given.reshape(-1, positions).long().expand(rows, positions)
+    begins = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
+    is_numbered = name in _DOCUMENT_NAMES or ("att" in name and bool((row > 1).any()))
+    if is_numbered:
+        begins[:, 1:] = row[:, 1:] != row[:, :-1]
+        return begins
+    steps = row[:, 1:] - row[:, :-1]
+    again = row[:, 1:] == 0
+    are_positions = bool((row[:, 0] == 0).all()) and bool(((steps == 1) | again).all())
+    if not are_positions or "pos" not in name:
+        return None
+    begins[:, 1:] = again
+    return begins
+
+
+def _of_lengths(ends: Tensor, num_tokens: int) -> Tensor | None:
+    """Return where documents begin, by the lengths of all before: 0, 5, 12 of 12 tokens."""
+    is_cumulated = int(ends[0]) == 0 and int(ends[-1]) == num_tokens
+    if not is_cumulated or not bool((ends[1:] >= ends[:-1]).all()):
+        return None
+    begins = torch.zeros(1, num_tokens, dtype=torch.bool, device=ends.device)
+    begins[0, ends[(ends < num_tokens)]] = True
+    return begins
+
+
+def _of_block_mask(mask: Tensor, rows: int) -> Tensor | None:
+    """Return where a token doesn't see the one before it, by a mask of all pairs."""
+    if mask.dim() == 4:
+        mask = mask[:, 0]
+    sees = mask > -1 if mask.is_floating_point() else mask.bool()
+    own = sees.diagonal(dim1=-2, dim2=-1)
+    if not bool(own.any()):  # true where nothing is seen
+        sees, own = ~sees, ~own
+    if len(sees) not in (1, rows) or not bool(own.all()):
+        return None
+    begins = torch.zeros(rows, mask.shape[-1], dtype=torch.bool, device=mask.device)
+    begins[:, 1:] = ~sees.diagonal(offset=-1, dim1=-2, dim2=-1)
+    return begins

@@ -1,0 +1,206 @@
+"""A small decoder that is trained on tokens, and is probed as a script's model is.
+
+Its ranks take turns in one process. Rows are whole (`plain`), have padding before them (`padded`),
+or have two documents each (`packed`), as option `rows` says. Letters in shape comments: n rows, t
+positions, d = WIDTH, h heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+
+from entrenar_py import trace
+from entrenar_py.errors import UsageError
+from entrenar_py.observing import token_losses
+from entrenar_py.observing.generators import Generators
+from entrenar_py.observing.language import Looking
+from entrenar_py.observing.subject import Subject
+from entrenar_py.scenario import Scenario
+from entrenar_py.systems.recorder import Recorder
+
+PAD, BEGIN, END, VOCABULARY, WIDTH, HEADS, LENGTH = 0, 1, 2, 23, 16, 2, 12
+NUM_ROWS, IGNORED = 3, -100
+KINDS = ("plain", "padded", "packed")
+
+
+class Batch(NamedTuple):
+    """Token ids [n, t]; which are no padding, 0 or 1; and their positions in a document."""
+
+    ids: Tensor
+    mask: Tensor
+    positions: Tensor
+
+
+# --- the data -------------------------------------------------------------------------------------
+
+
+def document(length: int, generator: torch.Generator) -> Tensor:
+    """Return `length` tokens: that of a begin, and others."""
+    tokens = torch.randint(END + 1, VOCABULARY, (length - 1,), generator=generator)
+    return torch.cat([torch.tensor([BEGIN]), tokens])
+
+
+def batch(kind: str, number: int, generator: torch.Generator) -> Batch:
+    """Return micro-batch `number`. Of padded ones, each has another number of tokens."""
+    rows, masks, positions = [], [], []
+    for row in range(NUM_ROWS):
+        lengths = [LENGTH]
+        if kind == "packed":
+            lengths = [4 + row, LENGTH - 4 - row]
+        elif kind == "padded":
+            lengths = [LENGTH - (row + number) % 5]
+        tokens = torch.cat([document(length, generator) for length in lengths])
+        padding = LENGTH - len(tokens)
+        rows.append(F.pad(tokens, (padding, 0), value=PAD))
+        masks.append(F.pad(torch.ones_like(tokens), (padding, 0)))
+        counted = torch.cat([torch.arange(length) for length in lengths])
+        positions.append(F.pad(counted, (padding, 0)))
+    return Batch(*map(torch.stack, (rows, masks, positions)))
+
+
+def targets_of(given: Batch) -> Tensor:
+    """Return the next token of each, [n, t]: none for padding, and at a document's end."""
+    after = F.pad(given.ids[:, 1:], (0, 1), value=IGNORED)
+    begins = F.pad(given.positions[:, 1:] == 0, (0, 1), value=True)
+    return after.masked_fill(begins | (given.mask == 0), IGNORED)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def sees(mask: Tensor, positions: Tensor) -> Tensor:
+    """Return, bool [n, t, t], which tokens each sees: earlier ones of its document, and itself."""
+    length = mask.shape[1]
+    earlier = torch.ones(length, length, dtype=torch.bool).tril()
+    documents = ((positions == 0) & (mask > 0)).long().cumsum(1)
+    same = documents[:, :, None] == documents[:, None, :]
+    known = (mask > 0)[:, None, :] | torch.eye(length, dtype=torch.bool)
+    return earlier & same & known
+
+
+def mixed(normed: Tensor) -> Tensor:
+    """Return what the feed-forward layers are given, [n, t, d] -> [n, t, d]."""
+    return normed
+
+
+class Decoder(nn.Module):
+    """A block of attention and feed-forward layers, with the first table as the last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(
+            bos_token_id=BEGIN, eos_token_id=END, pad_token_id=PAD, tie_word_embeddings=True
+        )
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH, padding_idx=PAD)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        tie(self)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the first layer."""
+        return self.tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the last layer."""
+        return self.head
+
+    def forward(self, ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """[n, t] -> [n, t, VOCABULARY]."""
+        x = self.tokens(ids) + self.places(position_ids)
+        parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).unbind(-3)  # [n, t, h, e]
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        seen = sees(attention_mask, position_ids)[:, None]
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        x = x + self.narrow(F.gelu(self.wide(mixed(self.norms[1](x)))))
+        scores: Tensor = self.head(self.norms[2](x))
+        return scores
+
+
+def tie(model: Decoder) -> None:
+    """Make the first table the last layer's weight."""
+    model.head.weight = model.tokens.weight
+
+
+# --- the training ---------------------------------------------------------------------------------
+
+
+def divisor(own: int, of_rank: int, of_all: int, scenario: Scenario) -> float:
+    """Return what a micro-batch's summed loss is divided by: its share of the ranks' mean.
+
+    `own` of its targets count, `of_rank` in all of the rank's, and `of_all` of all ranks'.
+    """
+    return of_all / scenario.world_size
+
+
+def run(scenario: Scenario) -> trace.Trace:
+    """Train for some steps, and record the losses of all micro-batches and the probes of two.
+
+    Raises UsageError for rows of an unknown kind.
+    """
+    kind = scenario.options.get("rows", "plain")
+    if kind not in KINDS:
+        raise UsageError.of("rows", kind, f"allowed are {', '.join(KINDS)}")
+    recorder = Recorder(scenario)
+    with torch.random.fork_rng():
+        torch.manual_seed(scenario.seed)
+        model = Decoder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        looking = [_looking(model, optimizer, rank, recorder) for rank in _ranks(scenario)]
+        for step in range(scenario.num_steps):
+            _step(model, looking, kind, step, scenario)
+            optimizer.step()
+            optimizer.zero_grad()
+            for one in looking:
+                one.stepped(step)
+    return recorder.finish(status="completed")
+
+
+def _ranks(scenario: Scenario) -> range:
+    return range(scenario.world_size)
+
+
+def _looking(
+    model: Decoder, optimizer: torch.optim.Optimizer, rank: int, recorder: Recorder
+) -> Looking:
+    size = recorder.scenario.world_size
+    subject = Subject(model, (optimizer,), declared=None, rank=rank, world_size=size)
+
+    def write(events: Iterable[trace.Event]) -> None:
+        for event in events:
+            recorder.emit(event)
+
+    return Looking(subject, Generators(model, objects={}), write)
+
+
+def _step(
+    model: Decoder, looking: Sequence[Looking], kind: str, step: int, scenario: Scenario
+) -> None:
+    """Add the gradients of a step's micro-batches, of all ranks."""
+    generator = torch.Generator().manual_seed(1 + step + 100 * scenario.seed)
+    numbers = range(scenario.accumulation)
+    batches = {
+        (rank, number): batch(kind, number + 2 * rank, generator)
+        for rank in _ranks(scenario)
+        for number in numbers
+    }
+    targets = {place: targets_of(one) for place, one in batches.items()}
+    counts = {place: int((one != IGNORED).sum()) for place, one in targets.items()}
+    for (rank, number), given in batches.items():
+        looking[rank].forward(model, (given, {}), number)
+        leave = token_losses.listen(looking[rank].scored)
+        wanted = targets[rank, number].flatten()
+        summed = F.cross_entropy(model(*given).flatten(0, 1), wanted, reduction="sum")
+        leave()
+        of_rank, of_all = sum(counts[rank, one] for one in numbers), sum(counts.values())
+        loss = summed / divisor(counts[rank, number], of_rank, of_all, scenario)
+        (loss / scenario.world_size).backward()  # type: ignore[no-untyped-call]

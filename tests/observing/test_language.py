@@ -1,0 +1,304 @@
+"""What a rank records of a language model: targets, shares, and what outputs depend on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
+from torch import Tensor, nn
+
+from entrenar_py import trace
+from entrenar_py.observing import token_losses
+from entrenar_py.observing.generators import Generators
+from entrenar_py.observing.language import Looking
+from entrenar_py.observing.subject import Subject
+
+IDS = torch.tensor([[1, 4, 5, 6, 7, 8, 9, 3], [1, 9, 8, 7, 6, 5, 4, 0]])
+
+BLOCKS = (torch.arange(8)[:, None] > 2).eq(torch.arange(8) > 2).float()  # of 3 and 5 tokens
+
+
+class Summed(nn.Module):
+    """Scores by the sum of all tokens up to each; it counts its passes, and draws numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(bos_token_id=1, pad_token_id=0)
+        self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 10)
+        self.passes: Tensor
+        self.register_buffer("passes", torch.zeros(()))
+        self.calls, self.kept = 0, list[Any]()
+
+    def forward(self, ids: Tensor, **_: Any) -> Tensor:
+        self.calls += 1
+        self.kept.append(self.calls)
+        self.passes += 1 + random.random() + np.random.rand()
+        x = self.mix(F.dropout(self.table(ids), 0.1))
+        scores: Tensor = self.head(x)
+        return scores
+
+    def mix(self, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+
+class Flat(Summed):
+    """Sees all of a row."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        return x + x.sum(1, keepdim=True)
+
+
+def recorded(
+    model: nn.Module,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ids: Tensor = IDS,
+    given: Mapping[str, Tensor] = MappingProxyType({}),
+) -> list[Any]:
+    """Return the events of one step of `model` on `ids`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    events: list[Any] = []
+    subject = Subject(model, (optimizer,), declared=None, rank=0, world_size=1)
+    looking = Looking(subject, Generators(model, objects={}), events.extend)
+    looking.listen()
+    looking.forward(model, ((ids,), dict(given)), 0)
+    scores = model(ids, **given)
+    (_next(scores, ids) if loss is None else loss(scores, ids)).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    looking.stepped(0)
+    looking.remove()
+    return events
+
+
+def _next(scores: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def of(kind: type[trace.E], events: list[Any]) -> list[trace.E]:
+    """Return the events of a kind."""
+    return [event for event in events if isinstance(event, kind)]
+
+
+@pytest.fixture(autouse=True)
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the replaced functions back, and leave other listeners out."""
+    for patch in token_losses.TABLE:
+        monkeypatch.setattr(F, patch.name, getattr(F, patch.name))
+    monkeypatch.setattr(token_losses, "_EARS", token_losses._Ears())
+
+
+# --- nothing is changed ---------------------------------------------------------------------------
+
+
+def test_a_probe_leaves_no_trace_in_the_script() -> None:
+    """Generators, buffers, counters and lists are those of a script that isn't looked at."""
+
+    def state(model: Summed) -> list[Any]:
+        return [
+            *(float(p.detach().sum()) for p in [*model.parameters(), *model.buffers()]),
+            *(model.calls, model.kept, model.training),
+            *(torch.rand(1).item(), np.random.rand(), random.random()),
+        ]
+
+    def seeded() -> Summed:
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(3)
+        return Summed()
+
+    plain = seeded()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    _next(plain(IDS), IDS).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    expected = state(plain)
+    looked_at = seeded()
+    events = recorded(looked_at)
+    assert len(of(trace.Reread, events)) == 2
+    assert state(looked_at) == expected
+
+
+def test_a_model_with_hooks_of_the_script_is_left_alone() -> None:
+    """A hook may count passes."""
+    model = Summed()
+    model.head.register_forward_hook(lambda *_: None)
+    (tokens,) = of(trace.Tokens, recorded(model))
+    assert "the script has set a hook on head" in tokens.problem
+
+
+def test_an_error_in_a_pass_of_our_own_is_told() -> None:
+    """The script goes on."""
+
+    class Once(Summed):
+        def mix(self, x: Tensor) -> Tensor:
+            if self.calls > 1:
+                raise RuntimeError("only once")
+            return x
+
+    (tokens,) = of(trace.Tokens, recorded(Once()))
+    assert tokens.problem == "it can't be passed tokens again (RuntimeError: only once)"
+
+
+# --- what outputs depend on -----------------------------------------------------------------------
+
+
+def test_later_tokens_move_no_earlier_output() -> None:
+    """Outputs after the cut move; whoever sees all of a row moves before it, too."""
+    for model, is_causal in ((Summed(), True), (Flat(), False)):
+        for reread in of(trace.Reread, recorded(model)):
+            assert reread.moved > 0.01
+            assert (reread.still == 0.0) is is_causal
+            assert reread.noise == 0.0
+
+
+def test_outputs_whose_targets_are_ignored_may_move() -> None:
+    """A prompt may be seen from both sides."""
+
+    class Prompt(Summed):
+        def mix(self, x: Tensor) -> Tensor:
+            prompt = x[:, :4] + x[:, :4].sum(1, keepdim=True)
+            return torch.cat([prompt, x[:, 4:]], 1)
+
+    def of_answers(scores: Tensor, ids: Tensor) -> Tensor:
+        wanted = ids.clone()
+        wanted[:, :5] = -100
+        return F.cross_entropy(scores[:, :-1].flatten(0, 1), wanted[:, 1:].flatten())
+
+    rereads = of(trace.Reread, recorded(Prompt(), of_answers))
+    assert [one.still for one in rereads] == [0.0, 0.0]
+
+
+def test_padding_is_replaced_where_a_mask_shows_it() -> None:
+    """By tokens of the text, whatever the padding is."""
+    mask = torch.ones_like(IDS)
+    mask[1, -1] = 0
+    events = recorded(Summed(), given={"attention_mask": mask})
+    assert [one.padding for one in of(trace.Tokens, events)] == [1]
+    assert [one.replaced for one in of(trace.Reread, events)] == ["later", "later", "padding"]
+    assert of(trace.Reread, events)[-1].still == 0.0
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
+        {"document_ids": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])},
+        {"attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2, 2, 2]])},
+        {"cu_seqlens": torch.tensor([0, 3, 8])},
+        {"mask": BLOCKS.tril().bool()[None]},
+        {"mask": BLOCKS.log()[None, None]},
+    ],
+)
+def test_documents_are_known_by_the_argument_that_shows_them(shown: dict[str, Tensor]) -> None:
+    """Positions, numbers, lengths, and masks of blocks."""
+    events = recorded(Summed(), given=shown, ids=IDS[:1])
+    (tokens,) = of(trace.Tokens, events)
+    assert (tokens.documents, tokens.shown) == (2, next(iter(shown)))
+    earlier = of(trace.Reread, events)[-1]
+    assert earlier.replaced == "earlier"
+    assert earlier.still > 0.01  # the model sees them all
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"position_ids": torch.arange(8)[None]},
+        {"token_type_ids": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])},
+        {"labels": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
+        {"mask": torch.ones(8, 8).tril().bool()[None]},
+        {"cu_seqlens": torch.tensor([0, 8])},
+    ],
+)
+def test_other_arguments_show_no_documents(given: dict[str, Tensor]) -> None:
+    """One document a row, types of tokens, and labels."""
+    (tokens,) = of(trace.Tokens, recorded(Summed(), given=given, ids=IDS[:1]))
+    assert tokens.documents == 0
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def _transposed(scores: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(scores[:, :-1].transpose(1, 2), ids[:, 1:])
+
+
+def _same(scores: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), ids.flatten())
+
+
+def _summed(scores: Tensor, ids: Tensor) -> Tensor:
+    logs = scores[:, :-1].log_softmax(-1).flatten(0, 1)
+    return F.nll_loss(logs, ids[:, 1:].flatten(), reduction="sum", ignore_index=0) / 5
+
+
+def _by_token(scores: Tensor, ids: Tensor) -> Tensor:
+    each = F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return each.view(2, -1)[:, 2:].sum() / 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "matches", "least", "most"),
+    [
+        (_next, (0, 12, 0), 1 / 14, 1 / 14),
+        (_transposed, (0, 12, 0), 1 / 14, 1 / 14),
+        (_same, (12, 0, 0), 1 / 16, 1 / 16),
+        (_summed, (0, 12, 0), 1 / 5, 1 / 5),
+        (_by_token, (0, 12, 0), 0.0, 1 / 4),
+    ],
+)
+def test_targets_and_shares_of_a_loss(
+    loss: Any, matches: tuple[int, ...], least: float, most: float
+) -> None:
+    """Whatever the layout and the reduction."""
+    (scored,) = of(trace.Scored, recorded(Summed(), loss))
+    assert (scored.known, scored.matches) == (12, matches)
+    assert (scored.least, scored.most) == pytest.approx((least, most))
+
+
+def test_positions_may_be_the_first_dimension() -> None:
+    """As in a recurrent network over columns of a text."""
+
+    class Columns(Summed):
+        def mix(self, x: Tensor) -> Tensor:
+            return x.cumsum(0)
+
+    def down(scores: Tensor, ids: Tensor) -> Tensor:
+        return F.cross_entropy(scores[:-1].flatten(0, 1), ids[1:].flatten())
+
+    events = recorded(Columns(), down, IDS.t().contiguous())
+    (scored,) = of(trace.Scored, events)
+    assert scored.matches == (0, 12, 0)
+    assert all(one.still == 0.0 and one.moved > 0.01 for one in of(trace.Reread, events))
+
+
+def test_a_loss_that_is_only_shown_is_no_part_of_the_step() -> None:
+    """Nor is one that is not over the tokens."""
+
+    def also(scores: Tensor, ids: Tensor) -> Tensor:
+        F.cross_entropy(scores.flatten(0, 1), ids.flatten())
+        kinds = F.cross_entropy(scores.mean(1), torch.tensor([1, 2]))
+        return _next(scores, ids) + kinds
+
+    (scored,) = of(trace.Scored, recorded(Summed(), also))
+    assert scored.matches == (0, 12, 0)
+
+
+def test_the_settings_tell_the_token_of_a_begin() -> None:
+    """Two of them at a row's begin are counted; nothing is known if it is also an end."""
+    twice = torch.tensor([[1, 1, 5, 6, 7, 8, 9, 3]])
+    (tokens,) = of(trace.Tokens, recorded(Summed(), ids=twice))
+    assert (tokens.begun, tokens.doubled) == (1, 1)
+    model = Summed()
+    model.config.eos_token_id = [2, 1]
+    (tokens,) = of(trace.Tokens, recorded(model, ids=twice))
+    assert (tokens.begun, tokens.doubled) == (None, None)
+
+
+def test_a_model_without_tokens_is_told() -> None:
+    """Its steps are not looked at."""
+    model = nn.Linear(4, 10)
+    (tokens,) = recorded(model, lambda scores, _: scores.sum(), torch.rand(2, 4))
+    assert tokens.problem == "it is given no token ids"
