@@ -15,6 +15,11 @@ from tests.conftest import shipped_invariants
 
 EXAMPLES = Path(__file__).parents[2] / "examples/user_trainers"
 LAUNCHER = Path(__file__).with_name("forked.py")
+LAUNCHED = (sys.executable, str(LAUNCHER), "{world_size}")
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"),
+    "--nproc_per_node={world_size}",
+)
 DEADLINE_S = 60.0
 KNOBS = {
     "accumulation": ("--accumulation", "{accumulation}"),
@@ -25,12 +30,14 @@ KNOBS = {
 }
 
 
-def command(script: Path, turned: Collection[str] = ()) -> tuple[str, ...]:
+def command(
+    script: Path, turned: Collection[str] = (), launcher: Sequence[str] = LAUNCHED
+) -> tuple[str, ...]:
     """Return the command of a script: steps and folder for `resume.py`, or knobs."""
     told: tuple[str, ...] = tuple(word for knob in turned for word in KNOBS[knob])
     if script.name == "resume.py":
         told += ("--steps", "{steps}", "--dir", "{workdir}")
-    return (sys.executable, str(LAUNCHER), "{world_size}", str(script), *told)
+    return (*launcher, str(script), *told)
 
 
 def record(

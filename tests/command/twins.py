@@ -10,10 +10,11 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from entrenar_py.checks import language_model
+from entrenar_py.command import run_plan
 from entrenar_py.verdict import Finding, Verdict
 from falsification import (
     user_advised,
@@ -103,11 +104,13 @@ def findings(
     witnesses: bool = False,
     auto: bool = False,
     deadline_s: float = scripts.DEADLINE_S,
+    launch: run_plan.Launcher = zygote.launch,
+    launcher: Sequence[str] = scripts.LAUNCHED,
 ) -> dict[str, Finding]:
     """Return the findings on the runs of the changed script, by its check or by all checks.
 
     With `witnesses` all runs of a user's command are made, without it only those to be compared.
-    With `auto` the script has no line.
+    With `auto` the script has no line. `launch` and `launcher` start the ranks.
     """
     text = twin.text or (scripts.EXAMPLES / twin.script).read_text()
     for before, after in twin.changes:
@@ -119,12 +122,12 @@ def findings(
     wanted = {twin.check} if twin.check else twin.wanted or WANTED
     # Pairs are run for parity: other checks see them beside it.
     traces = scripts.record(
-        (*scripts.command(script, twin.turned), *twin.arguments),
+        (*scripts.command(script, twin.turned, launcher), *twin.arguments),
         {*wanted, "parity"} if twin.turned else wanted,
         folder / "runs",
         world_sizes=(twin.world_size,),
         source=script.parent,
-        launch=zygote.launch,
+        launch=launch,
         witnesses=witnesses,
         auto=auto,
         deadline_s=deadline_s,

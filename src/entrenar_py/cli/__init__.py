@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from entrenar_py import process
 from entrenar_py.errors import ContractError, EntrenarError, UsageError
@@ -33,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         process.begin()
     try:
-        with interrupts.deferred(numbers=ENDED_BY, for_good=argv is None):
-            code = _run(arguments)
+        with interrupts.deferred(numbers=ENDED_BY, for_good=argv is None), ExitStack() as opened:
+            code = _run(arguments, opened)
         return EXIT_HARNESS if printing.lost() and code == 0 else code
     except SystemExit as left:  # --help, --version
         if printing.lost():
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_HARNESS
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str], opened: ExitStack) -> int:
     try:
         if arguments[:1] == [INIT]:
             from entrenar_py.project import init
@@ -64,6 +65,8 @@ def _run(arguments: Sequence[str]) -> int:
                 from entrenar_py.cli import early  # brings the reader of contracts
 
                 early.require_possible(options)
+                options.parents = early.parents(options)
+                opened.callback(options.parents.close)
             from entrenar_py.cli import session  # brings checks, reports and the search
 
             job = session.prepare(options, arguments)

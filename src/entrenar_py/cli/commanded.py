@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +16,7 @@ from entrenar_py.command import (
     judging,
     launch,
     own_folder,
+    placeholders,
     run_folder,
     run_plan,
     runs,
@@ -78,13 +80,18 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         num_epochs=options.epochs,
         deadline_s=options.deadline,
         auto=options.auto,
-        launch=partial(launch.launch, cwd=options.command_folder),
+        launch=partial(launch.launch, cwd=options.command_folder, parents=options.parents),
         source=_copied_folder(options),
         spelled=options.knobs,
         made=shared.made,
     )
     foreseen = [f"command: {change}" for change in options.command_changes]
-    planned, more = make_plan(folder=Path()).foreseen()
+    plan = make_plan(folder=Path())
+    planned, more = plan.foreseen()
+    for size in {asked.world_size for asked in plan.plain().values()}:
+        words = placeholders.fill(options.command, {"world_size": str(size)}, {})
+        folder = options.command_folder
+        options.parents.prepare(words, {**os.environ, **plan.observing(0)}, folder)
     foreseen += more
     advice = _advice(options, tasks)
     if any(one.check is not None and one.check.name == FINITENESS for one in tasks) and not advice:
@@ -105,7 +112,8 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         doubts.update(declarations.doubts(left_out, options.command, shared.folders))
 
     def environment() -> Mapping[str, object]:
-        return stored.environment(run.trace for run in runs_by_file.values())
+        recorded = stored.environment(run.trace for run in runs_by_file.values())
+        return {**recorded, "launched": options.parents.told()}
 
     def places() -> Mapping[str, Position]:
         return stored.places(run.trace for run in runs_by_file.values()) or _beginning(options)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from entrenar_py import contract, shipped
+from entrenar_py.command.warm import Parents
 from entrenar_py.contract import Contract, binding_file, selection
 from entrenar_py.errors import ContractError, UsageError
+from entrenar_py.observing.auto import Settings
 from entrenar_py.options.outputs import per_contract
 from entrenar_py.options.parser import PROG
+from entrenar_py.project import launchers
 from entrenar_py.systems import require_trainer
 
 _UNKNOWN = contract.Vocabulary(checks=None, mutants=lambda: None)
@@ -32,6 +37,20 @@ def require_possible(options: argparse.Namespace) -> None:
         except ContractError:
             return
     require_ids(options, contracts)
+
+
+def parents(options: argparse.Namespace) -> Parents:
+    """Return what forks a command's processes, which begins to import torch beside this process."""
+    if options.mode != "command" or options.launcher == "as-is":
+        return Parents(None)
+    command = launchers.of(options.command).command
+    folder = options.command_folder or Path.cwd()
+    made = Parents(launchers.script(command, folder)[1])
+    observing = Settings().variables() if options.auto else {}
+    for size in options.world_size[:1] or (2,):
+        words = [word.replace("{world_size}", str(size)) for word in command]
+        made.prepare(words, {**os.environ, **observing}, folder)
+    return made
 
 
 def require_ids(options: argparse.Namespace, contracts: Sequence[Contract]) -> dict[str, None]:

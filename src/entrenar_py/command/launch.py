@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from entrenar_py.command import stacks, subreaper
+from entrenar_py.command import stacks, subreaper, warm
 from entrenar_py.command.leash import MERCY_S, Leash
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import interrupts
@@ -81,12 +81,14 @@ def launch(
     deadline_s: float,
     is_over: Callable[[], bool] = lambda: False,
     cwd: Path | None = None,
+    parents: warm.Parents | None = None,
 ) -> Ended:
     """Run `command` with `variables` added to this process's environment, and return how it ended.
 
     The command runs in the folder `cwd`, by default in the current one. Its ranks record to
     `folder`, and its output goes to OUTPUT there. It has `deadline_s` seconds, and at most
-    LEAVING_S once `is_over()` says that training is over.
+    LEAVING_S once `is_over()` says that training is over. Its processes are forked by `parents`,
+    where these can.
 
     Raises UsageError if the command can't be started. Raises KeyboardInterrupt, after ending the
     command, if an interrupt was noted (`harness.interrupts`).
@@ -96,7 +98,7 @@ def launch(
     environment = {**os.environ, **variables, FOLDER: str(folder)}
     with ExitStack() as opened:  # before the command can remove the folder
         file = opened.enter_context(output.open("wb", buffering=0))
-        leash = Leash(command, environment, cwd)
+        leash = Leash(command, environment, cwd, parents)
         opened.pop_all()
     pipe = os.fstat(leash.output.fileno()).st_ino
     processes = partial(_processes, folder, session=leash.command_pid, pipe=pipe, leash=leash.pid)
@@ -138,17 +140,19 @@ def _end(leash: Leash, processes: Callable[[], Iterator[int]]) -> int:
 def _processes(folder: Path, *, session: int, pipe: int, leash: int) -> Iterator[int]:
     """Yield the ids of a run's remaining processes, the command itself among them.
 
-    A process belongs to the run if its environment names `folder`, if it is in `session`, or if it
-    can write to the command's output, the pipe with inode `pipe`. The subreaper in front of the
-    command, whose id is `leash`, is left out.
+    A process belongs to the run if it descends from the subreaper in front of the command, whose id
+    is `leash`, if its environment names `folder`, if it is in `session`, or if it can write to the
+    command's output, the pipe with inode `pipe`. The subreaper itself is left out.
     """
     mark = os.fsencode(f"{FOLDER}={folder}")
+    below = set(subreaper.descendants(leash))
     for entry in Path("/proc").glob("[0-9]*"):
         if int(entry.name) in (os.getpid(), leash):
             continue  # this process may be the command of another run
         with suppress(OSError):  # it has ended meanwhile, or is another user's
-            named = mark in (entry / "environ").read_bytes().split(b"\0")
-            if named or _is_in_session(entry, session) or _can_print(entry, pipe):
+            known = int(entry.name) in below
+            known |= mark in (entry / "environ").read_bytes().split(b"\0")
+            if known or _is_in_session(entry, session) or _can_print(entry, pipe):
                 yield int(entry.name)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from entrenar_py.command import subreaper
+from entrenar_py.command import subreaper, warm
 from entrenar_py.errors import SystemFailure, UsageError
 from entrenar_py.untrusted import escaping
 
@@ -33,22 +33,20 @@ class Leash:
     """
 
     def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], cwd: Path | None
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path | None,
+        parents: warm.Parents | None = None,
     ) -> None:
+        self._parents = parents
         control, self._control = os.pipe()
         self._status, status = os.pipe()
-        script = [sys.executable, "-I", "-S", subreaper.__file__, str(control), str(status)]
+        self._process: subprocess.Popen[bytes] | warm.Warden
         try:
-            self._process = subprocess.Popen(
-                [*script, str(MERCY_S), str(GRACE_S), *command],
-                cwd=cwd,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(control, status),
-            )
+            pipes = (control, status)
+            forked = parents and parents.start(command, environment, cwd, pipes, (MERCY_S, GRACE_S))
+            self._process = forked or _started(command, environment, cwd, pipes)
         except OSError as error:
             self._close()
             raise _refused(command, error.strerror) from error
@@ -93,6 +91,7 @@ class Leash:
         finally:
             self._process.kill()
             self._process.wait()
+            self._note_cold()
             self._close()
 
     def _started(self, command: Sequence[str]) -> int:
@@ -134,11 +133,37 @@ class Leash:
             *lines, self._rest = (self._rest + piece).split(b"\n")
             self._lines += lines
 
+    def _note_cold(self) -> None:
+        """Tell why ranks were started anew, if they were."""
+        for line in self._lines:
+            if line.startswith(b"cold ") and self._parents is not None:
+                self._parents.reasons.setdefault(line[5:].decode(errors="replace"))
+
     def _close(self) -> None:
         for file in (self._control, self._status):
             if file >= 0:
                 os.close(file)
         self._control = self._status = -1
+
+
+def _started(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    cwd: Path | None,
+    pipes: tuple[int, int],
+) -> subprocess.Popen[bytes]:
+    """Return the process of a subreaper that starts the command."""
+    script = [sys.executable, "-I", "-S", subreaper.__file__, *map(str, pipes)]
+    return subprocess.Popen(
+        [*script, str(MERCY_S), str(GRACE_S), *command],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        pass_fds=pipes,
+    )
 
 
 def _refused(command: Sequence[str], problem: str | None) -> UsageError:

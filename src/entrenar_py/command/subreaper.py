@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 KILLING_S = 10.0  # what is still there then can't be killed by this user
@@ -82,8 +83,8 @@ class Warden:
 hurried: list[int] = []  # signals that had everything end at once
 
 
-def descendants() -> list[int]:
-    """Return the ids of all descendants of this process that have not ended."""
+def descendants(of: int | None = None) -> list[int]:
+    """Return the ids of all descendants of a process, by default this one, that have not ended."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):  # it has ended meanwhile
@@ -92,7 +93,7 @@ def descendants() -> list[int]:
             )
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(entry.name))
-    pids, parents = [], [os.getpid()]
+    pids, parents = [], [of or os.getpid()]
     while parents:
         below = children.pop(parents.pop(), [])
         pids += below
@@ -119,7 +120,12 @@ def become_subreaper() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def main(arguments: Sequence[str]) -> None:
+def started(command: Sequence[str]) -> Any:
+    """Start a command in a session of its own; return its process, which has a `pid`."""
+    return subprocess.Popen(command, start_new_session=True)
+
+
+def main(arguments: Sequence[str], start: Callable[[Sequence[str]], Any] = started) -> None:
     """Start the command, and end it when CONTROL is closed or SIGTERM arrives."""
     control, status = int(arguments[0]), int(arguments[1])
     mercy_s, grace_s = float(arguments[2]), float(arguments[3])
@@ -133,7 +139,7 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.signal(signal.SIGTERM, lambda number, frame: hurried.append(number))
     try:
-        command = subprocess.Popen(arguments[4:], start_new_session=True)
+        command = start(arguments[4:])
     except OSError as error:
         tell(status, f"refused {error.errno}")
         return

@@ -9,7 +9,7 @@ from entrenar_py.options import parser
 from entrenar_py.options.outputs import FILES
 
 # Only with a user's command behind --.
-COMMANDED = ("steps", "epochs", "deadline", "auto", "in_place")
+COMMANDED = ("steps", "epochs", "deadline", "auto", "in_place", "launcher")
 _RULES = ("rule", "suppress")  # only with --validate
 # Option that has an effect only in one mode -> description of that mode.
 _ALONE = {

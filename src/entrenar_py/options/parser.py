@@ -132,6 +132,11 @@ def _add_runs(group: argparse._ActionsContainer) -> None:
     add("--epochs N", epochs, type=lambda text: values.natural(text, least=1), default=2)
     own = "run a command in this folder itself, instead of in a copy of it for each run"
     add("--in-place", own)
+    launcher = (
+        "forked: the processes of torchrun and accelerate launch are forked from one that has "
+        "imported torch, where that makes no difference (default); as-is: each is started anew"
+    )
+    add("--launcher KIND", launcher, choices=("forked", "as-is"), default="forked")
     add("-x", "stop at the first falsified invariant", dest="stop_early")
     add("--allow-inconclusive", "exit 0 instead of 4 if nothing broke")
 

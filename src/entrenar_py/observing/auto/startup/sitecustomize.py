@@ -105,4 +105,7 @@ if os.environ.get(SETTINGS):
                 pass
         except OSError:
             pass
-run_users_own()
+    if "torch" in sys.modules:  # in a process that was forked after torch was imported
+        WAITING.awaited.pop("torch")()
+if __name__ == "sitecustomize":
+    run_users_own()

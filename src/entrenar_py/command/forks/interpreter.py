@@ -1,0 +1,133 @@
+"""A forked process as a new interpreter: the state in which it begins a script, and its end."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import gc
+import importlib.machinery
+import io
+import os
+import runpy
+import signal
+import sys
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+from .processes import end_like
+
+_OURS = os.path.dirname(os.path.dirname(__file__))
+
+
+def options_of(words: Sequence[str]) -> tuple[tuple[str, ...], bool, list[str]]:
+    """Return the options of `python WORDS`, whether it runs a module, and the words from there."""
+    flags, at = [], 0
+    while at < len(words) and words[at].startswith("-") and words[at] != "-m":
+        flags.append(words[at])
+        at += 1
+    module = words[at : at + 1] == ["-m"]
+    return tuple(flags), module, [*words[at + module :]]
+
+
+def set_environment(environment: Mapping[str, str]) -> None:
+    """Let the environment be `environment`, and no more."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def forget_draws() -> None:
+    """Give this process random numbers of its own, as far as a fork doesn't (`random` does)."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "multiprocessing.process" in sys.modules:
+        process = sys.modules["multiprocessing.process"]
+        process.current_process().authkey = os.urandom(32)
+
+
+def run_as_main(words: Sequence[str]) -> NoReturn:
+    """Do what `python WORDS` does in a new interpreter, and end this process."""
+    _, is_module, rest = options_of(words[1:])
+    sys.orig_argv = [*words]
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if "__annotations__" in vars(sys.modules["__main__"]):  # before Python 3.14
+        main.__dict__.update(__annotations__={})
+    sys.modules["__main__"] = main
+    before, code = {*sys.modules} - {"__main__"}, 0
+    try:
+        if is_module:
+            sys.argv = ["-m", *rest[1:]]
+            sys.path.insert(0, os.getcwd())
+            runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+        else:
+            sys.argv = rest
+            _run_file(rest[0], main)
+    except SystemExit as left:
+        code = _exit_code(left)
+    except BaseException as error:  # noqa: BLE001  (told as Python tells it)
+        code = _told_uncaught(error)
+    _leave(code, before)
+
+
+def _run_file(script: str, main: types.ModuleType) -> None:
+    path = os.path.join(os.getcwd(), script)
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _exit_code(left: SystemExit) -> int:
+    """Return the exit code of a process that ends by `left`."""
+    if left.code is None or isinstance(left.code, int):
+        return (left.code or 0) & 0xFF
+    with suppress(Exception):
+        sys.stderr.write(f"{left.code}\n")
+    return 1
+
+
+def _told_uncaught(error: BaseException) -> int:
+    """Print an error as Python does, without the frames of this file; return the exit code."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+        trace = trace.tb_next
+    error = error.with_traceback(trace)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    sys.excepthook(type(error), error, trace)
+    return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _leave(code: int, before: set[str]) -> NoReturn:
+    """End this process as an interpreter ends: with its threads, exit handlers, files and objects.
+
+    Of the modules, those of `before` are left as they are. To take them down, too, would copy every
+    page that they share with other processes.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.last_value = sys.last_traceback = None
+    _take_down("__main__")
+    for name in reversed([*sys.modules]):
+        if name not in before:
+            _take_down(name)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    end_like(code)
+
+
+def _take_down(name: str) -> None:
+    """Let go of all that a module holds."""
+    module = sys.modules.get(name)
+    if isinstance(module, types.ModuleType):
+        for key in [*vars(module)]:
+            if key != "__builtins__":
+                vars(module)[key] = None
+        gc.collect()

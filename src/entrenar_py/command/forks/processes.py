@@ -1,0 +1,106 @@
+"""Forked processes: how one leaves what its parent was doing, and what it has of its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import NoReturn
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Become(BaseException):
+    """Raised in a forked process: it leaves what its parent was doing, and does `work`."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self.work = work
+
+
+def fork(work: Callable[[], object]) -> int:
+    """Fork a process that does `work`, and return its id."""
+    pid = os.fork()
+    if pid == 0:
+        raise Become(work)
+    return pid
+
+
+def run(work: Callable[[], object]) -> None:
+    """Do `work`, and that of each process that is forked meanwhile, at the bottom of its stack."""
+    while True:
+        try:
+            work()
+        except Become as born:
+            work = born.work
+        else:
+            return
+
+
+def settle(kept: set[int], own: set[int]) -> None:
+    """Close what the forking process had open, and handle signals as a new interpreter does."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, *FORWARDED):
+        if signal.getsignal(number) not in (signal.SIG_IGN, signal.default_int_handler):
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for file in open_files() - kept - own - {0, 1, 2}:
+        with suppress(OSError):
+            os.close(file)
+
+
+def set_standard_files(output: int, errors: int) -> None:
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for stream, source in ((0, nothing), (1, output), (2, errors)):
+        os.dup2(source, stream)
+    os.close(nothing)
+
+
+def open_files() -> set[int]:
+    """Return the descriptors of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of the listing itself
+            os.fstat(int(name))
+            found.add(int(name))
+    return found
+
+
+def woken_by_children() -> int:
+    """Return a descriptor that is readable when a child has ended."""
+    awake, wake = os.pipe()
+    for file in (awake, wake):
+        os.set_blocking(file, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    return awake
+
+
+def ended(woken: int) -> Iterator[tuple[int, int]]:
+    """Yield the id and the exit code of each child that has ended."""
+    os.read(woken, 4096)
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
+
+
+def end_like(code: int) -> NoReturn:
+    """End this process with an exit code, or by a signal."""
+    if code < 0 and code not in (-signal.SIGKILL, -signal.SIGSTOP):
+        signal.signal(-code, signal.SIG_DFL)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code if code >= 0 else 1)
+
+
+def kill(pid: int, number: int) -> None:
+    """Send a signal to a process, if it has not ended."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
