@@ -129,8 +129,8 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
     """Return the layout that the meshes of the model's parameters show; None without meshes.
 
     A mesh of one axis with a name of the script's, or none, shows nothing if all ranks keep whole
-    copies: they may share samples, or not. Nor does a mesh of this rank alone. Raises UsageError if the meshes don't show how all ranks
-    are arranged.
+    copies: they may share samples, or not. Nor does a mesh of this rank alone. Raises UsageError if
+    the meshes don't show how all ranks are arranged.
     """
     placed = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     meshes = {parameter.device_mesh: name for name, parameter in placed.items()}

@@ -62,21 +62,6 @@ class Generators:
             shown[name] = _state(generator)
         return global_states() | _digests(shown)
 
-
-def global_states() -> dict[str, str]:
-    """Return a digest of the state of each global generator, without those of GPUs."""
-    return _digests(
-        {
-            "torch": torch.get_rng_state().numpy().tobytes(),
-            "python": _python(random),
-            "numpy": _bytes(np.random.get_state(legacy=False)),
-        }
-    )
-
-
-def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: blake3(state).hexdigest(_DIGEST_BYTES) for name, state in states.items()}
-
     def kept(self) -> list[tuple[Callable[[Any], object], Any]]:
         """Return what sets each generator's state, with the state that it has now."""
         found: list[tuple[Callable[[Any], object], Any]] = [
@@ -93,6 +78,21 @@ def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
         """Set the generators back to the states that `kept` returned."""
         for set_state, state in states:
             set_state(state)
+
+
+def global_states() -> dict[str, str]:
+    """Return a digest of the state of each global generator, without those of GPUs."""
+    return _digests(
+        {
+            "torch": torch.get_rng_state().numpy().tobytes(),
+            "python": _python(random),
+            "numpy": _bytes(np.random.get_state(legacy=False)),
+        }
+    )
+
+
+def _digests(states: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: blake3(state).hexdigest(_DIGEST_BYTES) for name, state in states.items()}
 
 
 def moved(before: States, after: States) -> list[str]:
