@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from entrenar_py.checks import evidence, gradient_sums, step_sums
 from entrenar_py.checks.explanations import Explanation
 from entrenar_py.checks.gradient_sums import Vectors
+from entrenar_py.trace import Shard, Update
 from entrenar_py.wording import listed
 
 _ALIKE = 1e-3  # factors of tensors that were scaled together, relative
@@ -46,6 +48,39 @@ class Clipped:
         return math.sqrt(math.fsum(self.sizes[name] for name in names))
 
 
+def of_step(
+    by_rank: Mapping[int, Update],
+    update: Update,
+    shards: Sequence[Shard],
+    *,
+    limit: float,
+    bound: float,
+) -> Clipped:
+    """Return what is known of the gradient of a step before clipping."""
+    applied = evidence.vectors(update.gradient) or {}
+    whole = step_sums.total(by_rank, shards) or {}
+    # Gradients that nothing was added to are zeros, if they were not set to None.
+    idle = {n: v for n, v in applied.items() if n not in whole and not v.any()}
+    whole = {**whole, **idle} if whole else {}
+    if not whole or gradient_sums.shapes(whole) != gradient_sums.shapes(applied):
+        whole, shards = {}, []
+    lost = step_sums.dropped(by_rank, shards)
+    parts: dict[int, list[Vectors]] = {}
+    for shard in shards:
+        batch = evidence.vectors(step_sums.summed(by_rank, shard))
+        if batch and not any(shard is one for one in lost):
+            parts.setdefault(shard.rank, []).append(batch)
+    return Clipped(
+        applied=applied,
+        sizes={name: record.square() or 0.0 for name, record in update.gradient.items()},
+        large=any(record.sketch is not None for record in update.gradient.values()),
+        limit=limit,
+        bound=bound,
+        whole=whole,
+        by_rank=parts,
+    )
+
+
 def _by_element(clipped: Clipped) -> Explanation | None:
     if clipped.large:
         return None
@@ -64,7 +99,7 @@ def _in_groups(clipped: Clipped) -> Explanation | None:
     """Find tensors that were clipped by a norm of their own, so that all together are too long."""
     if clipped.norm(clipped.applied) <= clipped.limit * (1 + clipped.bound):
         return None
-    for names in _scaled_together(clipped):
+    for names in scaled_together(clipped):
         apart = len(names) < len(clipped.applied)
         if apart and clipped.is_limit(clipped.norm(names)):
             words = f"{listed(names, most=3)} has this norm alone: clipped in parts, not as a whole"
@@ -74,11 +109,11 @@ def _in_groups(clipped: Clipped) -> Explanation | None:
 
 def _twice(clipped: Clipped) -> Explanation | None:
     """Find a tensor that was counted twice in the norm and scaled twice by the factor."""
-    groups = _scaled_together(clipped)
+    groups = scaled_together(clipped)
     if len(groups) != 2 or not clipped.whole:
         return None
     many, few = sorted(groups, key=len, reverse=True)
-    factors = [_factor(clipped, names[0]) for names in (many, few)]
+    factors = [factor_of(clipped, names[0]) for names in (many, few)]
     scale = factors[1] / factors[0] if factors[0] else 0.0
     if not 0 < scale < 1:
         return None
@@ -135,19 +170,20 @@ def is_multiple(applied: Vectors, whole: Vectors, bound: float) -> bool:
     return float(np.linalg.norm(off)) <= bound * float(np.linalg.norm(mine))
 
 
-def _factor(clipped: Clipped, name: str) -> float:
+def factor_of(clipped: Clipped, name: str) -> float:
+    """Return how many times its sum over micro-batches a tensor was applied; 0.0 if unknown."""
     whole = clipped.whole[name].astype(np.float64)
     size = float(np.dot(whole, whole))
     return float(np.dot(clipped.applied[name].astype(np.float64), whole)) / size if size else 0.0
 
 
-def _scaled_together(clipped: Clipped) -> list[tuple[str, ...]]:
+def scaled_together(clipped: Clipped) -> list[tuple[str, ...]]:
     """Return the tensors in groups of equal factors; each tensor alone if factors are unknown."""
     if not clipped.whole:
         return [(name,) for name in clipped.applied]
     groups: dict[float, list[str]] = defaultdict(list)
     for name in clipped.applied:
-        factor = _factor(clipped, name)
+        factor = factor_of(clipped, name)
         known = (other for other in groups if math.isclose(factor, other, rel_tol=_ALIKE))
         groups[next(known, factor)].append(name)
     return [tuple(names) for names in groups.values()]

@@ -21,7 +21,6 @@ from entrenar_py.checks import (
     missing,
     run_comparison,
     skips,
-    step_sums,
 )
 from entrenar_py.checks.clipping_errors import Clipped
 from entrenar_py.checks.explanations import Explanation
@@ -239,30 +238,8 @@ class _Judged:
         return math.isclose(total, self.limit, rel_tol=self.bound + _EPSILON / self.limit)
 
     def _clipped(self, by_rank: ByRank, update: Update) -> Clipped:
-        """Return what is known of the gradient of a step before clipping."""
-        applied = evidence.vectors(update.gradient) or {}
         shards = self._shards.get(update.step, [])
-        whole = step_sums.total(by_rank, shards) or {}
-        # Gradients that nothing was added to are zeros, if they were not set to None.
-        idle = {n: v for n, v in applied.items() if n not in whole and not v.any()}
-        whole = {**whole, **idle} if whole else {}
-        if not whole or gradient_sums.shapes(whole) != gradient_sums.shapes(applied):
-            whole, shards = {}, []
-        lost = step_sums.dropped(by_rank, shards)
-        parts: dict[int, list[gradient_sums.Vectors]] = {}
-        for shard in shards:
-            batch = evidence.vectors(step_sums.summed(by_rank, shard))
-            if batch and not any(shard is one for one in lost):
-                parts.setdefault(shard.rank, []).append(batch)
-        return Clipped(
-            applied=applied,
-            sizes={name: record.square() or 0.0 for name, record in update.gradient.items()},
-            large=any(record.sketch is not None for record in update.gradient.values()),
-            limit=self.limit,
-            bound=self.bound,
-            whole=whole,
-            by_rank=parts,
-        )
+        return clipping_errors.of_step(by_rank, update, shards, limit=self.limit, bound=self.bound)
 
 
 def _length(update: Update) -> float | None:

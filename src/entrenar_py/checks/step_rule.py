@@ -26,10 +26,10 @@ from entrenar_py.checks import (
     own_schedule,
     plans,
     presuppositions,
-    scaled_clipping,
     skips,
     step_notes,
     stepped_twice,
+    undeclared_clipping,
     update_rule,
 )
 from entrenar_py.checks.check import Check
@@ -59,7 +59,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             _rate(tally, trace, update, relative, place)
             _clipping(tally, trace, update, relative, place)
         declared_clipping.compare(tally, trace)
-        _scaled(tally, trace)
+        _undeclared(tally, trace)
         step_notes.tell(tally, trace)
         edits.judge(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
@@ -259,15 +259,15 @@ def _clipping(
     tally.close(expected, update.applied_norm, relative * expected, message, **place)
 
 
-def _scaled(tally: Tally, trace: Trace) -> None:
-    """Check that a user's gradients were not clipped while they were multiplied by a loss scale."""
+def _undeclared(tally: Tally, trace: Trace) -> None:
+    """Check that a user's gradients were not clipped in parts, while scaled, or once only."""
     if trace.scenario.workload != "own":
         return
-    found = scaled_clipping.first(trace)
-    if found is not None:
-        step, message = found
+    if (error := undeclared_clipping.first(trace)) is not None:
+        step, why = error
         update = evidence.any_rank(evidence.updates(trace)[step])
-        tally.check(False, message, **evidence.place(trace, update))
+        place = evidence.place(trace, update)
+        tally.check(False, why.words, tensor=why.tensor, **place)
 
 
 def _moved(
