@@ -23,6 +23,7 @@ from tests.checks.micro_batch_traces import (
 )
 
 FIRST = summed(0)
+SECOND = summed(1, which=slice(-1, None))
 LAST = summed(0, which=slice(-1, None))
 SHORT = times(0.1, plus(FIRST, summed(1)))
 
@@ -38,6 +39,8 @@ SHORT = times(0.1, plus(FIRST, summed(1)))
         (summed(1, which=slice(None, 1)), {}, "is that of the first of 2 micro-batches"),
         (summed(1, ranks=[1]), {}, "is that of rank 1's samples alone"),
         (times(2, summed(1), "a"), {}, "twice as large (world_size or accumulation)"),
+        (plus(summed(1), summed(1, ranks=[1])), {}, "has that of rank 1's samples twice"),
+        (plus(summed(1), SECOND), {}, "has that of micro-batch 1 of each rank twice"),
         (plus(summed(1), LAST), {}, "and of the last of 2 backward passes of step 0"),
         (
             plus(summed(1), LAST, FIRST),
@@ -71,6 +74,7 @@ NOISE = plus(summed(1), times(0.1, summed(2)))
         {**summed(1), "b": 0 * summed(1)["b"]},  # a layer that rests
         plus(times(0.9, FIRST), summed(1)),  # momentum by hand
         plus(times(0.9, LAST), summed(1)),
+        plus(summed(1), times(0.5, summed(1, ranks=[1]))),  # ranks of other weights
         summed(1, ranks=[0]),  # reduced in the optimizer's step
     ],
 )

@@ -321,6 +321,29 @@ def _one_rank(step: Applied) -> Explanation | None:
     return None
 
 
+def _uneven_parts(step: Applied) -> Explanation | None:
+    """One rank's part, or one micro-batch's of all ranks, counts twice, or not at all."""
+    by_rank = _by_rank(step.shards)
+    if len({len(shard.ids) for shard in step.shards}) != 1 or step.is_whole:
+        return None  # parts of more samples count more
+    ranks = {f"rank {rank}'s samples": shards for rank, shards in by_rank.items()}
+    columns = [*zip(*by_rank.values(), strict=False)]
+    micro_batches = {f"micro-batch {n} of each rank": shards for n, shards in enumerate(columns)}
+    for parts in (ranks, micro_batches):
+        terms = [step.sum_of(shards) for shards in parts.values()]
+        known = [term for term in terms if term is not None]
+        if len(known) < max(2, len(terms)):
+            continue
+        for name, own in zip(parts, known, strict=True):
+            rest = np.sum([term for term in known if term is not own], axis=0)
+            if len(known) > 2 and step.is_times(rest):
+                return Explanation(f"lacks that of {name}, which could mean: it is not reduced")
+            shares = _parts([rest, own], step.applied, step.bound)
+            if shares is not None and abs(shares[1] / shares[0] - 2) <= _EVEN:
+                return Explanation(f"has that of {name} twice, which could mean: it is added twice")
+    return None
+
+
 def own_factor(step: Applied) -> Explanation | None:
     """Return an explanation if each tensor in `off` has a simple factor of its own."""
     shown = []
@@ -358,4 +381,4 @@ def _by_rank(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
     return by_rank
 
 
-LIST = (_again, _kept, _late, _left, _some_micro_batches, _one_rank, own_factor)
+LIST = (_again, _kept, _late, _left, _some_micro_batches, _one_rank, _uneven_parts, own_factor)

@@ -1,0 +1,297 @@
+"""Broken scripts whose error one exact equation explains, and right ones that look like them.
+
+`make twins` tests that the named check finds each bug, although something else that may differ (a
+random number, a change on purpose) would leave the comparison open.
+"""
+
+from __future__ import annotations
+
+from falsification.user_oracle_scripts import GAN
+from falsification.user_trainers import Twin
+
+# A research loop that adds gradients over ranks, and takes the mean where it moves the weights.
+SUMMED = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import entrenar_py
+
+
+class SummedSGD(torch.optim.Optimizer):
+    def __init__(self, params, lr, world):
+        super().__init__(params, {"lr": lr})
+        self.world = world
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"] / self.world)
+
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(3)
+x, y = torch.randn(48, 5), torch.randn(48, 2)
+net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+opt = SummedSGD(net.parameters(), 0.2, world)
+obs = entrenar_py.observe(net, opt)
+for step in range(6):
+    ids = list(range(8 * step, 8 * step + 8))[rank::world]
+    obs.samples(ids, epoch=0)
+    loss = nn.functional.mse_loss(net(x[ids]), y[ids])
+    obs.loss(loss, len(ids))
+    opt.zero_grad()
+    loss.backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        if not p.grad.isfinite().all():
+            raise FloatingPointError("a gradient is not finite")
+    opt.step()
+obs.close()
+dist.destroy_process_group()
+"""
+_OWN = SUMMED[SUMMED.index("class SummedSGD") : SUMMED.index("dist.init_process_group")]
+# Adam's state follows from the mean, although the gradient that it is given is the sum.
+_ADAM = """class SummedAdam(torch.optim.AdamW):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(dist.get_world_size())
+        return super().step(closure)
+
+
+"""
+_AS_ADAM = (
+    (_OWN, _ADAM),
+    ("SummedSGD(net.parameters(), 0.2, world)", "SummedAdam(net.parameters(), lr=0.02)"),
+)
+
+# A class Trainer around DDP, with micro-batches, two parameter groups and clipping.
+TRAINER = """
+import argparse
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import entrenar_py
+
+cli = argparse.ArgumentParser()
+cli.add_argument("--accumulation", type=int, default=1)
+args = cli.parse_args()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inp = nn.Linear(6, 16)
+        self.norm = nn.LayerNorm(16)
+        self.out = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.out(self.norm(torch.relu(self.inp(x))))
+
+
+class Trainer:
+    def __init__(self, model, optimizer, data, targets):
+        self.raw, self.optimizer = model, optimizer
+        self.data, self.targets = data, targets
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.model = DDP(model)
+        self.weights = model.parameters()
+        self.obs = entrenar_py.observe(model, optimizer)
+
+    def backward(self, ids):
+        rows = self.data[ids] + 0 * torch.rand(len(ids), 1)
+        loss = nn.functional.cross_entropy(self.model(rows), self.targets[ids])
+        self.obs.loss(loss, len(ids))
+        (loss / args.accumulation).backward()
+
+    def clip(self):
+        nn.utils.clip_grad_norm_(self.raw.parameters(), 0.2, error_if_nonfinite=True)
+
+    def step(self, ids):
+        mine = ids[self.rank :: self.world]
+        for number in range(args.accumulation):
+            part = mine[number :: args.accumulation]
+            last = number == args.accumulation - 1
+            self.obs.samples(part, epoch=self.epoch)
+            with contextlib.nullcontext() if last else self.model.no_sync():
+                self.backward(part)
+        self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, epochs=2, batch=16):
+        for self.epoch in range(epochs):
+            by = torch.Generator().manual_seed(self.epoch)
+            order = torch.randperm(len(self.data), generator=by).tolist()
+            for at in range(0, len(order), batch):
+                self.step(order[at : at + batch])
+        self.obs.close()
+
+
+def main():
+    dist.init_process_group("gloo")
+    torch.manual_seed(11)
+    data, targets = torch.randn(64, 6), torch.randint(3, (64,))
+    model = Net()
+    torch.manual_seed(dist.get_rank())
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.SGD([{"params": decayed}, {"params": others}], lr=0.3, momentum=0.9)
+    Trainer(model, optimizer, data, targets).run()
+    dist.destroy_process_group()
+
+
+main()
+"""
+_CLIP = "nn.utils.clip_grad_norm_(self.raw.parameters(), 0.2, error_if_nonfinite=True)"
+# A guard in place of clipping, so that nothing else is wrong.
+_GUARDED = (
+    _CLIP,
+    "assert all(p.grad.isfinite().all() for p in self.raw.parameters())",
+)
+_CLEARED = "        self.optimizer.zero_grad()\n"
+_PROBE = (
+    f"{_CLEARED}        self.raw.eval()\n"
+    "        self.raw(self.data[:8]).logsumexp(1).mean().backward()\n"
+    "        self.raw.train()\n"
+)
+
+
+def _trainer(name: str, *changes: tuple[str, str], **fields: object) -> Twin:
+    return Twin(name=f"explained: {name}", script="t.py", text=TRAINER, changes=changes, **fields)  # type: ignore[arg-type]
+
+
+BUGS = (
+    Twin(
+        name="explained: the sum over ranks is divided nowhere",
+        script="summed.py",
+        text=SUMMED,
+        source="classic",
+        changes=((" / self.world)", ")"),),
+        check="parity",
+        step=0,
+        tensor="0.weight",
+        words="it is twice as large (world_size)",
+    ),
+    Twin(
+        name="explained: Adam's weights hide that nothing divides the sum",
+        script="summed.py",
+        text=SUMMED,
+        source="classic",
+        changes=(*_AS_ADAM, ("p.grad.div_(dist.get_world_size())", "p.grad.div_(1)")),
+        check="parity",
+        step=0,
+        words="it is twice as large (world_size)",
+    ),
+    _trainer(
+        "the loss is divided by the micro-batches twice, beside noise by rank",
+        _GUARDED,
+        ("(loss / args.accumulation)", "(loss / args.accumulation / args.accumulation)"),
+        source="classic (divided by hand, and by the wrapper)",
+        turned=("accumulation",),
+        check="parity",
+        step=0,
+        words="it is half as large",
+    ),
+    _trainer(
+        "rank 0's micro-batches alone are applied, beside noise by rank",
+        _GUARDED,
+        ("self.model = DDP(model)", "self.model = DDP(model) if self.world == 1 else First(model)"),
+        (
+            "class Trainer:\n",
+            "class First(nn.Module):\n"
+            "    def __init__(self, module):\n"
+            "        super().__init__()\n"
+            "        self.module, self.no_sync = module, contextlib.nullcontext\n\n"
+            "    def forward(self, x):\n"
+            "        return self.module(x)\n\n\n"
+            "class Trainer:\n",
+        ),
+        (
+            "        self.clip()\n",
+            "        for p in self.raw.parameters():\n"
+            "            dist.broadcast(p.grad, 0)\n"
+            "        self.clip()\n",
+        ),
+        source="classic (broadcast for all_reduce)",
+        check="parity",
+        step=0,
+    ),
+    _trainer(
+        "each parameter group is clipped by its own norm",
+        (
+            f"        {_CLIP}\n",
+            "        for group in self.optimizer.param_groups:\n"
+            "            nn.utils.clip_grad_norm_(group['params'], 0.1, error_if_nonfinite=True)\n",
+        ),
+        source="classic (a loop over param_groups)",
+        check="step_rule",
+        words="each group was clipped by its own norm",
+    ),
+    _trainer(
+        "the parameters to clip are an exhausted generator",
+        (_CLIP, _CLIP.replace("self.raw.parameters()", "self.weights")),
+        source="classic (a generator that is kept)",
+        check="step_rule",
+        words="the gradient of step 0 alone is clipped",
+    ),
+    _trainer(
+        "gradients of a look at held-out data are applied",
+        _GUARDED,
+        (_CLEARED, _PROBE),
+        source="classic (a probe of gradients)",
+        check="weighting",
+        step=1,
+        words="backward passes in evaluation mode",
+    ),
+    Twin(
+        name="explained: the discriminator applies what the generator's loss left",
+        script="gan.py",
+        text=GAN,
+        source="classic (zero_grad right after the step)",
+        changes=(
+            ("    opt_d.zero_grad()\n", ""),
+            ("    opt_d.step()\n", "    opt_d.step()\n    opt_d.zero_grad()\n"),
+        ),
+        check="weighting",
+        step=1,
+        words="gradients not cleared after step 0",
+    ),
+)
+
+VARIANTS = (
+    Twin(
+        name="explained: gradients are added, and divided in the optimizer's own step",
+        script="summed.py",
+        text=SUMMED,
+        changes=(),
+    ),
+    Twin(
+        name="explained: gradients are added, and divided before Adam's step",
+        script="summed.py",
+        text=SUMMED,
+        changes=_AS_ADAM,
+    ),
+    _trainer("noise by rank without an effect", _GUARDED, turned=("accumulation",)),
+    _trainer("two groups that are clipped together"),
+    _trainer(
+        "a look at held-out data, cleared",
+        _GUARDED,
+        (_CLEARED, f"{_PROBE}{_CLEARED}"),
+    ),
+    _trainer(
+        "each tensor is clipped by its own norm, on purpose",
+        (
+            f"        {_CLIP}\n",
+            "        for p in self.raw.parameters():\n"
+            "            nn.utils.clip_grad_norm_(p, 0.1, error_if_nonfinite=True)\n",
+        ),
+    ),
+)
