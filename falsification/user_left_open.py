@@ -42,6 +42,7 @@ LEFT_OPEN = (
             "gradients are changed on purpose: signs",
             "gradients are changed on purpose: momentum by hand",
             "gradients of two losses, of which one's share in the other is taken out",
+            "explained: each tensor is clipped by its own norm, on purpose",
         ),
     ),
     Open(
@@ -90,6 +91,8 @@ LEFT_OPEN = (
             "muon, as it is",
             "files, as it is",
             "masters, as it is",
+            "explained: gradients are added, and divided in the optimizer's own step",
+            "explained: gradients are added, and divided before Adam's step",
         ),
     ),
     Open(
@@ -256,7 +259,13 @@ LEFT_OPEN = (
             "reduce_dtype: float16 by hand, declared",
             "an optimizer for each tensor, which steps within the backward pass",
             "a critic that steps twice for each step of the other network",
+            "explained: a look at held-out data, cleared",
         ),
+    ),
+    Open(
+        "in the run on 2 workers with a planted value ranks make different numbers",
+        ("finiteness",),
+        ("explained: a look at held-out data, cleared",),
     ),
     Open(
         "obs.samples(ids)",

@@ -25,6 +25,7 @@ from falsification import (
     user_benign,
     user_chaos,
     user_declared,
+    user_explained,
     user_foreign,
     user_presupposed,
     user_random,
@@ -64,7 +65,12 @@ _FOLDERS = user_resume_scripts.FOLDERS.replace(
 )
 _TWINS = (
     *(*user_benign.VARIANTS, *user_declared.VARIANTS, *user_presupposed.VARIANTS),
-    *(*user_chaos.VARIANTS, *user_foreign.VARIANTS, *user_random.VARIANTS),
+    *(
+        *user_chaos.VARIANTS,
+        *user_explained.VARIANTS,
+        *user_foreign.VARIANTS,
+        *user_random.VARIANTS,
+    ),
     # A script without a backward pass has no gradient in which a NaN could be planted.
     *(twin for twin in user_styles.VARIANTS if twin.script != "per_sample.py"),
     *(*user_scalers.VARIANTS, *user_scalers.ROUNDED),

@@ -324,8 +324,9 @@ def _one_rank(step: Applied) -> Explanation | None:
 def _uneven_parts(step: Applied) -> Explanation | None:
     """One rank's part, or one micro-batch's of all ranks, counts twice, or not at all."""
     by_rank = _by_rank(step.shards)
-    if len({len(shard.ids) for shard in step.shards}) != 1 or step.is_whole:
-        return None  # parts of more samples count more
+    sizes = {(len(shard.ids), shard.weight) for shard in step.shards}
+    if len(sizes) != 1 or step.is_whole or step.trace.traits.losses == "backward":
+        return None  # parts of more samples or tokens count more
     ranks = {f"rank {rank}'s samples": shards for rank, shards in by_rank.items()}
     columns = [*zip(*by_rank.values(), strict=False)]
     micro_batches = {f"micro-batch {n} of each rank": shards for n, shards in enumerate(columns)}

@@ -9,7 +9,7 @@ tiny number in each step, whatever the gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from entrenar_py.checks import (
@@ -94,7 +94,7 @@ def _by_group(steps: Steps) -> Explanation | None:
         by_limit: dict[float, list[tuple[str, ...]]] = {}
         for names in clipping_errors.scaled_together(clipped) if clipped.whole else ():
             norm = clipped.norm(names)
-            if norm and _is_round(norm, _EXACT):
+            if norm and _is_round(norm, _EXACT) and _are_multiples(clipped, names):
                 by_limit.setdefault(float(f"{norm:.2g}"), []).append(names)
         for limit, groups in by_limit.items():
             if len(groups) >= _TWICE and _divide_a_layer(groups):
@@ -110,6 +110,12 @@ def _by_group(steps: Steps) -> Explanation | None:
                 tensor=few[0],
             )
     return None
+
+
+def _are_multiples(clipped: Clipped, names: Collection[str]) -> bool:
+    """Return whether tensors were applied as their sums over micro-batches, times one number."""
+    applied, whole = ({n: one[n] for n in names} for one in (clipped.applied, clipped.whole))
+    return clipping_errors.is_multiple(applied, whole, clipped.bound)
 
 
 def _divide_a_layer(groups: list[tuple[str, ...]]) -> bool:
