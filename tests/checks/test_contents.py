@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from entrenar_py.checks import CHECKS
 from entrenar_py.checks.needs import ALONE, Runs
+from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Shard, Trace
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -66,3 +68,23 @@ def test_rows_that_come_again(order: list[int], is_open: bool) -> None:
             trace = altered(trace, Shard, {"step": step, "shard": shard}, ids=ids)
     reason = traces.judge("coverage", [trace]).reason
     assert ("rows come again in step 1 before all others came" in reason) is is_open
+
+
+def test_rows_with_other_contents_are_not_called_other_samples() -> None:
+    """Noise or padding may be in a row: that runs draw other samples isn't known."""
+    alone, trace = (
+        traces.was(traces.run(SUBJECT.with_(world_size=size)), sample_ids="content")
+        for size in (1, SUBJECT.world_size)
+    )
+    for shard in trace.of(Shard):
+        at = {"rank": shard.rank, "step": shard.step, "shard": shard.shard}
+        trace = altered(trace, Shard, at, ids=tuple(id_ + 1000 for id_ in shard.ids))
+    trace, alone = (
+        replace(run, scenario=run.scenario.with_(system=OBSERVED, workload="own"))
+        for run in (trace, alone)
+    )
+    for check in ("coverage", "parity"):
+        finding = CHECKS[check].judge(traces.clause(check), Runs(trace, {ALONE: (alone,)}))
+        assert finding.verdict is Verdict.INCONCLUSIVE
+        assert "other rows" in finding.reason
+        assert "other samples" not in finding.reason

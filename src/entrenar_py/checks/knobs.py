@@ -155,7 +155,7 @@ def _clipped(tally: Tally, pair: Pair, compared: Compared) -> int:
         )
         return 0
     if _first_samples(model) != _first_samples(trace):
-        what = f"step 0 draws other samples than {pair.words.its}"
+        what = f"step 0 {missing.other_samples(model, trace)} than {pair.words.its}"
         tally.miss(f"{pair.words.before}{what}{pair.words.elsewhere}")
         return 0
     unseen = evidence.unseen_gradients(model)

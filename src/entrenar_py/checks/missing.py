@@ -47,6 +47,15 @@ def told(tally: Tally, *, trace: str, script: str) -> str:
     return script if tally.observed else trace
 
 
+def other_samples(*runs: Trace) -> str:
+    """Return `draws other samples`, or what is known if runs tell samples only by their contents.
+
+    A row is no sample if noise or padding is in it.
+    """
+    is_content = any(run.traits.sample_ids == "content" for run in runs)
+    return "gives the model other rows" if is_content else "draws other samples"
+
+
 class Gaps:
     """Facts that ranks did not record. Ranks that lack the same fact share one reason."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import divergence, evidence, run_comparison
+from entrenar_py.checks import divergence, evidence, missing, run_comparison
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.checks.sensitivity import UNKNOWN
 from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
@@ -117,7 +117,7 @@ def _other_samples(first: Trace, second: Trace) -> str:
     samples, others = _samples(first), _samples(second)
     for step in sorted(samples.keys() & others.keys()):
         if samples[step] != others[step]:
-            return f"step {step} draws other samples"
+            return f"step {step} {missing.other_samples(first, second)}"
     return ""
 
 

@@ -153,9 +153,8 @@ def _comparable(
         elif step in unknown or not samples.get(step) or not model_samples.get(step):
             missing.ask(tally, f"the samples of step {step} are unknown", facts.IDS_IN_BOTH)
         elif samples[step] != model_samples[step]:
-            tally.miss(
-                f"{words.before}step {step} draws other samples than {words.its}{words.elsewhere}"
-            )
+            what = missing.other_samples(model, trace)
+            tally.miss(f"{words.before}step {step} {what} than {words.its}{words.elsewhere}")
             return
         else:
             yield step, by_rank

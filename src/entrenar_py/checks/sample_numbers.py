@@ -49,6 +49,8 @@ def other_batches(compared: Compared) -> str:
     common = sorted(samples.keys() & others.keys())
     if not common or any(samples[step] == others[step] for step in common):
         return ""
+    if "content" in (compared.model.traits.sample_ids, compared.trace.traits.sample_ids):
+        return ""  # rows with noise or padding in them: `contents` says what is not known
     if left_out(compared.model, compared.trace):
         return ""
     workers = counted(compared.trace.scenario.world_size, "worker")
