@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
@@ -16,6 +17,9 @@ from entrenar_py.observing.batches import Ids
 from entrenar_py.observing.row_digests import Row
 from entrenar_py.observing.sources import Source, positions_of
 
+# Libraries whose loaders fetch a batch ahead, and hand batches out one by one in their order.
+_IN_ORDER = ("accelerate", "lightning", "pytorch_lightning")
+_FRAMES_MAX = 8  # between a library's iteration and torch's
 PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is skipped
 
 
@@ -24,7 +28,7 @@ class Iteration:
     """One pass over a `loader`; `ahead` are the indices that it drew and did not yield yet.
 
     `epoch` counts the passes, of any loader, from which a batch was trained on. `largest` is the
-    size of its largest batch.
+    size of its largest batch. `in_order` tells whether a library fetches its batches ahead.
     """
 
     loader: Any
@@ -32,6 +36,7 @@ class Iteration:
     epoch: int | None = None
     largest: int = 0
     is_over: bool = False
+    in_order: bool = False
 
 
 @dataclass(eq=False)
@@ -90,12 +95,14 @@ class Batches:
         self.loader: Any = None  # the one that was trained from last
         self._source: Source | None = None
         self._is_ahead = False
+        self._num_events = 0  # batches that were yielded, and passes that ended
+        self._used_last: tuple[Batch, int] | None = None  # with the number of events by then
 
     # --- called by the patches --------------------------------------------------------------------
 
     def iterated(self, loader: Any, iterator: Any) -> None:
         """Note that a pass over `loader` begins, before any index is drawn for it."""
-        self._iterations[iterator] = Iteration(loader)
+        self._iterations[iterator] = Iteration(loader, in_order=_is_read_in_order())
 
     def drew(self, iterator: Any, index: Any) -> None:
         """Note the next index, or list of them, that a loader's sampler has drawn."""
@@ -103,6 +110,7 @@ class Batches:
 
     def yielded(self, iterator: Any, content: Any) -> None:
         """Note the next batch; batches come in the order in which their indices were drawn."""
+        self._num_events += 1
         iteration = self._iteration(iterator)
         loader = iteration.loader
         ids = iteration.ahead.popleft() if iteration.ahead else None
@@ -121,6 +129,7 @@ class Batches:
 
     def exhausted(self, iterator: Any) -> None:
         """Note that a pass has no more batches."""
+        self._num_events += 1
         self._iteration(iterator).is_over = True
 
     def _iteration(self, iterator: Any) -> Iteration:
@@ -135,6 +144,7 @@ class Batches:
         were skipped.
         """
         assert batch.ids is not None, "only a batch with ids is used"
+        self._used_last = batch, self._num_events
         used, epoch = list(places), self._epoch_of(batch.iteration)
         batch.left = [place for place in batch.left if place not in set(used)]
         if not batch.left:
@@ -213,9 +223,21 @@ class Batches:
         if self.loader is not None:
             same = [batch for batch in fit if batch.iteration.loader is self.loader]
             fit = same or [batch for batch in fit if self._goes_on(batch.iteration.loader)]
+        if fit and (newest := fit[-1].iteration).in_order:
+            return next(batch for batch in fit if batch.iteration is newest)
         here = threading.get_ident()
         self._is_ahead |= len(fit) > 1 or any(batch.thread != here for batch in fit)
         return None if self._is_ahead or not fit else fit[0]
+
+    def are_again(self, num_rows: int | None) -> bool:
+        """Return whether so many rows are a further view of the batch that was used last.
+
+        They are if that was used up and the script has got no other batch since.
+        """
+        if self._used_last is None:
+            return False
+        batch, num_events = self._used_last
+        return num_events == self._num_events and not batch.left and batch.size == num_rows
 
     def _goes_on(self, loader: Any) -> bool:
         """Return whether `loader` draws from the same data as the one that was trained from.
@@ -224,6 +246,18 @@ class Batches:
         """
         source = self.source()
         return source is not None and Source(loader).drawn_from == source.drawn_from
+
+
+def _is_read_in_order() -> bool:
+    """Return whether a library that fetches batches ahead has begun the pass of a loader."""
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES_MAX):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _IN_ORDER:
+            return True
+    return False
 
 
 class Pass:

@@ -54,6 +54,10 @@ class SeenSamples(Samples):
         self._rows.update(rows or ())
         if self._by_content(inputs):
             return
+        if self._batches.are_again(row_digests.num_rows(inputs)):
+            if not (self._ids or is_again):
+                self._unknown = STRANGE
+            return  # else another view of the samples, or what was made of them
         meant = self._batches.meant()
         if meant is not None:
             self._by_count(inputs, meant, is_again=is_again)
