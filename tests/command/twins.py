@@ -40,6 +40,7 @@ from falsification import (
     user_samples,
     user_scalers,
     user_styles,
+    user_together,
 )
 from falsification.user_trainers import TWINS, Twin
 from tests.command import scripts, side_by_side, zygote
@@ -79,6 +80,7 @@ EVERY: tuple[Twin, ...] = (
     *user_samples.BUGS,
     *user_scalers.BUGS,
     *user_styles.BUGS,
+    *user_together.BUGS,
     *user_advised.VARIANTS,
     *user_benign.VARIANTS,
     *user_catalogued.VARIANTS,
@@ -95,6 +97,7 @@ EVERY: tuple[Twin, ...] = (
     *user_samples.VARIANTS,
     *user_scalers.VARIANTS,
     *user_styles.VARIANTS,
+    *user_together.VARIANTS,
     *user_scalers.ROUNDED,
     *user_large.TWINS,
 )
