@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
@@ -17,9 +17,9 @@ from entrenar_py.observing.batches import Ids
 from entrenar_py.observing.row_digests import Row
 from entrenar_py.observing.sources import Source, positions_of
 
-# Libraries whose loaders fetch a batch ahead, and hand batches out one by one in their order.
-_IN_ORDER = ("accelerate", "lightning", "pytorch_lightning")
-_FRAMES_MAX = 8  # between a library's iteration and torch's
+# The method by which accelerate fetches a batch, and then hands out the one before it.
+_ONE_AHEAD = ("accelerate.data_loader", "DataLoaderShard.__iter__")
+_FRAMES_MAX = 8  # between that and torch's iteration
 PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is skipped
 
 
@@ -28,7 +28,7 @@ class Iteration:
     """One pass over a `loader`; `ahead` are the indices that it drew and did not yield yet.
 
     `epoch` counts the passes, of any loader, from which a batch was trained on. `largest` is the
-    size of its largest batch. `in_order` tells whether a library fetches its batches ahead.
+    size of its largest batch. `is_one_ahead` tells whether the batch before the newest is used.
     """
 
     loader: Any
@@ -36,7 +36,7 @@ class Iteration:
     epoch: int | None = None
     largest: int = 0
     is_over: bool = False
-    in_order: bool = False
+    is_one_ahead: bool = False
 
 
 @dataclass(eq=False)
@@ -102,7 +102,7 @@ class Batches:
 
     def iterated(self, loader: Any, iterator: Any) -> None:
         """Note that a pass over `loader` begins, before any index is drawn for it."""
-        self._iterations[iterator] = Iteration(loader, in_order=_is_read_in_order())
+        self._iterations[iterator] = Iteration(loader, is_one_ahead=_is_one_ahead())
 
     def drew(self, iterator: Any, index: Any) -> None:
         """Note the next index, or list of them, that a loader's sampler has drawn."""
@@ -223,8 +223,10 @@ class Batches:
         if self.loader is not None:
             same = [batch for batch in fit if batch.iteration.loader is self.loader]
             fit = same or [batch for batch in fit if self._goes_on(batch.iteration.loader)]
-        if fit and (newest := fit[-1].iteration).in_order:
-            return next(batch for batch in fit if batch.iteration is newest)
+        if fit and (newest := fit[-1].iteration).is_one_ahead:
+            read = [batch for batch in self.pending if batch.iteration is newest]
+            given = read[-1:] if newest.is_over else read[-2:-1]
+            return next((batch for batch in given if batch in fit), None)
         here = threading.get_ident()
         self._is_ahead |= len(fit) > 1 or any(batch.thread != here for batch in fit)
         return None if self._is_ahead or not fit else fit[0]
@@ -248,15 +250,15 @@ class Batches:
         return source is not None and Source(loader).drawn_from == source.drawn_from
 
 
-def _is_read_in_order() -> bool:
-    """Return whether a library that fetches batches ahead has begun the pass of a loader."""
-    frame = sys._getframe(1)
+def _is_one_ahead() -> bool:
+    """Return whether accelerate begins the pass of a loader, in which it is one batch ahead."""
+    frame = inspect.currentframe()
     for _ in range(_FRAMES_MAX):
-        if frame.f_back is None:
+        if frame is None:
             break
-        frame = frame.f_back
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _IN_ORDER:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_qualname) == _ONE_AHEAD:
             return True
+        frame = frame.f_back
     return False
 
 
