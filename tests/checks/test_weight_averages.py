@@ -100,6 +100,21 @@ def test_an_average_that_is_restored() -> None:
     assert (tally.broken, tally.compared) == (None, 2 * (STEPS - 3))
 
 
+def stopped(rank: Averaged) -> None:
+    rank.share = still
+    rank.average = drawn(97)
+
+
+def test_a_copy_that_does_not_move_after_the_resume() -> None:
+    """It may be what was loaded, and not the average: no error."""
+    tally = Tally("F-TI-003")
+    weight_averages.compare_resumed(
+        tally, trained(Averaged()), averaged_traces.resumed(Averaged(), 3, stopped)
+    )
+    assert tally.broken is None
+    assert tally.notes == ["ema, an average of the weights, was not seen after the resume"]
+
+
 def test_a_snapshot_need_not_be_restored() -> None:
     """A list that is no average is not compared over a resume."""
     tally = Tally("F-TI-003")

@@ -18,6 +18,7 @@ from entrenar_py.command import run_plan
 from entrenar_py.verdict import Finding, Verdict
 from falsification import (
     user_advised,
+    user_averages,
     user_benign,
     user_bugs,
     user_catalogued,
@@ -58,6 +59,7 @@ EVERY: tuple[Twin, ...] = (
     *TWINS,
     *user_advised.BUGS,
     *user_advised.OPEN,
+    *user_averages.BUGS,
     *user_bugs.BUGS,
     *user_catalogued.BUGS,
     *user_chaos.BUGS,
@@ -82,6 +84,7 @@ EVERY: tuple[Twin, ...] = (
     *user_styles.BUGS,
     *user_together.BUGS,
     *user_advised.VARIANTS,
+    *user_averages.VARIANTS,
     *user_benign.VARIANTS,
     *user_catalogued.VARIANTS,
     *user_chaos.VARIANTS,

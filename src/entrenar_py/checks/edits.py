@@ -7,7 +7,7 @@ steps needs an explanation, each an exact one of all tensors that changed. Benig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ class Edit:
 
     `update` is the step that was made with `after`, and `peers` are the weights that other ranks
     had before. `last` are the weights after the edit before this one, or else those at the start.
+    `averages` are the labels of the averages that the rank keeps.
     """
 
     trace: Trace
@@ -36,6 +37,7 @@ class Edit:
     after: Tensors
     peers: Mapping[int, Tensors]
     last: Tensors
+    averages: Sequence[str] = ()
 
     def values(self) -> Iterator[tuple[str, Values, Values]]:
         """Yield each tensor that was changed, with its values before and after."""
@@ -71,7 +73,7 @@ def judge(tally: Tally, trace: Trace) -> None:
         return
     if benign := _explained(edits, _BENIGN):
         tally.note(f"{told}, first step {steps[0]}: {benign}")
-    elif harm := _explained(edits, _HARMFUL):
+    elif harm := _explained(_with_averages(edits, trace), _HARMFUL):
         update = edits[0].update
         message = f"between steps {update.step - 1} and {update.step} {names} {harm}"
         place = evidence.place(trace, update)
@@ -108,6 +110,14 @@ def _edits(trace: Trace) -> list[Edit]:
                 last[rank] = {**before, **after}
         held = {rank: update.weights for rank, update in by_rank.items()}
     return edits
+
+
+def _with_averages(edits: Sequence[Edit], trace: Trace) -> list[Edit]:
+    kept = weight_averages.of(trace)
+    return [
+        replace(edit, averages=[label for label, rank in kept if rank == edit.update.rank])
+        for edit in edits
+    ]
 
 
 def _explained(edits: Sequence[Edit], explanations: Sequence[Explanation]) -> str:
@@ -195,11 +205,10 @@ def _are_near(was: Values, now: Values, record: TensorRecord) -> bool:
 
 def _left_in(edit: Edit) -> str:
     """Explain an edit that leaves an average in the model, that was put in for some use."""
-    rank = edit.update.rank
-    for label, keeper in weight_averages.of(edit.trace):
+    for label in edit.averages:
         copy = {name: edit.update.extra.get(f"{label}/{name}") for name in edit.after}
         known = {name: record for name, record in copy.items() if record is not None}
-        if keeper == rank and edit.is_in(known):
+        if edit.is_in(known):
             return (
                 f"became what the average {label} was: it was put into the model, to save or to "
                 "evaluate it, and not taken out again"
