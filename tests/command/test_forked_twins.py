@@ -42,7 +42,7 @@ def test_a_forked_twin_is_judged_as_it_should_be(
         launcher=scripts.TORCHRUN,
         deadline_s=DEADLINE_S,
     )
-    assert parents.told() == "forked"
+    assert parents.num_forked
     assert not twins.problem(twin, found)
 
 
@@ -63,5 +63,5 @@ def test_a_forked_run_has_the_trace_of_torchrun(
             deadline_s=DEADLINE_S,
         )
         traces.append({file.name: run.trace.events for file, run in runs.items()})
-    assert parents.told() == "forked"
+    assert parents.num_forked
     assert traces[0] == traces[1]

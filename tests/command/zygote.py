@@ -38,6 +38,7 @@ def launch(
     variables: Mapping[str, str],
     deadline_s: float,
     is_over: Callable[[], bool],
+    is_called_off: Callable[[], bool] = lambda: False,
     cwd: Path | None = None,
 ) -> Ended:
     """Run the ranks of a script to their end or their deadline."""
@@ -54,7 +55,7 @@ def launch(
     while not select.select([zygote.stdout], [], [], LOOK_EVERY_S)[0]:
         if not leaving and is_over():
             leaving, deadline = True, min(deadline, time.monotonic() + LEAVING_S)
-        if in_time and time.monotonic() > deadline:
+        if in_time and (time.monotonic() > deadline or is_called_off()):
             in_time = False
             os.killpg(pid, signal.SIGKILL)
     code = _read(zygote.stdout)["code"]

@@ -39,6 +39,8 @@ class Ended:
     - `tail`: the last lines that it printed.
     - `output`: the file with all of them, up to OUTPUT_BYTES_MAX.
     - `num_left`: how many processes it left behind, which were killed.
+    - `is_forked`: its launcher was forked from a process with torch.
+    - `peak_bytes`: the most memory that one of its processes had.
     """
 
     code: int | None
@@ -46,6 +48,8 @@ class Ended:
     tail: tuple[str, ...]
     output: Path
     num_left: int
+    is_forked: bool = False
+    peak_bytes: int = 0
 
     @property
     def how(self) -> str:
@@ -82,13 +86,14 @@ def launch(
     is_over: Callable[[], bool] = lambda: False,
     cwd: Path | None = None,
     parents: warm.Parents | None = None,
+    is_called_off: Callable[[], bool] = lambda: False,
 ) -> Ended:
     """Run `command` with `variables` added to this process's environment, and return how it ended.
 
     The command runs in the folder `cwd`, by default in the current one. Its ranks record to
     `folder`, and its output goes to OUTPUT there. It has `deadline_s` seconds, and at most
-    LEAVING_S once `is_over()` says that training is over. Its processes are forked by `parents`,
-    where these can.
+    LEAVING_S once `is_over()` says that training is over; it is ended when it `is_called_off`. Its
+    processes are forked by `parents`, where these can.
 
     Raises UsageError if the command can't be started. Raises KeyboardInterrupt, after ending the
     command, if an interrupt was noted (`harness.interrupts`).
@@ -104,20 +109,33 @@ def launch(
     processes = partial(_processes, folder, session=leash.command_pid, pipe=pipe, leash=leash.pid)
     keeper = _OutputKeeper(leash.output, file)
     try:
-        code = _wait(leash, deadline_s, is_over)
+        code = _wait(leash, deadline_s, is_over, is_called_off)
         seconds = time.monotonic() - started
         if code is None:
             stacks.ask(folder, set(processes()))
     finally:
         num_left = _end(leash, processes)
         keeper.join(MERCY_S)  # not for ever: another user's process may hold the pipe
-    return Ended(code=code, seconds=seconds, tail=keeper.tail, output=output, num_left=num_left)
+    return Ended(
+        code=code,
+        seconds=seconds,
+        tail=keeper.tail,
+        output=output,
+        num_left=num_left,
+        is_forked=leash.is_forked,
+        peak_bytes=leash.peak_bytes,
+    )
 
 
-def _wait(leash: Leash, deadline_s: float, is_over: Callable[[], bool]) -> int | None:
+def _wait(
+    leash: Leash,
+    deadline_s: float,
+    is_over: Callable[[], bool],
+    is_called_off: Callable[[], bool],
+) -> int | None:
     """Return the exit code, or None if the command did not end in time."""
     deadline, leaving = time.monotonic() + deadline_s, False
-    while (remaining_s := deadline - time.monotonic()) > 0:
+    while (remaining_s := deadline - time.monotonic()) > 0 and not is_called_off():
         interrupts.check()
         code = leash.wait(min(remaining_s, LOOK_EVERY_S))
         if code is not None:

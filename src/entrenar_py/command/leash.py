@@ -26,8 +26,9 @@ _STATUS_BYTES_MAX = 4096
 class Leash:
     """A command that runs until it ends or `end` is called, and prints to `output`.
 
-    `was_over` tells whether the command ended by itself. If this process dies, by any signal, the
-    subreaper ends the command and all its descendants.
+    `is_forked` tells whether `parents` forked it, `was_over` whether the command ended by itself,
+    `peak_bytes` the most memory that one of its processes had. If this process dies, by any signal,
+    the subreaper ends the command and all its descendants.
 
     Raises UsageError if the command can't be started.
     """
@@ -46,6 +47,7 @@ class Leash:
         try:
             pipes = (control, status)
             forked = parents and parents.start(command, environment, cwd, pipes, (MERCY_S, GRACE_S))
+            self.is_forked = forked is not None
             self._process = forked or _started(command, environment, cwd, pipes)
         except OSError as error:
             self._close()
@@ -55,7 +57,7 @@ class Leash:
             os.close(status)
         assert self._process.stdout is not None, "it was asked for"
         self.output: IO[bytes] = self._process.stdout
-        self.was_over = False
+        self.was_over, self.peak_bytes = False, 0
         self._lines: list[bytes] = []
         self._rest = b""
         self.command_pid = self._started(command)
@@ -83,6 +85,7 @@ class Leash:
             self._control = -1
             self._process.send_signal(signal.SIGCONT)  # the command may have stopped it
             line = self._next("left", MERCY_S + GRACE_S + subreaper.KILLING_S)
+            self.peak_bytes = int(self._next("peak", 0.0) or 0)
             return 0 if line is None else int(line)
         except BaseException:  # an interrupt: end everything at once
             self._process.send_signal(signal.SIGTERM)

@@ -114,6 +114,11 @@ class Plan:
         """Return whether the command has the placeholder `name`."""
         return placeholders.has(self.command, name)
 
+    @property
+    def is_apart(self) -> bool:
+        """True if two runs have folders and ports of their own; torchrun's usual port is fixed."""
+        return self.source is not None and "--standalone" in self.command
+
     def foreseen(self) -> tuple[tuple[str, ...], list[str]]:
         """Return the names of the runs to come, and in lines what they need of the global batch.
 

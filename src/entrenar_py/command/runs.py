@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from threading import Event
+from typing import Self
 
 from entrenar_py import trace
 from entrenar_py.checks import stopped_run
@@ -26,6 +31,8 @@ from entrenar_py.rank_files import auto_notes
 from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Trace
 from entrenar_py.untrusted import printing
+
+SHORT_S = 15.0  # a run that takes less waits for most of it
 
 Show = Callable[[str], None]  # is called with the name of each run before it is launched
 
@@ -71,6 +78,11 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
     first run fails, no other is launched, since the others would fail, too. Raises UsageError if
     the command can't be started, and KeyboardInterrupt after an interrupt.
     """
+    with _Ahead(plan) as ahead:
+        yield from _recorded(plan, show, ahead)
+
+
+def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run]]:
     base = plan.folder
     likes: dict[Turn | None, Trace] = {}  # by turn: completed runs without other changes
     nudging = Nudging(plan.needs)
@@ -85,7 +97,8 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
         like = likes.get(asked.turn if asked.stops else None)
         if asked not in plan.made:
             show(f"{shlex.join(plan.command)} ({name})")
-            plan.made[asked] = _run(plan, asked, (base / name).absolute(), like)
+            ended = ahead.launched(name, asked, planned)
+            plan.made[asked] = _trace(plan, asked, base / name, ended, like)
         recorded = plan.made[asked]
         if like is not None and _was_told_otherwise(asked, like, recorded):
             # {steps} did more than to stop the run: the script is stopped from inside instead.
@@ -110,12 +123,58 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
             planned = {**nudging.after(asked, recorded), **planned}
             if not asked.repeat:
                 likes.setdefault(asked.turn, recorded)
-        ahead = tuple(planned.values())
-        yield base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=ahead)
+        rest = tuple(planned.values())
+        yield base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=rest)
 
 
-def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
-    """Launch the command once for each stop and once more; return one trace of all launches."""
+class _Ahead:
+    """Launches runs: where they don't disturb each other, each with the one that comes after it.
+
+    They don't if each has a folder of its own to write in and its launcher looks for a free port,
+    if there is no GPU, and if the first run was short and took little memory. Nothing is launched
+    beside the first one: if it fails, no other is wanted.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._pool, self._called_off = plan, ThreadPoolExecutor(2), Event()
+        self._begun: dict[Asked, Future[Ended]] = {}
+        self._may: bool | None = None  # not known before the first run
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End what was begun and is not wanted any more."""
+        self._called_off.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def launched(self, name: str, asked: Asked, planned: Mapping[str, Asked]) -> Ended:
+        """Return how the run `name` ended; begin the next of those that are `planned` after it."""
+        running = self._begun.pop(asked, None) or self._begin(name, asked)
+        if self._may:
+            others = ((n, a) for n, a in planned.items() if a not in self._plan.made)
+            for after, other in islice(others, 1):
+                if other not in self._begun:
+                    self._begun[other] = self._begin(after, other)
+        ended = running.result()
+        if self._may is None:
+            self._may = self._plan.is_apart and ended.is_forked and _is_light(ended, asked)
+        return ended
+
+    def _begin(self, name: str, asked: Asked) -> Future[Ended]:
+        folder = (self._plan.folder / name).absolute()
+        return self._pool.submit(_launched, self._plan, asked, folder, self._called_off.is_set)
+
+
+def _is_light(ended: Ended, asked: Asked) -> bool:
+    """Return whether two runs like this one fit on the machine."""
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = 2 * (asked.world_size + 1) * ended.peak_bytes
+    return ended.seconds < SHORT_S and needed < pages and not Path("/dev/nvidiactl").exists()
+
+
+def _launched(plan: Plan, asked: Asked, folder: Path, is_called_off: Callable[[], bool]) -> Ended:
+    """Launch the command once for each stop and once more; return the end of the last launch."""
     _clear(folder)
     (folder / "work").mkdir(parents=True)
     if plan.auto:
@@ -139,12 +198,18 @@ def _run(plan: Plan, asked: Asked, folder: Path, like: Trace | None) -> Trace:
                 },
                 deadline_s=plan.deadline_s,
                 is_over=closed,
+                is_called_off=is_called_off,
             )
             if ended.code is None and not closed():
                 break  # else it hung only after training, and can go on
     assert ended is not None, "it was launched"
+    return ended
+
+
+def _trace(plan: Plan, asked: Asked, folder: Path, ended: Ended, like: Trace | None) -> Trace:
+    """Return one trace of all launches of a run."""
     return run_trace.of(
-        folder,
+        folder.absolute(),
         asked,
         ended,
         like,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -67,6 +68,8 @@ class Warden:
         while self.reap() and time.monotonic() < deadline:
             kill(self._left(), signal.SIGKILL)  # what these leave behind: in the next round
             time.sleep(_POLL_S)
+        peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+        tell(self._status, f"peak {peak_kib * 1024}")
         tell(self._status, f"left {len(left) if was_over else 0}")
 
     def _left(self) -> list[int]:

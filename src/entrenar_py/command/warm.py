@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import IO
 
 from entrenar_py.command import fork_parent
@@ -120,6 +121,7 @@ class Parents:
     reasons: dict[str, None] = field(default_factory=dict)
     _parents: dict[tuple[object, ...], _Parent] = field(default_factory=dict)
     num_forked: int = 0
+    _one_at_a_time: Lock = field(default_factory=Lock)
 
     def told(self) -> str:
         """Return how the command was launched, in words."""
@@ -146,14 +148,15 @@ class Parents:
         Return None if the command has to be launched as it is.
         """
         here = cwd or Path.cwd()
-        try:
-            parent, words = self._parent(command, environment, here)
-            warden = parent.fork(words, environment, here, pipes, seconds)
-        except (_Cold, OSError) as error:
-            self.reasons.setdefault(str(error))
-            return None
-        self.num_forked += 1
-        return warden
+        with self._one_at_a_time:
+            try:
+                parent, words = self._parent(command, environment, here)
+                warden = parent.fork(words, environment, here, pipes, seconds)
+            except (_Cold, OSError) as error:
+                self.reasons.setdefault(str(error))
+                return None
+            self.num_forked += 1
+            return warden
 
     def close(self) -> None:
         """End the processes."""
@@ -255,8 +258,8 @@ class _Parent:
             if select.select([self._control], [], [], LOOK_EVERY_S)[0]:
                 answer = messages.receive(self._control)
                 self._why_cold = answer[0]["cold"] if answer else "its process with torch ended"
-            elif time.monotonic() > deadline:
-                self._why_cold = f"torch was not imported within {READY_S:.0f} s"
+            elif time.monotonic() > deadline:  # a later launch may find it ready
+                raise _Cold(f"torch was not imported within {READY_S:.0f} s")
         if self._why_cold:
             raise _Cold(self._why_cold)
 

@@ -158,7 +158,11 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
                 f"{where} does not show how all {world_size} ranks are arranged: {DECLARE}"
             )
         shown = axes
-    return None if shown is None else Layout(axes=layout.require(shown, world_size, where))
+    if shown is None:
+        return None
+    sizes = layout.require(shown, world_size, where)
+    # Along an axis that scripts call "data_parallel", fully_shard cuts parameters into pieces.
+    return Layout(axes={"fsdp": world_size} if sharded and sizes == {"dp": world_size} else sizes)
 
 
 def _is_copy(placement: object) -> bool:

@@ -1,0 +1,101 @@
+"""Runs of a command, side by side where they don't disturb each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Barrier, Event
+from typing import Any
+
+import pytest
+
+from entrenar_py.command import runs
+from entrenar_py.command.asked import Asked
+from entrenar_py.command.launch import Ended
+from entrenar_py.command.run_plan import Plan
+
+FIRST = Asked(world_size=2, seed=0)
+SECOND, THIRD = (replace(FIRST, repeat=number) for number in (1, 2))
+
+
+def plan(folder: Path, launch: Callable[..., Ended], *options: str) -> Plan:
+    """Return the plan of a command whose runs have copies of an empty folder."""
+    source = folder / "source"
+    source.mkdir()
+    return Plan(
+        command=("torchrun", *options, "{world_size}"),
+        needs=(),
+        folder=folder / "runs",
+        source=source,
+        launch=launch,
+    )
+
+
+def ended(folder: Path, *, is_forked: bool = True, seconds: float = 1.0) -> Ended:
+    """Return the end of a run."""
+    output = folder / "output.txt"
+    return Ended(code=0, seconds=seconds, tail=(), output=output, num_left=0, is_forked=is_forked)
+
+
+def test_a_run_is_beside_the_next_one_but_the_first(tmp_path: Path) -> None:
+    """The first run is alone; the second waits for the third to begin, and it does."""
+    names, both = list[str](), Barrier(2)
+
+    def launch(command: Any, *, folder: Path, **settings: object) -> Ended:
+        names.append(folder.name)
+        if folder.name != "first":
+            both.wait(30.0)
+        return ended(folder)
+
+    with runs._Ahead(plan(tmp_path, launch, "--standalone")) as ahead:
+        ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD})
+        assert names == ["first"]
+        ahead.launched("second", SECOND, {"third": THIRD})
+        ahead.launched("third", THIRD, {})
+    assert sorted(names) == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ((), {}),
+        (("--standalone",), {"is_forked": False}),
+        (("--standalone",), {"seconds": 60.0}),
+    ],
+)
+def test_runs_that_may_disturb_each_other(
+    options: tuple[str, ...], how: dict[str, Any], tmp_path: Path
+) -> None:
+    """With a fixed port, with imports in each run, and if they are long, runs are one by one."""
+    names = list[str]()
+
+    def launch(command: Any, *, folder: Path, **settings: object) -> Ended:
+        names.append(folder.name)
+        return ended(folder, **how)
+
+    with runs._Ahead(plan(tmp_path, launch, *options)) as ahead:
+        ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD})
+        ahead.launched("second", SECOND, {"third": THIRD})
+        assert names == ["first", "second"]
+
+
+def test_a_run_that_is_not_wanted_any_more_is_called_off(tmp_path: Path) -> None:
+    """What runs ahead when the harness is interrupted is ended."""
+    begun = Event()
+
+    def launch(command: Any, *, folder: Path, is_called_off: Any, **settings: object) -> Ended:
+        if folder.name == "second":
+            begun.wait(30.0)
+            raise KeyboardInterrupt
+        if folder.name == "third":
+            begun.set()
+            while not is_called_off():
+                time.sleep(0.01)
+        return ended(folder)
+
+    ahead = runs._Ahead(plan(tmp_path, launch, "--standalone"))
+    ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD})
+    with pytest.raises(KeyboardInterrupt), ahead:
+        ahead.launched("second", SECOND, {"third": THIRD})
