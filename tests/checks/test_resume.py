@@ -193,3 +193,29 @@ def test_one_run_with_a_checkpoint_is_enough() -> None:
     assert CHECKS["resume"].absent([bare, traces.observed(saves="weights")]) == ""
     stopped = replace(bare, scenario=bare.scenario.with_(stops=(3,)))
     assert CHECKS["resume"].absent([bare, stopped]) == ""
+
+
+def test_a_resumed_run_that_ends_too_early() -> None:
+    """It counts steps that nobody made."""
+    resumed, straight = (script(run) for run in pair())
+    cut = [event for event in resumed.events if getattr(event, "step", None) != 5]
+    finding = traces.judge("resume", [replace(resumed, events=tuple(cut)), straight])
+    assert broken(finding).step == 5
+    assert "ended by itself after 5 steps, and the one without stops after 6" in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("ended", "verdict"), [({}, Verdict.INCONCLUSIVE), ({"ended": "by us"}, Verdict.HELD)]
+)
+def test_steps_beyond_those_of_the_straight_run(ended: dict[str, str], verdict: Verdict) -> None:
+    """They are compared with nothing; a run that the harness ended would have made them, too."""
+    resumed, straight = (script(run) for run in pair())
+    cut = [event for event in straight.events if getattr(event, "step", None) != 5]
+    short = replace(straight, events=tuple(cut), environment=ended)
+    assert traces.judge("resume", [resumed, short]).verdict is verdict
+
+
+def script(run: Trace) -> Trace:
+    """Return a run as one of a script."""
+    own = run.scenario.with_(system="command", workload="own")
+    return replace(run, scenario=own, promises=())

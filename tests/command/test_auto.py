@@ -144,21 +144,20 @@ def test_a_watched_training(tmp_path: Path) -> None:
 
 
 def test_a_command_that_says_its_steps_ends_by_itself() -> None:
-    """With {steps} in the command the harness ends no run, and a resumed one makes the rest."""
+    """With {steps} in the command the harness ends no run; without, each after as many steps."""
     needs = CHECKS["replica_identity"].needs
     plan = run_plan.Plan(command=("train", "{steps}"), needs=needs, folder=Path(), auto=True)
-    assert Settings.of(plan.observing(0)).steps is None
+    assert Settings.of(plan.observing()).steps is None
     plan = run_plan.Plan(command=("train",), needs=needs, folder=Path(), auto=True, num_steps=5)
-    assert Settings.of(plan.observing(2)).steps == 3
-    assert run_plan.Plan(command=("train",), needs=needs, folder=Path()).observing(0) == {}
+    assert Settings.of(plan.observing()).steps == 5
+    assert run_plan.Plan(command=("train",), needs=needs, folder=Path()).observing() == {}
 
 
 def test_a_command_that_says_its_epochs_ends_by_itself() -> None:
     """With {epochs} nothing is cut: the second epoch and the checkpoints at epochs' ends come."""
     told = {"command": ("train", "{epochs}", "{workdir}"), "needs": (), "folder": Path()}
     plan = run_plan.Plan(**told, auto=True)  # type: ignore[arg-type]
-    assert Settings.of(plan.observing(0)).steps is None
-    assert Settings.of(plan.observing(4)).steps is None
+    assert Settings.of(plan.observing()).steps is None
     with pytest.raises(UsageError, match=r"--steps 5: the command has no \{steps\}"):
         run_plan.Plan(**told, auto=True, num_steps=5)  # type: ignore[arg-type]
 

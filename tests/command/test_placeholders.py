@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +108,53 @@ def test_no_worker_is_killed_that_nobody_starts_again(restarts: str, is_killed: 
     """The first run shows whether the launcher restarts workers; a launch is saved."""
     names = plan(needs=(KILLED,)).others(usual(num_steps=8, restarts=restarts))
     assert ("2-workers-killed" in names) is is_killed
+
+
+SAVED = {"saves": "weights", "saved_after": (4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("seen", "stops"),
+    [
+        (SAVED, (4, 6, 7)),  # at the end of the epoch of four steps, and in the next one
+        ({**SAVED, "saved_after": (8,)}, ()),  # only when all steps were made
+        ({**SAVED, "saved_after": ()}, (3, 4, 6)),  # nobody knows when
+        ({**SAVED, "loads": "nothing"}, ()),
+        ({"saves": "nothing"}, ()),
+    ],
+)
+def test_a_run_is_stopped_where_it_has_a_checkpoint(
+    seen: dict[str, Any], stops: tuple[int, ...]
+) -> None:
+    """Without {workdir} too, by the same command in a folder of its own, if it may load one."""
+    first = usual(num_steps=8, **seen)
+    first = replace(first, scenario=first.scenario.with_(num_samples=32, batch_size=8))
+    found = [one for one in plan(source=Path("/home")).others(first).values() if one.stops]
+    assert [(one.stops, one.interrupted) for one in found] == ([(stops, True)] if stops else [])
+    assert not any(one.stops for one in plan().others(first).values()), "in the user's own folder"
+
+
+def test_a_run_that_the_command_says_how_to_resume() -> None:
+    """It is stopped whether its checkpoint was seen or not."""
+    told = plan("{resume:--resume last.pt}", source=Path("/home"))
+    assert any(one.stops for one in told.others(usual(num_steps=8)).values())
+
+
+def test_options_of_a_resume_are_filled_in_after_a_stop(tmp_path: Path) -> None:
+    """They are words of their own, and a pattern stands for its newest file."""
+    for number, name in enumerate(("step-9.pt", "step-10.pt")):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (number, number))
+    command = ["train", "{resume:--resume step-*.pt --at {seed}}", "sh {resume:-r}"]
+    values = {"world_size": "1", "seed": "7"}
+    first = placeholders.fill(command, values, {})
+    assert first == ["train", "sh "]
+    later = placeholders.fill(command, values, {}, resumes_in=tmp_path)
+    newest = str(tmp_path / "step-10.pt")
+    assert later == ["train", "--resume", newest, "--at", "7", "sh -r"]
+
+
+def test_a_resume_without_options_is_refused() -> None:
+    """What is to be filled in has to be said."""
+    with pytest.raises(UsageError, match=r"\{resume\} needs the options"):
+        placeholders.require_known(["{resume}"])

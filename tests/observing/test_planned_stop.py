@@ -41,6 +41,19 @@ def test_the_step_before_which_it_ends(
     assert ended == codes
 
 
+@pytest.mark.parametrize(("begins", "step"), [(0, 3), (3, 6), (4, 6)])
+def test_steps_after_a_resume_are_counted_as_the_script_says(
+    begins: int, step: int, ended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that doesn't say how many steps were made before it counts its own, from 0."""
+    monkeypatch.setenv(STOP, "6 from 3")
+    stop = PlannedStop(0, 1, begins=begins)
+    stop.perhaps_end(step - 1, 0)
+    assert ended == []
+    stop.perhaps_end(step, 0)
+    assert ended == [0]
+
+
 def test_a_rank_that_never_comes_is_not_waited_for(
     ended: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

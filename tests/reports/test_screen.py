@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from entrenar_py import contract, shipped
-from entrenar_py.checks.needs import RESUMED
 from entrenar_py.command import ending, judging
 from entrenar_py.reports.report import Configuration, Entry, NotApplying, Report
 from entrenar_py.scenario import OBSERVED, Scenario
@@ -65,7 +64,7 @@ PASTED: Mapping[str, Finding] = {
         f"the run on 2 workers with a worker killed failed: {ending.NOT_RESTARTED} "
         "[2-workers-killed (with 2-workers)]",
     ),
-    "F-TI-003": inconclusive("", judging.WHY_NOT[RESUMED]),
+    "F-TI-003": inconclusive("", f"the run was not stopped and resumed: {judging.NO_WORKDIR}"),
 }
 
 

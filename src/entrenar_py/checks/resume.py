@@ -79,6 +79,7 @@ def _compare(tally: Tally, straight: Trace, trace: Trace) -> None:
     resumed_step.compare(tally, straight, trace)
     kept = _as_long(tally, straight, trace) if is_own else trace
     if is_own:
+        _ends_as_late(tally, straight, trace)
         straight, kept = summation.comparable(tally, straight, kept)
     message = "the resumed run differs from the straight one"
     same_bits.compare_steps(tally, straight, kept, message)
@@ -123,22 +124,39 @@ def _absent(traces: Sequence[Trace]) -> str:
 def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:
     """Return `trace` without the steps after the last one of the `straight` run.
 
-    They are missing, not different: {steps} may count those of one launch.
+    They are missing, not different: {steps} may count those of one launch. They are neither if the
+    harness ended the straight run.
     """
     last = max(evidence.updates(straight), default=-1)
     beyond = max(evidence.updates(trace), default=-1) - last
     if beyond <= 0 or last < 0:
         return trace
-    tally.miss(
-        f"the resumed run made {beyond} steps more than the one without stops: {{steps}} is the "
-        "number of steps in all, also after a resume; or the script's count was not restored"
-    )
+    if "ended" not in straight.environment:
+        tally.miss(
+            f"the resumed run made {beyond} steps more than the one without stops: {{steps}} is "
+            "the number of steps in all, also after a resume; or the script's count was not "
+            "restored"
+        )
     kept = [
         event
         for event in trace.events
         if not (isinstance(event, Shard | Update) and event.step > last)
     ]
     return replace(trace, events=tuple(kept))
+
+
+def _ends_as_late(tally: Tally, straight: Trace, trace: Trace) -> None:
+    """Check that a resumed run that ended by itself made as many steps as the `straight` one."""
+    made = max(evidence.updates(trace), default=-1) + 1
+    due = max(evidence.updates(straight), default=-1) + 1
+    if trace.end.status == "completed" and "ended" not in trace.environment:
+        tally.check(
+            made >= due,
+            f"the resumed run ended by itself after {counted(made, 'step')}, and the one without "
+            f"stops after {due}: it counts more than were made",
+            step=made,
+            scenario=trace.scenario,
+        )
 
 
 def _same_rates(tally: Tally, straight: Trace, trace: Trace) -> None:

@@ -102,7 +102,14 @@ def _goes_on(shard: Shard, seen: Shard | None, trace: Trace) -> str:
     if seen.step == shard.step:
         return ", in another order, or by another rank"
     micro = f", micro-batch {seen.shard}" if trace.scenario.accumulation > 1 else ""
-    return f": step {shard.step} has the samples of step {seen.step}{micro}"
+    is_behind = seen.step == shard.step - 1 and shard.step in back
+    why = (
+        "; what was saved counts a step less than its weights have made, as where they are not "
+        "copied before they are saved in the background"
+    )
+    return (
+        f": step {shard.step} has the samples of step {seen.step}{micro}{why if is_behind else ''}"
+    )
 
 
 def _other_order(straight: Trace, model: Shard, shard: Shard) -> str:

@@ -152,7 +152,7 @@ def require_resumes(tally: Tally, trace: Trace) -> None:
     for number, stop in enumerate(trace.scenario.stops, start=1):
         anew = [lives[number]] if number < len(lives) and not lives[number].resumed else []
         if anew and trace.scenario.workload == "own":
-            _tell_anew(tally, stop, lives[0], anew[0], is_enough=bool(resumed))
+            _tell_anew(tally, trace, stop, (lives[0], anew[0]), is_enough=bool(resumed))
             if not resumed:
                 break  # after every stop it begins anew, for the same reason
         elif stop not in resumed and len(lives) <= number and stop <= last:
@@ -160,23 +160,39 @@ def require_resumes(tally: Tally, trace: Trace) -> None:
             missing.ask(tally, why, facts.RESUMED_START)
 
 
-def _tell_anew(tally: Tally, stop: int, first: Start, start: Start, *, is_enough: bool) -> None:
+def _tell_anew(
+    tally: Tally, trace: Trace, stop: int, starts: tuple[Start, Start], *, is_enough: bool
+) -> None:
     """Count as missing why a rank that was started again after a stop has not resumed.
 
-    It is only noted if the first checkpoint was written later: then another stop `is_enough`.
+    `starts` are its first one, and the one after the stop. It is only noted if the first checkpoint
+    was written later: then another stop `is_enough`.
     """
+    first, start = starts
     if _same(first.weights, start.weights):
         why = f"after the stop before step {stop} the script began anew, with its initial weights"
         if is_enough:
             tally.note(f"{why}: it had written no checkpoint by then")
             return
-        tally.miss(
-            f"{why}: it found no checkpoint in {{workdir}}, or loads none; save one at the latest "
-            "when {steps} steps are made"
-        )
+        tally.miss(f"{why}: {_how_to_resume(trace)}")
         return
     tally.miss(
         f"after the stop before step {stop} the script began at step {start.step}, with weights of "
         "no earlier step: if it resumes, say how many optimizer steps were made before, "
         "observe(..., step=...)"
+    )
+
+
+def _how_to_resume(trace: Trace) -> str:
+    """Return why a script may have begun anew, and what to do about it."""
+    if trace.traits.saves != "weights":
+        return (
+            "it found no checkpoint in {workdir}, or loads none; save one at the latest when "
+            "{steps} steps are made"
+        )
+    option = trace.traits.resume_option
+    named = f"{option}, say, in the form" if option else "an option of it, say,"
+    return (
+        f"it saved its weights, and loads none by itself; tell it to go on by {named} "
+        f"{{resume:{option or '--resume'} PATH}} in the command: it is filled in after a stop only"
     )

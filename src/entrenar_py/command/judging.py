@@ -28,16 +28,15 @@ from entrenar_py.harness import companions, plan, roles, stored
 from entrenar_py.harness.plan import Task
 from entrenar_py.harness.runner import Listener, ignore
 from entrenar_py.reports.report import Entry, NotApplying
+from entrenar_py.trace import Trace
 from entrenar_py.verdict import inconclusive
+from entrenar_py.wording import counted
 
-# The reason why a run that a check requires was not made.
-WHY_NOT: Mapping[Need, str] = {
-    RESUMED: (
-        "the run was not stopped and resumed: the command needs {workdir} (folder of checkpoints), "
-        "and should have {steps} (steps in all); put them into it, or exclude the clause"
-    ),
-    KILLED: "no worker was killed: that takes two workers or more; raise --world-size",
-}
+NO_WORKDIR = (
+    "the command needs {workdir} (folder of checkpoints), and should have {steps} (steps in all); "
+    "put them into it, or exclude the clause"
+)
+_NO_WORKER = "no worker was killed: that takes two workers or more; raise --world-size"
 _BY_PROBES = "decided by a probe that the harness runs itself, not by a script's runs"
 
 
@@ -119,7 +118,7 @@ def judge(
         if not entry.finding.applies:
             yield entry
             continue
-        if not is_base_lost and (why := _lacking(check, asked)):
+        if not is_base_lost and (why := _lacking(check, asked, [*traces.values()])):
             entry = replace(entry, finding=inconclusive(task.invariant.id, why))
         notes = (
             *entry.finding.notes,
@@ -242,10 +241,27 @@ def _unbroken(check: Check, runs: Iterable[Run]) -> list[str]:
     return [f"the run was stopped between epochs only: {why}; {{steps}} stops it within one"]
 
 
-def _lacking(check: Check, asked: Sequence[Asked]) -> str:
+def _lacking(check: Check, asked: Sequence[Asked], traces: Sequence[Trace]) -> str:
     """Return why a run that `check` requires was not made, or "" if it was."""
     if RESUMED in check.needs and not any(run.stops for run in asked):
-        return WHY_NOT[RESUMED]
+        return f"the run was not stopped and resumed: {_why_unstopped(traces)}"
     if KILLED in check.needs and not any(run.faults for run in asked):
-        return WHY_NOT[KILLED]
+        return _NO_WORKER
     return ""
+
+
+def _why_unstopped(traces: Sequence[Trace]) -> str:
+    steps = max(trace.scenario.num_steps for trace in traces)
+    unreached = next((trace.traits.unreached for trace in traces if trace.traits.unreached), "")
+    if unreached:
+        return (
+            f"no checkpoint was written in {counted(steps, 'step')}, and {unreached} may write one "
+            "later; make more steps (--steps), or have the script save earlier"
+        )
+    saved = [step for trace in traces for step in trace.traits.saved_after]
+    if saved and min(saved) >= steps:
+        return (
+            f"weights were saved only when all {counted(steps, 'step')} were made; make more steps "
+            "(--steps), or have the script save earlier"
+        )
+    return NO_WORKDIR

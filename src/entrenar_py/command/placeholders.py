@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from entrenar_py.checks.knobs import KNOBS
 from entrenar_py.errors import UsageError, did_you_mean
@@ -18,17 +20,22 @@ PLACEHOLDERS = {
     "epochs": "how many epochs to make in all, also after a resume",
     "workdir": "a folder of the run, for checkpoints: the same before a stop and after it",
     "trace_dir": "the folder that the ranks record to",
+    "resume:OPTIONS": "options that have the script go on from a checkpoint, filled in only where "
+    "it is started again after a stop: {resume:--resume out/last.pt}; where PATH has a * it is the "
+    "newest such file",
     "share:N": "how many samples of a global batch of N a worker has in one micro-batch: N divided "
     "by the number of workers, and by {accumulation} where that is in the command",
     **{name: knob.says for name, knob in KNOBS.items()},
 }
 _NAME = re.compile(r"(?<!\$)\{(\w+)\}")  # not a shell's ${...}
+_RESUME = re.compile(r"(?<!\$)\{resume:([^{}]*)\}")
 _SHARE = re.compile(r"(?<!\$)\{share(?::([^{}]*))?\}")
 
 
 def has(command: Iterable[str], name: str) -> bool:
     """Return whether a command has the placeholder `name`."""
-    return any("{" + name + "}" in word for word in command)
+    given = "{" + name + (":" if name == "resume" else "}")
+    return any(given in word for word in command)
 
 
 def require_known(command: Sequence[str]) -> None:
@@ -42,6 +49,12 @@ def require_known(command: Sequence[str]) -> None:
                     field="command",
                 )
         for name in _NAME.findall(word):
+            if name == "resume":
+                raise UsageError(
+                    f"{word}: {{resume}} needs the options that have the script go on from a "
+                    "checkpoint, {resume:--resume out/last.pt}",
+                    field="command",
+                )
             if name.isidentifier() and name not in PLACEHOLDERS and name != "share":
                 raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}", field="command")
 
@@ -68,18 +81,21 @@ def fill(
     command: Sequence[str],
     values: Mapping[str, str],
     spelled: Mapping[str, Mapping[str, str]],
+    *,
+    resumes_in: Path | None = None,
 ) -> list[str]:
     """Return `command` with its placeholders filled in.
 
     `spelled` has, by knob and value, the text that is filled in instead of the value. A word that
-    is only the placeholder of a knob is left out if the text for its value is "".
+    is only the placeholder of a knob is left out if the text for its value is "". The options in
+    {resume:...} are left out of a first launch; `resumes_in` is the folder of a later one.
     """
     texts = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
     empty = {"{" + name + "}" for name in spelled if texts[name] == ""}
     parts = int(values["world_size"])
     if has(command, "accumulation"):
         parts *= int(values["accumulation"])
-    return [
+    filled = [
         _SHARE.sub(
             lambda share: str(int(share[1]) // parts),
             re.sub(r"\{(\w+)\}", lambda named: texts.get(named[1], named[0]), word),
@@ -87,3 +103,23 @@ def fill(
         for word in command
         if word not in empty
     ]
+    return [word for one in filled for word in _with_resume(one, resumes_in)]
+
+
+def _with_resume(word: str, folder: Path | None) -> list[str]:
+    """Return the words for one with {resume:...}: options of their own, or a part of a text."""
+    whole = _RESUME.fullmatch(word)
+    if whole is None:
+        return [_RESUME.sub(lambda found: found[1] if folder else "", word)]
+    return [_newest(one, folder) for one in shlex.split(whole[1])] if folder else []
+
+
+def _newest(word: str, folder: Path) -> str:
+    """Return a word, or the newest file in `folder` that fits it if it is a pattern."""
+    if "*" not in word:
+        return word
+    option, equals, pattern = word.rpartition("=")
+    base = Path(folder, pattern)  # the pattern itself if it is absolute
+    found = Path(base.anchor).glob(str(base.relative_to(base.anchor)))
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=base)
+    return f"{option}{equals}{newest}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -157,17 +158,17 @@ class Plan:
         cuts = [(size, int(KNOBS["accumulation"].usual)) for size in sizes]
         return sorted([*cuts, *((self.most, int(turn.value)) for turn in turns)])
 
-    def observing(self, num_made: int) -> dict[str, str]:
+    def observing(self) -> dict[str, str]:
         """Return the environment variables that say how a script is observed.
 
-        Without a line, it goes on after `num_made` steps. It is ended after the last one if the
-        command can say neither {steps} nor {epochs}.
+        Without a line, it is ended after the last step if the command can say neither {steps} nor
+        {epochs}. After a resume it makes as many again, since nobody knows how old its checkpoint
+        is.
         """
         tokens = {TOKENS: "1"} if PROBED in self.needs else {}
         if not self.auto:
             return tokens
-        steps = max(1, self.num_steps - num_made) if self._is_cut else None
-        return {**tokens, **Settings(steps=steps).variables()}
+        return {**tokens, **Settings(steps=self.num_steps if self._is_cut else None).variables()}
 
     @property
     def _is_cut(self) -> bool:
@@ -197,7 +198,7 @@ class Plan:
         name, middle, rank = _name(self.most), like.num_steps // 2, self.most - 1
         nan = Fault(kind="non_finite_gradient", step=middle, rank=rank, value="nan")
         leave = Fault(kind="leave", step=middle, rank=rank)
-        stops = self._stops(like) if self.can_say("workdir") else ()
+        stops = self._stops(usual)
         asked = Asked(world_size=self.most, seed=self.seed)
         others: dict[str, Asked] = {}
         if REPEATED in self.needs:
@@ -206,7 +207,7 @@ class Plan:
             others[f"{name}-nan"] = replace(asked, faults=(nan,))
         if KILLED in self.needs and self.most > 1 and restarts:
             others[f"{name}-killed"] = replace(asked, faults=(leave,))
-        interrupted = self._cuts_off(like)
+        interrupted = self._cuts_off(like) or not self.can_say("workdir")
         if {RESUMED, SAVED}.intersection(self.needs) and stops:
             # With several micro-batches a step, if possible: only then does a place in the data
             # that is counted in micro-batches differ from one that is counted in steps.
@@ -217,11 +218,18 @@ class Plan:
             others[name] = replace(asked, stops=stops, interrupted=interrupted, turn=turned)
         return others
 
-    def _stops(self, like: Scenario) -> tuple[int, ...]:
-        """Return the steps to stop before: after each epoch by {epochs}, else within epochs."""
-        if self.can_say("steps") or self._cuts_off(like):
-            return _stops(like)
-        return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
+    def _stops(self, usual: Trace) -> tuple[int, ...]:
+        """Return the steps to stop before: after each epoch by {epochs}, else within epochs, too.
+
+        Without {workdir} a run is stopped where the first one wrote a checkpoint, in a folder of
+        its own, if the script may load it; or if the command says how to ({resume:...}).
+        """
+        like, is_told = usual.scenario, self.can_say("workdir")
+        if not is_told and not (self.source and (self.can_say("resume") or _resumes(usual))):
+            return ()
+        if is_told and not (self.can_say("steps") or self._cuts_off(like)):
+            return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
+        return _stops(usual)
 
     def _cuts_off(self, like: Scenario) -> bool:
         """Return whether runs can be stopped only from inside: neither {steps} nor {epochs} does.
@@ -261,14 +269,25 @@ class Plan:
         }
 
 
-def _stops(like: Scenario) -> tuple[int, ...]:
-    """Return up to two steps to stop before, in the middle of an epoch if possible."""
-    per_epoch = -(-like.num_samples // like.batch_size)
-    inside = [step for step in range(1, like.num_steps) if step % per_epoch] or [
-        *range(1, like.num_steps)
-    ]
+def _resumes(usual: Trace) -> bool:
+    """Return whether a run saved weights, and a line of its script may load them."""
+    return usual.traits.saves == "weights" and usual.traits.loads != "nothing"
+
+
+def _stops(usual: Trace) -> tuple[int, ...]:
+    """Return up to three steps to stop before, once there is a checkpoint.
+
+    Two are in the middle of an epoch if possible. One is where an epoch ends: there a place in the
+    data is that of the next one.
+    """
+    like, saved = usual.scenario, usual.traits.saved_after
+    batches = like.num_samples / like.batch_size
+    per_epoch = int(batches) if usual.traits.drop_last else math.ceil(batches)
+    steps = range(min(saved, default=1), like.num_steps)
+    inside = [step for step in steps if step % max(1, per_epoch)] or [*steps]
+    ends = [step for step in steps if per_epoch > 1 and step % per_epoch == 0]
     places = {inside[len(inside) // 3], inside[2 * len(inside) // 3]} if inside else set()
-    return tuple(sorted(places))
+    return tuple(sorted({*places, *ends[-1:]}))
 
 
 def _name(world_size: int, turn: Turn | None = None) -> str:

@@ -186,14 +186,20 @@ def _launched(plan: Plan, asked: Asked, folder: Path, is_called_off: Callable[[]
             values = _values(asked, folder, num_steps, num_epochs)
             is_last = life == len(asked.stops)
             cut_off = asked.interrupted and not is_last
-            stop = {STOP: str(asked.stops[life])} if cut_off else {}
+            made = _made_before(asked, life, like)
+            stop = {STOP: f"{asked.stops[life]} from {made}"} if cut_off else {}
             closed = partial(run_trace.have_closed, folder, asked.world_size, life)
             ended = launched(
-                placeholders.fill(plan.command, values, plan.spelled),
+                placeholders.fill(
+                    plan.command,
+                    values,
+                    plan.spelled,
+                    resumes_in=(own.path if own else Path.cwd()) if life else None,
+                ),
                 folder=folder,
                 variables={
                     FAULTS: json.dumps([fault.to_dict() for fault in asked.faults]),
-                    **plan.observing(asked.stops[life - 1] if life else 0),
+                    **plan.observing(),
                     **stop,
                 },
                 deadline_s=plan.deadline_s,
@@ -216,6 +222,15 @@ def _trace(plan: Plan, asked: Asked, folder: Path, ended: Ended, like: Trace | N
         unclipped=plan.can_say("clip") and UNCLIPPED not in plan.spelled.get("clip", {}),
         seeded=plan.can_say("seed"),
     )
+
+
+def _made_before(asked: Asked, life: int, like: Trace | None) -> int:
+    """Return how many steps a life begins with: those of the last checkpoint, if it is known."""
+    if not life:
+        return 0
+    stop = asked.stops[life - 1]
+    saved = like.traits.saved_after if like is not None else ()
+    return max((after for after in saved if after <= stop), default=stop)
 
 
 def _values(asked: Asked, folder: Path, num_steps: int, num_epochs: int) -> dict[str, str]:

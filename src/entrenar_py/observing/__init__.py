@@ -26,7 +26,8 @@ FOLDER = "ENTRENAR_TRACE_DIR"
 COPY = "root"  # in that folder: what the copy of the user's folder lies below, as it does below /
 FAULTS = "ENTRENAR_FAULTS"  # the faults to plant, as a JSON list
 TOKENS = "ENTRENAR_TOKENS"  # set if a contract asks what a language model's outputs depend on
-STOP = "ENTRENAR_STOP"  # the step before which to end the process, as if the job was cut off
+# The step before which to end the process, as if the job was cut off: `6`, or `6 from 3`.
+STOP = "ENTRENAR_STOP"
 PATIENCE = 100  # steps in which a tensor that should move has to move, by default
 
 

@@ -31,10 +31,11 @@ _SAVES = re.compile(
     r"(?<!json\.)(?<!yaml\.)(?<!toml\.)"
     r"\b(save(?!fig|txt|_for_backward|_hyperparameters)\w*|dump|tofile)\s*\("
 )
-_LOADS = re.compile(
-    r"\b(torch|pickle|joblib|np|numpy|dcp|checkpoint)\.load\b|\bload_(state|checkpoint|model|file)"
-    r"|\bload_from_checkpoint|\bfrom_pretrained\(|\bfromfile\(|resume|restore|ckpt_path"
+_LOADS = re.compile(  # of a file: load_state_dict may copy one model to another
+    r"\b(torch|pickle|joblib|np|numpy|dcp|checkpoint)\.load\b|\bload_(checkpoint|model|file)\b"
+    r"|\bload_state\(|\bload_from_checkpoint|\bfromfile\(|resume|restore|ckpt_path"
 )
+_OPTION = re.compile(r"""["'](--[\w-]*(?:resume|restore|ckpt|checkpoint|load)[\w-]*)["']""")
 
 
 class _Watch:
@@ -68,6 +69,7 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
         unreached=_first(_SAVES, own),
         library=_first(_SAVES, libraries),
         loads=bool(_first(_LOADS, own)),
+        option=next((found for text in own.values() for found in _OPTION.findall(text)), ""),
         restarts=os.environ.get(_MAX_RESTARTS) != "0",
     )
 

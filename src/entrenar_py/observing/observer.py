@@ -115,7 +115,7 @@ class Observer(Observation):
         self._late: trace.Update | None = None
         atexit.register(self._write_late)
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
-        self._stop = PlannedStop(rank, world_size)
+        self._stop = PlannedStop(rank, world_size, begins=self._step.number)
         self._hook()
         self._facts.listen(self._recording, self._micro_batches, self.skipped)
 

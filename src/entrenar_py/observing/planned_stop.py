@@ -23,11 +23,15 @@ class PlannedStop:
 
     By then the script has written the checkpoints of the steps before. A rank waits for the others
     at that step, so that none is cut off while it writes; but not for ever.
+
+    The plan is `6`, or `6 from 3` for a process that should go on after 3 steps. If it doesn't say
+    with which step it `begins`, its steps count from 0: it ends before its fourth.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        planned = os.environ.get(STOP, "")
-        self._step = int(planned) if planned else None
+    def __init__(self, rank: int, world_size: int, *, begins: int = 0) -> None:
+        planned, _, made = os.environ.get(STOP, "").partition(" from ")
+        ahead = int(made) if made and not begins else 0
+        self._step = int(planned) - ahead if planned else None
         self._rank, self._world_size = rank, world_size
 
     def perhaps_end(self, step: int, micro_batch: int) -> None:

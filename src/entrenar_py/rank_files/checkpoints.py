@@ -33,8 +33,8 @@ class Saved:
     `after` are the numbers of steps that were made when weights had been saved. `left` tells
     whether a file was left that can hold them. `unreached` is the first line of the script that
     would save something, and `library` that of the library that trains, each "" if there is none.
-    `loads` tells whether a line of the script may load it, `restarts` whether the launcher may
-    start workers again.
+    `loads` tells whether a line of the script may load it, `option` is its option that sounds like
+    that, and `restarts` tells whether the launcher may start workers again.
     """
 
     is_known: bool = False
@@ -43,6 +43,7 @@ class Saved:
     unreached: str = ""
     library: str = ""
     loads: bool = True
+    option: str = ""
     restarts: bool = True
 
     def traits(self, *, is_cut: bool) -> dict[str, Any]:
@@ -58,6 +59,7 @@ class Saved:
             "saved_after": self.after,
             "unreached": "" if saves else self.unreached or (self.library if is_cut else ""),
             "loads": "" if self.loads else "nothing",
+            "resume_option": self.option,
             "restarts": "" if self.restarts else "nothing",
         }
 
@@ -83,6 +85,7 @@ def read(folder: Path) -> Saved:
         unreached=_said("unreached", begun),
         library=_said("library", begun),
         loads=any(note.get("loads") for note in begun),
+        option=_said("option", begun),
         restarts=any(note.get("restarts") for note in begun),
     )
 

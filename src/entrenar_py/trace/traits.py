@@ -76,7 +76,8 @@ class Traits:
     - `saves`: whether any rank saved as much as its `weights`, once it trained. `saved_after` are
       the numbers of steps that were made by then, and `unreached` is the line that would have saved
       some if the run had come there.
-    - `loads`: `nothing` if no line of the script loads what it may have saved.
+    - `loads`: `nothing` if no line of the script loads what it may have saved. `resume_option` is
+      the first of its options that has such a name.
     - `restarts`: `nothing` if the launcher starts no worker again.
 
     Of the optimizer: the constants of its rule as torch.optim has them, and
@@ -116,6 +117,7 @@ class Traits:
     saved_after: tuple[int, ...] = ()
     unreached: str = ""
     loads: str = ""
+    resume_option: str = ""
     restarts: str = ""
     rule: str = "known"
     momentum: float = 0.9
