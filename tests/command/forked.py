@@ -47,6 +47,7 @@ def main() -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "forked",  # by which Lightning knows that it was launched
+        "TORCHELASTIC_MAX_RESTARTS": "0",
     }
     ranks = set()
     for rank in range(int(world_size)):

@@ -164,11 +164,15 @@ def problem(twin: Twin, found: dict[str, Finding]) -> str:
 def _unexpected(twin: Twin, found: dict[str, Finding]) -> Iterator[str]:
     """Yield each clause that a right script doesn't hold, though it applies and nothing says why.
 
+    What the runs were seen not to have is a reason.
+
     Yield those, too, that are held though `user_left_open` says otherwise.
     """
     left_open = user_left_open.words_of(twin.name)
     for name, finding in found.items():
         words = left_open.get(name)
+        if not finding.applies:
+            continue
         if finding.verdict is Verdict.HELD:
             if words:
                 yield f"{name} is held, and user_left_open says: {words}"

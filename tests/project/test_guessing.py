@@ -183,20 +183,6 @@ def test_a_script_without_a_test_for_nan(line: str, expects: bool) -> None:
     assert ("train.py shows no test for NaN" in told) is expects
 
 
-@pytest.mark.parametrize(
-    ("options", "restarts"),
-    [
-        ("", False),
-        ("--max-restarts=3 ", True),
-        ("--max_restarts 2 ", True),
-        ("--max-restarts=0 ", False),
-    ],
-)
-def test_restarts(options: str, restarts: bool) -> None:
-    """The launcher's options decide whether a killed worker is restarted."""
-    assert guess(f"torchrun {options}--nproc_per_node=2 train.py").restarts == restarts
-
-
 def test_no_script() -> None:
     """For a module elsewhere, or a file that isn't Python, nothing is guessed."""
     Path("broken.py").write_text("print 1")

@@ -125,7 +125,8 @@ def judge(
             *_unbroken(check, runs.values()),
             *(_not_judged(runs[file]) for file in spared),
         )
-        untried = (*_untried(check, asked), *(() if is_base_lost else _unresumed(check, asked)))
+        is_bare = is_base_lost or all(run.traits.saves == "nothing" for run in traces.values())
+        untried = (*_untried(check, asked), *(() if is_bare else _unresumed(check, asked)))
         yield replace(entry, finding=replace(entry.finding, notes=notes), untried=untried)
 
 

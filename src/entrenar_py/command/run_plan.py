@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -229,7 +229,8 @@ class Plan:
             return ()
         if is_told and not (self.can_say("steps") or self._cuts_off(like)):
             return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
-        return _stops(usual)
+        # A run that ends at a smaller {steps} may save then what a longer one doesn't.
+        return _stops(usual, () if is_told else usual.traits.saved_after)
 
     def _cuts_off(self, like: Scenario) -> bool:
         """Return whether runs can be stopped only from inside: neither {steps} nor {epochs} does.
@@ -274,13 +275,13 @@ def _resumes(usual: Trace) -> bool:
     return usual.traits.saves == "weights" and usual.traits.loads != "nothing"
 
 
-def _stops(usual: Trace) -> tuple[int, ...]:
-    """Return up to three steps to stop before, once there is a checkpoint.
+def _stops(usual: Trace, saved: Sequence[int]) -> tuple[int, ...]:
+    """Return up to three steps to stop before, once a checkpoint was `saved`.
 
     Two are in the middle of an epoch if possible. One is where an epoch ends: there a place in the
     data is that of the next one.
     """
-    like, saved = usual.scenario, usual.traits.saved_after
+    like = usual.scenario
     batches = like.num_samples / like.batch_size
     per_epoch = int(batches) if usual.traits.drop_last else math.ceil(batches)
     steps = range(min(saved, default=1), like.num_steps)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from entrenar_py.command import declarations
 from entrenar_py.project import launchers
 from entrenar_py.project import script as scripts
 from entrenar_py.project.script import Script
@@ -45,15 +44,12 @@ _EPOCHS = ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "n_epochs")
 class Guess:
     """The `command` with its placeholders, and the `folder` where it will run.
 
-    `restarts`: the launcher starts workers again. `saves`: the script may save checkpoints. `taken`
-    are the guesses that were made. `look` are questions that only the author can answer.
+    `taken` are the guesses that were made. `look` are questions that only the author can answer.
     """
 
     command: list[str]
     folder: Path
     world_size: int | None = None
-    restarts: bool = False
-    saves: bool = True
     taken: list[str] = field(default_factory=list)
     look: list[str] = field(default_factory=list)
 
@@ -92,7 +88,6 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
         return draft
     assert path is not None, "it was read"
     _guess_options(draft, script, path.name)
-    draft.saves = script.saves
     if why := scripts.without_a_test_for_nan(path):
         draft.look.append(why)
     if not script.is_observed:
@@ -104,9 +99,8 @@ def guess(command: Sequence[str], folder: Path) -> Guess:
 
 
 def _look_at_workers(draft: Guess, end: int) -> None:
-    """Report what the launcher, among the words before `end`, says of machines and restarts."""
+    """Report what the launcher, among the words before `end`, says of machines."""
     command = draft.command
-    draft.restarts = bool(declarations.restarts(command[:end]))
     nodes = launchers.num_nodes(command, end)
     if nodes is not None:
         draft.look.append(

@@ -36,11 +36,6 @@ def run(arguments: Sequence[str]) -> int:
     chosen = tuple(given.contract or shipped.FOR_SCRIPTS)
     for contract in chosen:
         shipped.contract_path(contract)
-    if guess:
-        guess.taken += [
-            f"{clause} ({what}) does not apply, since {why}; if it does, take the exclusion out"
-            for clause, what, why in _not_applying(guess, chosen)
-        ]
     lines = _lines(guess, chosen)
     header = [f"[tool.{location.TABLE}]"] if path.name == location.SHARED else []
     _append(path, before, [*header, *lines])
@@ -101,24 +96,7 @@ def _lines(guess: Guess | None, chosen: Sequence[str]) -> list[str]:
     if guess.world_size is not None:
         lines.append(f"world-size = {guess.world_size}")
     lines.append(f"deadline = {DEADLINE_S}  # seconds; a run that takes longer is ended")
-    if left_out := _not_applying(guess, chosen):
-        entries = [
-            f'  {{clause = "{clause}", kind = "not-applicable", reason = "{why}"}},'
-            for clause, _, why in left_out
-        ]
-        lines += ["exclude = [", *entries, "]"]
     return lines
-
-
-def _not_applying(guess: Guess, chosen: Sequence[str]) -> list[tuple[str, str, str]]:
-    """Return id, subject and reason of each clause that can't be tried with the command."""
-    clauses = []
-    if not guess.restarts and CONTRACT in chosen:
-        why = "the launcher starts no worker again: it has no --max-restarts"
-        clauses.append(("F-DP-006", "recovery of a killed worker", why))
-    if not guess.saves and INTEGRITY in chosen:
-        clauses.append(("F-TI-003", "exact resume", "the script saves no checkpoint"))
-    return clauses
 
 
 def _command(words: Sequence[str]) -> str:
