@@ -91,7 +91,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     for size in {asked.world_size for asked in plan.plain().values()}:
         words = placeholders.fill(options.command, {"world_size": str(size)}, {})
         folder = options.command_folder
-        options.parents.prepare(words, {**os.environ, **plan.observing(0)}, folder)
+        options.parents.prepare(words, {**os.environ, **plan.observing()}, folder)
     foreseen += more
     advice = _advice(options, tasks)
     if any(one.check is not None and one.check.name == FINITENESS for one in tasks) and not advice:

@@ -34,6 +34,7 @@ from entrenar_py.untrusted import printing
 
 SHORT_S = 15.0  # a run that takes less waits for most of it
 
+Likes = Mapping[Turn | None, Trace]  # by turn: completed runs without other changes
 Show = Callable[[str], None]  # is called with the name of each run before it is launched
 
 
@@ -84,7 +85,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
 
 def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run]]:
     base = plan.folder
-    likes: dict[Turn | None, Trace] = {}  # by turn: completed runs without other changes
+    likes: dict[Turn | None, Trace] = {}
     nudging = Nudging(plan.needs)
     beginnings = Beginnings()
     planned, first = plan.plain(), True
@@ -94,10 +95,10 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
         interrupts.check()
         if asked.stops and asked.turn not in likes:
             continue  # the run that it would be compared with has failed
-        like = likes.get(asked.turn if asked.stops else None)
+        like = _like(asked, likes)
         if asked not in plan.made:
             show(f"{shlex.join(plan.command)} ({name})")
-            ended = ahead.launched(name, asked, planned)
+            ended = ahead.launched(name, asked, planned, likes)
             plan.made[asked] = _trace(plan, asked, base / name, ended, like)
         recorded = plan.made[asked]
         if like is not None and _was_told_otherwise(asked, like, recorded):
@@ -148,22 +149,33 @@ class _Ahead:
         self._called_off.set()
         self._pool.shutdown(cancel_futures=True)
 
-    def launched(self, name: str, asked: Asked, planned: Mapping[str, Asked]) -> Ended:
-        """Return how the run `name` ended; begin the next of those that are `planned` after it."""
-        running = self._begun.pop(asked, None) or self._begin(name, asked)
+    def launched(
+        self, name: str, asked: Asked, planned: Mapping[str, Asked], likes: Likes
+    ) -> Ended:
+        """Return how the run `name` ended; begin the next of those that are `planned` after it.
+
+        One that is stopped where the run that it is like saved a checkpoint waits for that run.
+        """
+        running = self._begun.pop(asked, None) or self._begin(name, asked, likes)
         if self._may:
             others = ((n, a) for n, a in planned.items() if a not in self._plan.made)
             for after, other in islice(others, 1):
-                if other not in self._begun:
-                    self._begun[other] = self._begin(after, other)
+                if other not in self._begun and not (other.stops and other.turn not in likes):
+                    self._begun[other] = self._begin(after, other, likes)
         ended = running.result()
         if self._may is None:
             self._may = self._plan.is_apart and ended.is_forked and _is_light(ended, asked)
         return ended
 
-    def _begin(self, name: str, asked: Asked) -> Future[Ended]:
-        folder = (self._plan.folder / name).absolute()
-        return self._pool.submit(_launched, self._plan, asked, folder, self._called_off.is_set)
+    def _begin(self, name: str, asked: Asked, likes: Likes) -> Future[Ended]:
+        folder, like = (self._plan.folder / name).absolute(), _like(asked, likes)
+        is_called_off = self._called_off.is_set
+        return self._pool.submit(_launched, self._plan, asked, folder, like, is_called_off)
+
+
+def _like(asked: Asked, likes: Likes) -> Trace | None:
+    """Return the run that `asked` is like but for what is done to it, if it was made already."""
+    return likes.get(asked.turn if asked.stops else None)
 
 
 def _is_light(ended: Ended, asked: Asked) -> bool:
@@ -173,7 +185,13 @@ def _is_light(ended: Ended, asked: Asked) -> bool:
     return ended.seconds < SHORT_S and needed < pages and not Path("/dev/nvidiactl").exists()
 
 
-def _launched(plan: Plan, asked: Asked, folder: Path, is_called_off: Callable[[], bool]) -> Ended:
+def _launched(
+    plan: Plan,
+    asked: Asked,
+    folder: Path,
+    like: Trace | None,
+    is_called_off: Callable[[], bool],
+) -> Ended:
     """Launch the command once for each stop and once more; return the end of the last launch."""
     _clear(folder)
     (folder / "work").mkdir(parents=True)
