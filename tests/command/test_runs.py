@@ -50,10 +50,10 @@ def test_a_run_is_beside_the_next_one_but_the_first(tmp_path: Path) -> None:
         return ended(folder)
 
     with runs._Ahead(plan(tmp_path, launch, "--standalone")) as ahead:
-        ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD})
+        ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD}, {})
         assert names == ["first"]
-        ahead.launched("second", SECOND, {"third": THIRD})
-        ahead.launched("third", THIRD, {})
+        ahead.launched("second", SECOND, {"third": THIRD}, {})
+        ahead.launched("third", THIRD, {}, {})
     assert sorted(names) == ["first", "second", "third"]
 
 
@@ -76,8 +76,8 @@ def test_runs_that_may_disturb_each_other(
         return ended(folder, **how)
 
     with runs._Ahead(plan(tmp_path, launch, *options)) as ahead:
-        ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD})
-        ahead.launched("second", SECOND, {"third": THIRD})
+        ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD}, {})
+        ahead.launched("second", SECOND, {"third": THIRD}, {})
         assert names == ["first", "second"]
 
 
@@ -96,6 +96,6 @@ def test_a_run_that_is_not_wanted_any_more_is_called_off(tmp_path: Path) -> None
         return ended(folder)
 
     ahead = runs._Ahead(plan(tmp_path, launch, "--standalone"))
-    ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD})
+    ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD}, {})
     with pytest.raises(KeyboardInterrupt), ahead:
-        ahead.launched("second", SECOND, {"third": THIRD})
+        ahead.launched("second", SECOND, {"third": THIRD}, {})

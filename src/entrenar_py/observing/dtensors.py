@@ -161,8 +161,10 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
     if shown is None:
         return None
     sizes = layout.require(shown, world_size, where)
-    # Along an axis that scripts call "data_parallel", fully_shard cuts parameters into pieces.
-    return Layout(axes={"fsdp": world_size} if sharded and sizes == {"dp": world_size} else sizes)
+    if sharded and sizes.get("dp") == world_size:
+        # fully_shard cuts parameters into pieces, whatever a script calls the axis.
+        sizes = {"fsdp": world_size}
+    return Layout(axes=sizes)
 
 
 def _is_copy(placement: object) -> bool:
