@@ -117,7 +117,7 @@ def test_the_same_is_compiled(
     """Graphs, breaks and bits are the same, and all steps are recorded with their gradients."""
     monkeypatch.setenv(FOLDER, str(tmp_path))
     watched = train(way, observed=observed)
-    (file,) = tmp_path.glob("*.jsonl")
+    (file,) = tmp_path.glob("*.rank.jsonl")
     monkeypatch.delenv(FOLDER)
     plain = train(way, observed=observed)
     assert watched == plain

@@ -158,13 +158,7 @@ def read_off(model: nn.Module, world_size: int) -> Layout | None:
                 f"{where} does not show how all {world_size} ranks are arranged: {DECLARE}"
             )
         shown = axes
-    if shown is None:
-        return None
-    sizes = layout.require(shown, world_size, where)
-    if sharded and sizes.get("dp") == world_size:
-        # fully_shard cuts parameters into pieces, whatever a script calls the axis.
-        sizes = {"fsdp": world_size}
-    return Layout(axes=sizes)
+    return None if shown is None else Layout(axes=layout.require(shown, world_size, where))
 
 
 def _is_copy(placement: object) -> bool:
