@@ -31,7 +31,7 @@ from entrenar_py.reports import (
 from entrenar_py.reports.report import Configuration, Entry, NotApplying, Report
 from entrenar_py.reports.report import ending as end
 from entrenar_py.untrusted import printing
-from entrenar_py.verdict import Verdict
+from entrenar_py.verdict import Verdict, inconclusive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ def _named(entry: Entry) -> Entry:
     if entry.finding.applies:
         return entry
     reason = f"not applied: {entry.finding.reason}"
-    return replace(entry, finding=replace(entry.finding, reason=reason))
+    return replace(entry, finding=inconclusive(entry.invariant.id, reason))
 
 
 def _noted(entry: Entry, standing: exclusions.Standing) -> Entry:
