@@ -265,8 +265,10 @@ class _Divisions:
         Elements that may be clipped are left out if the gradient has no explanation otherwise.
         """
         step = accumulated.Applied(self.trace, update, total, mean, divisor, off, self.bound)
-        for each in (step, *self._by_other_divisors(step)):
-            if (why := explanations.first(accumulated.LIST, each)) is not None:
+        if (why := explanations.first(accumulated.LIST, step)) is not None:
+            return off, why
+        for each in self._by_other_divisors(step):
+            if (why := explanations.first(accumulated.PASSES, each)) is not None:
                 return each.off, why
         if not self.limit:
             return off, None
