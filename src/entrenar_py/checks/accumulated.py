@@ -8,14 +8,14 @@ gradient has no explanation here, and is no counterexample. Judges nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import evidence, factors, step_sums
+from entrenar_py.checks import evidence, factors, gradient_sums, step_sums
 from entrenar_py.checks.explanations import Explanation
 from entrenar_py.trace import Shard, Start, Trace, Update
 from entrenar_py.wording import listed
@@ -48,6 +48,14 @@ class Applied:
     divisor: float
     off: Collection[str]
     bound: float
+
+    def by_other_divisors(self) -> Iterator[Applied]:
+        """Yield the step with each divisor by which some tensors are exactly their sums."""
+        size = float(np.linalg.norm(step_sums.joined(self.mean, self.mean)))
+        for divisor in gradient_sums.divisors(self.total, self.mean, self.bound):
+            off = gradient_sums.off(self.total, self.mean, divisor, self.bound * divisor * size)
+            if off and off != self.off:
+                yield replace(self, divisor=divisor, off=off)
 
     @property
     def applied(self) -> Vector:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -267,7 +267,7 @@ class _Divisions:
         step = accumulated.Applied(self.trace, update, total, mean, divisor, off, self.bound)
         if (why := explanations.first(accumulated.LIST, step)) is not None:
             return off, why
-        for each in self._by_other_divisors(step):
+        for each in step.by_other_divisors():
             if (why := explanations.first(accumulated.PASSES, each)) is not None:
                 return each.off, why
         if not self.limit:
@@ -280,17 +280,6 @@ class _Divisions:
         step = accumulated.Applied(self.trace, update, total, mean, free, still, self.bound)
         why = accumulated.own_factor(step) if still else None
         return (off, None) if why is None else (still, why)
-
-    def _by_other_divisors(self, step: accumulated.Applied) -> Iterator[accumulated.Applied]:
-        """Yield the step with each divisor by which some tensors are exactly their sums."""
-        size = math.sqrt(
-            sum(float(np.square(v, dtype=np.float64).sum()) for v in step.mean.values())
-        )
-        for divisor in gradient_sums.divisors(step.total, step.mean, self.bound):
-            allowed = self.bound * divisor * size
-            off = gradient_sums.off(step.total, step.mean, divisor, allowed)
-            if off and off != step.off:
-                yield replace(step, divisor=divisor, off=off)
 
     def _is_open(self, why: Explanation | None, update: Update) -> bool:
         """Return whether a user's script may have changed the gradient on purpose, and say so.
