@@ -45,7 +45,7 @@ def test_an_error_that_explains_all_edits_is_named(words: str) -> None:
     broken = judged(Averaged(edit=ERRORS[words])).broken
     assert broken is not None
     assert (broken.step, broken.rank, broken.tensor) == (2, 0, "a")
-    assert f"between steps 1 and 2 a, b {words}" in broken.message
+    assert f"before step 2 a, b {words}" in broken.message
 
 
 def test_the_weights_of_rank_0() -> None:
@@ -56,6 +56,16 @@ def test_the_weights_of_rank_0() -> None:
     assert broken is not None
     assert (broken.step, broken.rank) == (2, 1)
     assert "became rank 0's on rank 1" in broken.message
+
+
+def test_a_broadcast_that_comes_late() -> None:
+    """Ranks get rank 0's weights before the first step; F-DP-001 tells that they had others."""
+    first = Averaged()
+
+    def edit(_: Averaged, step: int) -> Vectors | None:
+        return None if step else first.history[0]
+
+    assert judged(first, Averaged(rank=1, weights=drawn(98), edit=edit)).broken is None
 
 
 def ahead(rank: Averaged) -> Any:

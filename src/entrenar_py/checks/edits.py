@@ -61,7 +61,11 @@ def judge(tally: Tally, trace: Trace) -> None:
     """Judge what a user's trainer does to its weights between steps."""
     if trace.scenario.workload != "own":
         return
+    begun = {start.step for start in trace.of(Start)}  # what is loaded or broadcast there is late
     edits = [edit for edit in _edits(trace) if not _is_rounding(edit)]
+    if any(edit.update.step in begun for edit in edits):
+        tally.note("weights changed outside of the optimizer between the first pass and its step")
+    edits = [edit for edit in edits if edit.update.step not in begun]
     if not edits:
         return
     num_steps = len({update.step for update in trace.standing.of(Update)})
@@ -75,7 +79,7 @@ def judge(tally: Tally, trace: Trace) -> None:
         tally.note(f"{told}, first step {steps[0]}: {benign}")
     elif harm := _explained(_with_averages(edits, trace), _HARMFUL):
         update = edits[0].update
-        message = f"between steps {update.step - 1} and {update.step} {names} {harm}"
+        message = f"before step {update.step} {names} {harm}"
         place = evidence.place(trace, update)
         tally.check(False, message, tensor=next(iter(edits[0].after)), **place)
     else:
@@ -249,7 +253,7 @@ def _counts_on(before: Update | None, update: Update) -> bool:
 
 def _of_rank_0(edit: Edit) -> str:
     """Explain an edit that gives a rank the weights of rank 0 in place of its own, other ones."""
-    if edit.update.rank and 0 in edit.peers and edit.is_in(edit.peers[0]):
+    if edit.update.rank and edit.is_in(edit.peers.get(0, {})):
         return (
             f"became rank 0's on rank {edit.update.rank}, which had other ones: ranks had parted, "
             "and what this one learned is lost"
