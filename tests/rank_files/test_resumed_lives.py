@@ -82,6 +82,22 @@ def test_ranks_that_had_parted(second: list[float]) -> None:
     assert begun(resumed_lives.recognised(lives)) == [(2, True), (2, True)]
 
 
+def test_an_average_within_the_model_moves_after_the_step() -> None:
+    """So the weights that train show the step, and all that a rank holds does not."""
+
+    def averaged(one: RankTrace, first: float) -> RankTrace:
+        events = [
+            replace(event, weights={**event.weights, "average": values(first + number)})
+            for number, event in enumerate(one.events)
+            if isinstance(event, Start | Update)
+        ]
+        assert isinstance(events[0], Start)
+        return replace(one, events=(replace(events[0], trainable=("w",)), *events[1:]))
+
+    lives = [averaged(FIRST, 7.0), averaged(life(1, [3.0, 4.0]), 9.5)]
+    assert begun(resumed_lives.recognised(lives)) == [(2, True)]
+
+
 def test_a_process_that_observes_twice() -> None:
     """A second call of observe in one process is no resume."""
     ranks = [FIRST, life(1, [3.0, 4.0])]

@@ -50,9 +50,13 @@ def _step_before(lives: Sequence[RankTrace], memories: Mapping[int, _Memory]) ->
 
 
 class _Memory:
-    """The weights that a rank had in its lives so far: the initial ones, and those after steps."""
+    """The weights that a rank had in its lives so far: the initial ones, and those after steps.
+
+    Those that train count: an average within the model moves after a step was recorded.
+    """
 
     def __init__(self) -> None:
+        self._trained: tuple[str, ...] = ()
         self._first: tuple[str, ...] | None = None
         self._steps: dict[tuple[str, ...], set[int]] = defaultdict(set)
         self._processes: set[int] = set()
@@ -64,7 +68,7 @@ class _Memory:
             return None
         if rank.header.get("pid") in self._processes:
             return None
-        weights = fingerprint(start.weights)
+        weights = self._fingerprint(start.weights)
         made = set() if weights == self._first else self._steps.get(weights, set())
         return {step + 1 for step in made}
 
@@ -73,14 +77,15 @@ class _Memory:
             self._processes.add(int(rank.header["pid"]))
         for event in rank.events:
             if isinstance(event, Start) and self._first is None:
-                self._first = fingerprint(event.weights)
+                self._trained = event.trainable
+                self._first = self._fingerprint(event.weights)
             elif isinstance(event, Update | Synchronised):
-                self._steps[fingerprint(event.weights)].add(event.step)
+                self._steps[self._fingerprint(event.weights)].add(event.step)
 
-
-def fingerprint(tensors: Tensors) -> tuple[str, ...]:
-    """Return names and digests: equal for equal tensors."""
-    return tuple(f"{name} {tensors[name].digest}" for name in sorted(tensors))
+    def _fingerprint(self, tensors: Tensors) -> tuple[str, ...]:
+        """Return names and digests of the tensors that train: equal for equal ones."""
+        names = [name for name in self._trained if name in tensors] or tensors
+        return tuple(f"{name} {tensors[name].digest}" for name in sorted(names))
 
 
 def _moved(rank: RankTrace, ahead: int) -> RankTrace:
