@@ -19,7 +19,7 @@ from entrenar_py.observing.sources import Source, positions_of
 
 # The method by which accelerate fetches a batch, and then hands out the one before it.
 _ONE_AHEAD = ("accelerate.data_loader", "DataLoaderShard.__iter__")
-_FRAMES_MAX = 8  # between that and torch's iteration
+_FRAMES_MAX = 20  # between that and torch's iteration
 PENDING_MAX = 8  # batches that were yielded and not used; the oldest of more is skipped
 
 
