@@ -58,9 +58,20 @@ def test_a_run_that_was_not_probed_has_nothing_to_judge(check: str) -> None:
     """Without a probe, or with the reason why there was none, no clause is applied."""
     assert is_not_applied(judged(check))
     why = "it is given no token ids"
-    finding = judged(check, replace(TOKENS, problem=why))
+    finding = judged(check, replace(TOKENS, rows=0, problem=why))
     assert is_not_applied(finding)
     assert why in finding.reason
+
+
+def test_losses_are_judged_without_a_pass() -> None:
+    """Weights in pieces are not passed anything, and targets are what they are."""
+    pieces = replace(TOKENS, problem="its weights are in pieces")
+    other = replace(SCORED, rank=1, counted=7, least=0.2, most=0.2)
+    broken(judged("token_shares", pieces, SCORED, other))
+    assert judged("label_shift", pieces, SCORED).verdict is Verdict.HELD
+    finding = judged("causality", pieces, SCORED)
+    assert is_not_applied(finding)
+    assert "its weights are in pieces" in finding.reason
 
 
 # --- what outputs depend on -----------------------------------------------------------------------

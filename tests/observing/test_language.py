@@ -125,8 +125,11 @@ def test_a_model_with_hooks_of_the_script_is_left_alone() -> None:
     """A hook may count passes."""
     model = Summed()
     model.head.register_forward_hook(lambda *_: None)
-    (tokens,) = of(trace.Tokens, recorded(model))
+    events = recorded(model)
+    (tokens,) = of(trace.Tokens, events)
     assert "the script has set a hook on head" in tokens.problem
+    assert len(of(trace.Scored, events)) == 1  # losses are seen without a pass
+    assert not of(trace.Reread, events)
 
 
 def test_an_error_in_a_pass_of_our_own_is_told() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from entrenar_py.checks import evidence, missing, probes
@@ -24,11 +25,9 @@ from entrenar_py.verdict import Finding, Tally
 # elsewhere may change the order of sums (experts that are given other rows), and nothing else.
 ROUNDINGS = 64
 # Fewer of them, in float32, are no change that matters. In 16 bits a leak may be as small.
-SILENT = 8
-_FINE = 2.0**-20
+SILENT, _FINE = 8, 2.0**-20
 TARGETS_MIN = 8  # from which targets show what they are
-_HALF = ("float16", "bfloat16")
-_SHARES_MAX, _SHARES_MAX_HALF = 1e-4, 2e-2
+_HALF, _SHARES_MAX, _SHARES_MAX_HALF = {"float16", "bfloat16"}, 1e-4, 2e-2
 
 Compare = Callable[[Tally, Trace], str]  # returns why there is nothing to compare, or ""
 
@@ -45,21 +44,25 @@ def _judge(compare: Compare) -> Callable[[Invariant, Traces], Finding]:
         tally = missing.tally_for(invariant, traces)
         reasons: dict[str, None] = {}
         for trace in evidence.usable(traces, tally):
-            if why := _unprobed(trace) or compare(tally, trace):
+            if why := _unprobed(trace, invariant) or compare(tally, trace):
                 reasons[why] = None
         return tally.finding(nothing=not_applied("; ".join(reasons) or "no run came to an end"))
 
     return judge
 
 
-def _unprobed(trace: Trace) -> str:
-    tokens = trace.of(Tokens)
-    if not tokens and not trace.of(Scored):
-        return "no step of a model that is given token ids was looked at"
-    problems = [one.problem for one in tokens]
-    if problems and all(problems):
-        return f"the model was not passed its tokens again: {problems[0]}"
-    return ""
+def _unprobed(trace: Trace, invariant: Invariant) -> str:
+    """Return why nothing is known of the run's tokens; "" if something is."""
+    if not trace.of(Tokens) and not trace.of(Scored):
+        again = f"run its script with --only {invariant.id} and without --judge"
+        return f"no step of a model that is given token ids was looked at: {again}"
+    return "" if any(one.rows for one in trace.of(Tokens)) or trace.of(Scored) else _why(trace)
+
+
+def _why(trace: Trace, otherwise: str = "") -> str:
+    """Return why the model was not passed its tokens again, or else `otherwise`."""
+    problem = next((one.problem for one in trace.of(Tokens) if one.problem), "")
+    return f"the model was not passed its tokens again: {problem}" if problem else otherwise
 
 
 def _place(trace: Trace, event: Tokens | Scored | Reread) -> dict[str, Any]:
@@ -108,15 +111,12 @@ def _shifted(tally: Tally, trace: Trace) -> str:
     shifts = _shifts(trace)
     if not shifts:
         return _NO_TARGETS
-    if 1 in shifts:  # further losses may be of later tokens
-        tally.compared += len(shifts[1])
-        return ""
-    shift, losses = next(iter(shifts.items()))
-    sees = _sees_own(trace)
-    if sees is None:
-        tally.miss("it is not known which tokens an output depends on: the model was not probed")
-    elif shift == 0 and not sees:  # the model shifts its inputs
+    shift = 1 if 1 in shifts else min(shifts)  # further losses may be of later tokens
+    losses, sees = shifts[shift], _sees_own(trace)
+    if shift == 1 or (shift == 0 and sees is False):  # the latter: the model shifts its inputs
         tally.compared += len(losses)
+    elif sees is None:
+        tally.miss(_why(trace, "it is not known which tokens an output depends on"))
     else:
         what = "at their own places: they are not shifted"
         if shift == 2:
@@ -144,6 +144,12 @@ def _sees_own(trace: Trace) -> bool | None:
 
 def _bound(reread: Reread, roundings: int) -> float:
     return roundings * reread.unit * reread.scale
+
+
+def _moving(trace: Trace, replaced: str) -> list[Reread]:
+    """Return the passes in which outputs followed the tokens that were replaced."""
+    rereads = [one for one in trace.of(Reread) if one.replaced == replaced]
+    return [one for one in rereads if one.moved > _bound(one, SILENT)]
 
 
 def _is_still(reread: Reread) -> bool:
@@ -182,33 +188,28 @@ def _stays(tally: Tally, trace: Trace, rereads: Iterable[Reread], message: str) 
 def _causal(tally: Tally, trace: Trace) -> str:
     if not _shifts(trace):
         return f"{_NO_TARGETS}: it may be trained to see both sides"
-    later = [
-        one
-        for one in trace.of(Reread)
-        if one.replaced == "later" and one.moved > _bound(one, SILENT)
-    ]
+    later = _moving(trace, "later")
     for cut in sorted({one.cut or 0 for one in later}):
         what = (
             f"an output changes if tokens from position {cut} on are replaced: it sees later ones"
         )
         _stays(tally, trace, (one for one in later if one.cut == cut), what)
-    return "" if later else "no output depends on the tokens"
+    return "" if later else _why(trace, "no output depends on the tokens")
 
 
 def _padding(tally: Tally, trace: Trace) -> str:
     padded = [one for one in trace.of(Tokens) if one.padding]
     losses = [one for one in trace.of(Scored) if one.padded]
-    for scored in losses:
+    for loss in losses:
         tally.check(
             False,
-            f"{scored.padded} padding tokens count as targets of padding tokens: ignore them",
+            f"{loss.padded} padding tokens count as targets of padding tokens: ignore them",
             expected="0",
-            got=str(scored.padded),
-            **_place(trace, scored),
+            got=str(loss.padded),
+            **_place(trace, loss),
         )
     if not padded and not losses:
         return "no padding is known, by a mask that the model is given or by its table"
-    tally.compared += len(padded)
     rereads = [one for one in trace.of(Reread) if one.replaced == "padding"]
     _stays(tally, trace, rereads, "an output changes if the padding is another token")
     for one in rereads:
@@ -216,6 +217,9 @@ def _padding(tally: Tally, trace: Trace) -> str:
         if one.loss is not None and one.noise <= _bound(one, SILENT):
             message = "the loss that the model returns changes if the padding is another token"
             tally.at_most(most, one.loss, message, form=".3g", **_place(trace, one))
+    if not trace.of(Scored):
+        return "" if rereads else _why(trace, _NO_TARGETS)
+    tally.compared += len(padded)
     return ""
 
 
@@ -223,12 +227,7 @@ def _documents(tally: Tally, trace: Trace) -> str:
     packed = [one for one in trace.of(Tokens) if one.documents]
     if not packed:
         return "no argument of the model shows several documents in a row"
-    shown = packed[0].shown
-    rereads = [
-        one
-        for one in trace.of(Reread)
-        if one.replaced == "earlier" and one.moved > _bound(one, SILENT)
-    ]
+    shown, rereads = packed[0].shown, _moving(trace, "earlier")
     what = f"a document sees another one of its row, though {shown or 'a mask'} parts them"
     _stays(tally, trace, rereads, what)
     crossing = [one for one in trace.of(Scored) if one.crossing]
@@ -241,7 +240,7 @@ def _documents(tally: Tally, trace: Trace) -> str:
             got=str(scored.crossing),
             **_place(trace, scored),
         )
-    return "" if rereads or crossing else "no output of a document depends on its tokens"
+    return "" if rereads else _why(trace, "no output of a document depends on its tokens")
 
 
 # --- what tokens count ----------------------------------------------------------------------------
@@ -249,13 +248,9 @@ def _documents(tally: Tally, trace: Trace) -> str:
 
 def _shares(tally: Tally, trace: Trace) -> str:
     steps: dict[tuple[int, int], list[Scored]] = defaultdict(list)
-    uneven = False
-    for scored in trace.of(Scored):
-        known = math.isfinite(scored.least) and math.isfinite(scored.most)
-        if known and _agree(scored, scored):
-            steps[scored.step, scored.call].append(scored)
-        else:
-            uneven = True
+    even = [one for one in trace.of(Scored) if _agree(one, one)]  # NaN agrees with nothing
+    for scored in even:
+        steps[scored.step, scored.call].append(scored)
     compared = 0
     for (step, _), losses in sorted(steps.items()):
         first = max(losses, key=lambda one: abs(one.most))
@@ -265,21 +260,24 @@ def _shares(tally: Tally, trace: Trace) -> str:
                 _compare_shares(tally, trace, step, first, other)
     if compared:
         return ""
-    if uneven:
+    if len(even) < len(trace.of(Scored)):
         return "the tokens of one micro-batch count differently"
     return "no step had losses over tokens of several micro-batches or ranks"
 
 
+def _allowed(one: Scored, other: Scored) -> float:
+    return _SHARES_MAX_HALF if {one.dtype, other.dtype} & _HALF else _SHARES_MAX
+
+
 def _agree(one: Scored, other: Scored) -> bool:
-    allowed = _SHARES_MAX_HALF if {one.dtype, other.dtype} & {*_HALF} else _SHARES_MAX
-    return abs(one.most - other.least) <= allowed * max(abs(one.most), abs(other.least))
+    most = max(abs(one.most), abs(other.least))
+    return abs(one.most - other.least) <= _allowed(one, other) * most
 
 
 def _compare_shares(tally: Tally, trace: Trace, step: int, one: Scored, other: Scored) -> None:
     sums = [scored.most * scored.counted for scored in (one, other)]
-    allowed = _SHARES_MAX_HALF if {one.dtype, other.dtype} & {*_HALF} else _SHARES_MAX
     why = "the loss is not divided by the tokens of the whole step"
-    if abs(sums[0] - sums[1]) <= allowed * abs(sums[0]):
+    if abs(sums[0] - sums[1]) <= _allowed(one, other) * abs(sums[0]):
         why = "each loss is the mean over its own tokens; divide sums by the tokens of the step"
     factor = one.most / other.least if other.least else math.inf
     tally.check(
@@ -347,12 +345,9 @@ def _one_begin(tally: Tally, trace: Trace) -> str:
 # --- the rows of the table ------------------------------------------------------------------------
 
 
-def _plan(**options: Any) -> Callable[[Invariant], list[Scenario]]:
-    def plan(_: Invariant) -> list[Scenario]:
-        usual: dict[str, Any] = {"world_size": 2, "accumulation": 2, "num_steps": 3}
-        return [probes.scenario("language_model", **usual, options=options)]
-
-    return plan
+def _plan(options: Mapping[str, Any], _: Invariant) -> list[Scenario]:
+    usual: dict[str, Any] = {"world_size": 2, "accumulation": 2, "num_steps": 3}
+    return [probes.scenario("language_model", **usual, options=options)]
 
 
 def _row(
@@ -364,7 +359,7 @@ def _row(
         decides=decides,
         spoken_of=words,
         judge=_judge(compare),
-        plan=_plan(**rows),
+        plan=partial(_plan, rows),
         needs=(PROBED,),
         takes_commands=True,
     )

@@ -81,10 +81,13 @@ class Looking(Language):
         self._leave()
 
     def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
-        if self._is_probing or self._problem:
+        if self._is_probing or (self._problem and self._table is None):
             return
         args, kwargs = inputs
-        arguments = Arguments(model, args, kwargs)
+        if not args and not kwargs:
+            return  # the pass in which observing begins
+        again = self._table is None or self._num_steps in PROBED
+        arguments = Arguments(model, args, kwargs, again=again)
         device = next((p.device.type for p in model.parameters()), "cpu")
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         dtype = None
@@ -99,21 +102,20 @@ class Looking(Language):
             self._passes[-1].losses.append(loss)
 
     def stepped(self, step: int) -> None:
-        passes, self._passes, model = self._passes, [], self._subject.model
-        if not passes or self._problem:
+        passes, self._passes = self._passes, []
+        if not passes or (self._problem and self._table is None):
             return
         number, self._num_steps = self._num_steps, self._num_steps + 1
         if self._table is None:
-            self._problem = self._why_not(model, passes[0]) or self._find_table(model, passes[0])
+            self._problem = self._find_table(passes[0])
         known = [(one, rows) for one in passes if (rows := self._rows(one)) is not None]
-        if self._problem or not known:
+        if not known:
             why = self._problem or "the arguments with the token ids change"
-            self._write([self._tokens(model, step, passes[0], None, why)])
+            self._write([self._tokens(step, passes[0], None, why)])
             return
         self._write([*self._losses(step, known)])
         if number in PROBED:
-            chosen = max(known, key=lambda one: _interest(one[1]))
-            self._write(self._probed(model, step, *chosen))
+            self._write(self._probed(step, *max(known, key=lambda one: _interest(one[1]))))
 
     # --- what is recorded -------------------------------------------------------------------------
 
@@ -126,7 +128,7 @@ class Looking(Language):
                     event, one.place = found
                     yield event
 
-    def _probed(self, model: nn.Module, step: int, one: _Pass, rows: Rows) -> list[trace.Event]:
+    def _probed(self, step: int, one: _Pass, rows: Rows) -> list[trace.Event]:
         assert self._table is not None, "the rows come from there"
         place = {"step": step, "rank": self._rank, "micro_batch": one.micro_batch}
         events: list[trace.Event] = []
@@ -137,12 +139,10 @@ class Looking(Language):
             counted = torch.ones_like(rows.padding) if one.place is None else one.place.counted
             events.extend(probe.events(rows, self._table.place, dimension, counted, **place))
 
-        problem = self._pass_again(model, one, look)
-        return [self._tokens(model, step, one, rows, problem), *events]
+        problem = self._problem or self._pass_again(one, look)
+        return [self._tokens(step, one, rows, problem), *events]
 
-    def _tokens(
-        self, model: nn.Module, step: int, one: _Pass, rows: Rows | None, problem: str
-    ) -> trace.Tokens:
+    def _tokens(self, step: int, one: _Pass, rows: Rows | None, problem: str) -> trace.Tokens:
         if rows is None:
             return trace.Tokens(
                 step=step,
@@ -152,7 +152,7 @@ class Looking(Language):
                 positions=0,
                 problem=problem,
             )
-        begun, doubled = _beginnings(model, rows)
+        begun, doubled = _beginnings(self._model, rows)
         return trace.Tokens(
             step=step,
             rank=self._rank,
@@ -164,48 +164,55 @@ class Looking(Language):
             shown=rows.shown,
             begun=begun,
             doubled=doubled,
-            tied=_tied(model),
+            tied=_tied(self._model),
             problem=problem,
         )
 
     # --- passes of our own ------------------------------------------------------------------------
 
-    def _why_not(self, model: nn.Module, one: _Pass) -> str:
+    @property
+    def _model(self) -> nn.Module:
+        return self._subject.model
+
+    def _why_not(self, one: _Pass) -> str:
         """Return why the model is passed nothing again; "" if it is."""
         if torch._C._current_graph_task_id() != -1:
             return "an optimizer steps inside of the backward pass"
-        if dtensors.is_fully_sharded(model):
+        if dtensors.is_fully_sharded(self._model):
             return "its weights are in pieces, which are only brought together for the script"
         if one.arguments.has_cache:
             return "it is given a cache"
-        if hooked := undisturbed.own_hook(model):
+        if hooked := undisturbed.own_hook(self._model):
             return f"the script has set a hook on {hooked}, which may count passes"
         return ""
 
-    def _find_table(self, model: nn.Module, one: _Pass) -> str:
-        """Find the argument with the token ids; return why there is none."""
+    def _find_table(self, one: _Pass) -> str:
+        """Find the argument with the token ids; return why the model is passed nothing again."""
 
         def look(probe: Probe) -> None:
             self._table = probe.table()
 
-        problem = self._pass_again(model, one, look)
+        problem = self._why_not(one) or self._pass_again(one, look)
+        if problem:
+            place = one.arguments.guessed()
+            self._table = None if place is None else Table(place, None)
         return problem or ("" if self._table else "it is given no token ids")
 
-    def _pass_again(self, model: nn.Module, one: _Pass, look: Callable[[Probe], None]) -> str:
+    def _pass_again(self, one: _Pass, look: Callable[[Probe], None]) -> str:
         """Call `look` with a probe of the model; return the error that the model raises."""
         self._is_probing = True
         try:
-            with undisturbed.undisturbed(model, self._generators) as start:
+            with undisturbed.undisturbed(self._model, self._generators) as start:
                 look(
                     Probe(
-                        model=model,
+                        model=self._model,
                         arguments=one.arguments,
                         start=start,
                         autocast=one.autocast,
                         autocast_dtype=one.autocast_dtype,
                         ranks=self._subject.world_size,
                         parity=self._parity(),
-                        special=_special(model),
+                        special=_special(self._model),
                     )
                 )
         except Exception as error:  # noqa: BLE001  (the script's code, in a pass that it never makes)

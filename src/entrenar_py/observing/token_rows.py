@@ -23,13 +23,26 @@ _DOCUMENT_NAMES = frozenset(
 )
 
 
-class Arguments:
-    """A copy of what a model was given in a forward pass, whose tensors can be exchanged."""
+_TOKEN_NAMES = ("input_ids", "ids", "idx", "tokens", "token_ids", "input", "inputs", "x")
 
-    def __init__(self, model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]):
+
+class Arguments:
+    """A copy of what a model was given in a forward pass, whose tensors can be exchanged.
+
+    Only tensors of whole numbers are copied, unless the model is to be given it `again`.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        again: bool = True,
+    ) -> None:
         leaves, self._spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         names = {id(leaf): name for name, leaf in _named(model, args, kwargs)}
-        self._leaves = [one.detach().clone() if isinstance(one, Tensor) else one for one in leaves]
+        self._leaves = [_copied(leaf, again=again) for leaf in leaves]
         self._names = [names.get(id(leaf), "") for leaf in leaves]
         # A cache of keys and values goes on from pass to pass.
         self.has_cache = any("Cache" in type(leaf).__name__ for leaf in leaves)
@@ -54,6 +67,13 @@ class Arguments:
             if _are_equal(leaf, looked_up, shift)
         }
         return found.get(0, found.get(1))
+
+    def guessed(self) -> int | None:
+        """Return the place of the token ids as the arguments' names tell it."""
+        for place, (name, leaf) in enumerate(self._named_leaves()):
+            if name in _TOKEN_NAMES and isinstance(leaf, Tensor) and self.at(place) is not None:
+                return place
+        return None
 
     def _named_leaves(self) -> Iterator[tuple[str, Any]]:
         return zip(self._names, self._leaves, strict=True)
@@ -86,6 +106,12 @@ def _named(
     for path, leaf in pytree.tree_flatten_with_path(dict(bound))[0]:
         keys = [str(key.key) for key in path if isinstance(key, pytree.MappingKey)]
         yield (keys or [""])[-1], leaf
+
+
+def _copied(leaf: Any, *, again: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone() if again or not leaf.is_floating_point() else None
 
 
 def _are_equal(ids: Tensor, looked_up: Tensor, shift: int) -> bool:
