@@ -187,6 +187,35 @@ def test_forked_ranks_draw_numbers_of_their_own(folder: Folder) -> None:
     assert len(drawn) == len({*drawn}) == 8
 
 
+INSTALLED = {
+    "by_rank": "import os; RANK = os.environ.get('RANK')",
+    "with_thread": "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+    "with_variable": "import os; os.environ.setdefault('SET_BY_IMPORT', 'yes')",
+}
+
+
+def test_packages_that_can_not_be_imported_ahead(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that looks at its rank or starts a thread is left to the ranks, others are not."""
+    packages = folder.path / "of-packages"
+    monkeypatch.setenv("PYTHONPATH", str(packages))
+    for name, text in INSTALLED.items():
+        folder.has(f"{packages.name}/{name}.py", text)
+    script = folder.has(
+        "train.py",
+        "import os, threading, sys\n"
+        "ahead = [name for name in ('by_rank', 'with_thread', 'with_variable')"
+        " if name in sys.modules]\n"
+        "import by_rank, with_thread, with_variable\n"
+        "print(ahead, by_rank.RANK == os.environ['RANK'], threading.active_count(),"
+        " os.environ['SET_BY_IMPORT'])\n",
+    )
+    ended = folder.run(script.name, forked=True)
+    assert [*ended.tail] == ["['with_variable'] True 2 yes"] * 2 + ["codes 0 0"]
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib.util
 import json
@@ -25,8 +24,6 @@ from .processes import FORWARDED, fork
 
 AUTO = "ENTRENAR_AUTO"
 STARTUP = Path(__file__).parents[2] / "observing" / "auto" / "startup" / "sitecustomize.py"
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-
 Warden = Callable[[Sequence[str], Callable[[Sequence[str]], Any]], None]
 
 
@@ -206,8 +203,6 @@ def _observe() -> None:
 def main(warden: Warden) -> None:
     """Import what the settings name, and serve; `warden` is `subreaper.main`."""
     settings = json.loads(sys.argv[1])
-    with suppress(AttributeError, OSError):  # end with the process that started this one
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     control = socket.socket(fileno=settings["control"])
     imports = Imports()
     try:
@@ -221,7 +216,8 @@ def main(warden: Warden) -> None:
     if unwanted:
         settings["without"].append(unwanted)
         os.set_inheritable(control.fileno(), True)
-        os.execv(sys.executable, [*sys.orig_argv[:-1], json.dumps(settings)])
+        words = [*sys.orig_argv[:-1], json.dumps(settings)]
+        os.execve(sys.executable, words, imports.before)
     imports.files = processes.open_files() - {control.fileno()}
     send(control, {"cold": ""})
     Parent(control, imports, warden).serve()
