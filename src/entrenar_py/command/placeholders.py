@@ -28,13 +28,14 @@ PLACEHOLDERS = {
     **{name: knob.says for name, knob in KNOBS.items()},
 }
 _NAME = re.compile(r"(?<!\$)\{(\w+)\}")  # not a shell's ${...}
+RESUME = "resume:"  # the beginning of one that is always followed by something
 _RESUME = re.compile(r"(?<!\$)\{resume:([^{}]*)\}")
 _SHARE = re.compile(r"(?<!\$)\{share(?::([^{}]*))?\}")
 
 
 def has(command: Iterable[str], name: str) -> bool:
     """Return whether a command has the placeholder `name`."""
-    given = "{" + name + (":" if name == "resume" else "}")
+    given = "{" + name + ("" if name == RESUME else "}")
     return any(given in word for word in command)
 
 
@@ -49,7 +50,7 @@ def require_known(command: Sequence[str]) -> None:
                     field="command",
                 )
         for name in _NAME.findall(word):
-            if name == "resume":
+            if f"{name}:" == RESUME:
                 raise UsageError(
                     f"{word}: {{resume}} needs the options that have the script go on from a "
                     "checkpoint, {resume:--resume out/last.pt}",
