@@ -198,7 +198,7 @@ VARIANTS = (
     Variant(
         name="lm-mean-per-micro-batch",
         summary="a mean over micro-batches of means over their tokens",
-        source="transformers #34191, torchtune #1875, mlx-lm #1413",
+        source="torchtune #1875, mlx-lm #1413",
         plants={f"{SYSTEM}.divisor": mean_per_micro_batch},
         scenario=trained(rows="padded"),
         invariants=("F-LM-005",),

@@ -142,7 +142,7 @@ BUGS = (
         "chats.py",
         ("ddp(**batch, num_items_in_batch=num_items)", "ddp(**batch)"),
         ("(out.loss * world)", "(out.loss / 2)"),
-        source="transformers #34191, torchtune #1875",
+        source="torchtune #1875",
         check="token_shares",
         step=0,
         words="each loss is the mean over its own tokens",
