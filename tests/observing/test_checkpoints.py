@@ -107,7 +107,8 @@ def test_a_line_that_saves(line: str, first: str) -> None:
 @pytest.mark.parametrize(
     ("line", "loads"),
     [
-        ("model.load_state_dict(state)", True),
+        ("accelerator.load_state(path)", True),
+        ("average.load_state_dict(model.state_dict())", False),
         ("state = torch.load(path)", True),
         ('cli.add_argument("--resume")', True),
         ("config = json.load(file)", False),

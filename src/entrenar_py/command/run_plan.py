@@ -288,7 +288,8 @@ def _stops(usual: Trace, saved: Sequence[int]) -> tuple[int, ...]:
     per_epoch = int(batches) if usual.traits.drop_last else math.ceil(batches)
     steps = range(min(saved, default=1), like.num_steps)
     inside = [step for step in steps if step % max(1, per_epoch)] or [*steps]
-    ends = [step for step in steps if per_epoch > 1 and step % per_epoch == 0]
+    # Where epochs are unknown, a third stop may be the one at an end.
+    ends = [step for step in steps if per_epoch <= 1 or step % per_epoch == 0]
     places = {inside[len(inside) // 3], inside[2 * len(inside) // 3]} if inside else set()
     return tuple(sorted({*places, *ends[-1:]}))
 

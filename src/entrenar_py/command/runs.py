@@ -247,8 +247,10 @@ def _made_before(asked: Asked, life: int, like: Trace | None) -> int:
     if not life:
         return 0
     stop = asked.stops[life - 1]
-    saved = like.traits.saved_after if like is not None else ()
-    return max((after for after in saved if after <= stop), default=stop)
+    if like is None:
+        return stop
+    saved = [after for after in like.traits.saved_after if after <= stop]
+    return max(saved) - like.traits.saved_behind if saved else stop
 
 
 def _values(asked: Asked, folder: Path, num_steps: int, num_epochs: int) -> dict[str, str]:

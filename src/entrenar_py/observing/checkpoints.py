@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,9 @@ class _Watch:
 
     def written(self, values: Any) -> None:
         if _num_bytes(values) >= self._least:
-            checkpoints.write(self._folder, after=self._made())
+            # A thread saves what it was given before the step that has been made meanwhile.
+            behind = int(threading.current_thread() is not threading.main_thread())
+            checkpoints.write(self._folder, after=self._made(), behind=behind)
 
 
 _CURRENT: list[_Watch] = []

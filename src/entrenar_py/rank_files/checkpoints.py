@@ -30,7 +30,8 @@ _HDF = b"\x89HDF"
 class Saved:
     """What the processes of a run have saved, as far as they looked (`is_known`).
 
-    `after` are the numbers of steps that were made when weights had been saved. `left` tells
+    `after` are the numbers of steps that were made when weights had been saved, which may be those
+    of so many steps before (`behind`). `left` tells
     whether a file was left that can hold them. `unreached` is the first line of the script that
     would save something, and `library` that of the library that trains, each "" if there is none.
     `loads` tells whether a line of the script may load it, `option` is its option that sounds like
@@ -39,6 +40,7 @@ class Saved:
 
     is_known: bool = False
     after: tuple[int, ...] = ()
+    behind: int = 0
     left: bool = False
     unreached: str = ""
     library: str = ""
@@ -57,6 +59,7 @@ class Saved:
         return {
             "saves": "weights" if saves else "nothing",
             "saved_after": self.after,
+            "saved_behind": self.behind,
             "unreached": "" if saves else self.unreached or (self.library if is_cut else ""),
             "loads": "" if self.loads else "nothing",
             "resume_option": self.option,
@@ -81,6 +84,7 @@ def read(folder: Path) -> Saved:
     return Saved(
         is_known=True,
         after=tuple(sorted({int(note["after"]) for note in notes if "after" in note})),
+        behind=max((int(note.get("behind", 0)) for note in notes), default=0),
         left=any(_may_hold(path, least) for path in _left(folder)),
         unreached=_said("unreached", begun),
         library=_said("library", begun),

@@ -74,8 +74,9 @@ class Traits:
     Of a script's checkpoints, "" where nobody looked:
 
     - `saves`: whether any rank saved as much as its `weights`, once it trained. `saved_after` are
-      the numbers of steps that were made by then, and `unreached` is the line that would have saved
-      some if the run had come there.
+      the numbers of steps that were made by then, `saved_behind` is how many steps before that the
+      weights may have been handed to a thread that saves them, and `unreached` is the line that
+      would have saved some if the run had come there.
     - `loads`: `nothing` if no line of the script loads what it may have saved. `resume_option` is
       the first of its options that has such a name.
     - `restarts`: `nothing` if the launcher starts no worker again.
@@ -115,6 +116,7 @@ class Traits:
     arranged: str = "known"
     saves: str = ""
     saved_after: tuple[int, ...] = ()
+    saved_behind: int = 0
     unreached: str = ""
     loads: str = ""
     resume_option: str = ""
