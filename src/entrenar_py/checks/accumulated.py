@@ -390,6 +390,6 @@ def _by_rank(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
     return by_rank
 
 
-# By which backward passes are in a gradient, and by a factor of some tensors.
-PASSES = (_again, _kept, _late, _left, _some_micro_batches, _one_rank, _uneven_parts)
-LIST = (*PASSES, own_factor)
+LIST = (_again, _kept, _late, _left, _some_micro_batches, _one_rank, _uneven_parts, own_factor)
+# Those that hold of tensors whatever others are divided by: these may be clipped apart on purpose.
+LEFT_IN = (_kept, _left)

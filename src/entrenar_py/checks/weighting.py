@@ -268,7 +268,7 @@ class _Divisions:
         if (why := explanations.first(accumulated.LIST, step)) is not None:
             return off, why
         for each in step.by_other_divisors():
-            if (why := explanations.first(accumulated.PASSES, each)) is not None:
+            if (why := explanations.first(accumulated.LEFT_IN, each)) is not None:
                 return each.off, why
         if not self.limit:
             return off, None
