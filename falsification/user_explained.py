@@ -282,11 +282,6 @@ VARIANTS = (
     _trainer("noise by rank without an effect", _GUARDED, turned=("accumulation",)),
     _trainer("two groups that are clipped together"),
     _trainer(
-        "a look at held-out data, cleared",
-        _GUARDED,
-        (_CLEARED, f"{_PROBE}{_CLEARED}"),
-    ),
-    _trainer(
         "each tensor is clipped by its own norm, on purpose",
         (
             f"        {_CLIP}\n",

@@ -259,13 +259,7 @@ LEFT_OPEN = (
             "reduce_dtype: float16 by hand, declared",
             "an optimizer for each tensor, which steps within the backward pass",
             "a critic that steps twice for each step of the other network",
-            "explained: a look at held-out data, cleared",
         ),
-    ),
-    Open(
-        "in the run on 2 workers with a planted value ranks make different numbers",
-        ("finiteness",),
-        ("explained: a look at held-out data, cleared",),
     ),
     Open(
         "obs.samples(ids)",
