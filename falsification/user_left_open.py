@@ -200,7 +200,11 @@ LEFT_OPEN = (
     Open(
         "if they share it, say so",
         ("coverage", "parity", "weighting"),
-        ("tensor parallelism in plain tensors", "stages in plain tensors"),
+        (
+            "tensor parallelism in plain tensors",
+            "stages in plain tensors",
+            "together: a block cut by hand, with dropout",
+        ),
     ),
     Open(
         "if they share it, say so",
@@ -220,7 +224,7 @@ LEFT_OPEN = (
     Open(
         "ranks that hold pieces in plain tensors",
         ("optimizer_state", "randomness", "replica_identity"),
-        ("tensor parallelism in plain tensors",),
+        ("tensor parallelism in plain tensors", "together: a block cut by hand, with dropout"),
     ),
     Open(
         "ranks that hold pieces in plain tensors",
@@ -238,6 +242,7 @@ LEFT_OPEN = (
         (
             "diffusion: noise and timesteps by rank",
             "diffusion on four ranks",
+            "together: an evaluation with a generator of its own",
             "augmentation by loaders' workers",
             "augmentation in the main process",
             "augmentation by worker_init_fn, seeded as torch's page on it says",

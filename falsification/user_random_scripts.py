@@ -46,6 +46,7 @@ class Trainer:
             self.loader.sampler.set_epoch(epoch)
             for (x,) in self.loader:
                 self._run_batch(x)
+        self.obs.close()
 
 
 def main():
@@ -57,7 +58,6 @@ def main():
     loader = DataLoader(data, batch_size=8 // world, sampler=DistributedSampler(data))
     trainer = Trainer(net, loader)
     trainer.train(2)
-    trainer.obs.close()
     dist.destroy_process_group()
 
 
