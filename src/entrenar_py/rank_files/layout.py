@@ -17,10 +17,10 @@ DATA = ("dp", "dp_replicate", "dp_shard", "fsdp")
 MODEL = ("tp", "sp", "pp", "cp", "ep")
 # Other names that scripts give to these axes.
 ALIASES: Mapping[str, str] = {
-    **dict.fromkeys(("data", "data_parallel", "ddp"), "dp"),
+    **dict.fromkeys(("data", "ddp"), "dp"),
     **dict.fromkeys(("replicate", "replica", "dp_rep", "dp_replica"), "dp_replicate"),
     **dict.fromkeys(("shard", "dp_sharded"), "dp_shard"),
-    **dict.fromkeys(("tensor", "tensor_parallel"), "tp"),
+    "tensor": "tp",
     **dict.fromkeys(("sequence", "sequence_parallel"), "sp"),
     **dict.fromkeys(("pipe", "pipeline", "pipeline_parallel", "stage"), "pp"),
     **dict.fromkeys(("context", "context_parallel"), "cp"),
