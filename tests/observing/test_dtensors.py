@@ -192,10 +192,10 @@ def test_fully_sharded(tmp_path: Path) -> None:
 def test_fully_sharded_after_an_evaluation(tmp_path: Path) -> None:
     """Whole parameters that an evaluation left are observed as the pieces that the optimizer has.
 
-    The mesh's axes have names that others use.
+    The one axis of a mesh may have any name.
     """
     ranks = recorded(EVALUATED, 2, tmp_path)
-    assert ranks[0].layout == Layout(axes={"dp": 2})
+    assert ranks[0].layout == Layout(axes={"fsdp": 2})
     whole = {"0.weight": 6, "0.bias": 3, "1.weight": 3, "1.bias": 1}
     states = [one for one in assembly.ordered(ranks) if isinstance(one, Start | Update)]
     assert [sizes(one.weights) for one in states] == [whole] * 4

@@ -125,6 +125,8 @@ class Parents:
 
     def told(self) -> str:
         """Return how the command was launched, in words."""
+        if self.script is None:
+            return "as-is"
         how = "forked" if self.num_forked else "as-is"
         return f"{how} ({'; '.join(self.reasons)})" if self.reasons else how
 
