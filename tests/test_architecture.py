@@ -166,6 +166,8 @@ def test_rank_files_are_read_without_torch() -> None:
 # Modules that read JSON without bounds: only what another process of the same run has written to
 # a pipe or the environment, or a text that the module's own room has made.
 OF_OWN_PROCESSES = {
+    "command.forks.messages",
+    "command.forks.parent",
     "finetune.local",
     "finetune.worker_process",
     "observing.auto",

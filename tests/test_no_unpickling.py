@@ -23,6 +23,8 @@ SAFE_WITH = {
     ("numpy", "load"): ("allow_pickle", False),
 }
 CALLS = {"eval", "exec", "compile", "__import__"}
+# A forked rank compiles and executes the user's script, as Python does.
+RUNS_SCRIPTS = "command/forks/interpreter.py"
 YAML = {"load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all"}
 # Connection.recv unpickles, recv_bytes does not. A socket's gives bytes; its type is named there.
 PIPES = {"recv"}
@@ -70,6 +72,7 @@ def test_nothing_is_unpickled() -> None:
         f"{path.relative_to(SOURCE)}:{place}"
         for path in paths
         for place in unpickling(path.read_text("utf-8"))
+        if path != SOURCE / RUNS_SCRIPTS or not place.endswith(("compile", "exec"))
     ]
     assert found == []
 

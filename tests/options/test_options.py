@@ -28,7 +28,7 @@ FLAGS = [
         "--severity",
     ),
     *("--system", "--world-size", "--backend", "--seed", "--examples", "--timeout"),
-    *("--auto", "--deadline", "--steps", "--epochs", "--in-place", "-x"),
+    *("--auto", "--deadline", "--steps", "--epochs", "--in-place", "--launcher", "-x"),
     *(
         "--allow-inconclusive",
         "--list",

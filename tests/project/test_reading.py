@@ -14,7 +14,7 @@ from entrenar_py.project.keys import KEYS
 
 # Options that say what is done in one call, or how it is shown: no project has a usual value.
 NOT_CONFIGURED = {
-    *("help", "version", "config", "no_config", "stop_early", "no_color", "verbose"),
+    *("help", "version", "config", "no_config", "stop_early", "no_color", "verbose", "launcher"),
     *(name for name in modes.MODES if name != "command"),
 }
 FULL = """\

@@ -340,11 +340,13 @@ def test_the_doctor() -> None:
 
 # Who prints: lines, and what rich lays out. What memory prints is JSON for the process that asked,
 # and what a child that tries an adapter prints is read by its parent, who escapes it. The start-up
-# module imports nothing of ours, and its sentences are its own.
+# module imports nothing of ours, and its sentences are its own. A forked rank prints
+# the text that its script exits with, as Python does; it goes to the run's output.
 PRINTERS = {
     *("untrusted.printing", "cli.console", "systems.probes.memory"),
     "backends.adapters",
     "observing.auto.startup.sitecustomize",
+    "command.forks.interpreter",
 }
 # TOML has escapes of its own. What is read back as YAML can have no pairs of surrogates. Rows and
 # replies are written to find out that they can be, and then forgotten. What chats say is for a

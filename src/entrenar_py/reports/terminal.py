@@ -185,9 +185,8 @@ def _table(columns: Mapping[str, int], *, header: bool, name: int | None) -> Tab
 
 def _word(entry: Entry) -> tuple[str, str]:
     """Return the word that says how a clause was judged, and its style."""
-    if not entry.finding.applies:
-        return _NOT_APPLIED
-    return _ADVICE if entry.advice else _WORDS[entry.verdict]
+    judged = _ADVICE if entry.advice else _WORDS[entry.verdict]
+    return judged if entry.finding.applies else _NOT_APPLIED
 
 
 def _cells(console: Console, entry: Entry) -> dict[str, Text]:
@@ -313,8 +312,7 @@ def _print_summary(console: Console, reports: Sequence[Report], style: Style) ->
             _line(console, report.incomplete, style="bold")
     entries = [entry for report in reports for entry in report.entries]
     verdicts = [entry.verdict for entry in entries]
-    counted_verdicts = ((verdicts.count(verdict), verdict) for verdict in _WORDS)
-    counts = ", ".join(f"{num} {verdict}" for num, verdict in counted_verdicts if num)
+    counts = ", ".join(f"{verdicts.count(one)} {one}" for one in _WORDS if one in verdicts)
     for how, is_advice in (("accepted", False), ("is advice", True)):
         accepted = [e.invariant.id for e in entries if e.is_accepted and e.advice is is_advice]
         counts += f" ({', '.join(accepted)} {how})" if accepted else ""

@@ -28,7 +28,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
             return None
         left = int.from_bytes(head, "big")
         text = b""
-        while len(text) < left and (piece := channel.recv(left - len(text))):
+        while len(text) < left and (piece := socket.socket.recv(channel, left - len(text))):
             text += piece
     except OSError:
         return None
