@@ -345,6 +345,7 @@ def test_the_doctor() -> None:
 PRINTERS = {
     *("untrusted.printing", "cli.console", "systems.probes.memory"),
     "backends.adapters",
+    "command.forks.interpreter",
     "observing.auto.startup.sitecustomize",
     "command.forks.interpreter",
 }
