@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from entrenar_py.checks import language_model
 from entrenar_py.command import run_plan
 from entrenar_py.verdict import Finding, Verdict
 from falsification import (
@@ -188,8 +187,6 @@ def _applies(twin: Twin, check: str, finding: Finding) -> bool:
     Some scripts end within their first epoch: what its end would show stays open.
     """
     if finding.reason.startswith(("no run came to the end of an epoch", "no two epochs were seen")):
-        return False
-    if finding.reason.startswith(language_model.not_applied("")):
         return False
     if check == "resume":
         return twin.script == "resume.py" or "{workdir}" in twin.arguments

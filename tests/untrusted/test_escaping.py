@@ -347,7 +347,6 @@ PRINTERS = {
     "backends.adapters",
     "command.forks.interpreter",
     "observing.auto.startup.sitecustomize",
-    "command.forks.interpreter",
 }
 # TOML has escapes of its own. What is read back as YAML can have no pairs of surrogates. Rows and
 # replies are written to find out that they can be, and then forgotten. What chats say is for a

@@ -32,11 +32,6 @@ _HALF, _SHARES_MAX, _SHARES_MAX_HALF = {"float16", "bfloat16"}, 1e-4, 2e-2
 Compare = Callable[[Tally, Trace], str]  # returns why there is nothing to compare, or ""
 
 
-def not_applied(why: str) -> str:
-    """Return the reason of a clause whose subject the script does not have."""
-    return f"not applied: {why}"
-
-
 def _judge(compare: Compare) -> Callable[[Invariant, Traces], Finding]:
     """Return a judge that applies `compare` to each run whose model was probed."""
 
@@ -44,18 +39,31 @@ def _judge(compare: Compare) -> Callable[[Invariant, Traces], Finding]:
         tally = missing.tally_for(invariant, traces)
         reasons: dict[str, None] = {}
         for trace in evidence.usable(traces, tally):
-            if why := _unprobed(trace, invariant) or compare(tally, trace):
+            if why := _unprobed(trace) or compare(tally, trace):
                 reasons[why] = None
-        return tally.finding(nothing=not_applied("; ".join(reasons) or "no run came to an end"))
+        return tally.finding(nothing="; ".join(reasons) or "no run came to an end")
 
     return judge
 
 
-def _unprobed(trace: Trace, invariant: Invariant) -> str:
+def _absent(compare: Compare, traces: Sequence[Trace]) -> str:
+    """Return what the script does not have, if each run was probed and lacks it."""
+    reasons: dict[str, None] = {}
+    for trace in traces:
+        why = compare(Tally(""), trace)
+        if not why or _unprobed(trace) or any(one.problem for one in trace.of(Tokens)):
+            return ""
+        reasons[why] = None
+    return "; ".join(reasons)
+
+
+def _unprobed(trace: Trace) -> str:
     """Return why nothing is known of the run's tokens; "" if something is."""
     if not trace.of(Tokens) and not trace.of(Scored):
-        again = f"run its script with --only {invariant.id} and without --judge"
-        return f"no step of a model that is given token ids was looked at: {again}"
+        return (
+            "no step of a model that is given token ids was looked at: run the script by this "
+            "contract, and without --judge"
+        )
     return "" if any(one.rows for one in trace.of(Tokens)) or trace.of(Scored) else _why(trace)
 
 
@@ -359,6 +367,7 @@ def _row(
         decides=decides,
         spoken_of=words,
         judge=_judge(compare),
+        absent=partial(_absent, compare),
         plan=partial(_plan, rows),
         needs=(PROBED,),
         takes_commands=True,
