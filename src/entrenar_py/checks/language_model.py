@@ -39,7 +39,7 @@ def _judge(compare: Compare) -> Callable[[Invariant, Traces], Finding]:
         tally = missing.tally_for(invariant, traces)
         reasons: dict[str, None] = {}
         for trace in evidence.usable(traces, tally):
-            if why := _unprobed(trace) or compare(tally, trace):
+            if why := _unprobed(trace, invariant.id) or compare(tally, trace):
                 reasons[why] = None
         return tally.finding(nothing="; ".join(reasons) or "no run came to an end")
 
@@ -57,13 +57,11 @@ def _absent(compare: Compare, traces: Sequence[Trace]) -> str:
     return "; ".join(reasons)
 
 
-def _unprobed(trace: Trace) -> str:
+def _unprobed(trace: Trace, clause: str = "") -> str:
     """Return why nothing is known of the run's tokens; "" if something is."""
     if not trace.of(Tokens) and not trace.of(Scored):
-        return (
-            "no step of a model that is given token ids was looked at: run the script by this "
-            "contract, and without --judge"
-        )
+        again = f"run its script with --only {clause} and without --judge"
+        return f"no step of a model that is given token ids was looked at: {again}"
     return "" if any(one.rows for one in trace.of(Tokens)) or trace.of(Scored) else _why(trace)
 
 
