@@ -153,6 +153,7 @@ def test_a_student_on_wgpu(small: Path, tmp_path: Path) -> None:
     assert losses == pytest.approx(alone, rel=2e-5)
 
 
+@pytest.mark.by_hand
 def test_alpha_0_is_a_plain_finetuning(small: Path, tmp_path: Path) -> None:
     """But for rounding: the same samples in the same steps, and the same losses."""
     config = made.configured(tmp_path, small, distill={"alpha": 0.0})

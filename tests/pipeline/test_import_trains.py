@@ -15,6 +15,7 @@ from tests.finetune import runs
 from tests.service.cluster import Cluster, Process
 
 
+@pytest.mark.by_hand
 def test_what_is_imported_trains(
     machines: Cluster,
     llama: Path,

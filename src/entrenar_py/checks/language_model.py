@@ -351,9 +351,13 @@ def _one_begin(tally: Tally, trace: Trace) -> str:
 # --- the rows of the table ------------------------------------------------------------------------
 
 
-def _plan(options: Mapping[str, Any], _: Invariant) -> list[Scenario]:
-    usual: dict[str, Any] = {"world_size": 2, "accumulation": 2, "num_steps": 3}
-    return [probes.scenario("language_model", **usual, options=options)]
+def _plan(options: Mapping[str, Any]) -> Callable[[Invariant], list[Scenario]]:
+    def plan(_: Invariant) -> list[Scenario]:
+        """Plan two workers, with two micro-batches each in three steps."""
+        usual: dict[str, Any] = {"world_size": 2, "accumulation": 2, "num_steps": 3}
+        return [probes.scenario("language_model", **usual, options=options)]
+
+    return plan
 
 
 def _row(
@@ -366,7 +370,7 @@ def _row(
         spoken_of=words,
         judge=_judge(compare),
         absent=partial(_absent, compare),
-        plan=partial(_plan, rows),
+        plan=_plan(rows),
         needs=(PROBED,),
         takes_commands=True,
     )
