@@ -230,7 +230,7 @@ BUGS = (
         source="classic (a module in a list does not hear train() and eval())",
         check="liveness",
         step=0,
-        words="moved, of which no parameter does: it is in training mode",
+        words="moved, and none of its parameters did: it is in training mode",
     ),
 )
 

@@ -1,7 +1,8 @@
-"""Modules beside the model of which nothing trains: a teacher that is in training mode moves.
+"""Find modules beside the model that train nothing and move all the same, as a teacher may.
 
-Its normalisations then compute with a batch's statistics, and what it says changes from step to
-step. A copy of the model may be renewed after the last step that was seen, as a target network is.
+In training mode its normalisations compute with a batch's statistics, so its outputs change from
+step to step. A copy of the model may be renewed after the last step that was seen, as a target
+network is.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def compare(tally: Tally, trace: Trace) -> None:
             parameters = {part: name for part, name in parts.items() if not _is_statistic(part)}
             if not statistics or any(moved[name] for name in parameters.values()):
                 continue
-            told = f"running statistics of {label} moved, of which no parameter does: {_EVAL}"
+            told = f"running statistics of {label} moved, and none of its parameters did: {_EVAL}"
             for name in statistics:
                 event = moved[name]
                 if event is not None and parameters.keys() <= names:
@@ -59,9 +60,9 @@ def _moved(lives: list[list[Event]]) -> dict[str, Event | None]:
     """Return each tensor beside the model, with the first event after it moved within a life."""
     moved: dict[str, Event | None] = {}
     for life in lives:
-        held: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for event in life:
             for name, record in event.extra.items():
-                has_moved = held.setdefault(name, record.digest) != record.digest
+                has_moved = digests.setdefault(name, record.digest) != record.digest
                 moved[name] = moved.get(name) or (event if has_moved else None)
     return moved

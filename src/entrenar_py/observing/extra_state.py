@@ -74,7 +74,7 @@ class ExtraState:
         return {**self._subject.record_placed(copies), **self._subject.digests(frozen)}
 
     def _look(self) -> None:
-        """Find all copies of the model, and all modules of which nothing trains."""
+        """Find all copies of the model, and all modules that train nothing."""
         orders, things = _orders(self._subject), _holders()
         modules = [thing for thing in things if isinstance(thing, nn.Module)]
         copies: list[Found] = []
