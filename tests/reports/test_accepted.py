@@ -46,6 +46,17 @@ def test_advice_is_named_as_such(accepting: Report) -> None:
     assert any("2 held (F-DP-005 is advice): " in line for line in lines)
 
 
+def test_advice_beside_what_is_broken_is_only_named(accepting: Report) -> None:
+    """The screen is for what is wrong; -v has the rest."""
+    (advice,) = [entry for entry in accepting.entries if entry.is_accepted]
+    broken = replace(advice, accepted="", invariant=replace(advice.invariant, id="F-DP-009"))
+    report = replace(accepting, entries=(replace(advice, advice=True), broken))
+    lines = printed(report)
+    assert "advice: F-DP-005 (-v says why)" in lines
+    assert not any(line.startswith("F-DP-005 ADVICE") for line in lines)
+    assert any(line.startswith("F-DP-005 ADVICE") for line in printed(report, verbose=True))
+
+
 def test_every_format_shows_it(accepting: Report, tmp_path: Path) -> None:
     """The terminal says that it is accepted, and why; machines get no failure of it."""
     lines = printed(accepting)

@@ -9,7 +9,7 @@ import datetime
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -218,8 +218,17 @@ class Report:
 
     @property
     def left_out_by_choice(self) -> tuple[str, ...]:
-        """The lines of `left_out` without the clauses that are about something else."""
-        return self._left_out([left for left in self.not_applying if not left.outside])
+        """The lines of `left_out` without the clauses that are about something else.
+
+        Of what was seen, each says the reason alone, without what explains it after a colon.
+        """
+        chosen = [left for left in self.not_applying if not left.outside]
+        return self._left_out(
+            [
+                replace(one, reason=one.reason.partition(": ")[0]) if one.seen else one
+                for one in chosen
+            ]
+        )
 
     def _left_out(self, not_applying: Sequence[NotApplying]) -> tuple[str, ...]:
         clauses: dict[str, list[str]] = {}

@@ -223,13 +223,14 @@ def _columns(console: Console, rows: list[dict[str, Text]]) -> dict[str, int]:
 def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], style: Style) -> None:
     """Print what did not hold, each finding once.
 
-    Where a clause is falsified and nobody accepts that, inconclusive ones are only named, unless
-    the report is verbose.
+    Where a clause is falsified and nobody accepts that, inconclusive ones and advice are only
+    named, unless the report is verbose.
     """
-    open_ids = [e.invariant.id for _, e in pairs if e.verdict is Verdict.INCONCLUSIVE]
     broken = [pair for pair in pairs if pair[1].verdict is Verdict.FALSIFIED]
-    if any(not entry.is_accepted for _, entry in broken) and open_ids and not style.verbose:
-        pairs = broken
+    named: list[Entry] = []
+    if any(not entry.is_accepted for _, entry in broken) and not style.verbose:
+        named = [e for _, e in pairs if e.verdict is Verdict.INCONCLUSIVE or e.advice]
+        pairs = [pair for pair in broken if not pair[1].advice]
     alike = evidence.alike([entry for _, entry in pairs])
     for why, entries in alike.items():
         _gap(console, style)
@@ -238,8 +239,9 @@ def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], sty
     for same in evidence.findings([pair for pair in pairs if id(pair[1]) not in together]):
         _gap(console, style)
         _print_evidence(console, same, verbose=style.verbose)
-    if pairs is broken:
-        _line(console, f"inconclusive: {', '.join(open_ids)} (-v says why)")
+    for word, is_advice in (("advice", True), ("inconclusive", False)):
+        if ids := [entry.invariant.id for entry in named if entry.advice is is_advice]:
+            _line(console, f"{word}: {', '.join(ids)} (-v says why)")
 
 
 def _gap(console: Console, style: Style) -> None:
