@@ -39,11 +39,11 @@ def test_only_falsifications_are_accepted(full: Report, accepting: Report) -> No
 
 def test_advice_is_named_as_such(accepting: Report) -> None:
     """A break that only a contract which nobody named forbids is shown, and not counted."""
-    advising = tuple(replace(entry, advice=True) for entry in accepting.entries)
+    advising = tuple(replace(e, advice=e.is_accepted) for e in accepting.entries)
     lines = printed(replace(accepting, entries=advising))
     (reason,) = [entry.finding.reason for entry in advising if entry.is_accepted]
     assert any(line.startswith(f"F-DP-005 ADVICE: {reason[:20]}") for line in lines)
-    assert any("2 held (F-DP-005 is advice): " in line for line in lines)
+    assert any("2 held, 1 advice: " in line for line in lines)
 
 
 def test_advice_beside_what_is_broken_is_only_named(accepting: Report) -> None:

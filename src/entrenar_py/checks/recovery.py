@@ -71,8 +71,8 @@ def _absent(traces: Sequence[Trace]) -> str:
     """Return why no worker of the script can come back, as far as its runs show."""
     if {trace.traits.restarts for trace in traces} == {"nothing"}:
         return (
-            "the launcher starts no worker again (its --max-restarts is 0): what a job does that "
-            "is started again by hand is F-TI-003's"
+            "the launcher starts no worker again: its --max-restarts is 0, and what a job does "
+            "that is started again by hand is F-TI-003's"
         )
     killed = [trace for trace in traces if trace.scenario.faults and _departures(trace)]
     came_back = any(len(trace.of(Start)) > trace.scenario.world_size for trace in killed)

@@ -281,13 +281,18 @@ class Report:
         return tuple(clause for clause in self._asked.clauses if clause not in left_out)
 
     @property
+    def gate_size(self) -> str:
+        """How many clauses the gate is over: `over 6 clauses`, or `over 3 script clauses`."""
+        num_seen = sum(left.seen for left in self.not_applying)
+        of_script = "script " if len(self._demanded) + num_seen < len(self._asked.clauses) else ""
+        return f"over {counted(len(self._demanded), f'{of_script}clause')}"
+
+    @property
     def gate_scope(self) -> str:
-        """The scope of the gate: `over 6 clauses`, or `over 3 script clauses` for a script."""
+        """The scope of the gate: `gate_size`, and which of its clauses were seen not to apply."""
         seen = [left.invariant.id for left in self.not_applying if left.seen]
         without = ", ".join(clause for clause in self._asked.clauses if clause in seen)
-        of_script = "script " if len(self._demanded) + len(seen) < len(self._asked.clauses) else ""
-        scope = f"over {counted(len(self._demanded), f'{of_script}clause')}"
-        return f"{scope} ({without} not applied)" if without else scope
+        return f"{self.gate_size} ({without} not applied)" if without else self.gate_size
 
     @property
     def gate_broken(self) -> tuple[Entry, ...]:

@@ -236,9 +236,11 @@ def _print_findings(console: Console, pairs: Sequence[tuple[Report, Entry]], sty
         _gap(console, style)
         _print_alike(console, why, entries)
     together = {id(entry) for entries in alike.values() for entry in entries}
-    for same in evidence.findings([pair for pair in pairs if id(pair[1]) not in together]):
+    apart = evidence.findings([pair for pair in pairs if id(pair[1]) not in together])
+    for number, same in enumerate(apart):
         _gap(console, style)
-        _print_evidence(console, same, verbose=style.verbose)
+        # What is wrong first is often the cause of what comes after it.
+        _print_evidence(console, same, verbose=style.verbose, guesses=number == 0)
     for word, is_advice in (("advice", True), ("inconclusive", False)):
         if ids := [entry.invariant.id for entry in named if entry.advice is is_advice]:
             _line(console, f"{word}: {', '.join(ids)} (-v says why)")
@@ -258,9 +260,12 @@ def _print_alike(console: Console, why: str, entries: list[Entry]) -> None:
 
 
 def _print_evidence(
-    console: Console, same: Sequence[tuple[Report, Entry]], *, verbose: bool
+    console: Console, same: Sequence[tuple[Report, Entry]], *, verbose: bool, guesses: bool
 ) -> None:
-    """Print the one finding of these entries: the ids of all, and the evidence of the first."""
+    """Print the one finding of these entries: the ids of all, and the evidence of the first.
+
+    What it could mean is left out of a brief report without `guesses`.
+    """
     report, entry = same[0]
     word, style = _word(entry)
     ids = ", ".join(evidence.one_line(other.invariant.id) for _, other in same)
@@ -273,7 +278,8 @@ def _print_evidence(
         console.print(text, soft_wrap=True)
     rows = evidence.describe(report, entry) if verbose else evidence.briefly(report, entry)
     for label, value in rows:
-        _labelled(console, label, value)
+        if verbose or guesses or label != "could mean":
+            _labelled(console, label, value)
 
 
 def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -> None:
@@ -292,7 +298,7 @@ def _print_left_out(console: Console, reports: Sequence[Report], style: Style) -
     if names and style.verbose:
         told = (f"{' '.join(some)} ({', '.join(clauses)})" for clauses, some in names.items())
         _line(console, f"not tried, as the command lacks: {'; '.join(told)}")
-    elif names and not style.quiet:
+    elif names and not style.quiet and not _is_broken(reports):  # first mend what is broken
         alone = (name for some in names.values() for name in some)
         _line(console, f"not tried, as the command lacks: {' '.join(alone)}")
 
@@ -313,16 +319,23 @@ def _print_summary(console: Console, reports: Sequence[Report], style: Style) ->
         if not report.entries and not report.interrupted:
             _line(console, report.incomplete, style="bold")
     entries = [entry for report in reports for entry in report.entries]
-    verdicts = [entry.verdict for entry in entries]
-    counts = ", ".join(f"{verdicts.count(one)} {one}" for one in _WORDS if one in verdicts)
-    for how, is_advice in (("accepted", False), ("is advice", True)):
-        accepted = [e.invariant.id for e in entries if e.is_accepted and e.advice is is_advice]
-        counts += f" ({', '.join(accepted)} {how})" if accepted else ""
+    advised = sum(entry.advice for entry in entries)
+    verdicts = [entry.verdict for entry in entries if not entry.advice]
+    numbers = [(verdicts.count(one), one.value) for one in _WORDS] + [(advised, "advice")]
+    counts = ", ".join(f"{number} {what}" for number, what in numbers if number)
+    if accepted := [e.invariant.id for e in entries if e.is_accepted and not e.advice]:
+        counts += f" ({', '.join(accepted)} accepted)"
     compared = sum(report.num_compared for report in reports)
     seconds = sum(report.elapsed_s for report in reports)
     work = f"{compared:,} comparisons{_seen(reports)}, {seconds:.1f} s"
     more = "" if style.quiet or style.verbose else _hidden(reports)
     _line(console, f"{counts or 'no verdicts'}: {work}{more}")
+
+
+def _is_broken(reports: Sequence[Report]) -> bool:
+    """Return whether a clause is falsified and nobody accepts that."""
+    entries = (entry for report in reports for entry in report.entries)
+    return any(e.verdict is Verdict.FALSIFIED and not e.is_accepted for e in entries)
 
 
 def _hidden(reports: Sequence[Report]) -> str:
@@ -353,10 +366,11 @@ def _seen(reports: Sequence[Report]) -> str:
 
 
 def _gate_text(report: Report) -> str:
+    """Return the gate's line. What was not applied stands above it, in the report."""
     gate = report.contract.gate
     if gate is None:
         return f"gate: {report.contract.name} has none"
-    title = f"gate {gate.id} {report.gate_scope}"
+    title = f"gate {gate.id} {report.gate_size}"
     if report.gate_passed:
         return f"{title}: passed"
     word = "NOT PASSED" if report.gate_broken else "UNDECIDED"
