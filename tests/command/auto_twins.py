@@ -1,4 +1,5 @@
-"""Scripts without their line: right ones as with it, or inconclusive; broken ones never held.
+"""Scripts without their line: right ones with no alarm, and whether they exit with 0; broken ones
+never held.
 
 `python -m tests.command.auto_twins [--jobs N] [WORD ...]` tries those whose names have all words, N
 at a time, as a part of `make twins`. The exit code is 1 if one is judged wrongly.
@@ -29,6 +30,8 @@ DECLARED = (
     "tied:",
     "workers that live on",
 )
+ADVICE = "finiteness"  # unless a contract is named
+KINDS = ("found", "open", "undeclared", "left alone", "exit 0", "exit 4")
 # Bugs that a line leaves open, since it says that samples are drawn with replacement.
 FOUND_WITHOUT = ("positions are drawn with replacement, from the seed again",)
 
@@ -48,12 +51,22 @@ def right() -> list[Twin]:
     ]
 
 
+def undecided(found: dict[str, Finding]) -> list[str]:
+    """Return why a right script's exit code is 4, not 0: a line per clause, but for advice."""
+    return [
+        f"{name}: {finding.reason}"
+        for name, finding in found.items()
+        if finding.verdict is Verdict.INCONCLUSIVE and finding.applies and name != ADVICE
+    ]
+
+
 def told(twin: Twin, found: dict[str, Finding]) -> str:
-    """Return `found`, `open`, `undeclared` or `left alone`, or what is wrong about the findings."""
+    """Return one of `KINDS`, or what is wrong about the findings."""
     is_open = twin.verdict != "falsified" and twin.name not in FOUND_WITHOUT
     if not twin.check or is_open:
         broken = [f"{name}: {one.reason}" for name, one in found.items() if twins.is_broken(one)]
-        return "; ".join(broken) or "left alone"
+        right = "exit 4" if undecided(found) else "exit 0"
+        return "; ".join(broken) or ("left alone" if twin.check else right)
     finding = found[twin.check]
     if finding.verdict is Verdict.HELD and twin.name.startswith(DECLARED):
         return "undeclared"
@@ -68,12 +81,14 @@ def tried(twin: Twin) -> tuple[str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         found = twins.findings(twin, Path(folder), witnesses=True, auto=True)
     how = told(twin, found)
-    kind = how if how in ("found", "open", "undeclared", "left alone") else "WRONG"
+    kind = how if how in KINDS else "WRONG"
     lines = [f"{kind:10} {time.monotonic() - started:5.1f} s  {twin.script}: {twin.name}"]
     if kind == "WRONG":
         lines.append(f"           {how}")
     elif kind == "open":
         lines.append(f"           {found[twin.check].reason[:200]}")
+    elif kind == "exit 4":
+        lines += [f"           {line[:200]}" for line in undecided(found)]
     return kind, lines
 
 
