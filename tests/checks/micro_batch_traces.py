@@ -38,13 +38,14 @@ def trace_of(
     applied: Sequence[Vectors],
     *,
     slopes: Sequence[Sequence[float]] = (),
+    terms: Sequence[Sequence[tuple[tuple[float, ...], ...]]] = (),
     weight: float = 1.0,
     **changes: Any,
 ) -> Trace:
     """Return a user's run whose optimizer got `applied`.
 
-    `slopes` are those of each rank's micro-batches, which all have `weight`; `changes` are fields
-    of the updates from step 1 on.
+    `slopes` and `terms` are those of each rank's micro-batches, which all have `weight`; `changes`
+    are fields of the updates from step 1 on.
     """
     subject = scenario(
         system="command",
@@ -75,6 +76,7 @@ def trace_of(
                 finite=True,
                 gradient=records(given),
                 slope=slopes[rank][number] if slopes else None,
+                terms=terms[rank][number] if terms else (),
             )
             for rank, of_rank in enumerate(LOCAL[step])
             for number, given in enumerate(of_rank)

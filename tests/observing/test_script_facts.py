@@ -121,8 +121,8 @@ def test_a_backward_pass_of_anything_is_left_alone(folder: Path) -> None:
     assert [shard.loss_sum for shard in shards(found)] == [None, None, None]
 
 
-def test_a_scaled_loss_is_no_loss(folder: Path) -> None:
-    """What a GradScaler multiplies is not compared, and a step that it skips is seen to be one."""
+def test_a_loss_is_known_without_its_scale(folder: Path) -> None:
+    """What a GradScaler multiplies is divided again, and a step that it skips is seen to be one."""
     script = Script()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for value in (1.0, float("inf"), 1.0):
@@ -132,5 +132,5 @@ def test_a_scaled_loss_is_no_loss(folder: Path) -> None:
         script.optimizer.zero_grad()
     found = record(folder, script)
     assert [(shard.step, shard.loss_sum) for shard in shards(found)] == [
-        *((0, None), (1, None), (2, None)),
+        *((0, 2.0), (1, float("inf")), (2, 2.0)),
     ]

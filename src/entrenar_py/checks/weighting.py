@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from entrenar_py.checks import (
     gradient_sums,
     knobs,
     loss_factors,
+    loss_terms,
     missing,
     oracles,
     parity,
@@ -54,7 +54,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             _weighted_loss(tally, left.trace, relative, unknown)
             _summed_gradient(tally, left.trace, unknown)
             loss_factors.judge(tally, left.trace)
-    _require_other_numbers(tally, runs)
+    loss_terms.require_other_numbers(tally, runs)
     oracle = runs.of(ORACLE)
     shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
     gradients = parity.compare_with_oracle(tally, runs, tolerance=None)
@@ -113,7 +113,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     rested = skips.without_gradients(trace)
     divisions = _Divisions.of(tally, trace)
-    _require_scale(tally, trace)
+    loss_terms.judge(tally, trace)
     _none_dropped(tally, trace)
     _note_kept(tally, trace)
     for step, by_rank in evidence.ranks_by_step(trace):
@@ -298,45 +298,6 @@ class _Divisions:
             "layer), call obs.reduced() before it does"
         )
         return True
-
-
-def _held_shards(trace: Trace) -> list[list[Shard]]:
-    """Return the micro-batches of each step, if the scale of their losses is unknown."""
-    if trace.traits.losses != "backward":
-        return []
-    shards = evidence.shards(trace)
-    steps = evidence.ranks_by_step(trace)
-    return [step_sums.held(by_rank, shards.get(step, ())) for step, by_rank in steps]
-
-
-def _micro_batches_of_ranks(trace: Trace) -> set[int]:
-    """Return how many micro-batches, of samples of their own, ranks have in a step."""
-    return {
-        count
-        for held in _held_shards(trace)
-        if step_sums.are_apart(held)
-        for count in Counter(shard.rank for shard in held).values()
-    }
-
-
-def _require_scale(tally: Tally, trace: Trace) -> None:
-    """Count as missing how much losses count, if steps have several numbers of micro-batches."""
-    counts = {len(held) for held in _held_shards(trace)} - {0}
-    if len(counts) > 1:
-        told = f"steps have {' or '.join(map(str, sorted(counts)))} micro-batches"
-        why = f"{told}, and by which number each divides its losses is unknown"
-        missing.ask(tally, why, facts.LOSS_AND_WEIGHT)
-
-
-def _require_other_numbers(tally: Tally, runs: Traces) -> None:
-    """Count as missing how much losses count, if ranks add up as many micro-batches in all runs."""
-    counts = {count for run in runs for count in _micro_batches_of_ranks(run)}
-    if len(counts) == 1 and max(counts) > 1:
-        why = (
-            f"a rank adds up {max(counts)} micro-batches in each step of every run, and by which "
-            "number it divides their losses is unknown without {accumulation} in the command"
-        )
-        missing.ask(tally, why, facts.LOSS_AND_WEIGHT)
 
 
 def _note_kept(tally: Tally, trace: Trace) -> None:

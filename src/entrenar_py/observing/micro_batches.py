@@ -14,6 +14,7 @@ from entrenar_py import trace
 from entrenar_py.observing import contents
 from entrenar_py.observing.batches import Block
 from entrenar_py.observing.contents import Contents
+from entrenar_py.observing.loss_terms import Begun
 from entrenar_py.observing.random_numbers import RandomNumbers
 from entrenar_py.observing.samples import Samples
 from entrenar_py.rank_files import whole_tensors
@@ -49,9 +50,9 @@ class MicroBatches:
         self.samples = samples
         self._rank, self._random = rank, random
         self._losses: list[_Loss] = []
-        # The value that the current backward pass was called on. It counts until the script
-        # reports a loss.
-        self._backward_loss: float | None = None
+        # What the current backward pass was called on. Its value counts as the loss until the
+        # script reports one.
+        self._begun = Begun()
         self._tells_losses = False
         self.has_backward_losses = False  # whether any was written
         # Whether the last forward pass that may be trained was one in evaluation mode.
@@ -75,13 +76,13 @@ class MicroBatches:
         self._losses.append(told)
         self._tells_losses = True
 
-    def backward_begins(self, loss: float | None) -> None:
-        """Note that `backward` is called on a tensor of the value `loss`, None for no number."""
-        self._backward_loss = loss
+    def backward_begins(self, begun: Begun) -> None:
+        """Note what `backward` is called on."""
+        self._begun = begun
 
     def backward_ended(self) -> None:
         """Note that the backward pass is over."""
-        self._backward_loss = None
+        self._begun = Begun()
 
     def before_forward(self, given: Any, blocks: list[Block]) -> None:
         """Note the samples of a forward pass, and what the model is `given` of them.
@@ -114,7 +115,7 @@ class MicroBatches:
     def after_backward(self, step: int, gradient: trace.Tensors, *, finite: bool) -> None:
         """Note that the backward pass of a micro-batch of `step` is over."""
         self.samples.settle()
-        drawn, loss = self.samples.take(), self._backward_loss
+        drawn, loss = self.samples.take(), self._begun.value
         weight = float(len(drawn.ids))
         self.done.append(
             trace.Shard(
@@ -131,6 +132,7 @@ class MicroBatches:
                 gradient=gradient,
                 unknown=drawn.unknown,
                 evaluating=self._is_evaluating,
+                terms=self._begun.terms,
             )
         )
         self._draws, self._given = None, []

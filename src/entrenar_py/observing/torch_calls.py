@@ -15,10 +15,10 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from entrenar_py import hook_calls
 from entrenar_py.observing import checkpoints
+from entrenar_py.observing.loss_terms import Begun, Losses
 
 Function = Callable[..., Any]
 
@@ -26,14 +26,17 @@ Function = Callable[..., Any]
 class Listener(Protocol):
     """Hears what a script calls of torch."""
 
-    def backward_begins(self, tensors: Any) -> None:
-        """Hear that a backward pass begins at `tensors`; one may begin inside of another."""
+    def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
+        """Hear that a backward pass begins at `tensors`; one may begin inside of another.
+
+        `is_plain`: no gradient is given for these.
+        """
 
     def backward_ended(self) -> None:
         """Hear that the pass that began last has ended, maybe by an exception."""
 
-    def scaled(self, is_enabled: bool) -> None:
-        """Hear that a `GradScaler` scales a loss, if it `is_enabled`."""
+    def scaled(self, scale: float, losses: Any) -> None:
+        """Hear that a `GradScaler` multiplies `losses` by `scale`."""
 
     def skipped(self) -> None:
         """Hear that a `GradScaler` skipped a step on all ranks."""
@@ -71,23 +74,14 @@ def apply(patches: Iterable[Patch], listener: Any) -> None:
         setattr(owner, patch.name, _uncompiled(original, patch.wrap(original, listener)))
 
 
-def loss_of(tensors: Any) -> float | None:
-    """Return the value of the loss that `backward` is called on, None if that is no number."""
-    if isinstance(tensors, list | tuple) and len(tensors) == 1:
-        (tensors,) = tensors
-    # torch takes generators and edges of its graph, too.
-    is_number = isinstance(tensors, Tensor) and tensors.numel() == 1 and not tensors.is_complex()
-    return float(tensors.detach()) if is_number else None
-
-
 # --- a script with a line ---------------------------------------------------------------------
 
 
 class Passes(Protocol):
     """A listener to the losses of a script's backward passes."""
 
-    def backward_begins(self, loss: float | None) -> None:
-        """Note the value that `backward` is called on, None if it is unknown."""
+    def backward_begins(self, begun: Begun) -> None:
+        """Note what `backward` is called on."""
 
     def backward_ended(self) -> None:
         """Note that the backward pass is over."""
@@ -100,7 +94,7 @@ class Ear:
         self, passes: Passes, *, skipped: Callable[[], object], saved: Callable[[], None]
     ) -> None:
         self._passes, self.skipped, self.saved = passes, skipped, saved
-        self._scales_losses = False
+        self._losses = Losses()
         self._depth = 0  # backward passes that have begun: one may run inside of another
 
     def listen(self) -> None:
@@ -115,11 +109,11 @@ class Ear:
         if self in _EARS.all:
             _EARS.all.remove(self)
 
-    def backward_begins(self, tensors: Any) -> None:
+    def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
         """Tell the loss of a backward pass; passes inside of it belong to it."""
         self._depth += 1
         if self._depth == 1:
-            self._passes.backward_begins(None if self._scales_losses else loss_of(tensors))
+            self._passes.backward_begins(self._losses.begun(tensors, is_plain=is_plain))
 
     def backward_ended(self) -> None:
         """Tell that the outermost pass has ended."""
@@ -127,9 +121,9 @@ class Ear:
         if not self._depth:
             self._passes.backward_ended()
 
-    def scaled(self, is_enabled: bool) -> None:
-        """Note that losses are scaled from now on: they are no losses to compare."""
-        self._scales_losses |= is_enabled
+    def scaled(self, scale: float, losses: Any) -> None:
+        """Note that a scaler multiplies `losses` by `scale`."""
+        self._losses.scaled(scale, losses)
 
 
 class _Ears:
@@ -140,10 +134,10 @@ class _Ears:
         self.was_applied = False
 
     def __getattr__(self, name: str) -> Function:
-        def tell(*given: Any) -> None:
+        def tell(*given: Any, **named: Any) -> None:
             if not hook_calls.is_traced():
                 for ear in [*self.all]:
-                    getattr(ear, name)(*given)
+                    getattr(ear, name)(*given, **named)
 
         return tell
 
@@ -157,7 +151,8 @@ _EARS = _Ears()
 def _backward(original: Function, listener: Listener) -> Function:
     @wraps(original)
     def backward(tensors: Any, *given: Any, **named: Any) -> Any:
-        listener.backward_begins(tensors)
+        gradients = given[0] if given else named.get("grad_tensors")
+        listener.backward_begins(tensors, is_plain=gradients is None)
         try:
             return original(tensors, *given, **named)
         finally:
@@ -168,9 +163,10 @@ def _backward(original: Function, listener: Listener) -> Function:
 
 def _scaled(original: Function, listener: Listener) -> Function:
     @wraps(original)
-    def scale(self: Any, *given: Any, **named: Any) -> Any:
-        listener.scaled(self.is_enabled())
-        return original(self, *given, **named)
+    def scale(self: Any, outputs: Any, *given: Any, **named: Any) -> Any:
+        if self.is_enabled():
+            listener.scaled(self.get_scale(), outputs)
+        return original(self, outputs, *given, **named)
 
     return scale
 
@@ -210,7 +206,7 @@ TABLE = (
         module=_SCALER,
         owner="GradScaler",
         name="scale",
-        reason="a scaled loss is no loss to compare",
+        reason="only the scaler knows by which number it multiplies a loss",
         wrap=_scaled,
     ),
     Patch(

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from entrenar_py.observing import FOLDER, call_sites, torch_calls
+from entrenar_py.observing import FOLDER, call_sites
 from entrenar_py.observing.auto import Settings
 from entrenar_py.observing.auto.ending import Ending
 from entrenar_py.observing.auto.guard import guarded
+from entrenar_py.observing.loss_terms import Losses
 from entrenar_py.rank_files import auto_notes
 from entrenar_py.untrusted import printing
 
@@ -54,7 +55,7 @@ class Follower:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self._calls: Any = None  # the hook of all modules
-        self._scales_losses = False
+        self._losses = Losses()
         self.observation: Observation | None = None  # by hand, or ours
         self._recorder: Recorder | None = None
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -238,7 +239,7 @@ class Follower:
             self._begin(module)
 
     @guarded
-    def backward_begins(self, tensors: Any) -> None:
+    def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
         """Note the loss of a backward pass; passes inside of it belong to it."""
         self._depth += 1
         if self._depth > 1:
@@ -248,8 +249,7 @@ class Follower:
         if self.observation is None and self._optimizers:
             self._begin(None)  # a model that isn't called: functions of its parameters are
         if self._recorder is not None:
-            loss = None if self._scales_losses else torch_calls.loss_of(tensors)
-            self._recorder.backward_begins(loss)
+            self._recorder.backward_begins(self._losses.begun(tensors, is_plain=is_plain))
 
     @guarded
     def backward_ended(self) -> None:
@@ -283,9 +283,10 @@ class Follower:
         """Note that a pass over a DataLoader is over."""
         self.batches.exhausted(iterator)
 
-    def scaled(self, is_enabled: bool) -> None:
-        """Note that losses are scaled from now on: they are no losses to compare."""
-        self._scales_losses |= is_enabled
+    @guarded
+    def scaled(self, scale: float, losses: Any) -> None:
+        """Note that a `GradScaler` multiplies `losses` by `scale`."""
+        self._losses.scaled(scale, losses)
 
     @guarded
     def skipped(self) -> None:

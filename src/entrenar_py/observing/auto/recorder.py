@@ -14,6 +14,7 @@ from entrenar_py.observing.auto.guard import guarded
 from entrenar_py.observing.clips import Clips
 from entrenar_py.observing.generators import States
 from entrenar_py.observing.loader_batches import Batches
+from entrenar_py.observing.loss_terms import Begun
 from entrenar_py.observing.observer import Observer
 from entrenar_py.observing.seen_samples import SeenSamples
 
@@ -85,9 +86,9 @@ class Recorder(Observer):
 
     # --- called by the follower -------------------------------------------------------------------
 
-    def backward_begins(self, loss: float | None) -> None:
-        """Note that `backward` is called on a tensor of the value `loss`, None for no number."""
-        self._micro_batches.backward_begins(loss)
+    def backward_begins(self, begun: Begun) -> None:
+        """Note what `backward` is called on."""
+        self._micro_batches.backward_begins(begun)
 
     def backward_ended(self) -> None:
         """Note that the backward pass is over."""

@@ -1,0 +1,303 @@
+"""Judge by which numbers micro-batches' losses are divided, where a script doesn't report them.
+
+What `backward` is called on is a sum of terms, each over a number of elements (`Shard.terms`, as
+autograd's graph shows them). Over a step the elements have to count as those of one mean do, or as
+those of one sum. A mean is also shown by a division by the number of micro-batches: another factor
+may be the weight of one of several losses.
+
+A script that divides by nothing may mean the sum of its micro-batches' means. So that stays open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from entrenar_py.checks import evidence, facts, gradient_sums, missing, step_sums
+from entrenar_py.checks.needs import Traces
+from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.verdict import Tally
+from entrenar_py.wording import listed
+
+_BOUND = 1e-3  # numbers are Python's, or a float32's; counts that differ do so by more
+
+
+@dataclass(frozen=True)
+class _Term:
+    """`count` elements (0: unknown) that count `share` each, 1 if it isn't known how many.
+
+    `divisors` are the numbers that it was divided by, but for that of a mean over its elements.
+    """
+
+    count: float
+    share: float
+    divisors: tuple[float, ...]
+    is_mean: bool
+
+    @classmethod
+    def of(cls, recorded: Sequence[float], rows: int) -> _Term:
+        count, share, *divisors = recorded
+        own = next((n for n in (count, float(rows)) if n and n in divisors), None)
+        if own is not None:
+            divisors.remove(own)
+        return cls(count, abs(share), tuple(divisors), is_mean=own is not None or not count)
+
+    @property
+    def whole(self) -> float:
+        """How much its mean counts."""
+        return self.share * (self.count or 1.0)
+
+    def is_divided_by(self, number: int, *, times: int = 1) -> bool:
+        return sum(_alike(divisor, number) for divisor in self.divisors) >= times
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The terms of a step's micro-batches, by rank and micro-batch; each has as many terms."""
+
+    update: Update
+    by_rank: Mapping[int, Sequence[Sequence[_Term]]]
+    shards: Sequence[Shard]
+    divisor: float | None  # of the sum over all micro-batches, as it was applied; may be clipped
+
+    @property
+    def sizes(self) -> set[int]:
+        """How many micro-batches ranks have."""
+        return {len(micro_batches) for micro_batches in self.by_rank.values()}
+
+    @property
+    def columns(self) -> list[list[_Term]]:
+        """The terms of all micro-batches, term by term."""
+        every = [terms for micro_batches in self.by_rank.values() for terms in micro_batches]
+        return [[*column] for column in zip(*every, strict=True)]
+
+    @property
+    def total(self) -> float:
+        """How much all means together count."""
+        return sum(term.whole for column in self.columns for term in column)
+
+    def is_divided(self) -> bool:
+        """Return whether each term is divided by the number of its rank's micro-batches."""
+        columns = self.columns
+        numbers = [len(own) for own in self.by_rank.values() for _ in own]
+        return all(
+            # A mean of two losses is divided by 2, as two micro-batches are.
+            term.is_divided_by(number, times=1 + (1 < number == len(columns)))
+            for column in columns
+            for term, number in zip(column, numbers, strict=True)
+        )
+
+    def parts(self) -> set[str]:
+        """Return over what the micro-batches together are one mean: all ranks, each rank, or both.
+
+        `applied` if they are one after the division of what is applied.
+        """
+        if self._is_weight():
+            return set()
+        known = {"all": 1, "each": len(self.by_rank), "applied": self.divisor or math.nan}
+        return {name for name, number in known.items() if _alike(self.total, number)}
+
+    def is_even(self) -> bool:
+        """Return whether all elements of a term count alike, as far as their numbers are known."""
+        return all(
+            _alike(term.share, column[0].share) or not (term.count and column[0].count)
+            for column in self.columns
+            for term in column
+        )
+
+    def _is_weight(self) -> bool:
+        """Return whether 0.5 may be the weight of a loss, not the share of each of two."""
+        terms = [term for column in self.columns for term in column]
+        return self.sizes == {2} and not any(term.divisors or not term.is_mean for term in terms)
+
+    def shares_of_sum(self) -> list[float] | None:
+        """Return how much an element of each term counts, if all of them are sums; else None."""
+        columns = self.columns
+        is_sum = all(not term.is_mean for column in columns for term in column)
+        even = all(_alike(term.share, column[0].share) for column in columns for term in column)
+        return [column[0].share for column in columns] if is_sum and even else None
+
+
+def judge(tally: Tally, trace: Trace) -> None:
+    """Judge a run whose losses are what `backward` is called on, step by step."""
+    if trace.traits.losses != "backward":
+        return
+    steps = [*_steps(trace)]
+    for step in steps:
+        _rows(tally, trace, step)
+    _short_steps(tally, trace, steps)
+    counts = {len(held) for held in _held(trace)} - {0}
+    if len(counts) > 1 and not _is_known(tally, trace, steps):
+        told = f"steps have {' or '.join(map(str, sorted(counts)))} micro-batches"
+        why = f"{told}, and by which number each divides its losses is unknown"
+        missing.ask(tally, why, facts.LOSS_AND_WEIGHT)
+
+
+def require_other_numbers(tally: Tally, runs: Traces) -> None:
+    """Count as missing how much losses count, if ranks add up as many micro-batches in all runs."""
+    own = [run for run in runs if run.traits.losses == "backward"]
+    counts = {
+        sum(shard.rank == one.rank for shard in held)
+        for run in own
+        for held in _held(run)
+        if step_sums.are_apart(held)
+        for one in held
+    }
+    if len(counts) != 1 or max(counts) < 2 or all(_is_known(tally, run) for run in own):
+        return
+    why = f"a rank adds up {max(counts)} micro-batches in each step of every run, and "
+    missing.ask(
+        tally, why + _open([step for run in own for step in _steps(run)]), facts.LOSS_AND_WEIGHT
+    )
+
+
+def _open(steps: Sequence[_Step]) -> str:
+    """Return what is open about losses of known `steps`, none if they are unknown."""
+    if not steps:
+        return (
+            "by which number it divides their losses is unknown without {accumulation} in the "
+            "command"
+        )
+    if all(step.is_divided() or step.parts() for step in steps):
+        counts = sorted({term.count for term in steps[0].columns[0]})
+        return (
+            f"those of {listed([f'{count:g}' for count in counts], most=3)} elements count alike: "
+            'right if that is meant, observe(..., loss_over="micro-batch"), wrong if each element '
+            "is to count alike"
+        )
+    return "each counts as a whole: right if their sum is meant, wrong if their mean is"
+
+
+def _is_known(tally: Tally, trace: Trace, steps: Sequence[_Step] | None = None) -> bool:
+    """Return whether each step is a mean, or all are sums whose elements count as much."""
+    steps = [*_steps(trace)] if steps is None else steps
+    if not steps or len(steps) < sum(map(bool, _held(trace))):
+        return False
+    first = steps[0].shares_of_sum()
+    sums = [step.shares_of_sum() for step in steps]
+    is_sum = first is not None and all(
+        shares is not None and len(shares) == len(first) and all(map(_alike, shares, first))
+        for shares in sums
+    )
+    divided = all(step.is_divided() for step in steps)
+    is_mean = divided or bool(set.intersection(*(step.parts() for step in steps)))
+    is_even = trace.traits.loss_over == "micro-batch" or all(step.is_even() for step in steps)
+    if is_sum or (is_mean and is_even):
+        tally.compared += len(steps)
+        return True
+    return False
+
+
+def _rows(tally: Tally, trace: Trace, step: _Step) -> None:
+    """Check that means over other numbers of samples count as their samples do.
+
+    A script may rightly want other numbers of tokens to count alike.
+    """
+    columns = step.columns
+    if len(columns) != 1 or trace.traits.loss_over == "micro-batch":
+        return
+    if not (step.is_divided() or step.parts()):
+        return
+    sizes = [len(shard.ids) for shard in step.shards]
+    terms = columns[0]
+    if len({*sizes}) < 2 or not all(sizes) or not all(term.count for term in terms):
+        return
+    per_row = terms[0].count / sizes[0]
+    if not all(_alike(t.count, per_row * n) for t, n in zip(terms, sizes, strict=True)):
+        return
+    total, whole = sum(sizes), sum(term.whole for term in terms)
+    for shard, term in zip(step.shards, terms, strict=True):
+        due, got = len(shard.ids) / total, term.whole / whole
+        tally.check(
+            _alike(got, due),
+            f"the loss of micro-batch {shard.shard} counts {got / due:.3g} times as much as its "
+            f"{len(shard.ids)} of {total} samples, which could mean: a mean of means",
+            expected=f"{due:.6g} of the step",
+            got=f"{got:.6g} of the step",
+            **evidence.place(trace, shard),
+        )
+
+
+def _short_steps(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
+    """Check that steps of more or fewer micro-batches than usual are divided by their own number.
+
+    The usual number is that of most steps, which are divided by it.
+    """
+    sizes = [max(step.sizes) for step in steps if len(step.sizes) == 1]
+    usual = max({*sizes}, key=sizes.count, default=0)
+    model = next((step for step in steps if step.sizes == {usual} and step.is_divided()), None)
+    if model is None or usual < 2:
+        return
+    due = _divided(model, usual)
+    for step in steps:
+        got, number = _divided(step, usual), max(step.sizes)
+        if due is None or got is None or step.sizes != {number} or number == usual:
+            continue
+        if step.is_divided() or not _alike(got, due):
+            continue
+        meaning = (
+            "the last of an epoch are left for the next step"
+            if number > usual
+            else "the number is one of full steps alone"
+        )
+        tally.check(
+            False,
+            f"{number} micro-batches of a rank are divided by the number that {usual} are divided "
+            f"by in step {model.update.step}, so samples count {number / usual:.3g} times, which "
+            f"could mean: {meaning}",
+            expected="1",
+            got=f"{number / usual:.6g}",
+            **evidence.place(trace, step.update),
+        )
+
+
+def _divided(step: _Step, number: int) -> float | None:
+    """Return how much each micro-batch counts, if all do alike and are divided by `number`."""
+    column = step.columns[0]
+    if not all(
+        term.is_divided_by(number) and _alike(term.whole, column[0].whole) for term in column
+    ):
+        return None
+    return column[0].whole
+
+
+def _held(trace: Trace) -> list[list[Shard]]:
+    """Return the micro-batches of each step, if the scale of their losses is unknown."""
+    if trace.traits.losses != "backward":
+        return []
+    shards = evidence.shards(trace)
+    steps = evidence.ranks_by_step(trace)
+    return [step_sums.held(by_rank, shards.get(step, ())) for step, by_rank in steps]
+
+
+def _steps(trace: Trace) -> Iterator[_Step]:
+    """Yield the steps in which the terms of each micro-batch are known."""
+    shards = evidence.shards(trace)
+    for number, by_rank in evidence.ranks_by_step(trace):
+        held = step_sums.held(by_rank, shards.get(number, ()))
+        terms = [[_Term.of(one, len(shard.ids)) for one in shard.terms] for shard in held]
+        known = all(own and all(t.share and math.isfinite(t.share) for t in own) for own in terms)
+        if not held or not known or len({*map(len, terms)}) != 1:
+            continue
+        of_rank: dict[int, list[list[_Term]]] = {}
+        ordered = sorted(zip(held, terms, strict=True), key=lambda pair: pair[0].rank)
+        for shard, own in ordered:
+            of_rank.setdefault(shard.rank, []).append(own)
+        update = evidence.any_rank(by_rank)
+        divisor = _applied_divisor(by_rank, held, update)
+        yield _Step(update, of_rank, [shard for shard, _ in ordered], divisor)
+
+
+def _applied_divisor(
+    by_rank: Mapping[int, Update], held: Sequence[Shard], update: Update
+) -> float | None:
+    total = step_sums.total(by_rank, held)
+    mean = evidence.vectors(update.gradient)
+    if not total or mean is None or gradient_sums.shapes(total) != gradient_sums.shapes(mean):
+        return None
+    return gradient_sums.divisor(total, mean)
+
+
+def _alike(one: float, other: float) -> bool:
+    return abs(one - other) <= _BOUND * abs(other)

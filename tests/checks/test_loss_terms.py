@@ -1,0 +1,154 @@
+"""By which numbers micro-batches' losses are divided, where a script doesn't report them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from entrenar_py.trace import Event, Shard, Trace, Update
+from entrenar_py.verdict import Verdict
+from tests.checks import traces
+from tests.checks.micro_batch_traces import SHAPES, STEPS, records, summed, trace_of
+
+Terms = tuple[tuple[float, ...], ...]
+MEAN: Terms = ((8.0, 1 / 8, 8.0),)
+HALF: Terms = ((8.0, 1 / 16, 2.0, 8.0),)  # divided by 2 micro-batches
+COUNTED = "each counts as a whole"
+UNKNOWN = "by which number it divides their losses is unknown"
+
+
+def run(*terms: Terms) -> Trace:
+    """Return a run whose ranks have two micro-batches with these terms, or twice the same."""
+    of_rank = terms if len(terms) == 2 else terms * 2
+    trace = trace_of([summed(step) for step in range(STEPS)], terms=[of_rank, of_rank])
+    return traces.was(trace, losses="backward")
+
+
+def reason(trace: Trace) -> str:
+    return traces.judge("weighting", [trace]).reason
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        [HALF],
+        [((8.0, 0.9 / 16, 2.0, 8.0), (24.0, 0.1 / 48, 2.0, 24.0))],  # smoothed labels
+        [((8.0, 0.25 / 16, 2.0, 8.0),)],  # a weight of its own
+        [((5.0, 1 / 8, 8.0),), ((3.0, 1 / 8, 8.0),)],  # tokens of the step, of each rank
+        [((5.0, 1 / 16, 16.0),), ((3.0, 1 / 16, 16.0),)],  # and of all ranks
+        [((8.0, 1.0),)],  # a sum
+        [((0.0, 0.5, 2.0),)],  # over nobody knows what
+    ],
+)
+def test_losses_that_are_divided_by_their_number_are_known(terms: Sequence[Terms]) -> None:
+    """Each way to take a mean over the step, or its sum, needs no other number to compare with."""
+    assert "a rank adds up" not in reason(run(*terms))
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        MEAN,
+        ((8.0, 1 / 16, 8.0),),  # 0.5 times the loss is no division by two micro-batches
+        ((8.0, 1 / 16, 2.0, 8.0), (8.0, 1 / 16, 2.0, 8.0)),  # the mean of two losses
+        ((8.0, 1 / 16, 2.0, 8.0), (8.0, 1 / 8, 8.0)),  # one of them is divided
+    ],
+)
+def test_means_that_are_added_stay_open(terms: Terms) -> None:
+    """The sum of the means may be meant."""
+    assert COUNTED in reason(run(terms))
+
+
+def test_without_terms_the_number_is_unknown() -> None:
+    assert UNKNOWN in reason(run(()))
+    assert UNKNOWN in reason(run(((8.0, float("nan")),)))
+
+
+def other_size(trace: Trace, kept: int) -> Trace:
+    """Return the run with 1 or 3 micro-batches of each rank in step 1."""
+    events: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Shard) and event.step == 1:
+            if event.shard % 2 == 0 or kept > 1:
+                events.append(event)
+            if event.shard % 2 and kept > 2:
+                events.append(replace(event, shard=event.shard + 4, epoch=1))
+        else:
+            events.append(event)
+    of_step = [one for one in events if isinstance(one, Shard) and one.step == 1]
+    total = {
+        name: np.sum([one.gradient[name].values() for one in of_step], axis=0) / 2  # type: ignore[arg-type]
+        for name in SHAPES
+    }
+    trace = replace(trace, events=tuple(events))
+    for rank in (0, 1):
+        where = {"step": 1, "rank": rank}
+        trace = traces.altered(trace, Update, where, gradient=records(total))
+    return trace
+
+
+@pytest.mark.parametrize(("kept", "words"), [(1, "one of full steps alone"), (3, "left for the")])
+def test_a_window_of_another_length_that_is_divided_by_the_usual_one(kept: int, words: str) -> None:
+    """A step of more or fewer micro-batches is divided by its own number."""
+    broken = traces.broken(traces.judge("weighting", [other_size(run(HALF), kept)]))
+    assert broken.step == 1
+    assert f"{kept} micro-batches of a rank are divided by the number that 2" in broken.message
+    assert words in broken.message
+
+
+def test_a_window_of_another_length_that_is_divided_by_its_own() -> None:
+    """A tail that is divided by its own length holds, and one that isn't measured stays open."""
+    trace = other_size(run(HALF), 1)
+    of_step = [one for one in trace.of(Shard) if one.step == 1]
+    known, unknown = trace, trace
+    for shard in of_step:
+        where = {"step": 1, "shard": shard.shard}
+        known = traces.altered(known, Shard, where, terms=MEAN)
+        unknown = traces.altered(unknown, Shard, where, terms=())
+    words = "steps have 2 or 4 micro-batches, and by which number"
+    assert words not in reason(known)
+    assert traces.judge("weighting", [known]).verdict is not Verdict.FALSIFIED
+    assert words in reason(unknown)
+
+
+def test_added_means_of_two_lengths_stay_open() -> None:
+    """Nothing is divided, so nothing is divided by the wrong number."""
+    assert "steps have 2 or 4 micro-batches" in reason(other_size(run(MEAN), 1))
+
+
+def fewer_samples(trace: Trace) -> Trace:
+    """Return the run with another sample in every first micro-batch."""
+    return replace(
+        trace,
+        events=tuple(
+            replace(e, ids=(*e.ids, e.ids[0] + 100), weight=2.0)
+            if isinstance(e, Shard) and e.shard % 2 == 0
+            else e
+            for e in trace.events
+        ),
+    )
+
+
+def test_a_mean_of_means_over_other_numbers_of_samples() -> None:
+    """A short micro-batch that counts as a full one is a counterexample at its place."""
+    means: tuple[Terms, Terms] = (((2.0, 0.25, 2.0, 2.0),), ((1.0, 0.5, 2.0, 1.0),))
+    broken = traces.broken(traces.judge("weighting", [fewer_samples(run(*means))]))
+    assert (broken.step, broken.shard) == (0, 0)
+    assert "counts 0.75 times as much as its 2 of 6 samples" in broken.message
+    right: tuple[Terms, Terms] = (((2.0, 1 / 3, 3.0),), ((1.0, 1 / 3, 3.0),))
+    assert traces.judge("weighting", [fewer_samples(run(*right))]).verdict is not Verdict.FALSIFIED
+    declared = traces.was(fewer_samples(run(*means)), loss_over="micro-batch")
+    assert traces.judge("weighting", [declared]).verdict is not Verdict.FALSIFIED
+
+
+def test_means_over_other_numbers_of_tokens_stay_open() -> None:
+    """Equal numbers of samples with other numbers of tokens may rightly count alike."""
+    means: tuple[Terms, Terms] = (((7.0, 1 / 14, 2.0, 7.0),), ((5.0, 1 / 10, 2.0, 5.0),))
+    finding = traces.judge("weighting", [run(*means)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "those of 5, 7 elements count alike" in finding.reason
+    declared = traces.was(run(*means), loss_over="micro-batch")
+    assert "count alike" not in reason(declared)
