@@ -635,6 +635,7 @@ _CLIPPED = (
         ),
         check="weighting",
         step=0,
+        words="sums of gradients are rounded to 16 bits, and float32 is declared",
     ),
 )
 

@@ -96,11 +96,6 @@ LEFT_OPEN = (
         ),
     ),
     Open(
-        "which nobody declared",
-        ("parity", "step_rule", "weighting"),
-        ("reduce_dtype: bfloat16 by hand, undeclared", "reduce_dtype: float16 by hand, undeclared"),
-    ),
-    Open(
         "gradients before they were clipped",
         ("step_rule",),
         ("reduce_dtype: of fully_shard's policy",),
@@ -260,8 +255,6 @@ LEFT_OPEN = (
             "clip_norm: now and then active",
             "clip_norm: scaled, and unscaled before",
             "clip_norm: with obs.reduced()",
-            "reduce_dtype: bfloat16 by hand, declared",
-            "reduce_dtype: float16 by hand, declared",
             "an optimizer for each tensor, which steps within the backward pass",
             "a critic that steps twice for each step of the other network",
         ),

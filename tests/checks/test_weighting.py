@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from entrenar_py.trace import Event, Shard, TensorRecord, Trace, Update
 from entrenar_py.verdict import Verdict
-from tests.checks import traces
+from tests.checks import micro_batch_traces, traces
 from tests.checks.traces import altered, broken, scenario, without
 
 SUBJECT = scenario(detail="values")
@@ -134,3 +136,31 @@ def _digests(event: Event) -> Event:
     if not isinstance(event, Update):
         return event
     return replace(event, gradient={n: TensorRecord(r.digest) for n, r in event.gradient.items()})
+
+
+def in_bfloat16(vector: Any) -> Any:
+    bits = vector.astype(np.float32).view(np.uint32) + np.uint32(0x8000)
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def sent_in_bfloat16(**factors: float) -> Trace:
+    """Return a run whose ranks round their gradients by hand, with `factors` of tensors."""
+    applied = []
+    for step in range(micro_batch_traces.STEPS):
+        ranks = [micro_batch_traces.summed(step, ranks=[rank]) for rank in (0, 1)]
+        terms = [{name: in_bfloat16(v) for name, v in own.items()} for own in ranks]
+        whole = micro_batch_traces.plus(*terms)
+        applied.append({n: v * np.float32(factors.get(n, 1)) for n, v in whole.items()})
+    return micro_batch_traces.trace_of(applied)
+
+
+def test_sums_in_bfloat16_are_compared_within_its_rounding() -> None:
+    """Roundings of what ranks send are seen, and are wrong only where float32 is declared."""
+    right = sent_in_bfloat16()
+    assert "bfloat16" not in traces.judge("weighting", [right]).reason
+    assert traces.judge("weighting", [right]).verdict is not Verdict.FALSIFIED
+    declared = traces.was(right, compressed="float32")
+    words = "sums of gradients are rounded to 16 bits, and float32 is declared"
+    assert words in broken(traces.judge("weighting", [declared])).message
+    other = broken(traces.judge("weighting", [sent_in_bfloat16(b=2.0)]))
+    assert (other.step, other.tensor) == (0, "b")

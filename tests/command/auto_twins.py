@@ -27,6 +27,7 @@ DECLARED = (
     "clip_norm:",
     "declared frozen:",
     "each rank clips its shards by their norm",
+    "reduce_dtype: float32 declared",
     "tied:",
     "workers that live on",
 )

@@ -100,9 +100,8 @@ def compare(
     if why := rounded_away(trace) or rounded_away(model):
         tally.miss(why)
         return 0
-    compressed = trace.traits.compressed
-    if compressed in precision.SIXTEEN:
-        tally.note(f"gradients are sent in {compressed}: compared within the rounding of that")
+    if (sent := sent_in(trace)) in precision.SIXTEEN:
+        tally.note(f"gradients are sent in {sent}: compared within the rounding of that")
     model, trace = evidence.with_losses(model), evidence.with_losses(trace)
     gaps = missing.Gaps()
     expected = evidence.updates(model)
@@ -166,18 +165,20 @@ def rounded_away(trace: Trace) -> str:
     Gradients sent in 16 bits can be compared within the rounding of 16 bits.
     """
     compressed = trace.traits.compressed
-    if compressed in ("float32", *precision.SIXTEEN):
+    if compressed in ("", "float32", *precision.SIXTEEN):
         return ""
-    if not compressed:
-        rounded = reduction_format.undeclared(trace, GRADIENT_BOUND)
-        return rounded and (
-            f"sums of gradients are rounded to {rounded}, which nobody declared: "
-            f"observe(..., reduce_dtype=torch.{rounded}), or torch.float32 if they must not be"
-        )
     return (
         f"gradients are compressed by {compressed}, whose rounding is not known: leave the hook "
         "out, or use fp16_compress_hook"
     )
+
+
+def sent_in(trace: Trace) -> str:
+    """Return what compresses gradients on their way between ranks, as declared or as sums show it.
+
+    A script may round them to 16 bits by hand. "" if nothing does.
+    """
+    return trace.traits.compressed or reduction_format.undeclared(trace, GRADIENT_BOUND)
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,10 @@ class Bounds:
         adam = any(run.scenario.optimizer == "adamw" for run in runs)
         adam = adam or step_shape.is_adaptive(*runs)
         own = [run for run in runs if run.scenario.workload == "own"]
-        unit = precision.unit(*own)
+        sent = [
+            precision.SIXTEEN[name][0] for name in map(sent_in, own) if name in precision.SIXTEEN
+        ]
+        unit = max(precision.unit(*own), *sent, precision.FLOAT32)
         coarse = unit > precision.FLOAT32
         loss, gradient, floor = LOSS_BOUND, GRADIENT_BOUND, LEARNED_AWAY
         if coarse:

@@ -23,6 +23,7 @@ from entrenar_py.checks import (
     parity,
     plans,
     presuppositions,
+    reduction_format,
     run_comparison,
     skips,
     step_sums,
@@ -109,6 +110,8 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     if trace.traits.steps != "model" and not any(u.gradient for u in trace.of(Update)):
         tally.miss("the optimizer steps copies of the model's weights, with gradients of their own")
         return
+    if _is_rounded(tally, trace):
+        return
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     rested = skips.without_gradients(trace)
@@ -138,6 +141,18 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         elif valued:
             fact = facts.values_of("Shard.gradient and Update.gradient of all tensors")
             missing.ask(tally, f"the gradients of step {step} could not be added", fact)
+
+
+def _is_rounded(tally: Tally, trace: Trace) -> bool:
+    """Return whether sums are rounded to 16 bits where float32 is declared: a counterexample."""
+    if trace.traits.compressed != "float32":
+        return False
+    rounded = reduction_format.undeclared(trace, run_comparison.GRADIENT_BOUND)
+    if rounded:
+        first = evidence.any_rank(next(by_rank for _, by_rank in evidence.ranks_by_step(trace)))
+        message = "sums of gradients are rounded to 16 bits, and float32 is declared for them"
+        tally.check(False, message, **evidence.place(trace, first))
+    return bool(rounded)
 
 
 def _require_pass(tally: Tally, trace: Trace, update: Update) -> None:
