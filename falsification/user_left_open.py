@@ -193,38 +193,14 @@ LEFT_OPEN = (
         ("a term that balances experts",),
     ),
     Open(
-        "if they share it, say so",
-        ("coverage", "parity", "weighting"),
-        (
-            "tensor parallelism in plain tensors",
-            "stages in plain tensors",
-            "together: a block cut by hand, with dropout",
-        ),
-    ),
-    Open(
-        "if they share it, say so",
-        ("coverage",),
-        ("a module that keeps a flat shard",),
-    ),
-    Open(
-        "say how the ranks share the model",
-        ("optimizer_state", "randomness", "replica_identity"),
-        ("stages in plain tensors",),
+        "draws its masks per rank",
+        ("parity", "weighting"),
+        ("together: a block cut by hand, with dropout",),
     ),
     Open(
         "a copy, a piece or an expert",
         ("optimizer_state", "parity", "randomness", "replica_identity", "weighting"),
         ("an expert on each rank, under the same name",),
-    ),
-    Open(
-        "ranks that hold pieces in plain tensors",
-        ("optimizer_state", "randomness", "replica_identity"),
-        ("tensor parallelism in plain tensors", "together: a block cut by hand, with dropout"),
-    ),
-    Open(
-        "ranks that hold pieces in plain tensors",
-        ("optimizer_state", "parity", "randomness", "replica_identity", "weighting"),
-        ("a module that keeps a flat shard",),
     ),
     Open(
         "nobody declared whether it may",

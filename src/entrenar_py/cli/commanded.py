@@ -30,6 +30,7 @@ from entrenar_py.harness.runner import Listener
 from entrenar_py.project import launchers, script
 from entrenar_py.project.exclusions import Standing
 from entrenar_py.rank_files import shown_scenario
+from entrenar_py.rank_files.arranged import Arrangement
 from entrenar_py.reports.report import Entry
 from entrenar_py.trace import Trace
 
@@ -44,6 +45,7 @@ class Shared:
 
     def __init__(self) -> None:
         self.made: dict[Asked, Trace] = {}
+        self.arrangements: dict[int, Arrangement] = {}
         self.folders: list[Path] = []
         self._temporary: run_folder.RunFolder | None = None
         self.stack = ExitStack()
@@ -84,6 +86,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         source=_copied_folder(options),
         spelled=options.knobs,
         made=shared.made,
+        arrangements=shared.arrangements,
     )
     foreseen = [f"command: {change}" for change in options.command_changes]
     plan = make_plan(folder=Path())

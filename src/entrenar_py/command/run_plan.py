@@ -26,6 +26,7 @@ from entrenar_py.errors import UsageError, did_you_mean
 from entrenar_py.faults import Fault
 from entrenar_py.observing import TOKENS
 from entrenar_py.observing.auto import Settings
+from entrenar_py.rank_files.arranged import Arrangement
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
 
@@ -44,7 +45,8 @@ class Plan:
     With `auto` the script is observed without a line. `spelled` has, by knob and value, the text
     that is filled in instead of the value. Each run has a copy of the folder `source` to work in.
     If that is None, all run in the launcher's folder. Runs in `made` are not launched again; those
-    that are launched are added to it.
+    that are launched are added to it. `arrangements` says by number of workers how ranks share the
+    model, as far as runs have shown it.
 
     Raises UsageError for an unknown placeholder, for a knob or value in `spelled` that the command
     doesn't have, for a seed or a number of workers, steps or epochs without a placeholder to put it
@@ -64,6 +66,7 @@ class Plan:
     source: Path | None = None
     spelled: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     made: MutableMapping[Asked, Trace] = field(default_factory=dict)
+    arrangements: MutableMapping[int, Arrangement] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         placeholders.require_known(self.command)

@@ -13,7 +13,13 @@ from entrenar_py.checks.knobs import KNOBS
 from entrenar_py.command import ending
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
-from entrenar_py.rank_files import assembly, checkpoints, rank_trace, shown_scenario
+from entrenar_py.rank_files import (
+    assembly,
+    checkpoints,
+    rank_trace,
+    shown_scenario,
+)
+from entrenar_py.rank_files.arranged import Arrangement
 from entrenar_py.rank_files.rank_file import SUFFIX
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.scenario import Scenario
@@ -28,14 +34,19 @@ def of(
     *,
     unclipped: bool,
     seeded: bool,
+    arrangement: Arrangement | None = None,
 ) -> trace.Trace:
     """Return the trace of the run whose ranks' files are in `folder`.
+
+    If its ranks declare no layout, `arrangement` says how they share the model.
 
     A run may end too early to show its number of steps or its data. These are then taken from
     `like`, a run without faults or stops. `unclipped`: the command was told to clip nothing.
     `seeded`: it was told its seed.
     """
     ranks, problems = assembly.load(folder)
+    if arrangement is not None and all(rank.layout is None for rank in ranks):
+        ranks = arrangement.of(ranks)
     events = assembly.ordered(ranks)
     scenario, traits = _scenario(ranks, events, asked, like, unclipped=unclipped)
     saved = checkpoints.read(folder).traits(is_cut=any(rank.is_limited for rank in ranks))

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from entrenar_py import trace
 from entrenar_py.checks import stopped_run
 from entrenar_py.checks.knobs import KNOBS, UNCLIPPED
 from entrenar_py.command import own_folder, placeholders, run_trace
+from entrenar_py.command.arranging import Arranging, Made
 from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.beginnings import Beginnings, first_step
 from entrenar_py.command.launch import OUTPUT, Ended
@@ -88,6 +89,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
     likes: dict[Turn | None, Trace] = {}
     nudging = Nudging(plan.needs)
     beginnings = Beginnings()
+    arranging = Arranging(base, plan.arrangements)
     planned, first = plan.plain(), True
     while planned:
         name = next(iter(planned))
@@ -99,6 +101,10 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
         if asked not in plan.made:
             show(f"{shlex.join(plan.command)} ({name})")
             ended = ahead.launched(name, asked, planned, likes)
+            before = arranging.after(name, asked, ended)
+            for file, run in _read_again(plan, before, likes, (asked, *planned.values())):
+                nudging.read_again(run.asked, run.trace)
+                yield file, run
             plan.made[asked] = _trace(plan, asked, base / name, ended, like)
         recorded = plan.made[asked]
         if like is not None and _was_told_otherwise(asked, like, recorded):
@@ -126,6 +132,24 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
                 likes.setdefault(asked.turn, recorded)
         rest = tuple(planned.values())
         yield base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=rest)
+
+
+def _read_again(
+    plan: Plan, made: Sequence[Made], likes: dict[Turn | None, Trace], ahead: tuple[Asked, ...]
+) -> Iterator[tuple[Path, Run]]:
+    """Yield once more the runs `made`, read as it is known by now how ranks share the model.
+
+    A run that failed as it was read before keeps its trace: it began where another had been.
+    """
+    for name, asked, ended in made:
+        recorded = _trace(plan, asked, plan.folder / name, ended, _like(asked, likes))
+        if plan.made[asked].end.status != recorded.end.status:
+            continue
+        plan.made[asked] = recorded
+        if asked.is_unstruck and not asked.repeat and asked.turn in likes:
+            likes[asked.turn] = recorded
+        trace.save(recorded, plan.folder / f"{name}.jsonl")
+        yield plan.folder / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=ahead)
 
 
 class _Ahead:
@@ -239,6 +263,7 @@ def _trace(plan: Plan, asked: Asked, folder: Path, ended: Ended, like: Trace | N
         like,
         unclipped=plan.can_say("clip") and UNCLIPPED not in plan.spelled.get("clip", {}),
         seeded=plan.can_say("seed"),
+        arrangement=plan.arrangements.get(asked.world_size),
     )
 
 

@@ -37,8 +37,8 @@ def gradient(group: Sequence[int], held: Held, ranks: Ranks, layout: Layout) -> 
     """Return the gradient of one micro-batch that the ranks of `group` computed together.
 
     Ranks of one stage hold copies of it, of which the first is taken. Ranks of several stages hold
-    terms, which are added. If ranks compute on parts of samples, the result is empty: a term can't
-    be told from a copy.
+    terms, which are added, or copies again. If ranks compute on parts of samples, the result is
+    empty: a term can't be told from a copy.
     """
     if layout.has(PARTIAL):
         return {}
@@ -47,7 +47,12 @@ def gradient(group: Sequence[int], held: Held, ranks: Ranks, layout: Layout) -> 
         stage = stages.setdefault(layout.coordinates(rank).get("pp", 0), {})
         for name, record in made_whole(rank, held, ranks).items():
             stage.setdefault(name, record)
-    return total(renamed(stage, layout) for stage in stages.values())
+    terms = _gathered(renamed(stage, layout) for stage in stages.values())
+    sums = {
+        name: records[0] if len({record.digest for record in records}) == 1 else _sum(records)
+        for name, records in terms.items()
+    }
+    return {name: record for name, record in sums.items() if record is not None}
 
 
 def made_whole(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
@@ -70,12 +75,16 @@ def renamed(tensors: Tensors, layout: Layout) -> dict[str, TensorRecord]:
 
 def total(terms: Iterable[Tensors]) -> dict[str, TensorRecord]:
     """Return the sums by name, without tensors whose values are unknown or differ in size."""
+    sums = {name: _sum(records) for name, records in _gathered(terms).items()}
+    return {name: record for name, record in sums.items() if record is not None}
+
+
+def _gathered(terms: Iterable[Tensors]) -> dict[str, list[TensorRecord]]:
     gathered: dict[str, list[TensorRecord]] = {}
     for tensors in terms:
         for name, record in tensors.items():
             gathered.setdefault(name, []).append(record)
-    sums = {name: _sum(records) for name, records in gathered.items()}
-    return {name: record for name, record in sums.items() if record is not None}
+    return gathered
 
 
 def norm(tensors: Tensors) -> float | None:
