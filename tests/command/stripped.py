@@ -53,6 +53,15 @@ class _Stripper(ast.NodeTransformer):
         node.elts = [one for one in node.elts if not self._is_ours(one)]
         return node
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        node.args = [one for one in node.args if not self._is_ours(one)]
+        node.keywords = [one for one in node.keywords if not self._is_ours(one.value)]
+        return self.generic_visit(node)
+
+    def visit_arguments(self, node: ast.arguments) -> ast.AST:
+        node.args = [one for one in node.args if one.arg not in self._names]
+        return node
+
     def _belongs(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Import):
             return all(alias.name.startswith(_PACKAGE) for alias in node.names)
@@ -63,12 +72,17 @@ class _Stripper(ast.NodeTransformer):
         return False
 
     def _is_ours(self, node: ast.expr) -> bool:
-        while ast.unparse(node) not in self._names and isinstance(node, ast.Attribute):
-            node = node.value
-        return ast.unparse(node) in self._names
+        """Return whether an expression is the observer, or a part of it: `obs.loss`, `t.obs`."""
+        if ast.unparse(node) in self._names:
+            return True
+        return isinstance(node, ast.Attribute) and (
+            f"self.{node.attr}" in self._names or self._is_ours(node.value)
+        )
 
 
 class _Barer(_Stripper):
+    visit_Call = visit_arguments = _Stripper.generic_visit  # noqa: N815 - ast's names
+
     def _belongs(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Assign | ast.Expr) and _makes(node.value):
             assert isinstance(node.value, ast.Call)
