@@ -130,6 +130,24 @@ def test_a_number_of_workers_that_cannot_be_filled_in_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
+    ("command", "is_alone"),
+    [
+        ("python train.py --lr 0.1", True),
+        ("env A=1 /usr/bin/python3 -m train", True),
+        ("A=1 ./train.py", True),
+        ("python train.py --workers {world_size}", False),
+        ("torchrun train.py", False),
+        ("python -m torch.distributed.run train.py", False),
+        ("./train.sh", False),
+        ("sh -c 'python train.py'", False),
+    ],
+)
+def test_a_script_without_a_launcher_is_tried_on_one_worker(command: str, is_alone: bool) -> None:
+    """A program that may start workers itself is not: it has to say where their number goes."""
+    assert launchers.starts_one(shlex.split(command)) is is_alone
+
+
+@pytest.mark.parametrize(
     ("command", "told"),
     [
         ("torchrun --nnodes=2 --nproc_per_node=2 train.py", "on 2 machines"),

@@ -128,6 +128,8 @@ def findings(
     script.parent.mkdir()
     script.write_text(stripped(text) if auto else text)
     wanted = {twin.check} if twin.check else twin.wanted or WANTED
+    if twin.world_size == 1:
+        launcher = [word.replace("{world_size}", "1") for word in launcher]
     # Pairs are run for parity: other checks see them beside it.
     traces = scripts.record(
         (*scripts.command(script, twin.turned, launcher), *twin.arguments),
@@ -192,7 +194,7 @@ def _applies(twin: Twin, check: str, finding: Finding) -> bool:
         return twin.script == "resume.py" or "{workdir}" in twin.arguments
     if check == "optimizer_state":
         return not any(words in finding.reason for words in _STATELESS)
-    return twin.world_size > 1 or check not in ("replica_identity", "randomness")
+    return True
 
 
 def is_broken(finding: Finding) -> bool:

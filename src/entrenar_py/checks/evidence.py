@@ -78,6 +78,16 @@ def calm_run(tally: Tally, trace: Trace, runs: Traces) -> Trace | None:
     return runs.of(CALM)[0]
 
 
+def started_alone(traces: Iterable[Trace]) -> str:
+    """Return that no two workers were tried, if the command can't start two; "" otherwise."""
+    if {(trace.traits.starts, trace.scenario.world_size) for trace in traces} != {("one", 1)}:
+        return ""
+    return (
+        "the command starts one worker, and nothing distributed was tried: to have that done, put "
+        "{world_size} where it takes the number of workers"
+    )
+
+
 def place(trace: Trace, event: Event) -> dict[str, Any]:
     """Return a counterexample's fields: step, rank and shard of `event`, scenario and shapes."""
     known = {

@@ -73,13 +73,21 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 def _absent(traces: Sequence[Trace]) -> str:
     """Return why there is no state to compare, if no optimizer of any rank ever had some."""
     updates = [update for trace in traces for update in trace.of(Update)]
-    if not updates or any(update.optimizer for update in updates):
+    if not updates:
         return ""
+    if any(update.optimizer for update in updates):
+        return _undivided(traces)
     if {trace.scenario.optimizer for trace in traces} == {"sgd"}:
         return "the optimizer keeps no state: it is SGD without momentum"
     if {trace.traits.rule for trace in traces} == {"own"}:
         return "the optimizer keeps no state: no rank had some after any step"
     return ""
+
+
+def _undivided(traces: Sequence[Trace]) -> str:
+    """Return why there is no state to compare, if one worker alone keeps it and never resumed."""
+    is_resumed = any(trace.scenario.stops for trace in traces)
+    return "" if is_resumed else evidence.started_alone(traces)
 
 
 def _is_spread(trace: Trace) -> bool:

@@ -211,6 +211,18 @@ def _same_for_any_worker_count(tally: Tally, runs: Traces) -> None:
                 tally.equal(expected, shard.draws, message, **evidence.place(trace, shard))
 
 
+def _absent(traces: Sequence[Trace]) -> str:
+    """Return why no streams must differ or agree: one worker draws none, and shuffles nothing."""
+    draws = any(
+        trace.of(Drawn)
+        or trace.scenario.dropout
+        or any(shard.draws is not None for shard in trace.of(Shard))
+        or (trace.traits.sample_ids == "known" and _orders_of(trace).shuffled)
+        for trace in traces
+    )
+    return "" if draws else evidence.started_alone(traces)
+
+
 ROWS = (
     Check(
         name="randomness",
@@ -221,5 +233,6 @@ ROWS = (
         plan=plans.random_streams,
         explores=True,
         needs=(ALONE,),
+        absent=_absent,
     ),
 )

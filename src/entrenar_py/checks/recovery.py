@@ -69,6 +69,8 @@ def _compare(tally: Tally, runs: Traces, within_steps: int) -> bool:
 
 def _absent(traces: Sequence[Trace]) -> str:
     """Return why no worker of the script can come back, as far as its runs show."""
+    if alone := evidence.started_alone(traces):
+        return alone
     if {trace.traits.restarts for trace in traces} == {"nothing"}:
         return (
             "the launcher starts no worker again: its --max-restarts is 0, and what a job does "

@@ -119,6 +119,11 @@ def require_ranks(tally: Tally, trace: Trace) -> None:
         missing.ask(tally, why, facts.ALL_RANKS)
 
 
+def _absent(traces: Sequence[Trace]) -> str:
+    """Return why there are no replicas, if the command starts one worker that ties no tensors."""
+    return "" if any(map(ties.have_copies, traces)) else evidence.started_alone(traces)
+
+
 def _initial(trace: Trace) -> dict[int, dict[int, Start]]:
     starts_of: dict[int, dict[int, Start]] = {}
     for start in trace.standing.of(Start):
@@ -183,5 +188,6 @@ ROWS = (
         in_step=True,
         takes_turned=True,
         takes_resumed=True,
+        absent=_absent,
     ),
 )

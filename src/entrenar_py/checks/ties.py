@@ -33,6 +33,13 @@ def compare(tally: Tally, trace: Trace) -> None:
             )
 
 
+def have_copies(trace: Trace) -> bool:
+    """Return whether a rank holds copies of a tensor that is declared tied, or that was one."""
+    declared = _ties(event.tied for event in trace.of(Declared))
+    noticed = _ties(event.shared for event in trace.of(Noticed))
+    return any(True for tie in (*declared, *noticed) for _ in _holders(trace, tie))
+
+
 def _ties(events: Iterable[Sequence[Tie]]) -> list[Tie]:
     return list(dict.fromkeys(tie for ties in events for tie in ties))
 

@@ -80,6 +80,9 @@ def _fill_in_workers(options: argparse.Namespace) -> None:
     options.command, options.command_changes = launched.command, launched.changes
     if launched.world_size is not None and not options.world_size:
         options.world_size = (launched.world_size,)
+    elif not options.world_size and launchers.starts_one(options.command):
+        options.world_size = (1,)
+        options.command_changes = (*launched.changes, launchers.ALONE)
 
 
 def _called(options: argparse.Namespace, arguments: Sequence[str]) -> str:

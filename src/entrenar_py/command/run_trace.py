@@ -34,6 +34,7 @@ def of(
     *,
     unclipped: bool,
     seeded: bool,
+    starts: str,
     arrangement: Arrangement | None = None,
 ) -> trace.Trace:
     """Return the trace of the run whose ranks' files are in `folder`.
@@ -42,7 +43,7 @@ def of(
 
     A run may end too early to show its number of steps or its data. These are then taken from
     `like`, a run without faults or stops. `unclipped`: the command was told to clip nothing.
-    `seeded`: it was told its seed.
+    `seeded`: it was told its seed. `starts` is that trait.
     """
     ranks, problems = assembly.load(folder)
     if arrangement is not None and all(rank.layout is None for rank in ranks):
@@ -50,7 +51,7 @@ def of(
     events = assembly.ordered(ranks)
     scenario, traits = _scenario(ranks, events, asked, like, unclipped=unclipped)
     saved = checkpoints.read(folder).traits(is_cut=any(rank.is_limited for rank in ranks))
-    traits = replace(traits, seeded=seeded, **saved)
+    traits = replace(traits, seeded=seeded, starts=starts, **saved)
     how = ending.of(ranks, events, asked, ended, problems)
     recorded = shown_scenario.trace_of(ranks, events, scenario, traits, how)
     if ended.num_left:

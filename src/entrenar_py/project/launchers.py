@@ -35,6 +35,10 @@ _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _MODULE = ("-m", "--module")
 _WORKERS = "{world_size}"
 _WORKERS_MAX = 64
+ALONE = (
+    "it has no launcher, so one worker is tried, and nothing distributed: put {world_size} where "
+    "it takes the number of workers"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,15 @@ def of(typed: Sequence[str]) -> Launch:
         changes=tuple(changes),
         world_size=int(number) if many and number is not None else None,
     )
+
+
+def starts_one(command: Sequence[str]) -> bool:
+    """Return whether a command calls a Python script by itself, without a number of workers."""
+    end, _ = script(command, Path())
+    program = next((word for word in command if not _VARIABLE.match(word) and word != "env"), "")
+    calls = program.endswith(".py") or Path(program).name.startswith("python")
+    has_launcher = launcher(command, end) or any(_WORKERS in word for word in command)
+    return calls and end < len(command) and not has_launcher
 
 
 def require_one_machine(command: Sequence[str]) -> None:

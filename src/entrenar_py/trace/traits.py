@@ -35,6 +35,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "saves": ("", "nothing", "weights"),
     "loads": ("", "nothing"),
     "restarts": ("", "nothing"),
+    "starts": ("", "one"),
 }
 
 
@@ -80,6 +81,7 @@ class Traits:
     - `loads`: `nothing` if no line of the script loads what it may have saved. `resume_option` is
       the first of its options that has such a name.
     - `restarts`: `nothing` if the launcher starts no worker again.
+    - `starts`: `one` if the command starts one worker and can't be told to start more.
 
     Of the optimizer: the constants of its rule as torch.optim has them, and
 
@@ -121,6 +123,7 @@ class Traits:
     loads: str = ""
     resume_option: str = ""
     restarts: str = ""
+    starts: str = ""
     rule: str = "known"
     momentum: float = 0.9
     dampening: float = 0.0
