@@ -273,3 +273,32 @@ def test_a_verdict() -> None:
     finding = traces.judge("step_rule", [run(mean)])
     assert finding.verdict is Verdict.FALSIFIED
     assert "longer than clip_norm" in finding.reason
+
+
+def called(made: Trace, unclipped: Callable[[Update], Tensors]) -> Trace:
+    """Return the run as seen without a line, and without the gradients of its micro-batches."""
+    events = tuple(
+        replace(event, unclipped=unclipped(event)) if isinstance(event, Update) else event
+        for event in made.events
+        if not isinstance(event, Shard)
+    )
+    return replace(made, events=events, traits=replace(made.traits, clip_source="calls"))
+
+
+def whole_of(update: Update) -> Tensors:
+    """Return the gradient of a step before it is clipped."""
+    return recorded(mean(batches(update.step)))
+
+
+def test_a_gradient_that_was_seen_before_it_was_clipped_needs_no_micro_batches() -> None:
+    """What ranks give to torch's clipping decides, where pieces hide what micro-batches gave."""
+    tally = judged(called(run(lambda ranks: clipped(mean(ranks))), whole_of))
+    assert tally.finding(nothing="").verdict is Verdict.HELD
+    assert tally.compared >= 4
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+def test_a_gradient_that_is_not_what_clipping_left_of_it_is_not_held(factor: float) -> None:
+    """Something else came between, or the norm was another one."""
+    tally = judged(called(run(lambda ranks: times(clipped(mean(ranks)), factor)), whole_of))
+    assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE

@@ -137,9 +137,15 @@ class _Judged:
     def direction(self, by_rank: ByRank) -> None:
         """Check that an applied gradient has the direction of the whole one, if that is known."""
         update = evidence.any_rank(by_rank)
+        if self._is_seen and all(map(self._is_as_called, by_rank.values())):
+            self.tally.compared += 1
+            return
         clipped = self._clipped(by_rank, update)
         norm = _length(update)
         if update.grad_norm is not None or not norm or not math.isfinite(norm):
+            return
+        if not clipped.whole and self._is_seen and update.unclipped:
+            self._unsaid(f"step {update.step} applies something else than that leaves")
             return
         if not clipped.whole:
             self.clips_unseen |= norm >= self._below
@@ -166,6 +172,18 @@ class _Judged:
             tensor=error.tensor or min(off),
             **evidence.place(self.trace, update),
         )
+
+    def _is_as_called(self, update: Update) -> bool:
+        """Return whether what is applied is what was given to torch's clipping, so clipped."""
+        whole, applied = map(evidence.vectors, (update.unclipped, update.gradient))
+        size = closeness.norm_l2(update.unclipped)
+        if not (whole and applied and size) or whole.keys() != applied.keys():
+            return False
+        if gradient_sums.shapes(whole) != gradient_sums.shapes(applied):
+            return False
+        factor = min(1.0, self.limit / (size + _EPSILON))
+        rounding = self.bound + closeness.norm_rounding(update.gradient)
+        return not gradient_sums.off(applied, whole, factor, rounding * factor * size)
 
     def lengths(self) -> None:
         """Check that gradients below the limit are as long as they were before clipping."""

@@ -35,6 +35,7 @@ class StepInWork:
         self._moved: dict[str, trace.TensorRecord] = {}
         self._due: list[str] = []
         self._gradient: dict[str, trace.TensorRecord] = {}
+        self._unclipped: trace.Tensors = {}
         # L2 norms before clipping and after it, if the script calls `reduced`.
         self._norm: float | None = None
         self._applied_norm: float | None = None
@@ -45,9 +46,13 @@ class StepInWork:
         self._gradient = dict(self._subject.record(gradients, exact=False))
         self._norm = tensors.norm(gradients.values())
 
+    def before_clipping(self) -> None:
+        """Note the gradients as they are when the script has torch clip them."""
+        self._unclipped = self._subject.record(self._subject.applied_gradients(), exact=False)
+
     def excuse(self) -> None:
         """Forget the gradients, which are not finite since the loss scale was too large."""
-        self._gradient, self._norm = {}, None
+        self._gradient, self._unclipped, self._norm = {}, {}, None
 
     def start(self, progress: Mapping[str, int]) -> trace.Start:
         """Return the record of this rank's state before the step."""
@@ -121,10 +126,11 @@ class StepInWork:
         kept, summed = self.sources.end_step()
         weights = {**update.weights, **self._moved}
         update = replace(update, weights=weights, kept=kept, summed=summed, edited=self._edited)
-        update = replace(update, extra=self._extra.records())
+        update = replace(update, extra=self._extra.records(), unclipped=self._unclipped)
         self.number += 1
         self.stepped.clear()
         self._gradient, self._norm, self._applied_norm = {}, None, None
+        self._unclipped = {}
         self._weights, self._edited, self._moved = update.weights, {}, {}
         self._at_first_pass = {}
         return update

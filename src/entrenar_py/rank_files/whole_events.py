@@ -18,7 +18,16 @@ from entrenar_py.trace import Declared, Event, Shard, Start, Update
 
 State = TypeVar("State", Start, Update)
 # Fields that may be in pieces.
-_IN_PIECES = ("weights", "optimizer", "buffers", "local", "gradient", "edited", "extra")
+_IN_PIECES = (
+    "weights",
+    "optimizer",
+    "buffers",
+    "local",
+    "gradient",
+    "edited",
+    "extra",
+    "unclipped",
+)
 
 
 def layout_of(ranks: Sequence[RankTrace]) -> Layout | None:

@@ -110,6 +110,7 @@ class Update(Event):
     right before this step that something other than the optimizer has changed since the update
     before. `schedule` is the position of the learning rate's schedule. `extra` is state beside the
     model, as in Start. An average that is moved after the step has the value of the step before.
+    `unclipped` is the gradient that the script gave to torch's `clip_grad_norm_`.
     """
 
     step: int
@@ -131,6 +132,7 @@ class Update(Event):
     edited: Tensors = field(default_factory=lambda: _NONE)
     schedule: int | None = None
     extra: Tensors = field(default_factory=lambda: _NONE)
+    unclipped: Tensors = field(default_factory=lambda: _NONE)
 
     def rate_of(self, name: str) -> float:
         """Return the learning rate of the tensor `name`."""

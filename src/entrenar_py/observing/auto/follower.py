@@ -320,7 +320,7 @@ class Follower:
     def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
         """Note that the script clips gradients by their norm."""
         if self._recorder is not None:
-            self._recorder.clips.note(parameters, max_norm, norm_type)
+            self._recorder.clipped(parameters, max_norm, norm_type)
 
     @guarded
     def _closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:

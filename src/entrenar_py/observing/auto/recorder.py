@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,6 +98,11 @@ class Recorder(Observer):
     def saved(self) -> None:
         """Note that the script saves a file."""
         self._facts.saved()
+
+    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
+        """Note that the gradients of `parameters` are about to be clipped by their norm."""
+        self.clips.note(parameters, max_norm, norm_type)
+        self._step.before_clipping()
 
     def closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
         """Note that a step's closure ran, and that the step had begun before this record."""
