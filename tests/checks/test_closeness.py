@@ -128,3 +128,27 @@ def test_a_norm_in_float32_is_off_by_no_more(size: int, small: float) -> None:
     norm = math.sqrt(np.square(values).reshape(-1, 8).sum(axis=0, dtype=np.float32).sum())
     off = norm / float(np.linalg.norm(values.astype(np.float64))) - 1
     assert -closeness.norm_rounding({"w": sketched(1.0, size=size)}) < off < 0
+
+
+@pytest.mark.parametrize(
+    ("got", "is_near"),
+    [
+        ([-np.inf, 0.0, 2.0], True),
+        ([np.inf, 0.0, 2.0], False),
+        ([-np.inf, 0.0, 2.1], False),
+        ([-np.inf, -np.inf, 2.0], False),
+        ([0.0, 0.0, 2.0], False),
+        ([-np.inf, np.nan, 2.0], False),
+    ],
+)
+def test_infinities_that_are_equal_are_no_distance(got: list[float], is_near: bool) -> None:
+    """An additive mask holds -inf. It is compared, and hides no difference in other elements."""
+    mask = {"mask": values(-np.inf, 0.0, 2.0), "w": values(1.0)}
+    tally = Tally("", observed=True)
+    made = {"mask": values(*got), "w": values(1.0)}
+    assert closeness.compare_close(tally, mask, made, 1e-5, "other")
+    assert (tally.broken is None) is is_near
+    wrong = {"mask": values(-np.inf, 0.0, 2.0), "w": values(1.01)}
+    tally = Tally("", observed=True)
+    closeness.compare_close(tally, mask, wrong, 1e-5, "other")
+    assert tally.broken is not None

@@ -120,9 +120,11 @@ def distances(expected: Tensors, got: Tensors) -> dict[str, Gap] | None:
 
     Return None if a tensor has neither values nor a sketch, or if one side alone has a sketch.
     """
-    left, right, scale = evidence.vectors(expected), evidence.vectors(got), norm_l2(expected)
-    if left is None or right is None or scale is None:
+    left, right = evidence.vectors(expected), evidence.vectors(got)
+    if left is None or right is None or norm_l2(expected) is None:
         return None
+    squares = {name: _finite_square(record) for name, record in expected.items()}
+    scale = math.sqrt(math.fsum(squares.values()))
     if any(
         (record.sketch is None) != (got[name].sketch is None)
         for name, record in expected.items()
@@ -135,10 +137,21 @@ def distances(expected: Tensors, got: Tensors) -> dict[str, Gap] | None:
             continue
         with np.errstate(invalid="ignore", over="ignore"):
             apart = np.abs(right[name].astype(np.float64) - value)
+            apart[right[name] == value] = 0.0  # infinities, as in an additive mask
             distance = float(np.sqrt(np.square(apart).sum()))
-        size = max(math.sqrt(expected[name].square() or 0.0), scale / NOISE_SHARE)
+        size = max(math.sqrt(squares[name]), scale / NOISE_SHARE)
         gaps[name] = Gap(value, right[name], apart, distance, size)
     return gaps
+
+
+def _finite_square(record: TensorRecord) -> float:
+    """Return the squared norm of a tensor, without the elements that are not finite."""
+    square = record.square() or 0.0
+    if math.isfinite(square):
+        return square
+    values = record.values()
+    finite = np.zeros(0) if values is None else values[np.isfinite(values)].astype(np.float64)
+    return float(finite @ finite)
 
 
 def furthest(expected: TensorRecord, got: TensorRecord, gap: Values) -> dict[str, Any]:
