@@ -73,11 +73,6 @@ LEFT_OPEN = (
         ("unusual tensors and optimizers",),
     ),
     Open(
-        "never moved and its gradient was zero in all steps",
-        ("liveness",),
-        ("margin, as it is", 'margin, as it is, with loss_over="batch"'),
-    ),
-    Open(
         "the optimizer's rule is not one that is known here",
         ("step_rule",),
         (
@@ -201,11 +196,6 @@ LEFT_OPEN = (
         "a copy, a piece or an expert",
         ("optimizer_state", "parity", "randomness", "replica_identity", "weighting"),
         ("an expert on each rank, under the same name",),
-    ),
-    Open(
-        "nobody declared whether it may",
-        ("liveness",),
-        ("undeclared: an average of the weights in parameters without gradients",),
     ),
     Open(
         "reaches the model with other contents",

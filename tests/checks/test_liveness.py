@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -275,3 +275,135 @@ def test_a_tensor_that_should_train_and_requires_no_gradient() -> None:
     found = broken(traces.judge("liveness", [replace(trace, events=events)]))
     assert (found.step, found.tensor) == (2, "e")
     assert "requires no gradient" in found.message
+
+
+def named(
+    weights: Sequence[Mapping[str, Sequence[float]]], shapes: Mapping[str, tuple[int, ...]]
+) -> Trace:
+    """Return a script's run whose tensors take `weights`; those named `a` or `b` are trained."""
+    held = [{name: values(*numbers) for name, numbers in step.items()} for step in weights]
+    trained = tuple(name for name in shapes if name.rpartition(".")[2] in ("a", "b", "fast"))
+    start = Start(
+        step=0,
+        rank=0,
+        weights=held[0],
+        trainable=trained,
+        frozen=tuple(name for name in shapes if name not in trained),
+        shapes=shapes,
+    )
+    updates = [
+        Update(
+            step=step,
+            rank=0,
+            loss=None,
+            weight=1.0,
+            learning_rate=0.1,
+            finite=True,
+            weights=one,
+            gradient={name: values(*[0.5] * len(weights[0][name])) for name in trained},
+        )
+        for step, one in enumerate(held[1:])
+    ]
+    return traces.hand_written(start, *updates, Declared(step=0, rank=0))
+
+
+SHAPES = {"0.base": (2, 3), "0.a": (1, 3), "0.b": (2, 1), "1.base": (3,)}
+ADAPTERS = [([0.5, 1.0, -1.0 + step], [1.0 + step, 2.0]) for step in range(5)]
+
+
+def adapted(base: Sequence[Sequence[float]]) -> Trace:
+    """Return a run of adapters, whose frozen weight takes the values of `base`."""
+    steps = [
+        {"0.base": weight, "0.a": first, "0.b": second, "1.base": [1.0, 2.0, 3.0]}
+        for weight, (first, second) in zip(base, ADAPTERS, strict=True)
+    ]
+    return named(steps, SHAPES)
+
+
+def merged(scale: float, after: int) -> list[float]:
+    """Return a frozen weight of ones with the product of the adapters after a step."""
+    first, second = ADAPTERS[after]
+    return [1 + scale * row * column for row in second for column in first]
+
+
+def test_adapters_that_are_merged_and_go_on() -> None:
+    """A frozen weight that moves by the product of its adapters counts them twice from there."""
+    base = [[1.0] * 6, [1.0] * 6, merged(0.5, 1), merged(0.5, 1), merged(0.5, 1)]
+    found = broken(traces.judge("liveness", [adapted(base)]))
+    assert (found.step, found.tensor) == (1, "0.base")
+    assert "adapters were merged into what they adapt" in found.message
+
+
+def test_adapters_that_are_emptied_as_they_are_merged() -> None:
+    """They may begin anew from a weight that holds what they have learned (ReLoRA)."""
+    base = [[1.0] * 6, [1.0] * 6, merged(0.5, 1), merged(0.5, 1), merged(0.5, 1)]
+    edited = {"0.a": values(9.0, 9.0, 9.0), "0.b": values(0.0, 0.0)}
+    trace = traces.altered(adapted(base), Update, {"step": 1}, edited=edited)
+    assert traces.judge("liveness", [trace]).verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_frozen_weight_that_moves_otherwise_is_left_open() -> None:
+    """A memory or a codebook may be written to on purpose."""
+    base = [[1.0 + step * n for n in range(6)] for step in range(5)]
+    finding = traces.judge("liveness", [adapted(base)])
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "nobody declared whether it may" in finding.reason
+
+
+@pytest.mark.parametrize("num_shrunk", [1, 2])
+def test_weight_decay_by_hand_of_all_frozen_tensors(num_shrunk: int) -> None:
+    """What multiplies every frozen tensor by one number means other ones; one may be a memory."""
+    factors = [0.999**step for step in range(5)]
+    steps = [
+        {
+            "0.base": [factor * n for n in range(1, 7)],
+            "0.a": first,
+            "0.b": second,
+            "1.base": [(factor if num_shrunk == 2 else 1.0) * n for n in (1.0, 2.0, 3.0)],
+        }
+        for factor, (first, second) in zip(factors, ADAPTERS, strict=True)
+    ]
+    finding = traces.judge("liveness", [named(steps, SHAPES)])
+    due = Verdict.FALSIFIED if num_shrunk == 2 else Verdict.INCONCLUSIVE
+    assert finding.verdict is due
+    assert ("decays weights by hand" in finding.reason) is (num_shrunk == 2)
+
+
+def test_an_average_is_found_among_tensors_of_the_same_size() -> None:
+    """What a tensor without a gradient follows is the one that it moves to, not the first one."""
+    slow, steps = 0.0, []
+    for step in range(5):
+        steps.append(
+            {"x.fast": [step, 1.0], "y.fast": [-2.0 * step, 3.0], "slow.y.fast": [slow, 3.0]}
+        )
+        slow += 0.25 * (-2.0 * step - slow)
+    trace = named(steps, dict.fromkeys(steps[0], (2,)))
+    start = {"trainable": ("x.fast", "y.fast"), "frozen": ("slow.y.fast",)}
+    finding = traces.judge("liveness", [traces.altered(trace, Start, {}, **start)])
+    assert finding.verdict is Verdict.HELD
+
+
+@pytest.mark.parametrize("slope", [0.5, 0.0])
+def test_a_bias_that_the_loss_can_not_see(slope: float) -> None:
+    """Its layer's weight has a gradient, so it is used; a loss of differences cancels it out."""
+    trained = {"1.weight": (2, 2), "1.bias": (2,)}
+    weights = [{"1.weight": [1.0 + step, 1, 1, 1], "1.bias": [1.0, 1.0]} for step in range(5)]
+    gave = {"1.weight": values(*[slope] * 4), "1.bias": values(0.0, 0.0)}
+    trace = traces.altered(named(weights, trained), Start, {}, trainable=(*trained,), frozen=())
+    trace = traces.altered(trace, Update, {}, gradient=gave)
+    shards = [
+        Shard(
+            step=n,
+            epoch=0,
+            rank=0,
+            shard=0,
+            ids=(n,),
+            loss_sum=1.0,
+            weight=1.0,
+            finite=True,
+            gradient=gave,
+        )
+        for n in range(4)
+    ]
+    finding = traces.judge("liveness", [replace(trace, events=(*shards, *trace.events))])
+    assert (finding.verdict is Verdict.HELD) is (slope > 0)

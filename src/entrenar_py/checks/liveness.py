@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from entrenar_py.checks import (
     evidence,
     facts,
     frozen_modules,
+    frozen_weights,
     missing,
     plans,
     precision,
@@ -144,6 +145,13 @@ def _frozen(
     changed = {step: some for step, some in left.items() if some}
     if changed:
         step = min(changed)
+        moves = frozen_weights.Moves(trace, start, updates, [*chain(*changed.values())])
+        if (error := frozen_weights.explained(moves)) is not None:
+            update = next(update for update in updates if update.step == step)
+            place = evidence.place(trace, update)
+            message = f"a frozen tensor changed: {error.words}"
+            tally.check(False, message, tensor=changed[step][0], **place)
+            return
         tally.miss(
             f"{wording.listed(changed[step], most=2)} changed in step {step} without a gradient, "
             f"and nobody declared whether it may: {_DECLARE}"
@@ -192,7 +200,7 @@ def _moving(
             _dead(tally, trace, name, rest, f"{name} {why}")
             continue
         local = _local(trace, start.rank, name) if late else {}
-        if late and not _may_rest(tally, start, name, rest, local, moved=moved):
+        if late and not _may_rest(tally, trace, start, name, rest, local, moved=moved):
             message = f"trainable tensor {name} did not move in {STEPS_TO_MOVE} steps"
             if trace.traits.steps == "copies":
                 message += (
@@ -235,6 +243,7 @@ def _local(trace: Trace, rank: int, name: str) -> dict[int, np.ndarray[Any, Any]
 
 def _may_rest(
     tally: Tally,
+    trace: Trace,
     start: Start,
     name: str,
     rest: Sequence[Update],
@@ -264,7 +273,15 @@ def _may_rest(
             return False
         num_known += 1
         some_gradient |= bool(gradient.any()) or bool(record and record.square())
-    if not (moved or some_gradient):
+    has_rested = not (moved or some_gradient)
+    if has_rested and num_known == len(rest) and _cancels(trace, start.rank, name):
+        tally.compared += 1
+        tally.note(
+            f"{name} never moved: its gradient is zero, and that of its layer's weight is not, so "
+            "the loss does not change if all outputs of the layer are shifted"
+        )
+        return True
+    if has_rested:
         steps = "in all steps" if num_known == len(rest) else "in the steps that had one"
         told = (
             f"its gradient was zero {steps} on rank {start.rank}: the loss does not depend on it "
@@ -278,6 +295,18 @@ def _may_rest(
             "observe(..., frozen=(...))"
         )
     return True
+
+
+def _cancels(trace: Trace, rank: int, name: str) -> bool:
+    """Return whether gradients of a layer's bias are zero since they cancel out over its rows.
+
+    That of its weight shows that gradients come through its outputs, whose sum the bias's is.
+    """
+    weight = f"{name.removesuffix('bias')}weight"
+    passes = [shard.gradient for shard in trace.of(Shard) if shard.rank == rank and shard.gradient]
+    if not (name.endswith("bias") and passes) or len(trace.shapes.get(weight, ())) < 2:
+        return False
+    return all(name in gave and weight in gave and bool(gave[weight].square()) for gave in passes)
 
 
 def _is_longer(update: Update, start: Start, name: str) -> bool:

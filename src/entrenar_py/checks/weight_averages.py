@@ -49,37 +49,36 @@ def follow_others(start: Start, updates: Sequence[Update], names: Sequence[str])
     What a tensor follows has the same last parts of its name, and the same size.
     """
     lives = [[_State.of(start), *map(_State.of, updates)]]
-    followers: dict[str, dict[str, str]] = {}  # beginning of names -> name -> what it follows
+    # The beginnings of names of both -> name -> what it may follow.
+    pairs: dict[tuple[str, str], dict[str, str]] = {}
     for name in names:
-        source, common = _source(name, start)
-        if source:
-            beginning = name.removesuffix(common)
-            followers.setdefault(beginning, {})[name] = source
-    found: set[str] = set()
-    for pairs in followers.values():
-        moves = [
-            share(
-                {n: at.weights[n] for n in pairs if n in at.weights},
-                {n: to.weights[n] for n in pairs if n in to.weights},
-                [{n: held[s] for n, s in pairs.items() if s in held} for held in _followed(at, to)],
-            )
-            for at, to in _moves(lives)
-        ]
-        if None not in moves and any(moves):
-            found.update(pairs)
-    return found
+        for other, end in _sources(name, start):
+            beginnings = name.removesuffix(end), other.removesuffix(end)
+            pairs.setdefault(beginnings, {})[name] = other
+    return {name for named in pairs.values() if _all_follow(lives, named) for name in named}
 
 
-def _source(name: str, start: Start) -> tuple[str, str]:
-    """Return the trained tensor that `name` may follow, and the end that both names have."""
+def _all_follow(lives: Sequence[Life], pairs: Mapping[str, str]) -> bool:
+    """Return whether tensors move together, always a share of the way to what they follow."""
+    moves = [
+        share(
+            {n: at.weights[n] for n in pairs if n in at.weights},
+            {n: to.weights[n] for n in pairs if n in to.weights},
+            [{n: held[s] for n, s in pairs.items() if s in held} for held in _followed(at, to)],
+        )
+        for at, to in _moves(lives)
+    ]
+    return None not in moves and any(moves)
+
+
+def _sources(name: str, start: Start) -> Iterator[tuple[str, str]]:
+    """Yield the trained tensors that `name` may follow, with the end that both names have."""
     size, parts = start.weights[name].size, name.split(".")
+    known = [other for other in start.trainable if other in start.weights]
+    like = [other for other in known if start.weights[other].size == size]
     for count in range(len(parts) - 1, 0, -1):
         end = ".".join(parts[-count:])
-        for other in start.trainable:
-            is_like = other == end or other.endswith(f".{end}")
-            if is_like and other in start.weights and start.weights[other].size == size:
-                return other, end
-    return "", ""
+        yield from ((other, end) for other in like if f".{other}".endswith(f".{end}"))
 
 
 # --- what is judged -------------------------------------------------------------------------------
