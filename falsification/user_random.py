@@ -153,6 +153,17 @@ VARIANTS = (
 
 BUGS = (
     Twin(
+        name="the generator is restored after the next epoch's loader has drawn a seed",
+        script="r.py",
+        text=RESTORED,
+        source="classic (a resume at the end of an epoch)",
+        changes=(("    if step == done and rng is not None:", "    if False:"),),
+        arguments=("{steps}", "{workdir}"),
+        check="resume",
+        step=6,
+        words="between steps 5 and 6 this generator draws, too",
+    ),
+    Twin(
         name="diffusion: every rank draws the same noise",
         script="d.py",
         text=DIFFUSION,

@@ -303,6 +303,9 @@ obs = entrenar_py.observe(net, opt, sampler=loader, step=done)
 step = 0
 for epoch in range(100):
     sampler.set_epoch(epoch)
+    if step == done and rng is not None:  # the loader draws a seed of its own
+        torch.set_rng_state(rng)
+        rng = None
     for (a,) in loader:
         if step < done:
             step += 1

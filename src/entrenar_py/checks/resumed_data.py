@@ -63,6 +63,7 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
             and other.rank != drawn.rank
         ]
         whose = f": rank {drawn.rank} has rank {others[0]}'s" if others else ""
+        whose = whose or _late(straight, trace, drawn)
         where, generator = random_draws.PLACES[drawn.where], random_draws.named(drawn.generator)
         tally.check(
             model.after == drawn.after,  # before it the generator may have had to be restored
@@ -71,6 +72,26 @@ def _same_numbers(tally: Tally, straight: Trace, trace: Trace) -> None:
             rank=drawn.rank,
             scenario=trace.scenario,
         )
+
+
+def _late(straight: Trace, trace: Trace, drawn: Drawn) -> str:
+    """Return in words that a generator may have been restored too late, if it draws before, too.
+
+    It does if its state isn't the one that it had after the draw before.
+    """
+    resumes = {(start.step, start.rank) for start in trace.of(Start) if start.resumed}
+    whose = drawn.rank, drawn.generator
+    own = [one for one in straight.standing.of(Drawn) if (one.rank, one.generator) == whose]
+    earlier = [one for one in own if one.step < drawn.step]
+    same = [one for one in own if one.step == drawn.step]
+    if (drawn.step, drawn.rank) not in resumes or not earlier or not same:
+        return ""
+    if earlier[-1].after == same[0].before:
+        return ""
+    return (
+        f": between steps {drawn.step - 1} and {drawn.step} this generator draws, too (a loader "
+        "draws a seed where an epoch begins): restore it before that"
+    )
 
 
 def _counts(drawn: Drawn) -> bool:
