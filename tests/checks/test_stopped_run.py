@@ -109,6 +109,18 @@ def test_a_script_that_begins_anew(weight: float, words: str) -> None:
     assert words in finding.reason
 
 
+@pytest.mark.parametrize(
+    ("first", "verdict"), [(0.0, Verdict.FALSIFIED), (1.0, Verdict.INCONCLUSIVE)]
+)
+def test_a_script_that_reads_its_checkpoint_and_begins_anew(first: float, verdict: Verdict) -> None:
+    """It restores nothing; but if a step moved nothing, its weights may be the checkpoint's."""
+    anew = [start(first, 0), *steps(0, 1), start(first, 0), *steps(0, 1, 2, 3)]
+    trace = traces.hand_written(*anew, subject=STOPPED)
+    finding = judged(replace(trace, traits=replace(trace.traits, read_back="train.py:12")))
+    assert finding.verdict is verdict
+    assert ("read a checkpoint (train.py:12) and trained" in finding.reason) is (first == 0.0)
+
+
 def test_an_older_checkpoint_is_a_resume() -> None:
     """A script that goes back further than the stop repeats steps, and is right."""
     back = [start(0.0, 0), *steps(0, 1), start(1.0, 1), *steps(1, 2, 3)]

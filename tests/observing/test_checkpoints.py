@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         owner = __import__(patch.module, fromlist=["_"])
         if not patch.owner:
             monkeypatch.setattr(owner, patch.name, getattr(owner, patch.name))
-    saves = [patch for patch in torch_calls.TABLE if patch.wrap is torch_calls._saved]
+    files = (torch_calls._saved, torch_calls._loaded)
+    saves = [patch for patch in torch_calls.TABLE if patch.wrap in files]
     torch_calls.apply(saves, torch_calls._EARS)
     checkpoints.watch(MODEL.parameters(), lambda: 5)
     return tmp_path
@@ -81,6 +83,25 @@ def test_before_training_nothing_is_a_checkpoint(folder: Path) -> None:
     checkpoints._CURRENT.clear()
     torch.save(STATE, folder / "data.pt")
     assert notes.read(folder).after == ()
+
+
+@pytest.mark.parametrize("given", [Path, str, open])
+def test_a_checkpoint_that_is_read_before_training(
+    folder: Path, given: Callable[[Path], Any]
+) -> None:
+    """By its name or as an open file; what is read later is not what training begins with."""
+    torch.save(STATE, folder / "a.pt")
+    checkpoints._CURRENT.clear()
+    file = given(folder / "a.pt") if given is not open else (folder / "a.pt").open("rb")
+    torch.load(file)
+    if given is open:
+        file.close()
+    assert notes.read(folder).read_back.startswith("test_checkpoints.py:")
+    (path,) = folder.glob(notes.NOTES)
+    checkpoints.watch(MODEL.parameters(), lambda: 0)
+    said = path.read_text()
+    torch.load(folder / "a.pt")
+    assert path.read_text() == said
 
 
 @pytest.mark.parametrize(

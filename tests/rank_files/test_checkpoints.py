@@ -75,3 +75,22 @@ def test_a_note_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     (file,) = tmp_path.glob(checkpoints.NOTES)
     file.write_text(file.read_text() + '{"after": 3}\n{"aft')
     assert checkpoints.read(tmp_path).after == (3,)
+
+
+@pytest.mark.parametrize(
+    ("after", "at", "line"),
+    [(3, 5_000, "train.py:12"), (3, 9_000_000_000, ""), (0, 5_000, "")],
+    ids=["its own", "another file", "saved before the first step"],
+)
+def test_a_checkpoint_that_is_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, at: int, line: str
+) -> None:
+    """A file counts that was written while weights of a step were saved."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    checkpoints.write(tmp_path, **HERE)
+    checkpoints.write(tmp_path, after=after, times=(4_000, 6_000))
+    monkeypatch.setattr(os, "getpid", lambda: 2)
+    checkpoints.write(tmp_path, loaded=at, line="train.py:12")
+    assert checkpoints.read(tmp_path).read_back == "", "of a process that doesn't train"
+    checkpoints.write(tmp_path, **HERE)
+    assert checkpoints.read(tmp_path).read_back == line

@@ -118,3 +118,31 @@ def test_a_process_that_observes_twice() -> None:
 def test_a_step_that_can_not_be_told(ranks: list[RankTrace]) -> None:
     """A step that is ambiguous, declared, or not the same for all ranks is left as it is."""
     assert resumed_lives.recognised(ranks) == ranks
+
+
+def two(number: int, *weights: tuple[float, float]) -> RankTrace:
+    """Return a life of a model with two tensors."""
+    one = life(number, [first for first, _ in weights])
+    events = [
+        replace(event, weights={**event.weights, "v": values(second)})
+        for event, (_, second) in zip(one.events, weights, strict=True)
+        if isinstance(event, Start | Update)
+    ]
+    return replace(one, events=tuple(events))
+
+
+@pytest.mark.parametrize(
+    ("second", "step"),
+    [
+        ((3.0, 7.0), 2),  # one is as it was at first
+        ((3.0, 3.0), 2),  # one has what another had
+        ((3.0, 4.5), 0),  # one has what nothing had: it may be changed on purpose
+        ((1.0, 8.0), 1),
+        ((2.0, 9.0), 0),  # of two steps
+    ],
+)
+def test_weights_that_are_restored_in_part(second: tuple[float, float], step: int) -> None:
+    """A tensor tells the step, if the rest is explained."""
+    first = two(0, (1.0, 7.0), (2.0, 8.0), (3.0, 9.0))
+    found = resumed_lives.recognised([first, two(1, second, (5.0, 5.0))])
+    assert begun(found) == [(step, step > 0)]

@@ -166,10 +166,19 @@ def _tell_anew(
     """Count as missing why a rank that was started again after a stop has not resumed.
 
     `starts` are its first one, and the one after the stop. It is only noted if the first checkpoint
-    was written later: then another stop `is_enough`.
+    was written later: then another stop `is_enough`. A script that has read its checkpoint has
+    nothing else to go on by.
     """
     first, start = starts
     if _same(first.weights, start.weights):
+        if trace.traits.read_back and not is_enough and _moves(trace, first):
+            message = (
+                f"after the stop before step {stop} the script read a checkpoint "
+                f"({trace.traits.read_back}) and trained from its initial weights: nothing of it "
+                "was restored"
+            )
+            tally.check(False, message, **evidence.place(trace, start))
+            return
         why = f"after the stop before step {stop} the script began anew, with its initial weights"
         if is_enough:
             tally.note(f"{why}: it had written no checkpoint by then")
@@ -181,6 +190,12 @@ def _tell_anew(
         "no earlier step: if it resumes, say how many optimizer steps were made before, "
         "observe(..., step=...)"
     )
+
+
+def _moves(trace: Trace, first: Start) -> bool:
+    """Return whether each step of a rank's first life left other weights than it began with."""
+    own = [e for e in first_life(trace) if isinstance(e, Update) and e.rank == first.rank]
+    return bool(own) and not any(_same(update.weights, first.weights) for update in own)
 
 
 def _how_to_resume(trace: Trace) -> str:

@@ -1,4 +1,4 @@
-"""Whether a script saves its weights, when it does, and whether it has lines to load them again.
+"""Whether a script saves its weights, when it does, and whether it loads them again.
 
 A file holds weights if tensors are saved in it that have at least an eighth of their bytes: saved
 losses are none, weights in a smaller format are. Only what is saved once training has begun counts:
@@ -12,7 +12,9 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +47,12 @@ class _Watch:
     def __init__(self, folder: Path, least: int, made: Callable[[], int]) -> None:
         self._folder, self._least, self._made = folder, least, made
 
-    def written(self, values: Any) -> None:
+    def written(self, values: Any, since: int) -> None:
         if _num_bytes(values) >= self._least:
             # A thread saves what it was given before the step that has been made meanwhile.
             behind = int(threading.current_thread() is not threading.main_thread())
-            checkpoints.write(self._folder, after=self._made(), behind=behind)
+            times = since, time.time_ns()
+            checkpoints.write(self._folder, after=self._made(), behind=behind, times=times)
 
 
 _CURRENT: list[_Watch] = []
@@ -78,10 +81,25 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
 
 
 @hook_calls.outside
-def written(values: Any) -> None:
-    """Note that `values` have been saved to a file, if they may be the weights."""
+def written(values: Any, since: int) -> None:
+    """Note that `values` have been saved to a file, if they may be the weights.
+
+    Saving began at the time `since`, in nanoseconds since the epoch.
+    """
     for one in _CURRENT:
-        one.written(values)
+        one.written(values, since)
+
+
+@hook_calls.outside
+def loaded(file: Any) -> None:
+    """Note that the script has loaded `file`, a path or an open file, before it trains."""
+    folder, site = os.environ.get(FOLDER), call_sites.here()
+    path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
+    if _CURRENT or not folder or site is None or not isinstance(path, str | os.PathLike):
+        return
+    with suppress(OSError):
+        line = f"{Path(site[0]).name}:{site[1]}"
+        checkpoints.write(Path(folder), loaded=Path(path).stat().st_mtime_ns, line=line)
 
 
 def _num_bytes(values: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
@@ -187,11 +188,22 @@ def _saved(original: Function, listener: Listener) -> Function:
     @wraps(original)
     def save(*given: Any, **named: Any) -> Any:
         listener.saved()
+        since = time.time_ns()
         result = original(*given, **named)
-        checkpoints.written((given, named))
+        checkpoints.written((given, named), since)
         return result
 
     return save
+
+
+def _loaded(original: Function, _: Listener) -> Function:
+    @wraps(original)
+    def load(f: Any, *given: Any, **named: Any) -> Any:
+        result = original(f, *given, **named)
+        checkpoints.loaded(f)
+        return result
+
+    return load
 
 
 _SCALER = "torch.amp.grad_scaler"
@@ -221,6 +233,12 @@ TABLE = (
         name="save",
         reason="a checkpoint that lacks something is mended where it is saved",
         wrap=_saved,
+    ),
+    Patch(
+        module="torch",
+        name="load",
+        reason="a script that reads its checkpoint and trains from the beginning restores nothing",
+        wrap=_loaded,
     ),
     *(
         Patch(

@@ -21,6 +21,7 @@ NOTES = "saves-*.jsonl"
 LEAST_SHARE = 8  # a file that holds weights has at least this part of their bytes: 1 of 8
 _BYTES_MAX = 2**20
 _FILES_MAX = 4000
+_TICK_NS = 20_000_000  # a file's time may be as much behind the clock, by a tick of the kernel
 # Beginnings of files as torch, numpy, pickle and h5py write them.
 _BEGINNINGS = (b"PK\x03\x04", b"\x93NUMPY", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _HDF = b"\x89HDF"
@@ -35,7 +36,8 @@ class Saved:
     whether a file was left that can hold them. `unreached` is the first line of the script that
     would save something, and `library` that of the library that trains, each "" if there is none.
     `loads` tells whether a line of the script may load it, `option` is its option that sounds like
-    that, and `restarts` tells whether the launcher may start workers again.
+    that, and `read_back` is the first line that has loaded a file with weights of a step, before it
+    trained. `restarts` tells whether the launcher may start workers again.
     """
 
     is_known: bool = False
@@ -46,6 +48,7 @@ class Saved:
     library: str = ""
     loads: bool = True
     option: str = ""
+    read_back: str = ""
     restarts: bool = True
 
     def traits(self, *, is_cut: bool) -> dict[str, Any]:
@@ -63,6 +66,7 @@ class Saved:
             "unreached": "" if saves else self.unreached or (self.library if is_cut else ""),
             "loads": "" if self.loads else "nothing",
             "resume_option": self.option,
+            "read_back": self.read_back,
             "restarts": "" if self.restarts else "nothing",
         }
 
@@ -76,7 +80,8 @@ def write(folder: Path, **said: Any) -> None:
 
 def read(folder: Path) -> Saved:
     """Return what the processes of the run in `folder` have noted, and what files they left."""
-    notes = [note for path in sorted(folder.glob(NOTES)) for note in _lines(path)]
+    by_process = [[*_lines(path)] for path in sorted(folder.glob(NOTES))]
+    notes = [note for own in by_process for note in own]
     begun = [note for note in notes if "weights" in note]
     if not begun:
         return Saved()
@@ -90,7 +95,25 @@ def read(folder: Path) -> Saved:
         library=_said("library", begun),
         loads=any(note.get("loads") for note in begun),
         option=_said("option", begun),
+        read_back=_read_back(by_process),
         restarts=any(note.get("restarts") for note in begun),
+    )
+
+
+def _read_back(by_process: list[list[dict[str, Any]]]) -> str:
+    """Return the first line that loads weights of a step, in a process that trains later."""
+    notes = [note for own in by_process for note in own if note.get("after")]
+    times = [note["times"] for note in notes if "times" in note]
+    saved = [(since - _TICK_NS, until + _TICK_NS) for since, until in times]
+    return next(
+        (
+            str(note["line"])
+            for own in by_process
+            if any("weights" in note for note in own)
+            for note in own
+            if "loaded" in note and any(since <= note["loaded"] <= until for since, until in saved)
+        ),
+        "",
     )
 
 

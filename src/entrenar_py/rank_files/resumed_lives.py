@@ -18,7 +18,9 @@ def recognised(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     """Return `ranks`, with the steps of those that go on from a checkpoint and said no step.
 
     A later life of a rank that begins at step 0 with the weights which the rank had after step k,
-    and not after any other, begins at step k + 1. If it never had them, they may be those of rank
+    and not after any other, begins at step k + 1. So does one that has some of these weights, and
+    for the others those of the beginning or of other tensors: what went wrong is for the checks to
+    tell. If it never had them, they may be those of rank
     0, which people save for all. The ranks of that life that show a step must show the same, and
     the others make that step with them: what they lost is for the checks to tell. Nothing is
     changed if no rank shows a step: then the script began anew. Nor if the process is that of an
@@ -59,6 +61,8 @@ class _Memory:
         self._trained: tuple[str, ...] = ()
         self._first: tuple[str, ...] | None = None
         self._steps: dict[tuple[str, ...], set[int]] = defaultdict(set)
+        self._weights: dict[int, Mapping[str, str]] = {}  # by step, the digests of tensors
+        self._first_weights: Mapping[str, str] = {}
         self._processes: set[int] = set()
 
     def steps_before(self, rank: RankTrace) -> Set[int] | None:
@@ -69,8 +73,31 @@ class _Memory:
         if rank.header.get("pid") in self._processes:
             return None
         weights = self._fingerprint(start.weights)
-        made = set() if weights == self._first else self._steps.get(weights, set())
+        if weights == self._first:
+            return set()
+        made = self._steps.get(weights) or self._in_part(self._digests(start.weights))
         return {step + 1 for step in made}
+
+    def _in_part(self, weights: Mapping[str, str]) -> Set[int]:
+        """Return the step whose weights `weights` are in part; none if the rest is unexplained.
+
+        A tensor that no other step has left so tells the step. The others may be as they were at
+        first, or be what another tensor was.
+        """
+        found = set()
+        for step, after in self._weights.items():
+            others = [self._first_weights, *(w for at, w in self._weights.items() if at != step)]
+            tells = any(
+                after.get(name) == digest and all(one.get(name) != digest for one in others)
+                for name, digest in weights.items()
+            )
+            known = {*after.values()}
+            if tells and all(
+                digest in known or digest == self._first_weights.get(name)
+                for name, digest in weights.items()
+            ):
+                found.add(step)
+        return found
 
     def add(self, rank: RankTrace) -> None:
         if "pid" in rank.header:
@@ -79,13 +106,18 @@ class _Memory:
             if isinstance(event, Start) and self._first is None:
                 self._trained = event.trainable
                 self._first = self._fingerprint(event.weights)
+                self._first_weights = self._digests(event.weights)
             elif isinstance(event, Update | Synchronised):
                 self._steps[self._fingerprint(event.weights)].add(event.step)
+                self._weights[event.step] = self._digests(event.weights)
 
     def _fingerprint(self, tensors: Tensors) -> tuple[str, ...]:
         """Return names and digests of the tensors that train: equal for equal ones."""
+        return tuple(f"{name} {digest}" for name, digest in sorted(self._digests(tensors).items()))
+
+    def _digests(self, tensors: Tensors) -> Mapping[str, str]:
         names = [name for name in self._trained if name in tensors] or tensors
-        return tuple(f"{name} {tensors[name].digest}" for name in sorted(names))
+        return {name: tensors[name].digest for name in names}
 
 
 def _moved(rank: RankTrace, ahead: int) -> RankTrace:
