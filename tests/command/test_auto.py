@@ -182,10 +182,13 @@ def test_what_comes_at_the_end_of_an_epoch_is_seen(tmp_path: Path) -> None:
 
 
 def test_what_belongs_to_the_line_is_stripped() -> None:
-    """No name of the package is left in an example, and every example is still a script."""
-    for path in sorted(scripts.EXAMPLES.glob("*.py")):
-        text = stripped(path.read_text())
-        names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    """No name of the package is left in an example or a twin, and each is still a script."""
+    texts = {path.read_text() for path in scripts.EXAMPLES.glob("*.py")}
+    for whole in sorted(texts | {twin.text for twin in twins.EVERY}):
+        text = stripped(whole)
+        nodes = [*ast.walk(ast.parse(text))]
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         assert names.isdisjoint({"obs", "entrenar_py", "ObserveCallback"})
         assert "import entrenar_py" not in text
 
