@@ -126,6 +126,22 @@ def test_a_line_that_saves(line: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "first"),
+    [
+        ("kept = copy.deepcopy(net)", ""),
+        ("torch.save(net, path)", "train.py:2"),
+        ("super().save_state(path)", "train.py:2"),
+        ("open(path, 'wb').write(data)", "train.py:3"),
+    ],
+)
+def test_a_function_of_the_script_saves_what_its_body_saves(body: str, first: str) -> None:
+    """Averaged weights that are put in for a save are none, if nothing is written after that."""
+    text = {"train.py": f"def save_state(net):\n    {body}\nsave_state(net)\n"}
+    own = checkpoints._own_functions(text)
+    assert checkpoints._first(checkpoints._SAVES, text, own) == first
+
+
+@pytest.mark.parametrize(
     ("line", "loads"),
     [
         ("accelerator.load_state(path)", True),

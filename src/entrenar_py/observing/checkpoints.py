@@ -38,6 +38,10 @@ _LOADS = re.compile(  # of a file: load_state_dict may copy one model to another
     r"\b(torch|pickle|joblib|np|numpy|dcp|checkpoint)\.load\b|\bload_(checkpoint|model|file)\b"
     r"|\bload_state\(|\bload_from_checkpoint|\bfromfile\(|resume|restore|ckpt_path"
 )
+# A file may be written by these, too. Without them a function that a script defines saves something
+# only by lines that `_SAVES` finds.
+_WRITES = re.compile(r"\bopen\(|\.write|h5py|create_dataset|subprocess|\.put\w*\(|upload")
+_DEFINED = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
 _OPTION = re.compile(r"""["'](--[\w-]*(?:resume|restore|ckpt|checkpoint|load)[\w-]*)["']""")
 
 
@@ -72,7 +76,7 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
     checkpoints.write(
         Path(folder),
         weights=num_bytes,
-        unreached=_first(_SAVES, own),
+        unreached=_first(_SAVES, own, _own_functions(own)),
         library=_first(_SAVES, libraries),
         loads=bool(_first(_LOADS, own)),
         option=next((found for text in own.values() for found in _OPTION.findall(text)), ""),
@@ -170,10 +174,24 @@ def _read(files: Iterable[str]) -> dict[str, str]:
     return texts
 
 
-def _first(pattern: re.Pattern[str], texts: Mapping[str, str]) -> str:
-    """Return the first line that fits, as `train.py:12`; "" if there is none."""
+def _own_functions(texts: Mapping[str, str]) -> frozenset[str]:
+    """Return the names of functions whose text shows whether they save something."""
+    whole = "\n".join(texts.values())
+    return frozenset() if _WRITES.search(whole) else frozenset(_DEFINED.findall(whole))
+
+
+def _first(
+    pattern: re.Pattern[str], texts: Mapping[str, str], without: frozenset[str] = frozenset()
+) -> str:
+    """Return the first line that fits, as `train.py:12`; "" if there is none.
+
+    Calls of functions `without` don't count, but for those of a base class.
+    """
     for file, text in texts.items():
         for number, line in enumerate(text.splitlines(), start=1):
-            if pattern.search(line.partition("#")[0]) and not line.lstrip().startswith("def "):
+            found = pattern.search(line.partition("#")[0])
+            if found is None or line.lstrip().startswith("def "):
+                continue
+            if found[1] not in without or "super()" in line:
                 return f"{Path(file).name}:{number}"
     return ""
