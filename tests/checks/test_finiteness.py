@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from entrenar_py.checks import CHECKS
+from entrenar_py.checks.needs import REPEATED, Runs
 from entrenar_py.faults import Fault
 from entrenar_py.trace import End, Halt, Injected, Saved, Shard, Start, Trace, Update
 from entrenar_py.verdict import Verdict
@@ -67,6 +69,26 @@ def test_a_gradient_that_no_optimizer_applies() -> None:
     assert "take turns" not in traces.judge("finiteness", [sharded]).reason
     halted = without(turns, Update, step=2)
     assert "take turns" not in traces.judge("finiteness", [halted]).reason
+
+
+@pytest.mark.parametrize(
+    ("is_changed", "verdict"), [(False, Verdict.INCONCLUSIVE), (True, Verdict.FALSIFIED)]
+)
+def test_a_value_in_a_pass_that_trains_nothing(is_changed: bool, verdict: Verdict) -> None:
+    """The gradient of a probe is cleared: all ranks have the weights of a run without the value."""
+    own = {"workload": "own", "system": "command"}
+    struck = replace(swallowed(), scenario=POISONED.with_(**own))
+    plain = [replace(traces.run(CALM), scenario=CALM.with_(repeat=n, **own)) for n in (0, 1)]
+    update = traces.one(struck, Update, step=2, rank=0)
+    name = next(iter(update.weights))
+    if is_changed:
+        weights = {**update.weights, name: replace(update.weights[name], digest="0" * 32)}
+        struck = altered(struck, Update, {"step": 2, "rank": 0}, weights=weights)
+    finding = CHECKS["finiteness"].judge(
+        traces.clause("finiteness"), Runs(struck, witnesses={REPEATED: tuple(plain)})
+    )
+    assert finding.verdict is verdict
+    assert ("trains nothing" in finding.reason) is not is_changed
 
 
 def test_a_nan_without_a_halt() -> None:

@@ -23,7 +23,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
-from entrenar_py.checks.needs import POISONED, Traces
+from entrenar_py.checks.needs import POISONED, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Halt, Injected, Saved, Shard, Start, Trace, Update
@@ -49,8 +49,16 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
     first_weights.judge_finite(tally, traces)
     for trace in evidence.usable(traces, tally):
         compared = Compared(runs=traces, model=trace, trace=trace)
-        if presuppositions.comparable(tally, presuppositions.POISONED, compared) is not None:
+        if presuppositions.comparable(tally, presuppositions.POISONED, compared) is None:
+            continue
+        dropped = _without_effect(trace, traces)
+        if dropped is None:
             compare(tally, trace)
+        else:
+            tally.miss(
+                f"the value that was planted in step {dropped} changed no weight: the pass whose "
+                "gradient it was in trains nothing (a probe), and the script throws that away"
+            )
     why = "no update and no halt was recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.FINITE_AND_HALT))
 
@@ -81,6 +89,31 @@ def compare(tally: Tally, trace: Trace) -> None:
         _halts(tally, trace, culprits, passed_over)
     else:
         _stays_finite(tally, trace, passed_over)
+
+
+def _without_effect(trace: Trace, traces: Traces) -> int | None:
+    """Return the step of a planted value after which all ranks have the weights of a plain run.
+
+    None if there is none, or no plain run. Where a step moves nothing, that shows nothing.
+    """
+    planted = {event.step or 0 for event in _bad(trace)[1]}
+    size = trace.scenario.world_size
+    plain = [run for run in traces.witnesses.get(REPEATED, ()) if run.scenario.world_size == size]
+    if len(planted) != 1 or not plain:
+        return None
+    (step,), made, due = planted, evidence.updates(trace), evidence.updates(plain[0])
+    got, before = made.get(step, {}), made.get(step - 1, {})
+    moved = all(rank in before and _differ(before[rank], got[rank]) for rank in got)
+    same = got.keys() == due.get(step, {}).keys() and not any(
+        _differ(due[step][rank], got[rank]) for rank in got
+    )
+    return step if got and moved and same else None
+
+
+def _differ(one: Update, other: Update) -> bool:
+    return {n: t.digest for n, t in one.weights.items()} != {
+        n: t.digest for n, t in other.weights.items()
+    }
 
 
 def _bad(trace: Trace) -> tuple[list[Shard], list[Injected]]:
