@@ -221,6 +221,16 @@ def test_tokens_with_weights_of_their_own_are_not_judged() -> None:
     assert is_not_applied(judged("token_shares", TOKENS, *classes))
 
 
+def test_a_mean_over_gaps_is_no_bug_of_a_model_that_fills_gaps() -> None:
+    """BERT's loss is the mean over a micro-batch's own gaps, of which it draws a random number."""
+    gaps = [replace(SCORED, rank=rank, matches=(2, 1, 1)) for rank in (0, 1)]
+    fewer = replace(gaps[1], counted=7, least=0.2, most=0.2)
+    finding = judged("token_shares", TOKENS, gaps[0], fewer)
+    assert is_not_applied(finding)
+    assert "fill gaps" in finding.reason
+    assert judged("token_shares", TOKENS, *gaps).verdict is Verdict.HELD
+
+
 # --- tables and begins ----------------------------------------------------------------------------
 
 

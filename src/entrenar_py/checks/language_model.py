@@ -257,14 +257,15 @@ def _shares(tally: Tally, trace: Trace) -> str:
     even = [one for one in trace.of(Scored) if _agree(one, one)]  # NaN agrees with nothing
     for scored in even:
         steps[scored.step, scored.call].append(scored)
-    compared = 0
-    for (step, _), losses in sorted(steps.items()):
-        first = max(losses, key=lambda one: abs(one.most))
-        for other in losses:
-            if other is not first:
-                compared += 1
-                _compare_shares(tally, trace, step, first, other)
-    if compared:
+    pairs = [*_pairs(steps.values())]
+    if not _shifts(trace) and not all(_agree(*pair) for pair in pairs):
+        return (
+            f"{_NO_TARGETS}: it may be trained to fill gaps, and the mean over a micro-batch's own "
+            "gaps is usual there"
+        )
+    for one, other in pairs:
+        _compare_shares(tally, trace, one, other)
+    if pairs:
         return ""
     if len(even) < len(trace.of(Scored)):
         return "the tokens of one micro-batch count differently"
@@ -280,7 +281,14 @@ def _agree(one: Scored, other: Scored) -> bool:
     return abs(one.most - other.least) <= _allowed(one, other) * most
 
 
-def _compare_shares(tally: Tally, trace: Trace, step: int, one: Scored, other: Scored) -> None:
+def _pairs(groups: Iterable[Sequence[Scored]]) -> Iterator[tuple[Scored, Scored]]:
+    """Yield the loss of each group whose tokens count most, with each other one of the group."""
+    for losses in groups:
+        first = max(losses, key=lambda one: abs(one.most))
+        yield from ((first, other) for other in losses if other is not first)
+
+
+def _compare_shares(tally: Tally, trace: Trace, one: Scored, other: Scored) -> None:
     sums = [scored.most * scored.counted for scored in (one, other)]
     why = "the loss is not divided by the tokens of the whole step"
     if abs(sums[0] - sums[1]) <= _allowed(one, other) * abs(sums[0]):
