@@ -56,6 +56,12 @@ def test_micro_batches_that_a_command_does_not_turn_divide_nothing() -> None:
     assert placeholders.fill(["{share:16}"], values, {}) == ["8"]
 
 
+def test_a_share_is_that_of_a_plain_run_before_any_run_is_made() -> None:
+    """A process that the runs share is made by a command whose knobs have no values yet."""
+    command = ["{share:16}", "{accumulation}"]
+    assert placeholders.fill(command, {"world_size": "2"}, {}) == ["8", "{accumulation}"]
+
+
 @pytest.mark.parametrize(
     ("command", "changes", "words"),
     [

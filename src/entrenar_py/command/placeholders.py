@@ -89,13 +89,14 @@ def fill(
 
     `spelled` has, by knob and value, the text that is filled in instead of the value. A word that
     is only the placeholder of a knob is left out if the text for its value is "". The options in
-    {resume:...} are left out of a first launch; `resumes_in` is the folder of a later one.
+    {resume:...} are left out of a first launch; `resumes_in` is the folder of a later one. Without
+    values of other knobs a share is that of a plain run.
     """
     texts = {name: spelled.get(name, {}).get(value, value) for name, value in values.items()}
     empty = {"{" + name + "}" for name in spelled if texts[name] == ""}
     parts = int(values["world_size"])
     if has(command, "accumulation"):
-        parts *= int(values["accumulation"])
+        parts *= int(values.get("accumulation", KNOBS["accumulation"].usual))
     filled = [
         _SHARE.sub(
             lambda share: str(int(share[1]) // parts),
