@@ -14,7 +14,7 @@ from entrenar_py.project.keys import KEYS
 
 # Options that say what is done in one call, or how it is shown: no project has a usual value.
 NOT_CONFIGURED = {
-    *("help", "version", "config", "no_config", "stop_early", "no_color", "verbose", "launcher"),
+    *("help", "version", "config", "no_config", "stop_early", "no_color", "verbose"),
     *(name for name in modes.MODES if name != "command"),
 }
 FULL = """\
@@ -171,6 +171,10 @@ steps = 4
         ),
         ("contract = ", "2:1: error: no TOML: Invalid value (at end of document)"),
         ('contract = "c"\n[', "3:1: error: no TOML: Invalid initial character for a key part"),
+        (
+            'contract = "c"\ncommand = "train"\nlauncher = "cold"',
+            "4:1: error: launcher = 'cold': give one of forked, as-is",
+        ),
         (
             "exclude = 3\ncontract = 'c'",
             "2:1: error: exclude = 3: give a list of tables",

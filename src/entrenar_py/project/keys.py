@@ -78,6 +78,12 @@ KEYS: Mapping[str, Key] = {
         "all runs of the command work in the file's folder itself, instead of in "
         "[a copy of it](your-trainer.md#where-a-run-works) each",
     ),
+    "launcher": Key(
+        "text",
+        "`forked`",
+        "`forked` or `as-is`: whether the command's launcher and ranks may be "
+        "[forked](your-trainer.md#what-is-run) from a process that has imported torch",
+    ),
     "system": Key("text", "the contract's own", "the trainer to try, where there is no command"),
     "backend": Key("texts", "`cpu`", "the workers' backends in turn, where there is no command"),
     "examples": Key("count", "`20`", "random scenarios per invariant, where there is no command"),

@@ -149,7 +149,10 @@ def _value(
         return [_seen(folder, word) for word in words]
     if name == "contract":
         return tuple(_contract(folder, word) for word in words)
-    read = options[_dest(name)].type
+    read, choices = options[_dest(name)].type, options[_dest(name)].choices
+    if choices is not None and words[0] not in choices:
+        table.error(f"{name} = {tables.shown(raw)}: give one of {', '.join(choices)}", name)
+        return None
     try:
         return read(",".join(words)) if callable(read) else words[0]
     except argparse.ArgumentTypeError as error:
