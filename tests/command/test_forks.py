@@ -236,6 +236,39 @@ def test_ranks_that_would_differ_are_not_forked(
     assert why in folder.parents.told()
 
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+ON_CPUS = {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "is_unbuffered", "environment"),
+    [
+        ("torchrun --nproc_per_node=2 train.py", True, ONE_THREAD),
+        ("torchrun --nproc_per_node=1 train.py", True, {}),
+        ("accelerate launch --num_processes=1 train.py", False, {}),
+        ("accelerate launch --cpu --num_processes=1 train.py", False, ON_CPUS),
+        ("accelerate launch --num_processes 2 train.py", False, ONE_THREAD),
+        ("accelerate launch --multi_gpu --num_processes=2 train.py", True, ONE_THREAD),
+    ],
+)
+def test_how_launchers_start_ranks(
+    words: str,
+    is_unbuffered: bool,
+    environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without GPUs accelerate starts one process itself, which is not unbuffered."""
+    monkeypatch.setattr(warm, "_GPUS", tmp_path / "none")
+    program, *rest = words.split()
+    main = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.accelerate_cli"}
+    (tmp_path / program).write_text(f"#!{sys.executable}\nfrom {main[program]} import main\n")
+    (tmp_path / program).chmod(0o755)
+    python = warm.interpreter([f"./{program}", *rest], tmp_path)
+    assert python.is_unbuffered == is_unbuffered
+    assert python.environment({"RANK": "3", "ACCELERATE_USE_CPU": "1"}) == environment
+
+
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [

@@ -67,6 +67,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     contradicts the declaration, and is reported. Raises UsageError if the command can't be run.
     """
     tasks = judging.tasks(standing.selected)
+    usual = launchers.usual_variables(options.command)
     make_plan = partial(
         run_plan.Plan,
         command=options.command,
@@ -82,7 +83,9 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
         num_epochs=options.epochs,
         deadline_s=options.deadline,
         auto=options.auto,
-        launch=partial(launch.launch, cwd=options.command_folder, parents=options.parents),
+        launch=partial(
+            launch.launch, cwd=options.command_folder, parents=options.parents, usual=usual
+        ),
         source=_copied_folder(options),
         spelled=options.knobs,
         made=shared.made,
@@ -94,7 +97,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     for size in {asked.world_size for asked in plan.plain().values()}:
         words = placeholders.fill(options.command, {"world_size": str(size)}, {})
         folder = options.command_folder
-        options.parents.prepare(words, {**os.environ, **plan.observing()}, folder)
+        options.parents.prepare(words, {**usual, **os.environ, **plan.observing()}, folder)
     foreseen += more
     advice = _advice(options, tasks)
     if any(one.check is not None and one.check.name == FINITENESS for one in tasks) and not advice:

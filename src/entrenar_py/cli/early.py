@@ -49,7 +49,8 @@ def parents(options: argparse.Namespace) -> Parents:
     observing = Settings().variables() if options.auto else {}
     for size in options.world_size[:1] or (2,):
         words = [word.replace("{world_size}", str(size)) for word in command]
-        made.prepare(words, {**os.environ, **observing}, folder)
+        environment = {**launchers.usual_variables(words), **os.environ, **observing}
+        made.prepare(words, environment, folder)
     return made
 
 

@@ -83,6 +83,7 @@ def launch(
     folder: Path,
     variables: Mapping[str, str],
     deadline_s: float,
+    usual: Mapping[str, str] | None = None,
     is_over: Callable[[], bool] = lambda: False,
     cwd: Path | None = None,
     parents: warm.Parents | None = None,
@@ -90,6 +91,7 @@ def launch(
 ) -> Ended:
     """Run `command` with `variables` added to this process's environment, and return how it ended.
 
+    The variables in `usual` are added where the environment lacks them.
     The command runs in the folder `cwd`, by default in the current one. Its ranks record to
     `folder`, and its output goes to OUTPUT there. It has `deadline_s` seconds, and at most
     LEAVING_S once `is_over()` says that training is over; it is ended when it `is_called_off`. Its
@@ -100,7 +102,7 @@ def launch(
     """
     folder.mkdir(parents=True, exist_ok=True)
     output, started = folder / OUTPUT, time.monotonic()
-    environment = {**os.environ, **variables, FOLDER: str(folder)}
+    environment = {**(usual or {}), **os.environ, **variables, FOLDER: str(folder)}
     with ExitStack() as opened:  # before the command can remove the folder
         file = opened.enter_context(output.open("wb", buffering=0))
         leash = Leash(command, environment, cwd, parents)

@@ -2,7 +2,7 @@
 
 A launch of a tiny script spends its time on imports: torchrun and each rank import torch. Here one
 process does so for all runs of a call, and forks the rest. There are two if the runs differ in what
-ranks read at their start: torchrun sets OMP_NUM_THREADS for two workers, and not for one.
+ranks read at their start: on GPUs, accelerate leaves two ranks to torchrun, and starts one itself.
 
 Nothing depends on it. Where it can't be used, a launch is made as the command says, and `told` says
 why.
@@ -38,6 +38,10 @@ _ENTRIES = (
     *("accelerate.commands.accelerate_cli", "accelerate.commands.launch"),
 )
 _WORKERS = ("--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-processes")
+# With these, or with a GPU, accelerate leaves several ranks to torchrun; else it starts one itself.
+_TO_TORCHRUN = ("--multi_gpu", "--multi-gpu", "--use_fsdp", "--use-fsdp", "--use_deepspeed")
+_GPUS = Path("/dev/nvidiactl")
+_ON_CPUS = ("--cpu", "--use_cpu", "--use-cpu")
 # What has the launcher start ranks in another way, or elsewhere.
 _NOT_PLAIN = ("--run-path", "--run_path", "--no-python", "--no_python", "--start-method")
 
@@ -60,8 +64,35 @@ class Interpreter:
 
     @property
     def is_unbuffered(self) -> bool:
-        """Whether ranks are started with -u; accelerate alone starts one rank by itself."""
-        return not (self.workers == "1" and "accelerate" in " ".join(self.words[:3]))
+        """Whether ranks are started with -u, as torchrun does."""
+        if not self._is_accelerate:
+            return True
+        is_for_torchrun = _GPUS.exists() or not {*self.words}.isdisjoint(_TO_TORCHRUN)
+        return is_for_torchrun and self.workers != "1" and not self._is_on_cpus
+
+    def environment(self, launchers: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment that ranks have at their start, without what differs among them.
+
+        `launchers` is the environment of the launcher.
+        """
+        common = {
+            name: text
+            for name, text in launchers.items()
+            if name not in imports.RANKS and not name.startswith(imports.PREFIXES)
+        }
+        if self.workers != "1":
+            common.setdefault("OMP_NUM_THREADS", "1")
+        if self._is_accelerate and self._is_on_cpus:
+            common |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
+        return common
+
+    @property
+    def _is_accelerate(self) -> bool:
+        return "accelerate" in " ".join(self.words[:3])
+
+    @property
+    def _is_on_cpus(self) -> bool:
+        return not {*self.words}.isdisjoint(_ON_CPUS)
 
 
 def interpreter(command: Sequence[str], cwd: Path) -> Interpreter:
@@ -172,21 +203,11 @@ class Parents:
         if self.script is None:
             raise _Cold("it can't be told which script the command runs")
         python = interpreter(command, cwd)
-        before = _of_ranks(environment, python.workers)
+        before = python.environment(environment)
         key = (python.path, python.is_unbuffered, *sorted(before.items()))
         if key not in self._parents:
             self._parents[key] = _Parent(python, before, self.script, cwd, self.first)
         return self._parents[key], python.words
-
-
-def _of_ranks(environment: Mapping[str, str], workers: str | None) -> dict[str, str]:
-    """Return the environment that ranks have at their start, without what differs among them."""
-    common = {
-        name: text
-        for name, text in environment.items()
-        if name not in imports.RANKS and not name.startswith(imports.PREFIXES)
-    }
-    return common if workers == "1" else {"OMP_NUM_THREADS": "1", **common}  # as torchrun does
 
 
 class _Parent:

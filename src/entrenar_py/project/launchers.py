@@ -93,6 +93,22 @@ def starts_one(command: Sequence[str]) -> bool:
     return calls and end < len(command) and not has_launcher
 
 
+def usual_variables(command: Sequence[str]) -> dict[str, str]:
+    """Return what the launcher sets in the environment of several workers, and not of one alone.
+
+    If one alone has it, too, it computes on as many threads as each of several, which cut long sums
+    into as many parts.
+    """
+    return {"OMP_NUM_THREADS": "1"} if is_torchs(command) else {}
+
+
+def is_torchs(command: Sequence[str]) -> bool:
+    """Return whether the command's launcher is torchrun, or accelerate, which is built on it."""
+    end, _ = script(command, Path())
+    known = None if is_for_shell(command) else launcher(command, end)
+    return known is not None and known[1] in (_TORCH, _ACCELERATE)
+
+
 def require_one_machine(command: Sequence[str]) -> None:
     """Raise UsageError if the launcher starts the workers of one of several machines alone."""
     end, _ = script(command, Path())

@@ -51,6 +51,7 @@ class Imports:
         A package is left out if it reads at its import which rank it is in, if threads remain, or
         if it has begun to use CUDA. Raises ImportError if that is so of `first`.
         """
+        gc.disable()  # a quarter of the time: modules stay, and there are ever more to look through
         self._import([(name, ()) for name in first])
         if why := self._why_not():
             raise ImportError(f"torch {why}")
@@ -66,6 +67,7 @@ class Imports:
         sys.stdout.flush()
         gc.collect()
         gc.freeze()  # whatever looks through all objects passes over these, and copies no page
+        gc.enable()
         return ""
 
     def _import(self, modules: Sequence[tuple[str, tuple[str, ...]]]) -> None:

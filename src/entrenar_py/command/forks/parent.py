@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 import os
@@ -142,7 +141,6 @@ class Command:
             os.close(one)
         interpreter.set_environment({**message["environment"], **_brought(message, self._imports)})
         interpreter.forget_draws()
-        gc.enable()
         _observe()
         interpreter.run_as_main(message["words"])
 
