@@ -109,6 +109,27 @@ def test_a_command_is_stopped_between_epochs() -> None:
     assert by_steps.lengths(resumed) == [(4, 2), (8, 2), (8, 2)]
 
 
+@pytest.mark.parametrize(
+    ("likely", "names"),
+    [
+        ({"restarts": "nothing"}, ("2-workers", "1-worker")),
+        ({}, ("2-workers", "1-worker", "2-workers-killed")),
+        (
+            {"restarts": "nothing", "saves": "weights"},
+            ("2-workers", "1-worker", "2-workers-interrupted"),
+        ),
+        (
+            {"restarts": "nothing", "saves": "weights", "loads": "nothing"},
+            ("2-workers", "1-worker"),
+        ),
+    ],
+)
+def test_the_runs_to_come_are_named(likely: dict[str, str], names: tuple[str, ...]) -> None:
+    """A killed and a resumed run are foreseen where launcher and script are likely to have one."""
+    made = plan(needs=(ALONE, KILLED, RESUMED), source=Path())
+    assert made.foreseen(Traits(**likely))[0] == names  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("restarts", "is_killed"), [("", True), ("nothing", False)])
 def test_no_worker_is_killed_that_nobody_starts_again(restarts: str, is_killed: bool) -> None:
     """The first run shows whether the launcher restarts workers; a launch is saved."""

@@ -32,7 +32,7 @@ from entrenar_py.project.exclusions import Standing
 from entrenar_py.rank_files import shown_scenario
 from entrenar_py.rank_files.arranged import Arrangement
 from entrenar_py.reports.report import Entry
-from entrenar_py.trace import Trace
+from entrenar_py.trace import Trace, Traits
 
 FINITENESS = "finiteness"  # the check of F-DP-003
 
@@ -93,7 +93,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     )
     foreseen = [f"command: {change}" for change in options.command_changes]
     plan = make_plan(folder=Path())
-    planned, more = plan.foreseen()
+    planned, more = plan.foreseen(_likely(options))
     for size in {asked.world_size for asked in plan.plain().values()}:
         words = placeholders.fill(options.command, {"world_size": str(size)}, {})
         folder = options.command_folder
@@ -187,6 +187,18 @@ def _expected(options: argparse.Namespace) -> list[str]:
     told = script.without_a_test_for_nan(path) if path is not None else ""
     told, _, _ = told.partition(": ")  # the finding says what to add
     return [f"expected: {told}"] if told else []
+
+
+def _likely(options: argparse.Namespace) -> Traits:
+    """Return the traits of the first run on which others depend, as far as the texts show them."""
+    path, command = _script(options), options.command
+    known = script.read(path) if path is not None else None
+    starts_again = declarations.restarts(command) or not launchers.is_torchs(command)
+    return Traits(
+        saves="weights" if known and known.saves else "",
+        loads="" if known and known.loads else "nothing",
+        restarts="" if starts_again else "nothing",
+    )
 
 
 def _script(options: argparse.Namespace) -> Path | None:

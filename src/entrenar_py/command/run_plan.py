@@ -28,7 +28,7 @@ from entrenar_py.observing import TOKENS
 from entrenar_py.observing.auto import Settings
 from entrenar_py.rank_files.arranged import Arrangement
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Trace
+from entrenar_py.trace import Trace, Traits
 
 WORLD_SIZES = (2,)  # and 1, where a check compares with one worker
 DEADLINE_S = 300.0
@@ -123,16 +123,17 @@ class Plan:
         """True if two runs have folders and ports of their own; torchrun's usual port is fixed."""
         return self.source is not None and "--standalone" in self.command
 
-    def foreseen(self) -> tuple[tuple[str, ...], list[str]]:
+    def foreseen(self, likely: Traits) -> tuple[tuple[str, ...], list[str]]:
         """Return the names of the runs to come, and in lines what they need of the global batch.
 
-        What depends on the first run (the stops, the value of a limit) is taken from a stand-in.
+        What depends on the first run (the stops, the value of a limit) is taken from a stand-in,
+        whose traits are those that are `likely`.
         """
         steps = self.num_steps if self.can_say("steps") else NUM_STEPS * self.num_epochs
         stand_in = Scenario(
             system="", workload="own", world_size=self.most, seed=self.seed, num_steps=steps
         )
-        usual = Trace(scenario=stand_in, environment={}, promises=(), events=())
+        usual = Trace(scenario=stand_in, environment={}, promises=(), events=(), traits=likely)
         limited = {_name(self.most, turn) for knob in KNOBS for turn in self._limited(knob, usual)}
         names = [*self.plain(), *self.others(usual), *self.pairs(usual)]
         shown = [name.rpartition("-")[0] if name in limited else name for name in names]

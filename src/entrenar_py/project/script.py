@@ -14,6 +14,7 @@ BYTES_MAX = 2**22
 _OBSERVES = ("observe", "ObserveCallback")  # of entrenar_py, and of its integrations
 
 _SAVES = ("save", "save_checkpoint", "save_state")
+_LOADS = ("load", "load_checkpoint", "load_state", "load_state_dict")
 # Names by which scripts notice a value that is not finite: functions, arguments, classes.
 _FINITE = ("isfinite", "isnan", "isinf", "error_if_nonfinite", "GradScaler", "TerminateOnNaN")
 
@@ -22,13 +23,14 @@ _FINITE = ("isfinite", "isnan", "isinf", "error_if_nonfinite", "GradScaler", "Te
 class Script:
     """Facts of a script: `options` are the long options that it declares to argparse or click.
 
-    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` whether it saves anything,
-    `minds_nan` whether it may notice a value that is not finite.
+    `is_observed` tells whether it calls `entrenar_py.observe`, `saves` and `loads` whether it saves
+    or loads anything, `minds_nan` whether it may notice a value that is not finite.
     """
 
     options: tuple[str, ...]
     is_observed: bool
     saves: bool
+    loads: bool
     minds_nan: bool
 
 
@@ -48,6 +50,7 @@ def read(path: Path) -> Script | None:
         options=tuple(dict.fromkeys(_options(calls))),
         is_observed=observed,
         saves=any(_name(call.func) in _SAVES for call in calls),
+        loads=any(_name(call.func) in _LOADS for call in calls),
         minds_nan=any(_said(node) in _FINITE for node in ast.walk(tree)),
     )
 
