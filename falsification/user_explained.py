@@ -281,6 +281,7 @@ VARIANTS = (
     ),
     _trainer("noise by rank without an effect", _GUARDED, turned=("accumulation",)),
     _trainer("two groups that are clipped together"),
+    _trainer("a probe of gradients, which is cleared", _GUARDED, (_CLEARED, _PROBE + _CLEARED)),
     _trainer(
         "each tensor is clipped by its own norm, on purpose",
         (

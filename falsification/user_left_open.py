@@ -223,6 +223,7 @@ LEFT_OPEN = (
             "clip_norm: with obs.reduced()",
             "an optimizer for each tensor, which steps within the backward pass",
             "a critic that steps twice for each step of the other network",
+            "explained: a probe of gradients, which is cleared",
         ),
     ),
     Open(
@@ -237,6 +238,11 @@ LEFT_OPEN = (
             "a critic that steps twice for each step of the other network",
             "a flat partition with an inner optimizer (ZeRO-1), which skips a NaN",
         ),
+    ),
+    Open(
+        "trains nothing (a probe)",
+        ("finiteness",),
+        ("explained: a probe of gradients, which is cleared",),
     ),
     Open(
         "on one worker it is another run",

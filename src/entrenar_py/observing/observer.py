@@ -118,6 +118,8 @@ class Observer(Observation):
         self._stop = PlannedStop(rank, world_size, begins=self._step.number)
         self._hook()
         self._facts.listen(self._recording, self._micro_batches, self.skipped)
+        # After how many passes of a step the script clears gradients that are finite.
+        self._cleared: set[int] = set()
 
     # --- called by the script ---------------------------------------------------------------------
 
@@ -273,7 +275,9 @@ class Observer(Observation):
             self._step.sources.forget_passes()
         elif self._step.has_moved():
             micro_batches.forget_gradients()  # of other weights: sharpness-aware, other samples
-        elif micro_batches.done and self._gradients.has_overflowed():
+        elif not self._gradients.has_overflowed():
+            self._cleared.add(micro_batches.index)
+        elif micro_batches.index not in self._cleared:  # else of a probe, which trains nothing
             self._skip_step()
 
     def _after_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
