@@ -122,6 +122,12 @@ def test_outputs_that_may_see_all_or_see_nothing_are_not_judged(
     assert is_not_applied(judged("causality", TOKENS, scored, reread))
 
 
+def test_outputs_that_stay_are_causal_whatever_the_loss_is() -> None:
+    """A fused loss shows no targets; only a model that may see both sides needs them."""
+    assert judged("causality", TOKENS, LATER).verdict is Verdict.HELD
+    assert is_not_applied(judged("causality", TOKENS, replace(LATER, still=0.5)))
+
+
 def test_padding_that_is_seen_or_counted_is_found() -> None:
     """Outputs and loss must stay if padding is another token, and no padding is a target."""
     padded = replace(TOKENS, padding=3)

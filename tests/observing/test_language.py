@@ -132,6 +132,24 @@ def test_a_model_with_hooks_of_the_script_is_left_alone() -> None:
     assert not of(trace.Reread, events)
 
 
+class Wrapped(nn.Module):
+    """Passes all on, as wrappers of libraries do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def test_a_wrapped_model_names_its_own_arguments() -> None:
+    """Losses over the tokens are known where the model is passed nothing again."""
+    model = Wrapped(Summed())
+    model.inner.head.register_forward_hook(lambda *_: None)
+    assert len(of(trace.Scored, recorded(model))) == 1
+
+
 def test_an_error_in_a_pass_of_our_own_is_told() -> None:
     """The script goes on."""
 

@@ -192,9 +192,9 @@ def _stays(tally: Tally, trace: Trace, rereads: Iterable[Reread], message: str) 
 
 
 def _causal(tally: Tally, trace: Trace) -> str:
-    if not _shifts(trace):
-        return f"{_NO_TARGETS}: it may be trained to see both sides"
     later = _moving(trace, "later")
+    if not _shifts(trace) and not all(map(_is_still, later)):
+        return f"{_NO_TARGETS}: it may be trained to see both sides"
     for cut in sorted({one.cut or 0 for one in later}):
         what = (
             f"an output changes if tokens from position {cut} on are replaced: it sees later ones"

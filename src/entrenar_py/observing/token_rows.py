@@ -100,12 +100,20 @@ def _named(
 ) -> Iterator[tuple[str, Any]]:
     """Yield each leaf of the arguments with the name of its parameter or of its key."""
     try:
-        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        bound = inspect.signature(_inner(model).forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):
         bound = dict(kwargs)
     for path, leaf in pytree.tree_flatten_with_path(dict(bound))[0]:
         keys = [str(key.key) for key in path if isinstance(key, pytree.MappingKey)]
         yield (keys or [""])[-1], leaf
+
+
+def _inner(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the module whose `forward` names its arguments, in wrappers that pass all on."""
+    kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
+    inner = [*model.children()]
+    is_wrapper = kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+    return _inner(inner[0]) if is_wrapper and len(inner) == 1 else model
 
 
 def _copied(leaf: Any, *, again: bool) -> Any:
