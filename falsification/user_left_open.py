@@ -53,14 +53,7 @@ LEFT_OPEN = (
     Open(
         "which may depend on the rank or on how a batch is split",
         ("parity", "weighting"),
-        (
-            "masked patches, drawn in the model",
-            "noise of the targets, drawn by rank in the loss",
-            "two models, and noise by rank",
-            "two views of each sample",
-            "validated, as it is",
-            "recomputed, as it is",
-        ),
+        ("two models, and noise by rank",),
     ),
     Open(
         "random numbers are drawn between the backward pass and the step",
@@ -181,16 +174,6 @@ LEFT_OPEN = (
         "workers step alone and only synchronise",
         ("finiteness", "optimizer_state", "parity", "replica_identity", "weighting"),
         ("rounds that begin anew",),
-    ),
-    Open(
-        "no combination of the micro-batches' gradients",
-        ("parity", "weighting"),
-        ("a term that balances experts",),
-    ),
-    Open(
-        "draws its masks per rank",
-        ("parity", "weighting"),
-        ("together: a block cut by hand, with dropout",),
     ),
     Open(
         "a copy, a piece or an expert",

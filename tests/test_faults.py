@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from entrenar_py.errors import UsageError
-from entrenar_py.faults import KINDS, NEEDED, ON_THE_WAY, OPTIONAL, PLACES, SILENT, Fault
+from entrenar_py.faults import (
+    CONTROLLED,
+    KINDS,
+    NEEDED,
+    ON_THE_WAY,
+    OPTIONAL,
+    PLACES,
+    SILENT,
+    Fault,
+)
 from entrenar_py.protocol.messages import MESSAGES
 
 GIVEN: dict[str, Any] = {
@@ -27,6 +36,7 @@ GIVEN: dict[str, Any] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "huge_gradient": {"value": "1e38"},
     "nudged_weights": {"value": "1e-6"},
+    **{kind: {"value": "2"} for kind in CONTROLLED},
     **{kind: {"value": "0.5"} for kind in SILENT},
     "lie": {"value": "twice", "at": "Staged"},
     "stranger": {"value": "taken_rank"},

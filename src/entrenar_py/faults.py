@@ -23,6 +23,10 @@ KINDS: dict[str, str] = {
     "and silently: as if it were `value`, finite, in every sample",
     "corrupt_worker": "the same, in every shard that worker `rank` computes from step `step` on",
     "nudged_weights": "each weight of a user's script is moved by `value` of itself",
+    "common_numbers": "what a user's script draws at random is alike for all samples and ranks",
+    "mirrored_ranks": "the same, and all ranks load the same samples; one worker loads as many as "
+    "each of `value` workers",
+    "repeated_share": "the same on one worker, which loads them `value` times in each batch",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` comes (back) before step `step` with the full state",
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
@@ -52,6 +56,8 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "corrupt_gradient": ("step", "rank", "shard", "value"),
     "corrupt_worker": ("step", "rank", "value"),
     "nudged_weights": ("step", "value"),
+    "common_numbers": ("step",),
+    **dict.fromkeys(("mirrored_ranks", "repeated_share"), ("step", "value")),
     **dict.fromkeys(("leave", "join"), ("step", "rank")),
     **dict.fromkeys(("kill", "cut", "half_open"), ("step", "rank", "at")),
     **dict.fromkeys(("duplicate", "reorder", "truncate", "flip"), ("step", "rank", "at")),
@@ -80,6 +86,9 @@ SILENT = ("corrupt_gradient", "corrupt_worker")
 
 # In a user's script only: what rounding makes of the training is measured by it.
 NUDGED = "nudged_weights"
+# In a user's script only: what rightly differs between runs on other numbers of workers is made
+# alike, to compare the rest.
+COMMON, MIRRORED, REPEATED = CONTROLLED = ("common_numbers", "mirrored_ranks", "repeated_share")
 
 # Failures that a real adapter is made to report itself.
 OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")
@@ -207,7 +216,7 @@ class Fault:
             self._refuse("rank", "value=taken_rank needs a rank, and all others take none")
 
     def _check_number(self, value: str) -> None:
-        finite = self.kind in ("huge_gradient", NUDGED, *SILENT)
+        finite = self.kind in ("huge_gradient", NUDGED, *CONTROLLED, *SILENT)
         try:
             fits = math.isfinite(float(value)) == finite
         except ValueError:
@@ -229,8 +238,13 @@ class Fault:
 
 
 def are_nudged(planned: Iterable[Fault]) -> bool:
-    """Return whether a run with these faults only shows what rounding does, and is not judged."""
+    """Return whether a run with these faults shows what rounding does."""
     return any(fault.kind == NUDGED for fault in planned)
+
+
+def are_of_witnesses(planned: Iterable[Fault]) -> bool:
+    """Return whether a run with these faults only shows how others can be compared."""
+    return any(fault.kind in (NUDGED, *CONTROLLED) for fault in planned)
 
 
 _SCHEMA = Schema(Fault, what="fault", forms=UNCHECKED, sparse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.checks import CHECKS, knob_pairs, tensor_names
-from entrenar_py.checks.needs import ALONE, NUDGED, REPEATED, Runs
+from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, REPEATED, Runs
 from entrenar_py.faults import Fault
 from entrenar_py.harness import roles
 from entrenar_py.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
@@ -330,17 +330,22 @@ def test_ranks_that_share_a_model_may_share_their_samples() -> None:
 
 
 def test_witnesses_are_found_among_stored_runs() -> None:
-    """They are a second plain run, the run on one worker, and that with nudged weights."""
+    """They are a second plain run, that on one worker, with nudged weights, and controlled ones."""
     usual = own().scenario
     turned = knob_pairs.told(usual, knob="permute", value="1", usual="0")
     stored = {"usual": usual, "alone": own(1).scenario, "turned": turned}
     stored["again"] = usual.with_(repeat=1)
     nudge = Fault(kind="nudged_weights", step=0, value="1e-6")
     stored["nudged"] = stored["alone"].with_(faults=(nudge,))
+    stored["common"] = usual.with_(faults=(Fault(kind="common_numbers", step=0),))
     for name in stored:
         witnesses = roles.of(CHECKS["parity"].needs, name, stored).witnesses
-        twice, moved = ("usual", "again"), ("alone", "nudged")
-        assert witnesses == {ALONE: ("alone",), REPEATED: twice, NUDGED: moved}, name
-    del stored["again"], stored["alone"]
-    assert roles.of((), "turned", stored).witnesses == {ALONE: (), REPEATED: (), NUDGED: ()}
+        assert witnesses == {
+            ALONE: ("alone",),
+            REPEATED: ("usual", "again"),
+            NUDGED: ("alone", "nudged"),
+            CONTROLLED: ("common",),
+        }, name
+    del stored["again"], stored["alone"], stored["common"]
+    assert not any(roles.of((), "turned", stored).witnesses.values())
     assert roles.of((), 0, {0: SUBJECT, 1: SUBJECT.with_(repeat=1)}).witnesses == {}

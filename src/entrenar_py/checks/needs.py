@@ -41,6 +41,10 @@ REPEATED = Need(name="repeated", says="the same run a second time", free=("repea
 NUDGED = Need(
     name="nudged", says="the same run on one worker, its first weights moved by some roundings"
 )
+CONTROLLED = Need(
+    name="controlled",
+    says="the same run, and that on one worker, with equal random numbers, or equal shares",
+)
 ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
 PEER = Need(name="peer", says="the same fine-tuning by transformers.Trainer with peft")
 SINGLE = Need(name="single", says="the same fine-tuning by one worker, without ranks")

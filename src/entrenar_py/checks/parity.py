@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from entrenar_py.checks import (
+    controlled,
     evidence,
     knobs,
     missing,
@@ -21,7 +22,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
-from entrenar_py.checks.needs import ALONE, NUDGED, ORACLE, REPEATED, Traces
+from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, ORACLE, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -76,13 +77,15 @@ class _Followed:
         for trace in (*base, *runs.of(ALONE)):
             if model is None or trace is model or not evidence.is_as_trained(trace):
                 continue
-            compared = Compared(runs=runs, model=model, trace=trace)
-            if not oracles.same_masks(model, trace) and not _is_explained(compared):
+            plain = Compared(runs=runs, model=model, trace=trace)
+            compared, words = controlled.pair(tally, plain)
+            is_masked = compared is plain and not oracles.same_masks(model, trace)
+            if is_masked and not _is_explained(compared):
                 done.masked.append(trace)
                 continue
             if not runs.of(ORACLE):
                 tally.note("compared with its own run on one worker, which may have the same bug")
-            count = _compare(tally, compared, tolerance)
+            count = _compare(tally, compared, tolerance, words)
             if trace.of(Update):
                 done.num_gradients.append(count)
             done.num_followed += 1
@@ -95,14 +98,16 @@ def _is_explained(compared: Compared) -> bool:
     return own and presuppositions.aligned(compared).explanation is not None
 
 
-def _compare(tally: Tally, compared: Compared, tolerance: float | None) -> int:
+def _compare(
+    tally: Tally, compared: Compared, tolerance: float | None, words: run_comparison.Words
+) -> int:
     """Compare a run with its model, if it can be compared; return how many gradients were."""
     left = presuppositions.comparable(tally, presuppositions.WITH_ONE_WORKER, compared)
     return (
         0
         if left is None
         else run_comparison.compare(
-            tally, left.model, left.trace, tolerance, sensitivity=left.sensitivity
+            tally, left.model, left.trace, tolerance, words, sensitivity=left.sensitivity
         )
     )
 
@@ -118,7 +123,7 @@ ROWS = (
         plan=plans.parity,
         explores=True,
         needs=(ALONE, ORACLE, *knobs.TURNED),
-        witnesses=(REPEATED, NUDGED),
+        witnesses=(REPEATED, NUDGED, CONTROLLED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         in_step=True,

@@ -180,6 +180,8 @@ _TWO_RUNS = (
     STATISTICS,
 )
 _BY_SAMPLE = (SAME_CONTENTS, NOTHING_BY_RANK, SUM_OVER_SAMPLES)
+# What other runs can settle, in which nothing is drawn at random, or all ranks have one share.
+_CONTROLLED = (STATISTICS, *_BY_SAMPLE)
 POISONED = "a step at a value that is not finite, with its skipping or halting"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
     WITH_ONE_WORKER: (*_TWO_RUNS, *_BY_SAMPLE),
@@ -230,6 +232,25 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
             return None
         compared = left
     return compared
+
+
+def are_comparable(comparison: str, compared: Compared) -> bool:
+    """Return whether something can be compared of two runs, and nothing speaks against it."""
+    trial = Tally("", observed=True)
+    left = comparable(trial, comparison, compared)
+    return left is not None and trial.broken is None and not trial.missing
+
+
+def are_prevented(comparison: str, compared: Compared, *, masked: bool) -> bool:
+    """Return whether random numbers or coupled samples alone keep two runs from being compared.
+
+    `masked`: their dropout draws other masks. If the runs differ by one equation, nothing does.
+    """
+    compared = aligned(compared)
+    lacking = [one for one in COMPARISONS[comparison] if one.lacking(compared)]
+    if not (lacking or masked) or any(one not in _CONTROLLED for one in lacking):
+        return False
+    return compared.explanation is None
 
 
 def aligned(compared: Compared) -> Compared:

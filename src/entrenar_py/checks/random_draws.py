@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from entrenar_py.checks import missing, own_sums, precision
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.checks.run_comparison import ROUNDING_STEPS
+from entrenar_py.faults import CONTROLLED
 from entrenar_py.trace import Drawn, Shard, Trace
 
 # Relative distance of what the model is given of a sample in two runs. In later steps it may come
@@ -92,6 +93,8 @@ def drawn_by_rank(compared: Compared) -> str:
     model, trace = compared.model, compared.trace
     alike = _micro_batches(model) == _micro_batches(trace)
     known = _all_known(model) and _all_known(trace)
+    # In runs with common numbers only draws of a few numbers, and unknown ones, are seen.
+    are_common = any(fault.kind in CONTROLLED for fault in trace.scenario.faults)
     drawn, expected = _by_place(trace), _by_place(model)
     for where in PLACES:
         is_batch = where in _BEFORE_THE_BATCH
@@ -100,7 +103,8 @@ def drawn_by_rank(compared: Compared) -> str:
         if is_batch and known:
             continue  # the contents are the same
         mine, theirs = drawn.get(where, {}), expected.get(where, {})
-        same = _same(mine, theirs) if alike else where == "batch" and known and _one(mine, theirs)
+        one_for_all = are_common or (where == "batch" and known)
+        same = _same(mine, theirs) if alike else one_for_all and _one(mine, theirs)
         if (mine or theirs) and not same:
             if compared.difference is None:
                 return ""

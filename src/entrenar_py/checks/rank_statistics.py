@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from entrenar_py.checks import evidence
 from entrenar_py.checks.compared import Compared
+from entrenar_py.faults import MIRRORED
 from entrenar_py.trace import Trace
 from entrenar_py.wording import listed
 
@@ -21,7 +22,8 @@ def lacking(compared: Compared) -> str:
     names = _statistics(compared.trace) or _statistics(compared.model)
     if not names or _division(compared.trace) == _division(compared.model):
         return ""
-    if compared.difference is None:
+    is_mirrored = any(fault.kind == MIRRORED for fault in compared.trace.scenario.faults)
+    if is_mirrored or compared.difference is None:
         return ""
     return (
         f"buffers follow from the samples of a rank ({listed(names, most=2)}), and the runs differ "

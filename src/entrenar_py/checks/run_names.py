@@ -14,6 +14,9 @@ _DONE: Mapping[str, str] = {
     "non_finite_gradient": "with a NaN planted in a gradient",
     "leave": "with a worker killed",
     "nudged_weights": "with its weights moved by some roundings",
+    "common_numbers": "with random numbers that are alike for all samples",
+    "mirrored_ranks": "with the same samples on all ranks",
+    "repeated_share": "with the samples of one rank, repeated",
 }
 
 

@@ -32,7 +32,7 @@ from entrenar_py.checks import (
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.explanations import Explanation
-from entrenar_py.checks.needs import ALONE, NUDGED, ORACLE, REPEATED, Traces
+from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, ORACLE, REPEATED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -365,7 +365,7 @@ ROWS = (
         plan=plans.weightings,
         explores=True,
         needs=(ALONE, ORACLE, *knobs.TURNED),
-        witnesses=(REPEATED, NUDGED),
+        witnesses=(REPEATED, NUDGED, CONTROLLED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         in_step=True,

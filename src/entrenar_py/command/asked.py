@@ -17,7 +17,7 @@ from entrenar_py.checks.needs import (
     Need,
     Runs,
 )
-from entrenar_py.faults import Fault, are_nudged
+from entrenar_py.faults import Fault, are_nudged, are_of_witnesses
 from entrenar_py.scenario import Scenario
 
 
@@ -89,7 +89,7 @@ class Asked:
     @property
     def is_witness(self) -> bool:
         """True if the run shows whether others can be compared, and how closely."""
-        return self.is_plain or self.is_nudged
+        return self.is_plain or are_of_witnesses(self.faults)
 
 
 def judges(check: Check, asked: Asked) -> bool:

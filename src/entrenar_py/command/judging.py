@@ -11,6 +11,7 @@ from entrenar_py import checks
 from entrenar_py.checks import Check, run_names
 from entrenar_py.checks.needs import (
     ALONE,
+    CONTROLLED,
     KILLED,
     NUDGED,
     REPEATED,
@@ -24,6 +25,7 @@ from entrenar_py.command import asked
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.runs import Run
 from entrenar_py.contract import Invariant
+from entrenar_py.faults import are_of_witnesses
 from entrenar_py.harness import companions, plan, roles, stored
 from entrenar_py.harness.plan import Task
 from entrenar_py.harness.runner import Listener, ignore
@@ -108,7 +110,7 @@ def judge(
             {
                 _name(file): run.trace
                 for file, run in runs.items()
-                if file in traces or run.asked.is_nudged
+                if file in traces or are_of_witnesses(run.asked.faults)
             },
             on_judged=on_judged,
             form="{reason} [{files}]",
@@ -204,7 +206,8 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     """Return the files of the runs that show whether others can be compared, if there are any.
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
-    same run with nudged weights.
+    same run with nudged weights. CONTROLLED: all runs with equal random
+    numbers or shares.
     """
     plain = {run.asked: file for file, run in runs.items() if run.asked.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
@@ -212,7 +215,8 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     nudged = [(replace(run, faults=()), run) for run in plain if run.is_nudged]
     moved = next((pair for pair in nudged if pair[0] in plain), ())
     alone = [run for run in plain if run.is_plain and run.world_size == 1 and not run.repeat]
-    witnesses = {REPEATED: twice, ALONE: alone, NUDGED: moved}
+    controlled = [run for run in plain if not (run.is_plain or run.is_nudged)]
+    witnesses = {REPEATED: twice, ALONE: alone, NUDGED: moved, CONTROLLED: controlled}
     return {need: tuple(plain[run] for run in some) for need, some in witnesses.items()}
 
 

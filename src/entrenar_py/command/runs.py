@@ -22,6 +22,7 @@ from entrenar_py.command import own_folder, placeholders, run_trace
 from entrenar_py.command.arranging import Arranging, Made
 from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.beginnings import Beginnings, first_step
+from entrenar_py.command.controlling import Controlling
 from entrenar_py.command.launch import OUTPUT, Ended
 from entrenar_py.command.nudging import Nudging
 from entrenar_py.command.run_plan import Plan
@@ -87,7 +88,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
 def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run]]:
     base = plan.folder
     likes: dict[Turn | None, Trace] = {}
-    nudging = Nudging(plan.needs)
+    nudging, controlling = Nudging(plan.needs), Controlling(plan.needs)
     beginnings = Beginnings()
     arranging = Arranging(base, plan.arrangements)
     planned, first = plan.plain(), True
@@ -130,6 +131,8 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             planned = {**nudging.after(asked, recorded), **planned}
             if not asked.repeat:
                 likes.setdefault(asked.turn, recorded)
+        if recorded.end.status == "completed":
+            planned |= controlling.after(asked, recorded)
         rest = tuple(planned.values())
         yield base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=rest)
 

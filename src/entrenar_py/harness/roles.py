@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from entrenar_py import faults
 from entrenar_py.checks import knob_pairs
-from entrenar_py.checks.needs import ALONE, NUDGED, ORACLE, REPEATED, Near, Need, Runs
+from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, ORACLE, REPEATED, Near, Need, Runs
 from entrenar_py.harness import companions
 from entrenar_py.scenario import Scenario
 
@@ -37,7 +37,7 @@ def of(needs: Collection[Need], own: K, scenarios: Mapping[K, Scenario]) -> Runs
         key: scenario
         for key, scenario in scenarios.items()
         # A copy of the run can't serve as its baseline.
-        if key != own and scenario != subject and not faults.are_nudged(scenario.faults)
+        if key != own and scenario != subject and not faults.are_of_witnesses(scenario.faults)
     }
     near: dict[Need, Near[K]] = {}
 
@@ -74,12 +74,13 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
     """Return the runs of a user's trainer that show whether others can be compared, if any.
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
-    same run with nudged weights.
+    same run with nudged weights. CONTROLLED: all runs with equal random
+    numbers or shares.
 
     A run on one worker is also found if it had another batch.
     """
     nudged = {key: one for key, one in scenarios.items() if faults.are_nudged(one.faults)}
-    others = {key: one for key, one in scenarios.items() if key not in nudged}
+    others = {k: one for k, one in scenarios.items() if not faults.are_of_witnesses(one.faults)}
     plain = companions.plain(knob_pairs.unturned(subject), repeat=0)
     keys = {scenario: key for key, scenario in others.items()}
     alone = _nearest(subject, plain.with_(world_size=1), ALONE, others)
@@ -92,7 +93,9 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
         meant = plain.with_(world_size=scenario.world_size)
         still = _nearest(subject, meant, ALONE, others)
         moved = () if still is None else (still[0], key)
-    return {ALONE: () if alone is None else (alone[0],), REPEATED: twice, NUDGED: moved}
+    controlled = tuple(key for key in scenarios if key not in {*nudged, *others})
+    once = () if alone is None else (alone[0],)
+    return {ALONE: once, REPEATED: twice, NUDGED: moved, CONTROLLED: controlled}
 
 
 def _nearest(

@@ -109,7 +109,7 @@ def judge_stored(
             runs = {
                 file: roles.of(task.check.needs, file, scenarios)
                 for file, scenario in scenarios.items()
-                if _kind(scenario.system) in kinds and not faults.are_nudged(scenario.faults)
+                if _kind(scenario.system) in kinds and not faults.are_of_witnesses(scenario.faults)
             }
         yield judge_each(task, runs, traces, on_judged=on_judged)
 

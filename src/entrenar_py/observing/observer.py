@@ -16,6 +16,7 @@ from entrenar_py.observing import (
     Observation,
     arguments,
     batches,
+    common_numbers,
     declarations,
     dtensors,
     first_look,
@@ -114,6 +115,9 @@ class Observer(Observation):
         self._language = language.of(self._subject, generators, self._recording.write)
         self._late: trace.Update | None = None
         atexit.register(self._write_late)
+        self._numbers = common_numbers.begin_if_planned()
+        if self._numbers is not None:
+            self._numbers.reseeded = lambda: self._random.mark(None)
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
         self._stop = PlannedStop(rank, world_size, begins=self._step.number)
         self._hook()
@@ -290,6 +294,7 @@ class Observer(Observation):
         number = self._micro_batches.index
         self._step.sources.after_backward(self._step.number, number, names)
         self._micro_batches.after_backward(self._step.number, given, finite=finite)
+        self._seed_numbers()
         if not self._recording.life:  # else this rank has died before
             self._faults.perhaps_die()
 
@@ -372,6 +377,12 @@ class Observer(Observation):
         self._micro_batches.end_step()
         self._gradients.forget()
         self._note_facts()
+        self._seed_numbers()
+
+    def _seed_numbers(self) -> None:
+        """Begin a micro-batch with random numbers that follow from the step, if that is planned."""
+        if self._numbers is not None:
+            self._numbers.seed(self._step.number)
 
     def _write_late(self) -> None:
         """Record the last step if its weights were still to be written back."""

@@ -17,9 +17,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from entrenar_py import hook_calls, trace
-from entrenar_py.faults import NUDGED, Fault
-from entrenar_py.observing import FAULTS, dtensors, module_hooks, unsharded_parameters
+from entrenar_py.faults import CONTROLLED, NUDGED, Fault
+from entrenar_py.observing import (
+    FAULTS,
+    dtensors,
+    module_hooks,
+    unsharded_parameters,
+)
 from entrenar_py.observing.subject import Subject
+
+
+def planned() -> list[Fault]:
+    """Return the faults that the harness planned for this process."""
+    return [Fault.from_dict(fields) for fields in json.loads(os.environ.get(FAULTS, "[]"))]
 
 
 class PlannedFaults:
@@ -35,8 +45,7 @@ class PlannedFaults:
         write: Callable[[Sequence[trace.Event]], None],
     ) -> None:
         self._subject, self._place, self._write = subject, place, write
-        planned = json.loads(os.environ.get(FAULTS, "[]"))
-        self._faults = [Fault.from_dict(fields) for fields in planned]
+        self._faults = planned()
         self._struck: set[Fault] = set()
         self._passes: Counter[str] = Counter()  # that gave each tensor a gradient
 
@@ -71,10 +80,14 @@ class PlannedFaults:
     def perhaps_nudge(self) -> None:
         """Move the weights by some roundings if a fault plans that for this step.
 
+        Record that random numbers, or samples, are made alike, if they are.
+
         Copies of a weight on several ranks are moved alike. Generators of the script stay as they
         are.
         """
         for fault in self._faults:
+            if fault.kind in CONTROLLED:  # since this record was made, or earlier
+                self._strikes(fault)
             if fault.kind == NUDGED and self._strikes(fault):
                 for name, parameter in self._subject.parameters.items():
                     _nudge(name, dtensors.local(parameter), float(fault.value or 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from entrenar_py import trace
-from entrenar_py.observing import generators
+from entrenar_py.observing import common_numbers, generators
 from entrenar_py.observing.generators import Generators, States
 from entrenar_py.observing.recomputed import Recomputed
 
@@ -24,7 +24,7 @@ class RandomNumbers:
         write: Callable[[Sequence[trace.Event]], None],
     ) -> None:
         self._generators, self._rank, self._place, self._write = generators, rank, place, write
-        self._last = generators.states()
+        self._last = self._states()
         self._recomputed = Recomputed(self._are_not_set_back, lambda: self.mark("recomputed"))
 
     def since(self, states: States) -> None:
@@ -45,8 +45,13 @@ class RandomNumbers:
         """Remove the hooks of a backward pass."""
         self._recomputed.end()
 
+    def _states(self) -> States:
+        """Return the generators' states, and which common random numbers were drawn, if any are."""
+        common, states = common_numbers.CURRENT, self._generators.states()
+        return states if common is None else {**states, "common numbers": str(common.drawn)}
+
     def _are_not_set_back(self) -> bool:
-        return self._generators.states() == self._last
+        return self._states() == self._last
 
     def mark(
         self, where: str | None, *, worker: int | None = None, ids: tuple[int, ...] = ()
@@ -56,7 +61,7 @@ class RandomNumbers:
         `worker` is the loader's worker that this process is, with the samples `ids`. Return the
         states at the last mark, and the names of the generators that have drawn.
         """
-        before, now = self._last, self._generators.states()
+        before, now = self._last, self._states()
         self._last = now
         drawn = generators.moved(before, now)
         if where is not None and drawn:

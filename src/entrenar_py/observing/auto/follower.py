@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from entrenar_py.observing import FOLDER, call_sites
+from entrenar_py.observing import FAULTS, FOLDER, call_sites
 from entrenar_py.observing.auto import Settings
 from entrenar_py.observing.auto.ending import Ending
 from entrenar_py.observing.auto.guard import guarded
@@ -138,6 +138,7 @@ class Follower:
         """Note that `optimizer` was built."""
         if torch.utils.data.get_worker_info() is None:
             self._optimizers.append(weakref.ref(optimizer))
+            self._control()
 
     def _begin(self, called: nn.Module | None) -> None:
         """Begin to observe, if there are optimizers; `called` is the module that the script called.
@@ -262,7 +263,15 @@ class Follower:
     def iterated(self, loader: Any, iterator: Any) -> None:
         """Note that a pass over a DataLoader begins."""
         call_sites.Samples.drawn()
+        self._control()
         self.batches.iterated(loader, iterator)
+
+    def _control(self) -> None:
+        """Draw common random numbers from here on, if that is planned: the model is built."""
+        if os.environ.get(FAULTS, "[]") != "[]":
+            from entrenar_py.observing import common_numbers
+
+            common_numbers.begin_if_planned()
 
     @guarded
     def drew(self, iterator: Any, index: Any) -> None:

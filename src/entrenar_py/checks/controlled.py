@@ -1,0 +1,148 @@
+"""The pair of runs by which several workers are compared with one.
+
+It is the plain one, unless random numbers rightly differ between the two, or samples that are cut
+otherwise act on each other. Then it is a pair in which that was controlled: random numbers are
+alike for all samples, or besides all ranks have the same share, and so does one worker.
+
+A loss that couples samples may be meant to couple those of a rank, or of all ranks. By the first
+meaning ranks that have one share train as one worker does on this share, by the second one as on so
+many copies of it. If they do neither, and the two agree with each other, no meaning explains that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from entrenar_py.checks import oracles, presuppositions, random_draws, run_comparison
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import CONTROLLED
+from entrenar_py.checks.presuppositions import WITH_ONE_WORKER
+from entrenar_py.checks.run_comparison import SINGLE, Words
+from entrenar_py.faults import COMMON, MIRRORED, REPEATED
+from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.verdict import Tally
+
+_NUMBERS = "with random numbers that are alike for all samples"
+_SHARES = "with the same samples on all ranks"
+_COUNTED = ", where a term of the loss may count once for each rank"
+
+
+def is_prevented(compared: Compared) -> bool:
+    """Return whether draws, or coupled samples, alone keep two runs from being compared."""
+    if compared.trace.scenario.workload != "own":
+        return False
+    masked = not oracles.same_masks(compared.model, compared.trace)
+    return presuppositions.are_prevented(WITH_ONE_WORKER, compared, masked=masked)
+
+
+def is_by_chance(compared: Compared) -> bool:
+    """Return whether it is random numbers that keep two runs from being compared."""
+    drawn = random_draws.other_contents(compared) or random_draws.drawn_by_rank(compared)
+    return bool(drawn or compared.trace.scenario.dropout)
+
+
+def pair(tally: Tally, compared: Compared) -> tuple[Compared, Words]:
+    """Return the runs to compare in place of the plain ones, with the words for findings."""
+    if is_prevented(compared):
+        for words, controlled in ((_NUMBERS, numbered(compared)), (_SHARES, mirrored(compared))):
+            if controlled is not None:
+                tally.note(f"compared {words}")
+                is_counted = words == _SHARES and not _agree(controlled)
+                before = f"{words}{_COUNTED if is_counted else ''}: "
+                return controlled, replace(SINGLE, before=before)
+    return compared, SINGLE
+
+
+def numbered(compared: Compared) -> Compared | None:
+    """Return the runs with common random numbers, None if these can't be compared either."""
+    controlled = _controlled(compared, COMMON, COMMON)
+    return controlled if controlled is not None and _are_comparable(controlled) else None
+
+
+def mirrored(compared: Compared) -> Compared | None:
+    """Return the run whose ranks have one share, and the one on one worker that it must be like.
+
+    Return None if they can't be compared, or if what the loss of a share is meant to be decides.
+    """
+    once, again = (_controlled(compared, kind, MIRRORED) for kind in (MIRRORED, REPEATED))
+    if once is None or not _have_one_share(once.trace):
+        return None
+    once = replace(once, model=_for_each(once.model, compared.trace.scenario.world_size))
+    if not _agree(once) and once.explanation is None:
+        if again is None:
+            return None
+        if _agree(again) or again.explanation is not None:
+            return again if _are_comparable(again) else None
+        if not _agree(replace(once, trace=again.model)):
+            return None
+    return once if _are_comparable(once) else None
+
+
+def _agree(compared: Compared) -> bool:
+    """Return whether two runs are comparable, and their gradients were found to be the same."""
+    trial = Tally("", observed=True)
+    model, trace = compared.model, compared.trace
+    sensitivity = compared.sensitivity
+    num_gradients = run_comparison.compare(trial, model, trace, None, sensitivity=sensitivity)
+    return num_gradients > 0 and trial.broken is None and _are_comparable(compared)
+
+
+def _are_comparable(compared: Compared) -> bool:
+    """Return whether two runs can be compared. A NaN may come from rows that are alike."""
+    updates = (*compared.model.of(Update), *compared.trace.of(Update))
+    is_finite = all(update.finite for update in updates)
+    return is_finite and presuppositions.are_comparable(WITH_ONE_WORKER, compared)
+
+
+def _controlled(compared: Compared, alone: str, several: str) -> Compared | None:
+    """Return the runs in which the faults `alone` and `several` are planned, None without them."""
+    runs = compared.runs.witnesses.get(CONTROLLED, ())
+    size = compared.trace.scenario.world_size
+    model, trace = _find(runs, alone, 1, size), _find(runs, several, size, size)
+    return None if model is None or trace is None else replace(compared, model=model, trace=trace)
+
+
+def _find(runs: Iterable[Trace], kind: str, num_workers: int, shared_by: int) -> Trace | None:
+    return next(
+        (
+            run
+            for run in runs
+            for fault in run.scenario.faults
+            if run.scenario.world_size == num_workers and fault.kind == kind
+            if fault.value is None or int(fault.value) == shared_by
+        ),
+        None,
+    )
+
+
+def _have_one_share(trace: Trace) -> bool:
+    """Return whether all ranks were given the same samples in each micro-batch."""
+    by_rank: Mapping[int, list[Shard]] = defaultdict(list)
+    for shard in trace.of(Shard):
+        by_rank[shard.rank].append(shard)
+    shares = [*by_rank.values()]
+    is_whole = len(shares) == trace.scenario.world_size
+    return is_whole and all(_are_alike(shares[0], other) for other in shares)
+
+
+def _are_alike(first: list[Shard], second: list[Shard]) -> bool:
+    return len(first) == len(second) and all(
+        (mine.step, mine.ids) == (theirs.step, theirs.ids)
+        and all(
+            random_draws.are_alike(due, got, random_draws.CONTENTS_BOUND_MOVED)
+            for due, got in zip(mine.contents, theirs.contents, strict=False)
+        )
+        for mine, theirs in zip(first, second, strict=True)
+    )
+
+
+def _for_each(trace: Trace, num_ranks: int) -> Trace:
+    """Return a run of one worker whose samples are counted as those of so many ranks."""
+
+    def counted(shard: Shard) -> Shard:
+        return replace(shard, ids=shard.ids * num_ranks, contents=shard.contents * num_ranks)
+
+    events = (counted(event) if isinstance(event, Shard) else event for event in trace.events)
+    return replace(trace, events=tuple(events))

@@ -1,0 +1,77 @@
+"""Decide whether to run a command again on several workers and on one, with both runs controlled.
+
+Then random numbers are alike for all samples, or all ranks have the same share of the samples, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from entrenar_py.checks import controlled
+from entrenar_py.checks.compared import Compared
+from entrenar_py.checks.needs import ALONE, CONTROLLED, Need, Runs
+from entrenar_py.command.asked import Asked
+from entrenar_py.faults import COMMON, MIRRORED, REPEATED, Fault
+from entrenar_py.trace import Trace
+
+# Kind of the fault that controls runs -> the end of their names.
+_ENDS = {COMMON: "common", MIRRORED: "mirrored", REPEATED: "repeated"}
+
+
+class Controlling:
+    """Follows the runs of a command for checks with `needs`, and plans the controlled ones."""
+
+    def __init__(self, needs: Collection[Need]) -> None:
+        self._is_wanted = CONTROLLED in needs
+        self._plain: dict[int, Trace] = {}  # by number of workers
+        self._witnesses: tuple[Trace, ...] = ()
+        self._planned: set[Asked] = set()
+
+    def after(self, asked: Asked, recorded: Trace) -> dict[str, Asked]:
+        """Return by name the runs that are needed after the completed run `asked`."""
+        if not self._is_wanted or asked.repeat or not asked.is_witness or asked.is_nudged:
+            return {}
+        if asked.is_plain:
+            self._plain[asked.world_size] = recorded
+        else:
+            self._witnesses += (recorded,)
+        if asked.world_size != 1:  # the last one of a pair
+            return {}
+        wanted = [
+            (size, *one) for size in self._plain if size > 1 for one in self._next(size, asked)
+        ]
+        runs = {_name(*one): _asked(asked, *one) for one in wanted}
+        fresh = {name: run for name, run in runs.items() if run not in self._planned}
+        self._planned.update(fresh.values())
+        return fresh
+
+    def _next(self, size: int, last: Asked) -> list[tuple[int, str]]:
+        """Return the numbers of workers, and the kind of control, of the next runs."""
+        alone, several = self._plain[1], self._plain[size]
+        runs = Runs(several, {ALONE: (alone,)}, witnesses={CONTROLLED: self._witnesses})
+        plain = Compared(runs=runs, model=alone, trace=several)
+        if not controlled.is_prevented(plain):
+            return []
+        kinds = {fault.kind for fault in last.faults}
+        if not kinds and controlled.is_by_chance(plain):
+            return [(size, COMMON), (1, COMMON)]
+        if MIRRORED not in kinds and REPEATED not in kinds and not controlled.numbered(plain):
+            return [(size, MIRRORED), (1, MIRRORED)]
+        if MIRRORED in kinds and controlled.mirrored(plain) is None:
+            return [(1, REPEATED)]
+        return []
+
+
+def _asked(like: Asked, size: int, workers: int, kind: str) -> Asked:
+    value = None if kind == COMMON else str(size)
+    return replace(like, world_size=workers, faults=(Fault(kind=kind, step=0, value=value),))
+
+
+def _name(size: int, workers: int, kind: str) -> str:
+    """Return a run's name. Runs on one worker for several numbers of workers have different ones.
+
+    With common random numbers it is the same run.
+    """
+    of = f"-of-{size}" if workers == 1 and kind != COMMON else ""
+    return f"{workers}-worker{'' if workers == 1 else 's'}-{_ENDS[kind]}{of}"

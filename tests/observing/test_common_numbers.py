@@ -1,0 +1,168 @@
+"""Common random numbers: what is drawn doesn't depend on the rank or on how a batch is split."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import fetch
+
+from entrenar_py.observing import common_numbers, mirrored_batches
+from entrenar_py.observing.common_numbers import CommonNumbers
+
+
+@pytest.fixture
+def numbers() -> Iterator[CommonNumbers]:
+    """Draw common numbers within a test, and leave the generators as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with CommonNumbers() as numbers:
+        numbers.seed(3)
+        yield numbers
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+DRAWS: dict[str, Callable[[int], Tensor]] = {
+    "randn": lambda rows: torch.randn(rows, 5),
+    "randn_like": lambda rows: torch.randn_like(torch.zeros(rows, 5)),
+    "rand": lambda rows: torch.rand(rows, 5, dtype=torch.float64),
+    "randint": lambda rows: torch.randint(3, 90, (rows, 5)),
+    "one number a row": lambda rows: torch.randint(1000, (rows,)).unsqueeze(1),
+    "in place": lambda rows: torch.empty(rows, 2, 5).exponential_(2.0),
+    "spread": lambda rows: torch.normal(torch.zeros(rows, 5), 2.0),
+    "of a generator": lambda rows: torch.randn(rows, 5, generator=torch.Generator()),
+    "dropout": lambda rows: nn.functional.dropout(torch.ones(rows, 5), 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_row_gets_the_same(name: str, numbers: CommonNumbers) -> None:
+    """So half of a batch gets what the whole of it does, and torch's generator does not move."""
+    before, draw = torch.get_rng_state(), DRAWS[name]
+    whole = draw(8)
+    numbers.seed()
+    half = draw(4)
+    assert torch.equal(whole[:4], half)
+    assert torch.equal(whole[4:], half)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_numbers_are_drawn_anew(numbers: CommonNumbers) -> None:
+    """The next draw of a step has other numbers, and so has the next step."""
+    first, second = torch.rand(2, 3), torch.rand(2, 3)
+    numbers.seed(4)
+    third = torch.rand(2, 3)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, third)
+    assert 0 <= float(first.min()) <= float(first.max()) <= 1
+
+
+def test_all_units_are_kept(numbers: CommonNumbers) -> None:
+    """Dropout is the same for all samples: it scales, and drops nothing."""
+    dropped = nn.Dropout(0.2)(torch.ones(3, 4))
+    assert torch.allclose(dropped, torch.full((3, 4), 1.25))
+    query = torch.ones(1, 1, 3, 4)
+    attended = nn.functional.scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+    assert float(attended.std()) < 1e-6
+
+
+def test_an_order_of_its_own_generator_stays(numbers: CommonNumbers) -> None:
+    """Samplers draw these; a permutation of a batch would be another one of half of it."""
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(1)).tolist()
+    assert order != sorted(order)
+    assert torch.randperm(6).tolist() == [*range(6)]
+
+
+def test_what_is_not_known_shows(numbers: CommonNumbers) -> None:
+    """A draw that isn't replaced moves the generator: runs that have one aren't comparable."""
+    before = torch.get_rng_state()
+    torch.multinomial(torch.ones(4), 2)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_numpy_and_python_are_seeded_by_step(numbers: CommonNumbers) -> None:
+    """Every rank draws the same for a micro-batch; that they were seeded is told."""
+    told: list[int] = []
+    numbers.reseeded = lambda: told.append(1)
+    numbers.seed(5)
+    drawn = random.random(), np.random.rand()
+    numbers.seed(5)
+    assert (random.random(), np.random.rand()) == drawn
+    numbers.seed(6)
+    assert random.random() != drawn[0]
+    assert len(told) == 3
+
+
+class _Noisy(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.cat([torch.randn(3), torch.tensor([random.random() + np.random.rand()])])
+
+
+def test_a_sample_has_numbers_of_its_own(
+    numbers: CommonNumbers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its augmentation follows from its index, whichever batch it is in, in a worker, too."""
+    fetcher = fetch._MapDatasetFetcher
+    monkeypatch.setattr(fetcher, "fetch", common_numbers._fetching(fetcher.fetch))
+    monkeypatch.setattr(common_numbers, "CURRENT", numbers)
+    before = random.getstate()
+    whole = next(iter(DataLoader(_Noisy(), 8)))
+    part = next(iter(DataLoader(_Noisy(), 2, sampler=[5, 3])))
+    worker = next(iter(DataLoader(_Noisy(), 2, sampler=[5, 3], num_workers=1)))
+    assert torch.equal(part, whole[[5, 3]])
+    assert torch.equal(worker, part)
+    assert not torch.equal(part[0], part[1])
+    assert random.getstate() == before
+
+
+def test_ranks_have_one_share() -> None:
+    """Batches of one worker are cut to a share, or have it repeated; a stream is left alone."""
+    drawn = [[7, 1, 5, 3], [0, 2, 4, 6], [8, 9]]
+    assert [*mirrored_batches._shares(iter(drawn), 10, 1, 1)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
+    assert [*mirrored_batches._shares(iter(drawn), 10, 2, 1)] == [[0, 1], [2, 3], [4]]
+    assert [*mirrored_batches._shares(iter(drawn), 10, 2, 2)] == [[0, 1] * 2, [2, 3] * 2, [4] * 2]
+    assert [*mirrored_batches._shares(iter([[None, None], 3]), 10, 2, 1)] == [[None, None], 3]
+
+
+def test_units_are_kept_however_they_are_dropped(numbers: CommonNumbers) -> None:
+    """By hand, by paths, or by a layer in evaluation mode, which drops nothing either way."""
+    kept = torch.ones(3)
+    assert torch.equal(torch.empty(3).bernoulli_(0.1), kept)
+    likely = torch.tensor([0.9, 0.1, 0.6])
+    assert torch.equal(torch.empty(3).bernoulli_(likely), torch.tensor([1.0, 0.0, 1.0]))
+    assert torch.equal(torch.bernoulli(torch.tensor([0.9, 0.1])), torch.tensor([1.0, 0.0]))
+    assert torch.equal(torch.native_dropout(kept, 0.5, False)[0], kept)
+    assert torch.equal(nn.Dropout(0.5).eval()(kept), kept)
+
+
+def test_what_was_drawn_is_known(numbers: CommonNumbers) -> None:
+    """Ranks that draw in each row of their own, or choose among them, don't draw alike."""
+
+    def drawn(draw: Callable[[], object]) -> int:
+        numbers.seed(3)
+        draw()
+        return numbers.drawn
+
+    assert drawn(lambda: torch.randn(8, 5)) == drawn(lambda: torch.randn(4, 5)) != drawn(int)
+    assert drawn(lambda: torch.randint(9, (8,))) == drawn(lambda: torch.randint(9, (4,)))
+    assert drawn(lambda: nn.functional.dropout(torch.ones(3), 0.5)) == drawn(int)
+    for draw in (
+        lambda rows: [torch.rand(5) for _ in range(rows)],
+        lambda rows: torch.randperm(rows)[:2],
+        lambda rows: torch.rand(rows).argsort(),
+        lambda rows: torch.randint(rows, (2,)),
+        lambda rows: torch.rand(2, rows),
+    ):
+        assert drawn(lambda draw=draw: draw(8)) != drawn(lambda draw=draw: draw(4))  # type: ignore[misc]
