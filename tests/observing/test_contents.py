@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from entrenar_py.observing import contents
+from entrenar_py.observing import contents, row_digests
 
 
 def test_a_sample_has_its_numbers_wherever_it_is() -> None:
@@ -59,3 +59,17 @@ def test_several_passes() -> None:
     assert contents.of_samples([one, two], 2) == ((1.0, 3.0), (2.0, 4.0))
     assert contents.of_samples([one], 3) == ()
     assert contents.of_samples([], 0) == ()
+
+
+def test_a_text_is_the_same_whatever_it_is_padded_to() -> None:
+    """A rank's longest text is another one than the whole batch's; labels are padded, too."""
+    short, long = [3, 5, 0, 7], [1, 1, 0, 0]
+    wide = torch.tensor([[*short, 0, 0], [*long, 0, 0], [2, 2, 2, 2, 2, 2]])
+    labels = torch.where(wide == 0, -100, wide)
+    rows = row_digests.rows_together([wide, labels])
+    assert rows is not None
+    assert row_digests.rows_together([wide[:2, :4], labels[:2, :4]]) == rows[:2]
+    assert row_digests.rows_together([wide[1:2, :2], labels[1:2, :2]]) == rows[1:2]
+    assert len({*rows}) == 3
+    counts = row_digests.rows_together(wide.float())
+    assert counts != row_digests.rows_together(wide[:, :4].float()), "numbers are no texts"

@@ -15,6 +15,9 @@ from entrenar_py.observing import dtensors
 ROWS_MAX = 2**16  # of a batch; rows of more are no samples
 ID_BYTES = 6  # a JSON reader that knows only float64 has 53 bits for a whole number
 
+PADDING = (0, -100)  # at the end of texts, and of their labels
+_WHOLE = (torch.int64, torch.int32, torch.int16)
+
 Row = bytes
 
 
@@ -61,13 +64,30 @@ def rows_of(tensor: Tensor) -> list[Row] | None:
     return [blake3(head + row.numpy().tobytes()).digest(16) for row in flat]
 
 
+def _unpadded_rows_of(tensor: Tensor) -> list[Row] | None:
+    """Return what `rows_of` does; rows of whole numbers without the PADDING at their end."""
+    is_plain = tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    is_padded = tensor.dim() == 2 and is_plain and tensor.dtype in _WHOLE
+    if not (is_padded and tensor.numel()) or len(tensor) > ROWS_MAX:
+        return rows_of(tensor)
+    rows = tensor.detach().contiguous().cpu()
+    filled = torch.stack([rows != number for number in PADDING]).all(0)
+    sizes = (filled * torch.arange(1, rows.shape[1] + 1)).amax(1)
+    head = f"{rows.dtype} ".encode()
+    return [
+        blake3(head + row[: int(size)].numpy().tobytes()).digest(16)
+        for row, size in zip(rows, sizes, strict=True)
+    ]
+
+
 def rows_together(batch: Any) -> list[Row] | None:
     """Return a digest of each row of all the batch's tensors that have as many rows as the first.
 
-    None if the batch has no rows.
+    Rows of whole numbers are the same whatever the batch pads them to. None if the batch has no
+    rows.
     """
     count = num_rows(batch)
-    parts = [rows_of(t) for t in tensors_in(batch) if t.dim() and len(t) == count]
+    parts = [_unpadded_rows_of(t) for t in tensors_in(batch) if t.dim() and len(t) == count]
     known = [part for part in parts if part is not None]
     if not known:
         return None
