@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,34 @@ def test_tables_on_one_rank_each_have_no_gradient_of_a_micro_batch() -> None:
         ((0, 1), ["norm"]),
         ((2, 3), ["norm"]),
     ]
+    summed = [update.summed for update in events if isinstance(update, Update)]
+    assert summed == [{"a": (), "b": ()}] * 2
+
+
+def test_padding_is_no_part_of_a_tensor() -> None:
+    """A flat tensor of seven elements on two ranks has an eighth, which one worker lacks."""
+    flat, padded = UP.reshape(-1)[:7], np.append(UP.reshape(-1)[:7], np.float32(0))
+    alone = recorded(0, {"flat": flat}, (0, 1, 2, 3), size=1)
+    ranks = [recorded(rank, {"flat": padded[4 * rank :][:4]}, (2 * rank,)) for rank in range(2)]
+    updates = [event for event in whole_of(alone, *ranks) if isinstance(event, Update)]
+    assert [elements(update.weights) for update in updates] == [listed({"flat": flat}, 0.5)] * 2
+
+
+def test_buffers_follow_their_layers() -> None:
+    """A later stage's statistics get its layer's name; a rank's own offset is local."""
+    counts, zeros = np.zeros(2, np.float32), np.ones(2, np.float32)
+
+    def stage(rank: int, weights: Weights, size: int = 2) -> RankTrace:
+        buffers = {f"{next(iter(weights))}.mean": counts, "offset": zeros * rank}
+        one = recorded(rank, {f"{name}.w": v for name, v in weights.items()}, (5,), size=size)
+        first = replace(one.events[0], buffers=records(buffers))  # type: ignore[call-arg]
+        update = replace(one.events[3], buffers=records(buffers))  # type: ignore[call-arg]
+        return replace(one, events=(first, one.events[2], update), local=frozenset())
+
+    events = whole_of(stage(0, {"0": UP, "1": DOWN}, 1), stage(0, {"0": UP}), stage(1, {"0": DOWN}))
+    updates = [event for event in events if isinstance(event, Update)]
+    assert [sorted(update.buffers) for update in updates] == [["0.mean", "1.mean"]] * 2
+    assert [sorted(update.local) for update in updates] == [["offset"]] * 2
 
 
 def test_where_nothing_is_shown_nothing_is_arranged() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from entrenar_py.checks import (
     evidence,
@@ -73,6 +73,9 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
 def _absent(traces: Sequence[Trace]) -> str:
     """Return why there is no state to compare, if no optimizer of any rank ever had some."""
     updates = [update for trace in traces for update in trace.of(Update)]
+    several = [trace for trace in traces if trace.scenario.world_size > 1]
+    if several and all(trace.of(Update) and _is_in_one_place(trace) for trace in several):
+        return "each tensor's state is kept by one rank alone, and the script writes no checkpoint"
     if not updates:
         return ""
     if any(update.optimizer for update in updates):
@@ -90,9 +93,20 @@ def _undivided(traces: Sequence[Trace]) -> str:
     return "" if is_resumed else evidence.started_alone(traces)
 
 
+def _is_in_one_place(trace: Trace) -> bool:
+    """Return whether after every step each tensor's state is on one rank alone, none on disk."""
+    steps = [by_rank for _, by_rank in evidence.ranks_by_step(trace)]
+    return trace.traits.saves == "nothing" and all(
+        _are_spread(by_rank) for by_rank in steps if by_rank
+    )
+
+
 def _is_spread(trace: Trace) -> bool:
     """Return whether all ranks keep state, and each of other parameters."""
-    by_rank = next((by_rank for _, by_rank in evidence.ranks_by_step(trace)), {})
+    return _are_spread(next((by_rank for _, by_rank in evidence.ranks_by_step(trace)), {}))
+
+
+def _are_spread(by_rank: Mapping[int, Update]) -> bool:
     kept = [{*update.optimizer} for update in by_rank.values()]
     return len(kept) > 1 and all(kept) and len(set().union(*kept)) == sum(map(len, kept))
 

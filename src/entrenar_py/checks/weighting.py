@@ -34,7 +34,7 @@ from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.explanations import Explanation
 from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, ORACLE, REPEATED, Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Shard, Trace, Update
+from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 from entrenar_py.wording import counted, listed
 
@@ -131,7 +131,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
             tally.check(False, message, tensor=name, **evidence.place(trace, update))
             continue
         total = step_sums.total(by_rank, shards[step])
-        mean = evidence.vectors(update.gradient)
+        mean = evidence.vectors(_by_micro_batch(trace, update))
         if total and mean is not None and trace.scenario.workload == "own":
             total = _without_taken(tally, total, mean, step)
             # No micro-batch used the others: the script may have set their gradients to zero.
@@ -153,6 +153,13 @@ def _is_rounded(tally: Tally, trace: Trace) -> bool:
         message = "sums of gradients are rounded to 16 bits, and float32 is declared for them"
         tally.check(False, message, **evidence.place(trace, first))
     return bool(rounded)
+
+
+def _by_micro_batch(trace: Trace, update: Update) -> Tensors:
+    """Return the gradient without tensors of which ranks don't know each micro-batch's part."""
+    if not trace.traits.shared:
+        return update.gradient
+    return {n: t for n, t in update.gradient.items() if update.summed.get(n) != ()}
 
 
 def _require_pass(tally: Tally, trace: Trace, update: Update) -> None:

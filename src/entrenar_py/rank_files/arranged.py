@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrenar_py.rank_files import placement, shared_rows
 from entrenar_py.rank_files.layout import PARTIAL, Layout, Piece
@@ -58,9 +59,16 @@ class Arranged(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Scattered(Piece):
-    """The elements `indices` of a tensor, flat here, in the order in which a rank has them."""
+    """The elements `indices` of a tensor, flat here, in the order in which a rank has them.
+
+    What the rank has beyond these is padding.
+    """
 
     indices: Indices
+
+    def arranged(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the elements without padding."""
+        return values[: self.indices.size]
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -73,19 +81,19 @@ class Arrangement:
     """How the ranks of a run share the model: what it takes to read the files of such runs.
 
     `places` and `pieces` are by rank; a piece has the name of the whole tensor. `idle` are the
-    ranks that draw no samples, and are given what others have computed. `owned` are tensors that
-    only some ranks hold, for the samples of all: no micro-batch has a gradient of its own for them.
-    `shapes` are those of whole tensors. `rows` are the samples of one worker, if ranks are given
-    parts of them.
+    ranks that draw no samples, and are given what others have computed. `shapes` are those of whole
+    tensors. `rows` are the samples of one worker, if ranks are given parts of them. `buffers` has
+    by rank their names in the whole model; `local` are those that ranks begin with other values of.
     """
 
     layout: Layout
     places: Places = field(default_factory=dict)
     pieces: Mapping[int, Mapping[str, Piece]] = field(default_factory=dict)
     idle: Set[int] = frozenset()
-    owned: Set[str] = frozenset()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rows: Batches = field(default_factory=dict)
+    buffers: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    local: Set[str] = frozenset()
 
     def of(self, ranks: Sequence[RankTrace]) -> list[RankTrace]:
         """Return the records of a run's ranks with the layout, and with names of whole tensors."""
@@ -102,6 +110,7 @@ class Arrangement:
 
     def _of_rank(self, rank: RankTrace) -> RankTrace:
         named = {name: place.name for name, place in self.places.get(rank.rank, {}).items()}
+        named |= self.buffers.get(rank.rank, {})
         bare = shared_rows.without(rank) if rank.rank in self.idle else rank
         events = tuple(
             self._without_owned(_renamed(event, named, self.shapes)) for event in bare.events
@@ -112,12 +121,13 @@ class Arrangement:
             for name, parameter, size in _held(events)
             if parameter in pieces and pieces[parameter].shape == (size,)
         }
-        return replace(rank, events=events, layout=self.layout, pieces=kept)
+        local = rank.local if rank.local is None else rank.local | self.local
+        return replace(rank, events=events, layout=self.layout, pieces=kept, local=local)
 
     def _without_owned(self, event: Event) -> Event:
-        if not isinstance(event, Shard) or not self.owned:
+        if not isinstance(event, Shard) or not self.layout.owned:
             return event
-        kept = {name: t for name, t in event.gradient.items() if name not in self.owned}
+        kept = {name: t for name, t in event.gradient.items() if name not in self.layout.owned}
         return replace(event, gradient=kept)
 
 
@@ -144,15 +154,22 @@ def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement
     groups = (0,) * len(starts) if are_parts else shared_rows.groups(drawn, len(starts))
     if groups is None:
         return None
+    buffers = {rank: placement.of_buffers(starts[rank], places[rank]) for rank in places}
     axis = "pp" if _are_stages(places, groups) else "dp"
     return Arrangement(
-        layout=Arranged(axes={axis: len(starts)}, groups=groups, is_partial=are_parts),
+        layout=Arranged(
+            axes={axis: len(starts)},
+            groups=groups,
+            is_partial=are_parts,
+            owned=_owned(places) if len({*groups}) > 1 else frozenset(),
+        ),
         places=places,
         pieces=_pieces(places, whole, groups),
         idle=frozenset() if are_parts else places.keys() - drawn.keys(),
-        owned=_owned(places) if len({*groups}) > 1 else frozenset(),
         shapes=whole.shapes,
         rows=one if are_parts else {},
+        buffers=buffers,
+        local=_unlike(starts, buffers),
     )
 
 
@@ -171,10 +188,20 @@ def _is_clear(places: Mapping[str, Placed], start: Start) -> bool:
     return places.keys() == start.weights.keys() and len(names) == len(places)
 
 
-def _owned(places: Places) -> Set[str]:
-    """Return the tensors that some ranks hold nothing of."""
-    held = [{place.name for place in of_rank.values()} for of_rank in places.values()]
-    return set[str]().union(*held) - held[0].intersection(*held)
+def _owned(places: Places) -> frozenset[str]:
+    """Return the tensors that some ranks hold nothing of, or only a piece."""
+    held = [{p.name for p in of_rank.values() if p.indices is None} for of_rank in places.values()]
+    every = frozenset(place.name for of_rank in places.values() for place in of_rank.values())
+    return every - held[0].intersection(*held)
+
+
+def _unlike(starts: Mapping[int, Start], named: Mapping[int, Mapping[str, str]]) -> Set[str]:
+    """Return the buffers that ranks begin with other values of."""
+    digests: dict[str, set[str]] = {}
+    for rank, start in starts.items():
+        for name, record in start.buffers.items():
+            digests.setdefault(named[rank][name], set()).add(record.digest)
+    return {name for name, seen in digests.items() if len(seen) > 1}
 
 
 def _are_stages(places: Places, groups: Sequence[int]) -> bool:
@@ -198,7 +225,7 @@ def _pieces(places: Places, whole: Start, groups: Sequence[int]) -> dict[int, di
             size = math.prod(whole.shapes.get(place.name) or (whole.weights[place.name].size or 0,))
             pieces[rank][place.name] = Scattered(
                 offset=(0,),
-                shape=(place.indices.size,),
+                shape=(place.indices.size + place.padding,),
                 whole=(size,),
                 ranks=_holders(rank, place, places, groups, size),
                 indices=place.indices,

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from numpy.typing import NDArray
+
 from entrenar_py.errors import UsageError, did_you_mean
 
 # Each rank along the DATA axes draws its own samples; along the others all draw the same.
@@ -40,11 +42,13 @@ class Layout:
     """The arrangement of a run's ranks.
 
     `axes` are sizes by name, row-major as in `torch.distributed.init_device_mesh`. Each of `tied`
-    has the names of one tensor that ranks hold under several names.
+    has the names of one tensor that ranks hold under several names. Only some ranks hold those in
+    `owned`, for the samples of all: no micro-batch has a gradient of its own for them.
     """
 
     axes: Mapping[str, int]
     tied: tuple[tuple[str, ...], ...] = ()
+    owned: frozenset[str] = frozenset()
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of `rank` along each axis."""
@@ -167,8 +171,12 @@ class Piece:
         """Return the piece as JSON can hold it."""
         return [list(part) for part in (self.offset, self.shape, self.whole, self.ranks)]
 
+    def arranged(self, values: NDArray[Any]) -> NDArray[Any]:
+        """Return the flat elements of the piece as `place` takes them."""
+        return values.reshape(self.shape)
+
     @property
-    def place(self) -> tuple[slice, ...]:
+    def place(self) -> tuple[Any, ...]:
         """The slices of the whole tensor that the piece fills."""
         return tuple(
             slice(begin, begin + size) for begin, size in zip(self.offset, self.shape, strict=True)

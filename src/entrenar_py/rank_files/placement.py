@@ -33,6 +33,7 @@ class Placed:
     indices: Indices | None = None
     dim: int = 0
     rows: Indices | None = None
+    padding: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +100,16 @@ def _of_rank(start: Start, wholes: Mapping[str, Whole]) -> dict[str, Placed]:
     return found
 
 
+def of_buffers(start: Start, places: Mapping[str, Placed]) -> dict[str, str]:
+    """Return by a rank's name the name in the whole model of each buffer: its module's decides."""
+    modules = _modules(places)
+    named = {}
+    for name in start.buffers:
+        module, dot, last = name.rpartition(".")
+        named[name] = f"{_module(module, modules)}{dot}{last}"
+    return named
+
+
 def is_constant(values: Values) -> bool:
     """Return whether all elements are equal."""
     return values.size == 0 or bool((values == values[0]).all())
@@ -129,14 +140,16 @@ def _within(whole: Whole, record: TensorRecord, values: Values, shape: Shape) ->
         return None
     if _is_same(record, whole):
         return Placed(whole.name) if math.prod(whole.shape) == values.size else None
-    if values.size > whole.values.size:
-        return None
     for dim, cut in _dimensions(shape, whole.shape):
         rows = _rows(values.reshape(cut), whole.values.reshape(whole.shape), dim)
         if rows is not None:
             return cut_along(whole, dim, rows)
-    indices = _positions(values, whole.values)
-    return None if indices is None else Placed(whole.name, indices)
+    padding = 0 if len(shape) > 1 else int(values.size - 1 - np.flatnonzero(values)[-1])
+    for size in {values.size, values.size - padding}:
+        indices = _positions(values[:size], whole.values)
+        if indices is not None:
+            return Placed(whole.name, indices, padding=values.size - size)
+    return None
 
 
 def _dimensions(shape: Shape, whole: Shape) -> Iterator[tuple[int, Shape]]:

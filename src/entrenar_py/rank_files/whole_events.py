@@ -102,7 +102,8 @@ def _update(rank: int, updates: Mapping[int, Update], ranks: Ranks, layout: Layo
     }
     parts["rates"] = {name: rate for name, rate in rates.items() if rate != own.learning_rate}
     parts["kept"] = {layout.first_name(name): first for name, first in own.kept.items()}
-    parts["summed"] = {}  # micro-batches are joined, or shared with other ranks
+    # Micro-batches are joined, or shared with other ranks.
+    parts["summed"] = {name: () for name in layout.owned if name in parts["gradient"]}
     if own.grad_norm is not None:
         parts |= _norms([own, *updates.values()], whole_tensors.norm(parts["gradient"]))
     return replace(own, **parts)

@@ -123,7 +123,7 @@ def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | Non
             return None
         if part.whole != piece.whole:
             return None
-        parts.append((part.place, values.reshape(part.shape)))
+        parts.append((part.place, part.arranged(values)))
     if sum(values.size for _, values in parts) < math.prod(piece.whole):
         return None  # before memory is allocated: a file may give any size
     own = held[rank][name].values()

@@ -106,11 +106,12 @@ class Update(Event):
     Of a user's trainer: `local` are buffers that follow from the worker's own samples. `kept` has
     the tensors whose gradient was not cleared since it was applied before, with the first step that
     is still in it. `summed` has the numbers of the worker's shards that a tensor's gradient holds,
-    if these are not all shards of the step that have a gradient for it. `edited` are the weights
-    right before this step that something other than the optimizer has changed since the update
-    before. `schedule` is the position of the learning rate's schedule. `extra` is state beside the
-    model, as in Start. An average that is moved after the step has the value of the step before.
-    `unclipped` is the gradient that the script gave to torch's `clip_grad_norm_`.
+    if these are not all shards of the step that have a gradient for it; of ranks that share a
+    model, () for one whose shards are not known. `edited` are the weights right before this step
+    that something other than the optimizer has changed since the update before. `schedule` is the
+    position of the learning rate's schedule. `extra` is state beside the model, as in Start. An
+    average that is moved after the step has the value of the step before.
+    `unclipped` is the gradient that the script gave to torch\'s `clip_grad_norm_`.
     """
 
     step: int
