@@ -12,6 +12,7 @@ from falsification.user_pieces_scripts import (
     FLAT_SHARDS,
     TABLES,
 )
+from falsification.user_together import HYBRID
 from falsification.user_trainers import Twin
 
 _TEXTS = {
@@ -20,6 +21,7 @@ _TEXTS = {
     "experts_by_hand.py": EXPERTS,
     "counted.py": COUNTED_STAGES,
     "flat.py": FLAT_SHARDS,
+    "hybrid.py": HYBRID,
 }
 
 
@@ -57,7 +59,13 @@ _INTERLEAVED = (
     ),
 )
 
+_TWO_SHARDS = (
+    "    mesh = init_device_mesh",
+    "    size = min(2, world)\n    mesh = init_device_mesh",
+)
+
 VARIANTS = (
+    _twin("hybrid.py", "replicas of two shards on four ranks", _TWO_SHARDS),
     _twin("decoder.py", "a decoder cut by heads and by vocabulary"),
     _twin("tables.py", "tables on one rank each"),
     _twin("tables.py", "tables dealt out by turns", *_INTERLEAVED),
@@ -68,6 +76,16 @@ VARIANTS = (
 )
 
 BUGS = (
+    _twin(
+        "hybrid.py",
+        "samples are split along one axis of two, seen on four ranks only",
+        _TWO_SHARDS,
+        (
+            "DistributedSampler(data, seed=4)",
+            'DistributedSampler(data, size, mesh["shard"].get_local_rank(), seed=4)',
+        ),
+        check="coverage",
+    ),
     _twin(
         "decoder.py",
         "q, k and v are cut as one block",

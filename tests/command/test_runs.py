@@ -15,6 +15,7 @@ from entrenar_py.command import runs
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
 from entrenar_py.command.run_plan import Plan
+from entrenar_py.rank_files.layout import Layout
 
 FIRST = Asked(world_size=2, seed=0)
 SECOND, THIRD = (replace(FIRST, repeat=number) for number in (1, 2))
@@ -99,3 +100,22 @@ def test_a_run_that_is_not_wanted_any_more_is_called_off(tmp_path: Path) -> None
     ahead.launched("first", FIRST, {"second": SECOND, "third": THIRD}, {})
     with pytest.raises(KeyboardInterrupt), ahead:
         ahead.launched("second", SECOND, {"third": THIRD}, {})
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes", "names"),
+    [
+        ({"dp_replicate": 1, "dp_shard": 2}, {}, ["4-workers"]),
+        ({"dp_shard": 2, "tp": 1}, {}, []),
+        (None, {}, []),
+        ({"dp_replicate": 1, "dp_shard": 2}, {"world_sizes": (2, 3)}, []),
+        ({"dp_replicate": 1, "dp_shard": 2}, {"command": ("t", "{world_size}", "{share:6}")}, []),
+    ],
+)
+def test_four_workers_are_tried_where_data_are_split_along_two_axes(
+    axes: dict[str, int] | None, changes: dict[str, Any], names: list[str]
+) -> None:
+    """On two workers one axis has a single rank. A batch of six can't be cut in four."""
+    folder = Path("runs")
+    plan = Plan(**{"command": ("t", "{world_size}"), "needs": (), "folder": folder, **changes})
+    assert [*plan.wider(None if axes is None else Layout(axes=axes))] == names

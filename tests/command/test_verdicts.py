@@ -88,6 +88,23 @@ def test_a_break_is_told_at_once_and_again_of_all_runs() -> None:
     assert told == [(3, Verdict.FALSIFIED), (4, Verdict.FALSIFIED)]
 
 
+def test_a_run_that_is_tried_counts_only_if_it_shows_an_error(tmp_path: Path) -> None:
+    """It may lack what the others have: then it is dropped, with its file."""
+    for trace, kept in ((failed(trained()), []), (drifted(), ["2", "4"])):
+        files = [tmp_path / "2", tmp_path / "4"]
+        for file in files:
+            file.touch()
+        wide = replace(PLAIN, world_size=4)
+        made = [Run(asked=PLAIN, trace=trained(), ahead=(wide,))]
+        made.append(Run(asked=wide, trace=trace, is_tried=True))
+        runs: dict[Path, Run] = {}
+        entries = list(verdicts.as_known(TASKS, zip(files, made, strict=True), runs))
+        first = next(entry.verdict for entry in entries if entry.invariant.id == COPIES)
+        assert first is (Verdict.FALSIFIED if kept else Verdict.HELD)
+        assert [file.name for file in runs] == (kept or ["2"])
+        assert files[1].exists() is bool(kept)
+
+
 def test_after_an_interrupt_what_is_falsified_is_told() -> None:
     """The other clauses need all runs."""
 

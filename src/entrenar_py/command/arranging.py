@@ -11,8 +11,10 @@ from pathlib import Path
 
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
-from entrenar_py.rank_files import arranged, assembly
+from entrenar_py.rank_files import arranged, assembly, rank_trace
 from entrenar_py.rank_files.arranged import Arrangement
+from entrenar_py.rank_files.layout import Layout
+from entrenar_py.rank_files.rank_file import SUFFIX
 
 Made = tuple[str, Asked, Ended]
 
@@ -29,6 +31,11 @@ class Arranging:
     _made: list[Made] = field(default_factory=list)
     _plain: dict[int, str] = field(default_factory=dict)  # by number of workers
     _seen: set[int] = field(default_factory=set)
+
+    def layout(self, name: str) -> Layout | None:
+        """Return the layout that a rank of the run `name` declares, or its meshes show."""
+        files = sorted((self.folder / name).glob(f"*{SUFFIX}"))
+        return rank_trace.load(files[0]).layout if files else None
 
     def after(self, name: str, asked: Asked, ended: Ended) -> list[Made]:
         """Return the earlier runs that are to be read again, now that the run `name` is made."""

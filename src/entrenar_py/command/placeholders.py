@@ -60,6 +60,12 @@ def require_known(command: Sequence[str]) -> None:
                 raise UsageError(f"{word}: {did_you_mean(name, PLACEHOLDERS)}", field="command")
 
 
+def can_share(command: Sequence[str], workers: int) -> bool:
+    """Return whether each global batch in `command` can be cut among so many workers."""
+    shares = (share for word in command for share in _SHARE.finditer(word))
+    return not any(int(share[1]) % workers for share in shares)
+
+
 def require_shares(command: Sequence[str], cuts: Iterable[tuple[int, int]]) -> None:
     """Raise UsageError if a global batch in `command` can't be cut as one of the runs needs.
 

@@ -27,10 +27,12 @@ from entrenar_py.faults import Fault
 from entrenar_py.observing import TOKENS
 from entrenar_py.observing.auto import Settings
 from entrenar_py.rank_files.arranged import Arrangement
+from entrenar_py.rank_files.layout import DATA, Layout
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace, Traits
 
 WORLD_SIZES = (2,)  # and 1, where a check compares with one worker
+WIDER = 4  # ranks of two axes with two ranks each
 DEADLINE_S = 300.0
 NUM_STEPS = 8
 NUM_EPOCHS = 2  # random streams and samples of two epochs are compared
@@ -192,6 +194,18 @@ class Plan:
         models = {1} if {ALONE, COUNTS}.intersection(self.needs) else set()
         sizes = sorted({*models, *self.world_sizes}, reverse=True)
         return {_name(size): Asked(world_size=size, seed=self.seed) for size in sizes}
+
+    def wider(self, layout: Layout | None) -> dict[str, Asked]:
+        """Return by name a run on four workers, if data are split along two axes of the ranks.
+
+        With two workers one of the axes has a single rank, so that it doesn't show whether samples
+        are split along both. None is made where the user says the numbers of workers.
+        """
+        axes = [] if layout is None else [axis for axis in layout.axes if axis in DATA]
+        is_free = self.world_sizes == WORLD_SIZES and self.can_say("world_size")
+        if len(axes) < 2 or not is_free or not placeholders.can_share(self.command, WIDER):
+            return {}
+        return {_name(WIDER): Asked(world_size=WIDER, seed=self.seed)}
 
     def others(self, usual: Trace) -> dict[str, Asked]:
         """Return by name the repeated, faulted and stopped runs that checks need.

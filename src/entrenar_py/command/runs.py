@@ -42,11 +42,15 @@ Show = Callable[[str], None]  # is called with the name of each run before it is
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The trace of a run, and the settings of this run and of those that are made after it."""
+    """The trace of a run, and the settings of this run and of those that are made after it.
+
+    A run that is `tried` counts only if it shows an error: nobody asked for its number of workers.
+    """
 
     asked: Asked
     trace: Trace
     ahead: tuple[Asked, ...] = ()
+    is_tried: bool = False
 
 
 def stored(traces: Mapping[Path, Trace]) -> dict[Path, Run]:
@@ -113,6 +117,9 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             again = name.replace("-resumed", "-interrupted")
             planned = {again: replace(asked, interrupted=True), **planned}
             continue
+        is_tried = asked.world_size not in (1, *plan.world_sizes)
+        if is_tried and recorded.end.status == "failed":
+            continue
         recorded = beginnings.seen(name, recorded)
         base.mkdir(parents=True, exist_ok=True)  # the command may have removed it
         trace.save(recorded, base / f"{name}.jsonl")
@@ -126,6 +133,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
                 planned.clear()
             else:
                 planned |= plan.others(recorded) | plan.pairs(recorded)
+                planned |= plan.wider(arranging.layout(name))
             first = False
         if asked.is_unstruck and recorded.end.status == "completed":
             planned = {**nudging.after(asked, recorded), **planned}
@@ -134,7 +142,8 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
         if recorded.end.status == "completed":
             planned |= controlling.after(asked, recorded)
         rest = tuple(planned.values())
-        yield base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=rest)
+        file, run = base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=rest)
+        yield file, replace(run, is_tried=is_tried)
 
 
 def _read_again(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,8 @@ def as_known(
     """Yield an entry per task that applies, and add each recorded run to `runs`, by its file.
 
     A clause is judged once all runs that it needs were made. If a run falsifies it earlier, it has
-    an entry at once. At the end it has another, of all its runs, which replaces the first. After an
+    an entry at once. At the end it has another, of all its runs, which replaces the first. A run
+    that is only tried is dropped if it falsifies nothing: it may lack what others have. After an
     interrupt the clauses that are falsified by then have an entry, and KeyboardInterrupt is raised.
     """
     waiting = _Waiting([task for task in tasks if task.check is not None])
@@ -32,6 +33,11 @@ def as_known(
     try:
         for file, run in recorded:
             runs[file] = run
+            if run.is_tried and not waiting.is_broken_by(runs, file):
+                del runs[file]
+                file.unlink(missing_ok=True)
+                yield from judging.judge(waiting.decided(run), runs, on_judged=on_judged)
+                continue
             yield from judging.judge(waiting.decided(run), runs, on_judged=on_judged)
             yield from waiting.broken(runs, file)
     except KeyboardInterrupt:  # only what is falsified: the rest needs all runs
@@ -53,6 +59,11 @@ class _Waiting:
         done = [task for task in self.tasks if not _is_awaited(task, run)]
         self.tasks = [task for task in self.tasks if task not in done]
         return done
+
+    def is_broken_by(self, runs: Mapping[Path, Run], file: Path) -> bool:
+        """Return whether the run in `file`, by itself or beside others, falsifies a task."""
+        entries = judging.judge(self.tasks, runs, having=file)
+        return any(entry.verdict is Verdict.FALSIFIED for entry in entries)
 
     def broken(self, runs: MutableMapping[Path, Run], file: Path) -> Iterator[Entry]:
         """Yield an entry for each task that the run in `file` has falsified, the first time.
