@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from entrenar_py.checks import CHECKS
+from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.trace import Saved, Start, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -153,3 +154,19 @@ def test_a_stateless_optimizer_of_the_user_s_own() -> None:
     own = replace(ran, scenario=ran.scenario.with_(optimizer="momentum"))
     assert CHECKS["optimizer_state"].absent([own]).startswith("the optimizer keeps no state")
     assert CHECKS["optimizer_state"].absent([traces.was(own, rule="known")]) == ""
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_state_that_each_rank_keeps_of_other_tensors_is_compared_with_one_worker_s(
+    factor: float,
+) -> None:
+    """No two ranks hold the same state. All of it together is that of the run on one worker."""
+    both = {"a/buffer": values(1.0, 2.0), "b/buffer": values(3.0)}
+    alone = altered(traces.observed(scenario(world_size=1)), Update, {}, optimizer=both)
+    own = [{"a/buffer": values(factor, 2 * factor)}, {"b/buffer": values(3.0)}]
+    spread = traces.observed(scenario(world_size=2))
+    for rank, state in enumerate(own):
+        spread = altered(spread, Update, {"rank": rank}, optimizer=state)
+    runs = Runs(base=spread, witnesses={ALONE: (alone,)})
+    finding = CHECKS["optimizer_state"].judge(traces.clause("optimizer_state"), runs)
+    assert (finding.verdict is Verdict.HELD) is (factor == 1.0)

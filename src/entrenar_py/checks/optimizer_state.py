@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from entrenar_py.checks import (
+    closeness,
     evidence,
     facts,
     missing,
@@ -12,6 +13,7 @@ from entrenar_py.checks import (
     presuppositions,
     replica_identity,
     restored_state,
+    run_comparison,
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
@@ -51,6 +53,8 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
             comparison.compare_ranks(step, by_rank, ("optimizer",))
         _compare_restored(tally, comparison)
         comparison.tell()
+    if tally.observed:
+        _compare_owners(tally, traces)
     stateless = {trace.scenario.optimizer for trace in traces} == {"sgd"}
     why = "optimizer=sgd keeps no state" if stateless else "no optimizer state of two workers"
     if tally.observed and any(map(_is_spread, traces)):
@@ -109,6 +113,32 @@ def _is_spread(trace: Trace) -> bool:
 def _are_spread(by_rank: Mapping[int, Update]) -> bool:
     kept = [{*update.optimizer} for update in by_rank.values()]
     return len(kept) > 1 and all(kept) and len(set().union(*kept)) == sum(map(len, kept))
+
+
+def _compare_owners(tally: Tally, runs: Traces) -> None:
+    """Count the state that ranks keep each of other parameters, if it is that of one worker.
+
+    Only the first state is compared, which follows from one gradient. If it differs nothing is
+    said here: the worker may have had other samples, and wrong moments show in the weights.
+    """
+    if runs.base is None or not _is_spread(runs.base):
+        return
+    made = evidence.updates(runs.base)
+    first = min(
+        step for step, by_rank in made.items() if any(u.optimizer for u in by_rank.values())
+    )
+    held = {name: one for u in made[first].values() for name, one in u.optimizer.items()}
+    for model in runs.witnesses.get(ALONE, ()):
+        alone = evidence.updates(model).get(first, {})
+        due = evidence.any_rank(alone).optimizer if alone else {}
+        bound = 2 * run_comparison.Bounds.of({}, model, runs.base).gradient
+        gaps = closeness.distances(due, held) if due.keys() == held.keys() else None
+        if gaps and all(gap.distance <= bound * gap.size for gap in gaps.values()):
+            tally.compared += len(gaps)
+            tally.note(
+                "each rank keeps the optimizer's state of parameters of its own: all of it is that "
+                f"of one worker after step {first}"
+            )
 
 
 def _is_the_server_s(trace: Trace) -> bool:
