@@ -45,14 +45,22 @@ def model_of(
     if lacking:
         own += _outermost(lacking)
         lacking = lacking.difference(*(module.parameters() for module in own))
+        if not own and instead is not None:
+            return tensors.unwrapped(instead)
         lacking = {parameter for parameter in lacking if parameter.requires_grad}
-    if lacking and not own and instead is not None:
-        own = [tensors.unwrapped(instead)]
-    elif lacking:
+    if lacking:
         own.append(Loose(optimizers, lacking))
     if len(own) < 2:
         return own[0] if own else None
     return nn.ModuleList(own)
+
+
+def have_modules(parameters: Collection[Tensor]) -> bool:
+    """Return whether all these tensors are parameters of modules."""
+    holders = _outermost({*parameters})
+    return bool(parameters) and {*parameters}.issubset(
+        parameter for module in holders for parameter in module.parameters()
+    )
 
 
 class Loose(nn.Module):

@@ -346,12 +346,24 @@ class Follower:
         if self._stepping > 1:
             return
         if self._recorder is None:
+            self._begin_late(optimizer)
+        if self._recorder is None:
             self._note_unseen(optimizer)
             return
         known = self._recorder.optimizers
         family = (*known, *_inside(known))
         if not any(one is each for one in (optimizer, *_inside([optimizer])) for each in family):
             self._recorder.stranger_steps(optimizer)
+
+    def _begin_late(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin to observe in a step whose gradients no backward pass has left, but the script."""
+        from entrenar_py.observing import surroundings
+
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        graded = [parameter for parameter in stepped if parameter.grad is not None]
+        is_known = any(optimizer is own for own in self.optimizers())
+        if self.observation is None and is_known and surroundings.have_modules(graded):
+            self._begin(None)
 
     def _note_unseen(self, optimizer: torch.optim.Optimizer) -> None:
         """Note a step without a record, in case that no other is ever recorded."""
