@@ -66,6 +66,13 @@ EVENTS: tuple[trace.Event, ...] = (
     ),
     trace.Drawn(step=0, rank=1, where="batch", generator="rng", before="a", after="b", part=0),
     trace.Declared(step=0, rank=1, frozen=("w",), tied=(("w", "v"), ("a", "b", "c"))),
+    trace.Ruled(
+        step=0,
+        rank=1,
+        rule="Adam",
+        names=("w",),
+        constants={"betas": [0.9, 0.99], "amsgrad": True, "weight_decay": 0.0},
+    ),
     trace.Called(rank=1, what="step", file="/home/me/train.py", line=3),
     trace.Noticed(
         step=0,

@@ -29,6 +29,7 @@ from entrenar_py.checks import (
     skips,
     step_notes,
     stepped_twice,
+    torch_rules,
     undeclared_clipping,
     update_rule,
 )
@@ -37,7 +38,7 @@ from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces, turned
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Tensors, Trace, Update
+from entrenar_py.trace import Ruled, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 # The tolerance if a contract gives none. Rates and norms are sums or products in float32. Their n
@@ -106,14 +107,20 @@ def _is_unchanged(trace: Trace, step: int | None) -> bool:
 
 def _follow(tally: Tally, trace: Trace) -> None:
     """Recompute all updates. Count as missing each rank's first one that can't be recomputed."""
-    if trace.traits.rule != "known":
+    is_known = trace.traits.rule == "known" or torch_rules.are_known(trace)
+    if trace.traits.rule != "known" and torch_rules.are_derived(trace):
+        is_known = is_known and _is_as_derived(trace)
+    if not is_known and trace.traits.rule == "own":
+        tally.note("the optimizer's rule is its own: steps were not recomputed")
+        return
+    if not is_known:
         tally.miss(
             "the optimizer's rule is not one that is known here"
             + missing.told(
                 tally,
                 trace=" (traits: rule: other)",
-                script=": those of torch.optim's SGD, Adam and AdamW are, with constants that stay "
-                "as they are and are equal for all parameter groups",
+                script=": those of torch.optim's optimizers are, but for LBFGS, Rprop, ASGD and "
+                "some that are rare",
             )
         )
         return
@@ -139,6 +146,14 @@ def _follow(tally: Tally, trace: Trace) -> None:
     gaps.tell(tally)
     if rested and rested >= {update.step for update in trace.of(Update)}:
         tally.miss(f"nothing was recomputed: the run {skips.told(rested)}, and made no other step")
+
+
+def _is_as_derived(trace: Trace) -> bool:
+    """Return whether an optimizer of the user's steps as the class does that it is derived from."""
+    plain = [replace(e, derived=False) if isinstance(e, Ruled) else e for e in trace.events]
+    tried = Tally("", observed=True)
+    _follow(tried, replace(trace, events=tuple(plain)))
+    return tried.broken is None
 
 
 def _begins_anew(
@@ -279,7 +294,7 @@ def _moved(
 
     Return True if tensors were compared, among them all with a gradient or that may have moved.
     """
-    optimizer, before = trace.scenario.optimizer, rule.weights
+    before = rule.weights
     before = {**before, **update.edited}
     compared: set[str] = set()
     rounding = update_rule.rounding(trace, update)
@@ -300,7 +315,7 @@ def _moved(
         words = _movement(before[name].elements(), expected.weight, after) if is_shown else ""
         tally.check(
             follows,
-            f"{name} did not move by learning rate times clipped gradient, as in {optimizer}"
+            f"{name} did not move by learning rate times clipped gradient, as in {rule.kind(name)}"
             f"{words}",
             tensor=name,
             element=None if record is None or record.sketch else element,
@@ -334,7 +349,9 @@ def _absent(traces: Sequence[Trace]) -> str:
     clips = any(trace.traits.clip_norm is not None for trace in traces)
     if clips or {trace.traits.rule for trace in traces} != {"own"}:
         return ""
-    return "the optimizer's rule is its own: it is none of torch.optim's SGD, Adam and AdamW"
+    if any(torch_rules.are_known(trace) for trace in traces):
+        return ""
+    return "the optimizer's rule is its own: it is none of torch.optim's that are known here"
 
 
 def _may_have_moved(before: Tensors, after: Tensors, name: str) -> bool:

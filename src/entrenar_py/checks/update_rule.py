@@ -16,10 +16,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import evidence, precision
+from entrenar_py.checks import evidence, precision, torch_rules
+from entrenar_py.checks.torch_rules import Moments, TensorRule
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import (
     Event,
+    Ruled,
     Saved,
     Start,
     Synchronised,
@@ -45,19 +47,6 @@ class Expected:
 
 
 @dataclass
-class Moments:
-    """The optimizer's state of one tensor. `size` is `first`, but of the terms' absolute values.
-
-    `steps` counts the steps in which the tensor had a gradient, as torch's optimizers do.
-    """
-
-    steps: int = 0
-    first: Vector | float = 0.0
-    second: Vector | float = 0.0
-    size: Vector | float = 0.0
-
-
-@dataclass
 class Rule:
     """One rank's optimizer, followed from update to update.
 
@@ -75,11 +64,26 @@ class Rule:
     moments: dict[str, Moments] = field(default_factory=dict)
     saved: dict[int, dict[str, Moments]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
+    ruled: dict[str, TensorRule] = field(default_factory=dict)
+
+    @property
+    def is_stateless(self) -> bool:
+        """True if a step follows from its gradient alone."""
+        if self.traits.rule == "known":
+            return self.scenario.optimizer == "sgd"
+        told = self.ruled.values()
+        return all(one.kind == "SGD" and not one.constants.momentum for one in told)
 
     def follows(self, update: Update) -> bool:
         """Return whether the moments before `update` are known, or the optimizer has none."""
         followed = self.known and update.step == self.step_made
-        return followed or self.scenario.optimizer == "sgd"
+        return followed or self.is_stateless
+
+    def kind(self, name: str) -> str:
+        """Return the name of the rule by which a tensor is stepped."""
+        if self.traits.rule == "known" or name not in self.ruled:
+            return self.scenario.optimizer
+        return self.ruled[name].kind
 
     def save(self, step: int) -> None:
         """Keep a copy of the moments before `step`, if known: a checkpoint was written then."""
@@ -99,10 +103,10 @@ class Rule:
         self.known = self.known and update.step == self.step_made
         self.step_made = update.step + 1
         factor = _clip_factor(self.scenario, update)
-        if factor is None or not (self.known or self.scenario.optimizer == "sgd"):
+        if factor is None or not (self.known or self.is_stateless):
             self.known = False
             return
-        if self.scenario.optimizer != "sgd":
+        if not self.is_stateless:
             self.unknown |= {
                 name
                 for name, record in update.weights.items()
@@ -125,6 +129,8 @@ class Rule:
 
     def _decay(self, name: str) -> float | None:
         """Return the weight decay of a tensor; None if it is unknown which tensors are decayed."""
+        if self.traits.rule != "known":
+            return self.ruled[name].constants.weight_decay if name in self.ruled else None
         if not self.scenario.weight_decay:
             return 0.0
         if self.decayed is None:
@@ -136,6 +142,9 @@ class Rule:
         self, name: str, weight: Vector, gradient: Vector, rate: float, decay: float
     ) -> Expected:
         moments = self.moments.setdefault(name, Moments())
+        if self.traits.rule != "known":
+            moved, size = self.ruled[name].move(moments, gradient, weight, rate)
+            return Expected(weight - moved, size)
         moments.steps += 1
         if self.scenario.optimizer == "adamw" and self.traits.decay == "coupled":
             coupled = gradient + decay * weight
@@ -206,6 +215,12 @@ def prepare(rules: dict[int, Rule], event: Event, trace: Trace) -> None:
     """Change the ranks' rules as `event` demands: a start, a checkpoint or a synchronisation."""
     if isinstance(event, Start):
         rules[event.rank] = after(rules, event, trace)
+    elif isinstance(event, Ruled):
+        if (told := torch_rules.of(event)) is not None:
+            for rank, rule in rules.items():
+                fresh = dict.fromkeys(event.names, told)
+                is_own = rank == event.rank
+                rule.ruled = {**rule.ruled, **fresh} if is_own else {**fresh, **rule.ruled}
     elif isinstance(event, Saved):
         for rule in rules.values():
             rule.save(event.step)
@@ -224,7 +239,8 @@ def rounding(trace: Trace, update: Update) -> float:
     unit = precision.FLOAT32
     if trace.scenario.workload == "own":
         unit = precision.unit_of(update.weights)
-    roundings = UPDATE_ULPS + (0 if trace.scenario.optimizer == "sgd" else update.step)
+    is_stateless = trace.traits.rule == "known" and trace.scenario.optimizer == "sgd"
+    roundings = UPDATE_ULPS + (0 if is_stateless else update.step)
     return roundings * unit
 
 

@@ -367,7 +367,7 @@ class Observer(Observation):
         if not self._step.stepped:
             return
         self._write_shards()
-        self._recording.look_at_optimizers()
+        self._recording.look_at_optimizers(self._step.number)
         update = replace(self._step.end(), schedule=self._facts.schedule_place())
         if self._subject.is_written_back:
             self._late = update

@@ -27,6 +27,7 @@ class Recording:
     def __init__(self, subject: Subject, header: Mapping[str, Any]) -> None:
         self._subject = subject
         self._constants = tensors.constants(subject.optimizers)
+        self._has_rules = False
         self._compression = ""
         self._steps_copies = False
         self._outer: dict[str, Any] = {}
@@ -63,15 +64,17 @@ class Recording:
             self._outer = dict(rule)
             self._file.note("outer", **rule)
 
-    def look_at_optimizers(self) -> None:
-        """Write that the optimizers' constants have changed, or that they step copies, once."""
+    def look_at_optimizers(self, step: int) -> None:
+        """Write by which rules the optimizers made `step`, if these are new, or step copies."""
         if not self._steps_copies and self._subject.is_stepped_as_copies:
             self._steps_copies = True
             self._file.note("copies")
         constants = tensors.constants(self._subject.optimizers)
         if constants != self._constants:
-            self._constants = constants
             self._file.note("changed")
+        if constants != self._constants or not self._has_rules:
+            self._constants, self._has_rules = constants, True
+            self._file.append(self._subject.rules(step, constants))
 
     def sampling(self, news: Mapping[str, bool]) -> None:
         """Write what has become known of how samples are drawn, if anything has."""

@@ -259,6 +259,21 @@ class Subject:
         rates = {self._names.get(p): tensors.rate_of(g) for g in groups for p in g["params"]}
         return first, {n: rate for n, rate in rates.items() if n is not None and rate != first}
 
+    def rules(self, step: int, constants: Sequence[Mapping[str, Any]]) -> list[trace.Ruled]:
+        """Return the rules by which optimizers step, whose groups have these `constants`."""
+        kinds = [tensors.rule(opt) for opt in self.optimizers for _ in opt.param_groups]
+        return [
+            trace.Ruled(
+                step=step,
+                rank=self.rank,
+                rule=kind,
+                names=tuple(self._names[p] for p in group["params"] if p in self._names),
+                constants=told,
+                derived=derived,
+            )
+            for (kind, derived), group, told in zip(kinds, self._groups(), constants, strict=True)
+        ]
+
     def news(self) -> Mapping[str, Any] | None:
         """Return changes of layout and pieces since the last call; None if there are none."""
         if self.layout is None:

@@ -19,6 +19,12 @@ from entrenar_py.watch import digest
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, checkpoint_wrapper
 _CONSTANTS = {*CONSTANTS, "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"}
 _NUMBERS = {"lr", "initial_lr", "weight_decay"}
+_MORE = {"alpha", "centered", "initial_accumulator_value", "lr_decay", "momentum_decay", "rho"}
+_TORCH_S = {
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+} - {torch.optim.Optimizer}
 _WHOLE_MAX = 2**63
 VALUES_MAX = 2**16  # elements of a model up to which values are kept, not sketches
 
@@ -190,7 +196,19 @@ def groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
 
 def constants(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:
     """Return the constants of each parameter group, without its learning rate."""
-    return [{key: group[key] for key in _CONSTANTS & group.keys()} for group in groups(optimizers)]
+    known = _CONSTANTS | _MORE
+    return [{key: group[key] for key in known & group.keys()} for group in groups(optimizers)]
+
+
+def rule(optimizer: torch.optim.Optimizer) -> tuple[str, bool]:
+    """Return the class of torch.optim that an optimizer is of, and whether it is derived from it.
+
+    The name is "" for any other. `ZeroRedundancyOptimizer` steps by the one inside of it.
+    """
+    inner = getattr(optimizer, "optim", None)
+    stepping = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    classes = [kind.__name__ for kind in type(stepping).__mro__ if kind in _TORCH_S]
+    return next(iter(classes), ""), type(stepping) not in _TORCH_S
 
 
 def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

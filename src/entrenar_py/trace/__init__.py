@@ -33,7 +33,7 @@ from entrenar_py.trace.events import (
 from entrenar_py.trace.ledger import VERSION, dump_events, dump_lines, load, load_events, save
 from entrenar_py.trace.records import EVENTS
 from entrenar_py.trace.run import Trace
-from entrenar_py.trace.script_events import Called, Declared, Drawn, Noticed, is_source_file
+from entrenar_py.trace.script_events import Called, Declared, Drawn, Noticed, Ruled, is_source_file
 from entrenar_py.trace.service_events import Gap, Spike
 from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors, record_sketch, record_tensor
 from entrenar_py.trace.token_events import Reread, Scored, Tokens
@@ -88,6 +88,7 @@ __all__ = [
     "Reduced",
     "Refused",
     "Reread",
+    "Ruled",
     "Saved",
     "Scored",
     "Selection",

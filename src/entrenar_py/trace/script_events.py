@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from entrenar_py.trace.events import Event
 
@@ -38,6 +39,22 @@ class Declared(Event):
     frozen: tuple[str, ...] | None = None
     tied: tuple[tuple[str, ...], ...] = ()
     averages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ruled(Event):
+    """From `step` on an optimizer of worker `rank` steps the tensors `names` by this rule.
+
+    `rule` is the name of a class of torch.optim, and `constants` are those of a parameter group. If
+    the optimizer is of another class, which is `derived` from that one, it may step otherwise.
+    """
+
+    step: int
+    rank: int
+    rule: str
+    names: tuple[str, ...]
+    constants: Mapping[str, Any]
+    derived: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
