@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from entrenar_py.checks import stopped_run
-from entrenar_py.trace import Event, Shard, Start, Trace, Update
+from entrenar_py.trace import End, Event, Shard, Start, Trace, Update
 from entrenar_py.verdict import Tally, Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, scenario, values
@@ -119,6 +119,18 @@ def test_a_script_that_reads_its_checkpoint_and_begins_anew(first: float, verdic
     finding = judged(replace(trace, traits=replace(trace.traits, read_back="train.py:12")))
     assert finding.verdict is verdict
     assert ("read a checkpoint (train.py:12) and trained" in finding.reason) is (first == 0.0)
+
+
+@pytest.mark.parametrize("status", ["completed", "failed"])
+def test_a_script_that_reads_its_checkpoint_and_does_not_go_on(status: str) -> None:
+    """It may have failed, or have taken the training for finished."""
+    cut = traces.hand_written(start(0.0, 0), *steps(0, 1), subject=STOPPED)
+    end = End(status=status, reason="exit code 1")
+    trace = replace(cut, events=(*cut.events[:-1], end), environment={"unresumed": "it ended"})
+    finding = judged(trace)
+    assert finding.verdict is Verdict.FALSIFIED
+    assert "it ended" in finding.reason
+    assert finding.counterexample.step == 2
 
 
 def test_an_older_checkpoint_is_a_resume() -> None:

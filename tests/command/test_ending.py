@@ -157,3 +157,35 @@ def test_an_error_names_the_users_own_file(tmp_path: Path) -> None:
     ended = Ended(code=1, seconds=9, output=output, tail=(), num_left=0)
     _, reason = ending.of(CUT, steps(2, 1), Asked(world_size=2, seed=0), ended, [])
     assert "FileNotFoundError: no such file: '/home/me/data.bin'" in reason
+
+
+LOADING = """Traceback (most recent call last):
+  File "/home/me/train.py", line 31, in <module>
+  File "/site-packages/torch/serialization.py", line 1530, in load
+UnpicklingError: Weights only load failed
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "read", "words"),
+    [
+        (1, LOADING, "", "stop before step 5 the script fails to load its checkpoint: Unpickling"),
+        (1, LOADING.replace("load\n", "save\n"), "", ""),
+        (0, "", "train.py:31", "read a checkpoint (train.py:31), and ended by itself without a"),
+        (0, "", "", ""),
+    ],
+)
+def test_a_run_that_was_not_resumed(
+    code: int, printed: str, read: str, words: str, tmp_path: Path
+) -> None:
+    """A run that is stopped from inside has to go on; one that was told {steps} may be over."""
+    output = tmp_path / "output.txt"
+    output.write_text(printed)
+    ended = Ended(code=code, seconds=9, output=output, tail=(), num_left=0)
+    asked = Asked(world_size=2, seed=0, stops=(5, 6), interrupted=True)
+    found = ending.unresumed(BOTH, asked, ended, read)
+    assert words in found
+    assert bool(words) == bool(found)
+    again = [*BOTH, *(replace(one, life=life) for one in BOTH for life in (1, 2))]
+    assert not ending.unresumed(again, asked, ended, read)
+    assert not ending.unresumed(BOTH, replace(asked, interrupted=False), ended, read)

@@ -75,3 +75,20 @@ def test_the_last_line_of_the_script(tmp_path: Path, text: str, line: str) -> No
     path.write_text(text)
     assert script_errors.last_line(path, []) == line
     assert script_errors.last_line(tmp_path / "none", text.splitlines()) == line or "[rank" in text
+
+
+@pytest.mark.parametrize(
+    ("frame", "loads"),
+    [
+        ('/site-packages/torch/serialization.py", line 1530, in load', True),
+        ('/site-packages/torch/nn/modules/module.py", line 26, in load_state_dict', True),
+        ('/site-packages/torch/distributed/checkpoint/state_dict_loader.py", line 5, in run', True),
+        ('/site-packages/torch/serialization.py", line 980, in save', False),
+    ],
+)
+def test_an_error_of_loading_a_checkpoint(tmp_path: Path, frame: str, loads: bool) -> None:
+    """The frames of the traceback tell, and other ranks' errors don't count."""
+    path = tmp_path / "output.txt"
+    text = SCRIPT.replace("    import", f'  File "{frame}\n    import')
+    path.write_text(text + PEER + TORCHRUN)
+    assert script_errors.of_loading(path) == (script_errors.find(path) if loads else "")

@@ -36,6 +36,7 @@ _RESTORED = ("weights", "optimizer", "local", "buffers")
 def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge that a resumed run has the unstopped run's samples, draws, rates, losses and states."""
     tally = missing.tally_for(invariant, runs)
+    stopped_run.judge_unresumed(tally, runs)
     runs = evidence.usable_runs(runs, tally)
     straight = None if runs.base is None or _resumed(runs.base) else runs.base
     for trace in runs:

@@ -6,9 +6,11 @@ whether `observe(step=...)` says what the script does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from entrenar_py.checks import evidence, facts, missing, rates
+from entrenar_py.checks.needs import Traces
 from entrenar_py.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -136,6 +138,15 @@ def _tell_other_step(tally: Tally, straight: Trace, trace: Trace, start: Start, 
             f"{message}: say how many optimizer steps (not micro-batches, not epochs) were made "
             f"before, observe(..., step={made})"
         )
+
+
+def judge_unresumed(tally: Tally, runs: Traces) -> None:
+    """Count a stopped run as broken whose script read its checkpoint and did not go on."""
+    for trace in runs:
+        if why := trace.environment.get("unresumed"):
+            lives = Counter(start.rank for start in trace.of(Start))
+            stop = trace.scenario.stops[max(lives.values(), default=1) - 1]
+            tally.check(False, why, step=stop, scenario=trace.scenario)
 
 
 def require_resumes(tally: Tally, trace: Trace) -> None:

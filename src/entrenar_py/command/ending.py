@@ -65,6 +65,29 @@ def of(
     return ("failed", problems[0]) if problems and status == "completed" else (status, reason)
 
 
+def unresumed(ranks: Sequence[RankTrace], asked: Asked, ended: Ended, read_only: str) -> str:
+    """Return in words that a run, stopped from inside, was not resumed though it read a checkpoint.
+
+    Its last launch ended by an error as it loaded one, or without a step. `read_only` is the line
+    of a process that has loaded weights of a step and trained nothing. A {steps} that stops a run
+    may rightly end or refuse the next launch: "" then.
+    """
+    stops = asked.stops if asked.interrupted else ()
+    lives = len({rank.life for rank in ranks})
+    if not 0 < lives <= len(stops):
+        return ""
+    stop, error = stops[lives - 1], script_errors.of_loading(ended.output)
+    if ended.code and error:
+        why = escaping.shortened(error.replace(_copied(ended), ""))
+        return f"after the stop before step {stop} the script fails to load its checkpoint: {why}"
+    if ended.code == 0 and read_only:
+        return (
+            f"after the stop before step {stop} the script read a checkpoint ({read_only}), and "
+            "ended by itself without a step"
+        )
+    return ""
+
+
 def _of_another_size(ranks: Sequence[RankTrace], sizes: Iterable[int], asked: Asked) -> str:
     """Return the reason of a run that had another number of workers than it was launched for."""
     first = sum(rank.header["rank"] == 0 for rank in ranks)

@@ -50,17 +50,20 @@ def of(
         ranks = arrangement.of(ranks)
     events = assembly.ordered(ranks)
     scenario, traits = _scenario(ranks, events, asked, like, unclipped=unclipped)
-    saved = checkpoints.read(folder).traits(is_cut=any(rank.is_limited for rank in ranks))
-    traits = replace(traits, seeded=seeded, starts=starts, **saved)
+    saved = checkpoints.read(folder)
+    is_cut = any(rank.is_limited for rank in ranks)
+    traits = replace(traits, seeded=seeded, starts=starts, **saved.traits(is_cut=is_cut))
     how = ending.of(ranks, events, asked, ended, problems)
     recorded = shown_scenario.trace_of(ranks, events, scenario, traits, how)
     if ended.num_left:
         left = f"{ended.num_left} process{'' if ended.num_left == 1 else 'es'}"
         killed = {**recorded.environment, "killed": f"{left} that it left running"}
         recorded = replace(recorded, environment=killed)
-    if any(rank.is_limited for rank in ranks):
+    if is_cut:
         ended_by = {"ended": "by entrenar-check after its steps (--auto, no {steps} or {epochs})"}
         recorded = replace(recorded, environment={**recorded.environment, **ended_by})
+    if why := ending.unresumed(ranks, asked, ended, saved.read_only):
+        recorded = replace(recorded, environment={**recorded.environment, "unresumed": why})
     return _with_its_faults(own_sums.seen_through(recorded))
 
 

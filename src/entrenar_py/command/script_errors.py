@@ -16,6 +16,10 @@ _BEGINS = "Traceback (most recent call last):"
 _RANK = re.compile(r"\[(?:rank)?\d+\]:\s?|\[default\d+\]:\s?")  # in front of a rank's lines
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(?::(?:\s.*)?)?")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in .*')
+# Frames within which a checkpoint is read, or is put into a model or an optimizer.
+_LOADS = re.compile(
+    r'torch/serialization\.py", line \d+, in \w*load$|/state_dict_loader\.py"|, in load_state_dict$'
+)
 _NOT_THE_SCRIPT = ("/site-packages/", "/dist-packages/", "/lib/python", "/entrenar_py/", "<")
 # Exceptions that launchers raise when a worker has failed.
 _OF_LAUNCHERS = ("ChildFailedError", "CalledProcessError", "ProcessRaisedException")
@@ -31,10 +35,14 @@ _OF_PEERS = re.compile(
 
 @dataclass(frozen=True)
 class _Error:
-    """The last line of a traceback, and the innermost place of it that is in the script, or ""."""
+    """The last line of a traceback, and the innermost place of it that is in the script, or "".
+
+    `loads` tells whether it was raised as a checkpoint was loaded.
+    """
 
     line: str
     place: str
+    loads: bool = False
 
     @property
     def of_a_launcher(self) -> bool:
@@ -49,9 +57,20 @@ def find(output: Path) -> str:
 
     Errors of launchers are skipped, and those of ranks that lost their peers, if there is another.
     """
+    error = _last(output)
+    return "" if error is None else str(error)
+
+
+def of_loading(output: Path) -> str:
+    """Return the error that `find` returns, if the script was loading a checkpoint; else ""."""
+    error = _last(output)
+    return str(error) if error is not None and error.loads else ""
+
+
+def _last(output: Path) -> _Error | None:
     errors = [one for one in _errors(_lines(output)) if not one.of_a_launcher]
     causes = [one for one in errors if not is_of_peers(one.line)]
-    return str((causes or errors)[-1]) if errors else ""
+    return next(reversed(causes or errors), None)
 
 
 def is_of_peers(error: str) -> bool:
@@ -84,17 +103,18 @@ def _lines(output: Path) -> list[str]:
 
 def _errors(lines: Sequence[str]) -> Iterator[_Error]:
     """Yield each error that a traceback ends with."""
-    within, place = False, ""
+    within, place, loads = False, "", False
     for printed in lines:
         line = printed.rstrip()
         if line == _BEGINS:
-            within, place = True, ""
+            within, place, loads = True, "", False
         elif within and (frame := _FRAME.fullmatch(line)):
+            loads |= bool(_LOADS.search(line))
             if not any(part in frame["file"] for part in _NOT_THE_SCRIPT):
                 place = f"{Path(frame['file']).name}:{frame['line']}"
         elif within and _ERROR.fullmatch(line):
             within = False
-            yield _Error(line, place)
+            yield _Error(line, place, loads)
 
 
 def _before_the_launcher(lines: Sequence[str]) -> Iterator[str]:

@@ -37,7 +37,8 @@ class Saved:
     would save something, and `library` that of the library that trains, each "" if there is none.
     `loads` tells whether a line of the script may load it, `option` is its option that sounds like
     that, and `read_back` is the first line that has loaded a file with weights of a step, before it
-    trained. `restarts` tells whether the launcher may start workers again.
+    trained. `read_only` is the line of a process that has done so and didn't train. `restarts`
+    tells whether the launcher may start workers again.
     """
 
     is_known: bool = False
@@ -49,6 +50,7 @@ class Saved:
     loads: bool = True
     option: str = ""
     read_back: str = ""
+    read_only: str = ""
     restarts: bool = True
 
     def traits(self, *, is_cut: bool) -> dict[str, Any]:
@@ -95,13 +97,14 @@ def read(folder: Path) -> Saved:
         library=_said("library", begun),
         loads=any(note.get("loads") for note in begun),
         option=_said("option", begun),
-        read_back=_read_back(by_process),
+        read_back=_read(by_process, trains=True),
+        read_only=_read(by_process, trains=False),
         restarts=any(note.get("restarts") for note in begun),
     )
 
 
-def _read_back(by_process: list[list[dict[str, Any]]]) -> str:
-    """Return the first line that loads weights of a step, in a process that trains later."""
+def _read(by_process: list[list[dict[str, Any]]], *, trains: bool) -> str:
+    """Return the first line that loads weights of a step, in a process that `trains` later."""
     notes = [note for own in by_process for note in own if note.get("after")]
     times = [note["times"] for note in notes if "times" in note]
     saved = [(since - _TICK_NS, until + _TICK_NS) for since, until in times]
@@ -109,7 +112,7 @@ def _read_back(by_process: list[list[dict[str, Any]]]) -> str:
         (
             str(note["line"])
             for own in by_process
-            if any("weights" in note for note in own)
+            if any("weights" in note for note in own) is trains
             for note in own
             if "loaded" in note and any(since <= note["loaded"] <= until for since, until in saved)
         ),
