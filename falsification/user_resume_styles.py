@@ -230,6 +230,9 @@ _sharded = partial(
 )
 _RESTORED = "    states.restore(path)\n"
 _itself = partial(Twin, script="itself.py", text=ITSELF, check="resume", changes=())
+_LOADED = 'whole.load_state_dict(kept["whole"])'
+_OF_WRAPPER = ('"whole": whole.state_dict()', '"whole": model.state_dict()')
+_NUMPY = ('"step": step, "h', '"step": __import__("numpy").int64(step), "h')
 
 BUGS = (
     _itself(
@@ -243,6 +246,43 @@ BUGS = (
         source="Lightning #20953",
         changes=(("**copied(state)", "**state"),),
         words="its count of steps is",
+    ),
+    _itself(
+        name="the weights that a resume loads have names of the wrapper",
+        source="classic (DistributedDataParallel's prefix)",
+        changes=(_OF_WRAPPER,),
+        words="the script fails to load its checkpoint: RuntimeError: Error(s) in loading",
+    ),
+    _itself(
+        name="a number of numpy's keeps a checkpoint from being loaded",
+        source="classic (weights_only=True by default since torch 2.6)",
+        changes=(_NUMPY,),
+        words="the script fails to load its checkpoint: _pickle.UnpicklingError",
+    ),
+    _itself(
+        name="names that don't fit are passed over, and nothing is loaded",
+        source="classic (strict=False)",
+        changes=(_OF_WRAPPER, (_LOADED, 'whole.load_state_dict(kept["whole"], strict=False)')),
+        words="is as it was before the first step: it was not restored",
+    ),
+    _itself(
+        name="the first layer alone is loaded",
+        source="classic (strict=False)",
+        changes=(
+            (
+                _LOADED,
+                'first = {k: v for k, v in kept["whole"].items() if k[0] == "0"}\n'
+                "    whole.load_state_dict(first, strict=False)",
+            ),
+        ),
+        tensor="2.weight",
+        words="is as it was before the first step: it was not restored",
+    ),
+    _itself(
+        name="a resume takes the training for finished",
+        source="classic (epochs and steps mixed up)",
+        changes=(('step = kept["step"]', 'step = kept["step"] * 8'),),
+        verdict="inconclusive",
     ),
     _two(
         name="the second of two optimizers is not in the checkpoint",
@@ -308,6 +348,36 @@ BUGS = (
 
 OPEN = (
     _itself(name="a script that goes on by itself, from a copy saved in a thread", verdict="held"),
+    _itself(
+        name="names of the wrapper are taken off before they are loaded",
+        changes=(
+            _OF_WRAPPER,
+            (
+                _LOADED,
+                _LOADED.replace('kept["whole"]', "{k[7:]: v for k, v in kept['whole'].items()}"),
+            ),
+        ),
+        verdict="held",
+    ),
+    _itself(
+        name="a number of numpy's, in a file that is trusted",
+        changes=(_NUMPY, ('torch.load("last.pt")', 'torch.load("last.pt", weights_only=False)')),
+        verdict="held",
+    ),
+    _itself(
+        name="ranks are given their first weights by a file, in each life",
+        changes=(
+            (
+                "inputs = torch.randn(24, 4)\n",
+                "inputs = torch.randn(24, 4)\n"
+                "if rank == 0:\n"
+                '    torch.save(whole.state_dict(), "first.pt")\n'
+                "dist.barrier()\n"
+                'whole.load_state_dict(torch.load("first.pt"))\n',
+            ),
+        ),
+        verdict="held",
+    ),
     _two(name="two optimizers, stopped and resumed", changes=(), verdict="held"),
     _two(
         name="a script that does not heed {steps}",

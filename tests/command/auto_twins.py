@@ -34,8 +34,12 @@ DECLARED = (
 )
 ADVICE = "finiteness"  # unless a contract is named
 KINDS = ("found", "open", "undeclared", "left alone", "exit 0", "exit 4")
-# Bugs that a line leaves open, since it says that samples are drawn with replacement.
-FOUND_WITHOUT = ("positions are drawn with replacement, from the seed again",)
+# Bugs that a line leaves open, since it says that samples are drawn with replacement, or comes
+# after the checkpoint was read.
+FOUND_WITHOUT = (
+    "positions are drawn with replacement, from the seed again",
+    "a resume takes the training for finished",
+)
 
 
 def right() -> list[Twin]:

@@ -14,6 +14,7 @@ from pathlib import Path
 OUTPUT_BYTES_MAX = 2**18
 _BEGINS = "Traceback (most recent call last):"
 _RANK = re.compile(r"\[(?:rank)?\d+\]:\s?|\[default\d+\]:\s?")  # in front of a rank's lines
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(?::(?:\s.*)?)?")
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in .*')
 # Frames within which a checkpoint is read, or is put into a model or an optimizer.
@@ -94,6 +95,7 @@ def _lines(output: Path) -> list[str]:
         with output.open("rb") as file:
             file.seek(max(0, output.stat().st_size - OUTPUT_BYTES_MAX))
             text = file.read(OUTPUT_BYTES_MAX).decode(errors="replace")
+            text = _COLOUR.sub("", text)
     except OSError:
         return []
     return [
