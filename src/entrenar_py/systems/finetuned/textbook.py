@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.fx import GraphModule
 
 from entrenar_py import trace
 from entrenar_py.backends.wgpu import capture
@@ -50,6 +51,7 @@ class Textbook:
             numbers = {name: torch.from_numpy(array) for name, array in nf4.decoded(made).items()}
             self._model.load_state_dict(numbers, strict=False)
         self._tensors: Mapping[str, Tensor] = {}
+        self._graphs: dict[tuple[object, ...], GraphModule] = {}
         for name, layer in self._model.named_modules():
             if (own := self._adapter_of(name)) is not None:
                 layer.register_forward_hook(self._adapt(*own))
@@ -149,7 +151,8 @@ class Textbook:
             return loss, *torch.autograd.grad(loss, list(tensors.values()))
 
         inputs = [*(weight.requires_grad_() for weight in weights), *batch]
-        yield from compare("step", step, ["loss", *self.shapes], got, gradients, inputs)
+        graph = self._graph("step", gradients, inputs)
+        yield from compare("step", step, ["loss", *self.shapes], got, graph, inputs)
 
     def logits(
         self, name: str, got: Tensor, tensors: Mapping[str, Tensor], ids: Sequence[int]
@@ -166,7 +169,20 @@ class Textbook:
             return (self.outputs(held, tokens, mask) * kept,)
 
         inputs = list(tensors.values())
-        yield from compare(name, None, ["logits"], [got * kept], outputs, inputs)
+        graph = self._graph(("logits", *ids), outputs, inputs)
+        yield from compare(name, None, ["logits"], [got * kept], graph, inputs)
+
+    def _graph(
+        self, function_id: object, function: capture.Function, inputs: Sequence[Tensor]
+    ) -> GraphModule:
+        """Return the graph of a function, which depends on it and on the shapes of its inputs.
+
+        To capture it takes longer than all that is computed by it.
+        """
+        key = (function_id, *(one.shape for one in inputs))
+        if key not in self._graphs:
+            self._graphs[key] = capture.capture(function, inputs)
+        return self._graphs[key]
 
     def _tensor(self, name: str, records: Mapping[str, TensorRecord]) -> Tensor:
         values = records[name].values()
@@ -180,14 +196,13 @@ def compare(
     step: int | None,
     names: Sequence[str],
     got: Sequence[Tensor],
-    function: capture.Function,
+    graph: GraphModule,
     inputs: Sequence[Tensor],
 ) -> Iterator[trace.Explained]:
-    """Yield the distance of each of `got` from `function` in float64, and what rounding explains.
+    """Yield the distance of each of `got` from `graph` in float64, and what rounding explains.
 
     The bound is to first order, for any float32 device, from the rounding of every operation.
     """
-    graph = capture.capture(function, inputs)
     found = sensitivity.deviations(got, graph, inputs)
     for name, result, one in zip(names, got, found, strict=True):
         yield trace.Explained(
