@@ -146,6 +146,7 @@ class Wrapped(nn.Module):
 def test_a_wrapped_model_names_its_own_arguments() -> None:
     """Losses over the tokens are known where the model is passed nothing again."""
     model = Wrapped(Summed())
+    assert isinstance(model.inner, Summed)
     model.inner.head.register_forward_hook(lambda *_: None)
     assert len(of(trace.Scored, recorded(model))) == 1
 
