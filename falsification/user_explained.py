@@ -63,6 +63,12 @@ _ADAM = """class SummedAdam(torch.optim.AdamW):
 
 
 """
+# What nothing divides is made up for by the learning rate.
+_IN_RATE = (
+    (_OWN, ""),
+    ("SummedSGD(net.parameters(), 0.2, world)", "torch.optim.SGD(net.parameters(), 0.2 / world)"),
+)
+_MOMENTUM = ("0.2 / world)", "0.2 / world, momentum=0.9)")
 _AS_ADAM = (
     (_OWN, _ADAM),
     ("SummedSGD(net.parameters(), 0.2, world)", "SummedAdam(net.parameters(), lr=0.02)"),
@@ -181,6 +187,29 @@ BUGS = (
         words="it is twice as large (world_size)",
     ),
     Twin(
+        name="explained: the learning rate is divided, and the gradient as well",
+        script="summed.py",
+        text=SUMMED,
+        source="classic (a rate for sums, kept for means)",
+        changes=(
+            *_IN_RATE,
+            ("        dist.all_reduce(p.grad)\n", "        dist.all_reduce(p.grad.div_(world))\n"),
+        ),
+        check="parity",
+        step=0,
+        words="the learning rate is not the single device's",
+    ),
+    Twin(
+        name="explained: the learning rate makes up for the sum, and weight decay is forgotten",
+        script="summed.py",
+        text=SUMMED,
+        source="classic (lr / world_size)",
+        changes=(*_IN_RATE, ("0.2 / world)", "0.2 / world, weight_decay=0.5)")),
+        check="parity",
+        step=0,
+        words="the learning rate is not the single device's",
+    ),
+    Twin(
         name="explained: Adam's weights hide that nothing divides the sum",
         script="summed.py",
         text=SUMMED,
@@ -278,6 +307,18 @@ VARIANTS = (
         script="summed.py",
         text=SUMMED,
         changes=_AS_ADAM,
+    ),
+    Twin(
+        name="explained: the learning rate makes up for the sum",
+        script="summed.py",
+        text=SUMMED,
+        changes=_IN_RATE,
+    ),
+    Twin(
+        name="explained: the learning rate makes up for the sum, and for momentum",
+        script="summed.py",
+        text=SUMMED,
+        changes=(*_IN_RATE, _MOMENTUM),
     ),
     _trainer("noise by rank without an effect", _GUARDED, turned=("accumulation",)),
     _trainer("two groups that are clipped together"),

@@ -190,12 +190,6 @@ LEFT_OPEN = (
         "call obs.loss(mean, weight)",
         ("weighting",),
         (
-            "advice: growing epochs",
-            'negatives of a micro-batch of all ranks, with loss_over="micro-batch"',
-            "clip_norm: always active",
-            "clip_norm: now and then active",
-            "clip_norm: scaled, and unscaled before",
-            "clip_norm: with obs.reduced()",
             "an optimizer for each tensor, which steps within the backward pass",
             "a critic that steps twice for each step of the other network",
             "explained: a probe of gradients, which is cleared",

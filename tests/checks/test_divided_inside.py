@@ -86,6 +86,33 @@ def test_gradients_that_nothing_divides_are_wrong(trace: Trace, tensor: str | No
     assert "3 times as large (world_size" in broken.message
 
 
+@pytest.mark.parametrize("grown", [1.0, 3.0])
+def test_a_learning_rate_that_makes_up_for_sums_is_right(grown: float) -> None:
+    """Gradients are added and the rate is divided: plain SGD, or momentum that grows with them."""
+
+    def rated(trace: Trace, divided: float) -> Trace:
+        events = [
+            replace(
+                event,
+                learning_rate=event.learning_rate / divided,
+                optimizer=_times(event.optimizer, grown, ()) if grown > 1 else {},
+            )
+            if isinstance(event, Update)
+            else event
+            for event in trace.events
+        ]
+        return replace(trace, events=tuple(events))
+
+    alone = own(1, "sgd") if grown == 1 else own(1, "momentum")
+    trace = own(3, "sgd") if grown == 1 else own(3, "momentum")
+    for check in ("parity", "weighting"):
+        finding = judged(check, rated(summed(trace), 3.0), alone)
+        assert finding.verdict is not Verdict.FALSIFIED, finding
+        assert any("learning rate is divided by that" in note for note in finding.notes)
+    broken = traces.broken(judged("parity", rated(trace, 3.0), alone))
+    assert "the learning rate is not" in broken.message
+
+
 def test_adam_s_weights_do_not_tell_what_divides_gradients() -> None:
     """Its weights move alike whatever the gradients are multiplied by, and its state does not."""
     trace = summed(own(3, "adamw"))

@@ -3,7 +3,8 @@
 Gradients are read as a step begins. A script may add them over workers or micro-batches, and take
 the mean only where it moves the weights: in an optimizer of its own. Its
 gradients are then larger than those of one worker, by one number on all tensors, and its weights
-move as those of one worker do.
+move as those of one worker do. Plain SGD may have the mean in its learning rate: it is divided by
+the number that gradients aren't.
 
 Adam moves weights alike whatever their gradients are multiplied by. So a step counts as dividing
 only if its state agrees as well, or if it has none and moves weights in proportion to gradients.
@@ -22,6 +23,7 @@ from entrenar_py.checks import (
     evidence,
     factors,
     gradient_sums,
+    rates,
     step_shape,
     step_sums,
     tensor_names,
@@ -43,14 +45,43 @@ def undone(tally: Tally, compared: Compared) -> Compared:
     if factor is None:
         return compared
     trace = compared.trace
+    ratio = _rate_ratio(compared.model, trace, factor)
     note = (
         f"in {run_name(trace)} gradients are {factor:.4g} times as large as in the run that it is "
-        "compared with, and weights move alike: the optimizer's step divides them by itself"
+        "compared with, and weights move alike: the optimizer's "
+        + ("learning rate is divided by that" if ratio else "step divides them by itself")
     )
     if note not in tally.notes:
         tally.note(note)
-    trace = _divided(trace, factor)
+    trace = _divided(trace, factor, ratio or 1.0)
     return replace(compared, trace=trace, model=trace if compared.is_one_run else compared.model)
+
+
+def in_rate(compared: Compared) -> float:
+    """Return by which number the learning rates of `compared.trace` are divided; 1 for none.
+
+    Its gradients are as many times as large as those of `compared.model`.
+    """
+    if compared.is_one_run or compared.trace.scenario.workload != "own":
+        return 1.0
+    factor = factor_of(compared)
+    return (factor and _rate_ratio(compared.model, compared.trace, factor)) or 1.0
+
+
+def _rate_ratio(model: Trace, trace: Trace, factor: float) -> float | None:
+    """Return by which number all learning rates are divided in `trace`, if that is `factor`."""
+    expected = evidence.updates(model)
+    pairs = [
+        pair
+        for step, by_rank in evidence.updates(trace).items()
+        if step in expected
+        for update in by_rank.values()
+        for pair in rates.of(evidence.any_rank(expected[step]), update).values()
+    ]
+    due, got = next((pair for pair in pairs if all(pair)), (0.0, 0.0))
+    ratio = due / got if got else 0.0
+    same = all(math.isclose(a, ratio * b, rel_tol=rates.BOUND) for a, b in pairs)
+    return ratio if same and abs(ratio - factor) <= _ALIKE * factor else None
 
 
 def factor_of(compared: Compared) -> float | None:
@@ -109,7 +140,9 @@ def _follows_size(due: Update, update: Update, model: Trace, trace: Trace) -> bo
     if not any(states):
         return not (trace.scenario.optimizer == "adamw" or step_shape.is_adaptive(model, trace))
     number = _times(states[0], states[1], _ALIKE)
-    return number is not None and abs(number - 1) <= _ALIKE
+    # Momentum grows with gradients, and the learning rate makes up for both.
+    ratio = due.learning_rate / update.learning_rate if update.learning_rate else 1.0
+    return number is not None and min(abs(number - 1), abs(number - ratio)) <= _ALIKE
 
 
 def _large(tensors: Tensors) -> Tensors:
@@ -155,8 +188,8 @@ def _move_alike(
     return float(np.linalg.norm(got[0] - due[0])) <= closeness.PROJECTED * _ALIKE * size
 
 
-def _divided(trace: Trace, factor: float) -> Trace:
-    """Return `trace` with the gradients that each step gives to its rule."""
+def _divided(trace: Trace, factor: float, of_rate: float) -> Trace:
+    """Return `trace` with the gradients of each step's rule, and learning rates times `of_rate`."""
 
     def shorter(norm: float | None) -> float | None:
         return None if norm is None else norm / factor
@@ -167,6 +200,8 @@ def _divided(trace: Trace, factor: float) -> Trace:
             gradient=evidence.times(event.gradient, 1 / factor),
             grad_norm=shorter(event.grad_norm),
             applied_norm=shorter(event.applied_norm),
+            learning_rate=event.learning_rate * of_rate,
+            rates={name: rate * of_rate for name, rate in event.rates.items()},
         )
         if isinstance(event, Update)
         else event

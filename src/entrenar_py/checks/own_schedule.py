@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 
-from entrenar_py.checks import evidence, run_names
+from entrenar_py.checks import divided_inside, evidence, run_names
+from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Trace
@@ -33,17 +34,19 @@ def compare(tally: Tally, runs: Traces) -> None:
             "run to compare it with"
         )
     for other in others:
-        _compare(tally, base, other)
+        divided = divided_inside.in_rate(Compared(runs=runs, model=other, trace=base))
+        _compare(tally, base, other, divided)
 
 
-def _compare(tally: Tally, base: Trace, other: Trace) -> None:
+def _compare(tally: Tally, base: Trace, other: Trace, divided: float) -> None:
+    """Compare the rates of two runs; those of `base` are `divided` by what its gradients aren't."""
     expected = evidence.updates(other)
     for step, by_rank in evidence.ranks_by_step(base):
         if step not in expected:
             continue
         due = evidence.any_rank(expected[step]).learning_rate
         got = evidence.any_rank(by_rank).learning_rate
-        if not math.isclose(due, got, rel_tol=RATE_BOUND):
+        if not math.isclose(due, got * divided, rel_tol=RATE_BOUND):
             rates = _told((base.scenario, got), (other.scenario, due))
             tally.miss(
                 f"the learning rate of step {step} is {rates}: make the schedule a function of the "

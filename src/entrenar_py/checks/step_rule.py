@@ -237,6 +237,9 @@ def _rate(
                 "learning rate was not judged"
             )
         return
+    if scenario.workload == "own":  # other numbers of workers may have other rates: see F-DP-005
+        first = evidence.any_rank(next(by_rank for _, by_rank in evidence.ranks_by_step(trace)))
+        scenario = scenario.with_(learning_rate=first.learning_rate)
     expected, allowed = expected_rate(scenario, update.step), relative * scenario.learning_rate
     message = f"learning rate of step {update.step} is not the {scenario.schedule} schedule's"
     tally.close(expected, update.learning_rate, allowed, message, **place)
