@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from entrenar_py.rank_files import shared_rows
 from entrenar_py.rank_files.rank_trace import RankTrace
-from entrenar_py.rank_files.shared_rows import Batch
 from entrenar_py.trace import Shard
 
 ROW = (3.0, 1.0, 2.0, 5.0)
@@ -24,10 +24,23 @@ def recorded(rank: int, *steps: tuple[int, ...], samples: str = "index") -> Rank
     return RankTrace(life=0, header=header, events=tuple(shards), ended=True, problem="")
 
 
-def batch(*parts: tuple[float, ...]) -> dict[int, Batch]:
-    """Return one step with a sample of each of `parts`, as a model is given it."""
-    contents = tuple((float(len(part)), math.hypot(*part), sum(part)) for part in parts)
-    return {0: Batch(tuple(range(len(parts))), contents)}
+def given(rank: int, *parts: tuple[float, ...], life: int = 0) -> RankTrace:
+    """Return the record of a rank whose model is given a row, or a part of one, in each step."""
+    shards = [
+        Shard(
+            step=step,
+            epoch=0,
+            rank=rank,
+            shard=0,
+            loss_sum=None,
+            weight=1,
+            ids=(10 * rank + step,),
+            finite=True,
+            contents=((float(len(part)), math.hypot(*part), sum(part)),),
+        )
+        for step, part in enumerate(parts, start=life)
+    ]
+    return replace(recorded(rank), events=tuple(shards), life=life)
 
 
 def test_ranks_that_draw_the_same_samples_are_one_group() -> None:
@@ -65,4 +78,15 @@ def test_parts_of_a_row_have_its_numbers_together(
     parts: list[tuple[float, ...]], are_parts: bool
 ) -> None:
     """Halves of unequal size are parts; a half that is given twice, or the whole row, is none."""
-    assert shared_rows.are_parts([batch(part) for part in parts], batch(ROW)) is are_parts
+    ranks = [given(rank, part) for rank, part in enumerate(parts)]
+    assert shared_rows.are_parts(ranks, shared_rows.of(given(2, ROW))) is are_parts
+
+
+def test_ranks_with_parts_have_the_samples_of_one_worker() -> None:
+    """A rank that is started again goes on where it was; a step of no other run says nothing."""
+    one = shared_rows.of(given(2, ROW, ROW))
+    ranks = [given(rank, ROW[2 * rank :][:2], life=life) for rank in (0, 1) for life in (0, 1, 2)]
+    assert shared_rows.are_parts(ranks, one)
+    ids = [[event.ids for event in shared_rows.whole(rank, one).events] for rank in ranks[:3]]  # type: ignore[attr-defined]
+    assert ids == [[(20,)], [(21,)], [(2,)]]
+    assert not shared_rows.are_parts(ranks[2::3], one), "no step is one worker's"

@@ -25,6 +25,7 @@ Places = Mapping[int, Mapping[str, Placed]]  # rank -> its tensor -> where it li
 
 # The fields of events that map or list names of tensors, apart from `optimizer` and `extra`.
 _BY_NAME = ("weights", "buffers", "local", "gradient", "rates", "kept", "summed", "edited")
+_PARTS_UNKNOWN = "ranks are given parts of rows, and none of these is known whole"
 _LISTED = ("trainable", "frozen", "decayed")
 
 
@@ -97,8 +98,13 @@ class Arrangement:
 
     def of(self, ranks: Sequence[RankTrace]) -> list[RankTrace]:
         """Return the records of a run's ranks with the layout, and with names of whole tensors."""
-        if self.rows and shared_rows.are_parts([*map(shared_rows.of, ranks)], self.rows):
-            ranks = [shared_rows.whole(rank, self.rows) for rank in ranks]
+        if self.rows:
+            ranks = [
+                shared_rows.whole(rank, self.rows)
+                if shared_rows.are_parts(ranks, self.rows)
+                else shared_rows.without(rank, _PARTS_UNKNOWN)
+                for rank in ranks
+            ]
         return [self._of_rank(rank) for rank in ranks]
 
     def alone(self) -> Arrangement | None:
@@ -147,7 +153,7 @@ def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement
     if not all(_is_clear(places[rank], start) for rank, start in starts.items()):
         return None
     one = next((shared_rows.of(rank) for rank in alone if not rank.life), {})
-    are_parts = shared_rows.are_parts([shared_rows.of(r) for r in ranks if not r.life], one)
+    are_parts = shared_rows.are_parts(ranks, one)
     if not are_parts and all(_is_whole(of_rank, whole) for of_rank in places.values()):
         return None
     drawn = {} if are_parts else shared_rows.drawn(ranks, one)

@@ -78,16 +78,21 @@ def groups(drawn_by: Mapping[int, Batches], world_size: int) -> tuple[int, ...] 
     return tuple(known.get(rank, 0) for rank in range(world_size))
 
 
-def are_parts(ranks: Sequence[Batches], one: Batches) -> bool:
+def are_parts(ranks: Sequence[RankTrace], one: Batches) -> bool:
     """Return whether each row of one worker is what the ranks have of it, put together.
 
-    Then the sizes of parts have that of the row as their sum, and so have their squares.
+    Then the sizes of parts have that of the row as their sum, and so have their squares. Steps that
+    one worker doesn't make say nothing, nor do those whose contents are unknown: one must be known.
     """
-    if len(ranks) < 2 or any(batches.keys() != one.keys() for batches in ranks):
+    given: dict[int, dict[int, Batch]] = defaultdict(dict)
+    for rank in ranks:
+        given[rank.rank] |= of(rank)
+    steps = set(one).intersection(*given.values())
+    if len(given) < 2:
         return False
     is_shown = False
-    for step, whole in one.items():
-        parts = [batches[step] for batches in ranks]
+    for step in sorted(steps):
+        whole, parts = one[step], [batches[step] for batches in given.values()]
         if any(len(part.ids) != len(whole.ids) for part in parts):
             return False
         if not whole.contents or not all(part.contents for part in parts):
@@ -122,10 +127,12 @@ def whole(rank: RankTrace, one: Batches) -> RankTrace:
     return replace(rank, events=tuple(events))
 
 
-def without(rank: RankTrace) -> RankTrace:
-    """Return the record of a rank that draws no samples itself, without any."""
+def without(rank: RankTrace, unknown: str = "") -> RankTrace:
+    """Return the record of a rank without samples: it draws none, or they are `unknown`."""
     events = (
-        replace(event, ids=(), contents=()) if isinstance(event, Shard) else event
+        replace(event, ids=(), contents=(), unknown=unknown or event.unknown)
+        if isinstance(event, Shard)
+        else event
         for event in rank.events
     )
     return replace(rank, events=tuple(events))
