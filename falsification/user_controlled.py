@@ -259,7 +259,7 @@ BUGS = (
             "        return gradient.chunk(world)[rank] / world",
         ),
         source="SupContrast #26",
-        words=_SHARES,
+        words="it is half as large (1/world_size)",
     ),
     _bug(
         "with statistics of each rank, the sum of gradients is divided nowhere",

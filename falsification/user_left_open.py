@@ -51,11 +51,6 @@ LEFT_OPEN = (
         ("a GradScaler whose scale is too large at first with one worker alone",),
     ),
     Open(
-        "which may depend on the rank or on how a batch is split",
-        ("parity", "weighting"),
-        ("two models, and noise by rank",),
-    ),
-    Open(
         "random numbers are drawn between the backward pass and the step",
         ("weighting",),
         ("noise on the gradients, the same on all ranks",),
@@ -105,11 +100,6 @@ LEFT_OPEN = (
             "a flat partition with an inner optimizer (ZeRO-1), which skips a NaN",
             "a flat partition (ZeRO-1) whose skipped steps are reported",
         ),
-    ),
-    Open(
-        "batch normalisation uses each rank's own samples",
-        ("parity", "weighting"),
-        ("batch normalisation by each rank's own samples",),
     ),
     Open(
         "seed the script alike",
@@ -173,20 +163,6 @@ LEFT_OPEN = (
         ("an expert on each rank, under the same name",),
     ),
     Open(
-        "reaches the model with other contents",
-        ("parity", "weighting"),
-        (
-            "diffusion: noise and timesteps by rank",
-            "diffusion on four ranks",
-            "together: an evaluation with a generator of its own",
-            "augmentation by loaders' workers",
-            "augmentation in the main process",
-            "augmentation by worker_init_fn, seeded as torch's page on it says",
-            "a loader without end, ids by hand",
-            "noise, resumed with every rank's generator",
-        ),
-    ),
-    Open(
         "call obs.loss(mean, weight)",
         ("weighting",),
         (
@@ -212,11 +188,6 @@ LEFT_OPEN = (
         "trains nothing (a probe)",
         ("finiteness",),
         ("explained: a probe of gradients, which is cleared",),
-    ),
-    Open(
-        "on one worker it is another run",
-        ("parity", "weighting"),
-        ("mixup, dropout and micro-batches",),
     ),
 )
 

@@ -24,6 +24,7 @@ KINDS: dict[str, str] = {
     "corrupt_worker": "the same, in every shard that worker `rank` computes from step `step` on",
     "nudged_weights": "each weight of a user's script is moved by `value` of itself",
     "common_numbers": "what a user's script draws at random is alike for all samples and ranks",
+    "common_order": "the same, and loaders fetch one order of samples for any number of workers",
     "mirrored_ranks": "the same, and all ranks load the same samples; one worker loads as many as "
     "each of `value` workers",
     "repeated_share": "the same on one worker, which loads them `value` times in each batch",
@@ -56,7 +57,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "corrupt_gradient": ("step", "rank", "shard", "value"),
     "corrupt_worker": ("step", "rank", "value"),
     "nudged_weights": ("step", "value"),
-    "common_numbers": ("step",),
+    **dict.fromkeys(("common_numbers", "common_order"), ("step",)),
     **dict.fromkeys(("mirrored_ranks", "repeated_share"), ("step", "value")),
     **dict.fromkeys(("leave", "join"), ("step", "rank")),
     **dict.fromkeys(("kill", "cut", "half_open"), ("step", "rank", "at")),
@@ -88,7 +89,10 @@ SILENT = ("corrupt_gradient", "corrupt_worker")
 NUDGED = "nudged_weights"
 # In a user's script only: what rightly differs between runs on other numbers of workers is made
 # alike, to compare the rest.
-COMMON, MIRRORED, REPEATED = CONTROLLED = ("common_numbers", "mirrored_ranks", "repeated_share")
+COMMON, ORDERED, MIRRORED, REPEATED = CONTROLLED = (
+    *("common_numbers", "common_order"),
+    *("mirrored_ranks", "repeated_share"),
+)
 
 # Failures that a real adapter is made to report itself.
 OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")

@@ -74,6 +74,33 @@ def test_masks_by_rank_are_no_excuse() -> None:
     assert place.message.startswith("with random numbers that are alike for all samples: ")
 
 
+def reordered(trace: Trace) -> Trace:
+    """Return a run whose samples have the numbers of others."""
+    events = [
+        replace(event, ids=tuple((id_ + 1) % 12 for id_ in event.ids))
+        if isinstance(event, Shard)
+        else event
+        for event in trace.events
+    ]
+    return replace(trace, events=tuple(events))
+
+
+def test_another_order_on_one_worker_is_no_excuse() -> None:
+    """Some samplers cut other batches for each number of workers; loaders can have one order."""
+    plain = own(2), reordered(own(1))
+    assert "draws other samples" in judged(*plain).reason
+    two, one = (planned(own(size), "common_order") for size in (2, 1))
+    held = judged(*plain, two, one)
+    assert held.verdict is Verdict.HELD, held
+    assert "compared with one order of samples for any number of workers" in held.notes
+    wrong = planned(off(own(2), times=2.0), "common_order")
+    assert "with one order of samples" in traces.broken(judged(*plain, wrong, one)).message
+    still = judged(*plain, two, planned(reordered(own(1)), "common_order"))
+    assert "draws other samples" in still.reason, "not fetched by a loader"
+    shared = traces.altered(own(2), Shard, {"step": 0}, ids=(0, 1))
+    assert judged(shared, own(1), two, one).verdict is Verdict.INCONCLUSIVE, "ranks of one batch"
+
+
 def test_draws_that_could_not_be_made_alike() -> None:
     """A generator that still moves by rank keeps the question open."""
     unlike = judged(*MASKED, numbered(by_rank(off(own(2), by=0.3))), numbered(by_rank(own(1))))

@@ -19,8 +19,10 @@ from tests.checks.test_controlled import (
     mirrored,
     numbered,
     off,
+    reordered,
     repeated,
 )
+from tests.checks.test_controlled import planned as planned_in
 from tests.checks.test_presuppositions import own
 
 TWO, ONE = Asked(world_size=2, seed=0), Asked(world_size=1, seed=0)
@@ -30,6 +32,10 @@ def planned(kind: str, size: int, value: str | None = None) -> Asked:
     return replace(ONE, world_size=size, faults=(Fault(kind=kind, step=0, value=value),))
 
 
+def ordered(trace: Trace) -> Trace:
+    return planned_in(trace, "common_order")
+
+
 NUMBERS = {
     "2-workers-common": planned("common_numbers", 2),
     "1-worker-common": planned("common_numbers", 1),
@@ -37,6 +43,10 @@ NUMBERS = {
 SHARES = {
     "2-workers-mirrored": planned("mirrored_ranks", 2, "2"),
     "1-worker-mirrored-of-2": planned("mirrored_ranks", 1, "2"),
+}
+ORDER = {
+    "2-workers-ordered": planned("common_order", 2),
+    "1-worker-ordered": planned("common_order", 1),
 }
 REPEATED = {"1-worker-repeated-of-2": planned("repeated_share", 1, "2")}
 
@@ -55,6 +65,16 @@ def test_draws_are_made_alike_first() -> None:
     assert plans(*plain, (two, numbered(own(2))), (one, numbered(own(1))))[2:] == [{}, {}]
     still = numbered(by_rank(off(own(2), by=0.3))), numbered(by_rank(own(1)))
     assert plans(*plain, (two, still[0]), (one, still[1]))[2:] == [{}, SHARES]
+
+
+def test_samples_are_put_in_one_order() -> None:
+    """If that can't be done, all ranks are given one share."""
+    plain = (TWO, MASKED[0]), (ONE, reordered(own(1)))
+    assert plans(*plain) == [{}, ORDER]
+    both = [(asked, ordered(own(asked.world_size))) for asked in ORDER.values()]
+    assert plans(*plain, *both)[2:] == [{}, {}]
+    both[1] = (both[1][0], ordered(reordered(own(1))))
+    assert plans(*plain, *both)[2:] == [{}, SHARES]
 
 
 def test_copies_are_tried_if_a_share_does_not_agree() -> None:

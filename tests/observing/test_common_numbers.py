@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,14 +127,22 @@ def test_a_sample_has_numbers_of_its_own(
 def test_ranks_have_one_share() -> None:
     """Batches of one worker are cut to a share, or have it repeated; a stream is left alone."""
     drawn = [[7, 1, 5, 3], [0, 2, 4, 6], [8, 9]]
-    assert [*mirrored_batches._shares(iter(drawn), 10, 1, 1)] == [
-        [0, 1, 2, 3],
-        [4, 5, 6, 7],
-        [8, 9],
-    ]
-    assert [*mirrored_batches._shares(iter(drawn), 10, 2, 1)] == [[0, 1], [2, 3], [4]]
-    assert [*mirrored_batches._shares(iter(drawn), 10, 2, 2)] == [[0, 1] * 2, [2, 3] * 2, [4] * 2]
-    assert [*mirrored_batches._shares(iter([[None, None], 3]), 10, 2, 1)] == [[None, None], 3]
+    assert shared(drawn) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert shared(drawn, parts=2) == [[0, 1], [2, 3], [4]]
+    assert shared(drawn, parts=2, copies=2) == [[0, 1] * 2, [2, 3] * 2, [4] * 2]
+    assert shared([[None, None], 3], parts=2) == [[None, None], 3]
+
+
+def test_ranks_have_parts_of_one_order() -> None:
+    """Together they have what one worker has, whatever their samplers drew."""
+    whole = shared([[7, 1, 5, 3], [0, 2, 4, 6], [8, 9]])
+    halves = [shared([[5, 0], [3, 3], [1]], rank=rank, of=2) for rank in (0, 1)]
+    assert [[*one, *other] for one, other in zip(*halves, strict=True)] == whole
+
+
+def shared(drawn: list[Any], **share: int) -> list[Any]:
+    """Return what is fetched of ten samples in place of the batches that were drawn."""
+    return [*mirrored_batches._shares(iter(drawn), 10, mirrored_batches._Share(**share))]
 
 
 def test_units_are_kept_however_they_are_dropped(numbers: CommonNumbers) -> None:

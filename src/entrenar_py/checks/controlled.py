@@ -1,8 +1,9 @@
 """The pair of runs by which several workers are compared with one.
 
-It is the plain one, unless random numbers rightly differ between the two, or samples that are cut
-otherwise act on each other. Then it is a pair in which that was controlled: random numbers are
-alike for all samples, or besides all ranks have the same share, and so does one worker.
+It is the plain one, unless random numbers rightly differ between the two, one worker has samples in
+another order, or samples that are cut otherwise act on each other. Then it is a pair in which that
+was controlled: random numbers are alike for all samples, and besides samples come in one order, or
+all ranks have the same share, and so does one worker.
 
 A loss that couples samples may be meant to couple those of a rank, or of all ranks. By the first
 meaning ranks that have one share train as one worker does on this share, by the second one as on so
@@ -11,20 +12,21 @@ many copies of it. If they do neither, and the two agree with each other, no mea
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from entrenar_py.checks import oracles, presuppositions, random_draws, run_comparison
+from entrenar_py.checks import evidence, oracles, presuppositions, random_draws, run_comparison
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import CONTROLLED
 from entrenar_py.checks.presuppositions import WITH_ONE_WORKER
 from entrenar_py.checks.run_comparison import SINGLE, Words
-from entrenar_py.faults import COMMON, MIRRORED, REPEATED
+from entrenar_py.faults import COMMON, MIRRORED, ORDERED, REPEATED
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Tally
 
 _NUMBERS = "with random numbers that are alike for all samples"
+_ORDER = "with one order of samples for any number of workers"
 _SHARES = "with the same samples on all ranks"
 _COUNTED = ", where a term of the loss may count once for each rank"
 
@@ -43,10 +45,26 @@ def is_by_chance(compared: Compared) -> bool:
     return bool(drawn or compared.trace.scenario.dropout)
 
 
+def is_ordered_otherwise(compared: Compared) -> bool:
+    """Return whether ranks split the samples of step 0, and one worker has as many others."""
+    runs = (compared.model, compared.trace)
+    if any(run.scenario.workload != "own" or run.traits.sample_ids == "content" for run in runs):
+        return False
+    due, got = (
+        Counter(id_ for shard in evidence.shards(run).get(0, ()) for id_ in shard.ids)
+        for run in runs
+    )
+    return due != got and due.total() == got.total() == len(got) == len(due)
+
+
 def pair(tally: Tally, compared: Compared) -> tuple[Compared, Words]:
     """Return the runs to compare in place of the plain ones, with the words for findings."""
-    if is_prevented(compared):
-        for words, controlled in ((_NUMBERS, numbered(compared)), (_SHARES, mirrored(compared))):
+    if is_ordered_otherwise(compared) or is_prevented(compared):
+        for words, controlled in (
+            (_NUMBERS, alike(compared, COMMON)),
+            (_ORDER, alike(compared, ORDERED)),
+            (_SHARES, mirrored(compared)),
+        ):
             if controlled is not None:
                 tally.note(f"compared {words}")
                 is_counted = words == _SHARES and not _agree(controlled)
@@ -55,10 +73,15 @@ def pair(tally: Tally, compared: Compared) -> tuple[Compared, Words]:
     return compared, SINGLE
 
 
-def numbered(compared: Compared) -> Compared | None:
-    """Return the runs with common random numbers, None if these can't be compared either."""
-    controlled = _controlled(compared, COMMON, COMMON)
-    return controlled if controlled is not None and _are_comparable(controlled) else None
+def alike(compared: Compared, kind: str) -> Compared | None:
+    """Return the runs with common random numbers, or with one order of samples, too.
+
+    Return None if these can't be compared either.
+    """
+    controlled = _controlled(compared, kind, kind)
+    if controlled is None or is_ordered_otherwise(controlled) or not _are_comparable(controlled):
+        return None
+    return controlled
 
 
 def mirrored(compared: Compared) -> Compared | None:

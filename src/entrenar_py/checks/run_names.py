@@ -15,6 +15,7 @@ _DONE: Mapping[str, str] = {
     "leave": "with a worker killed",
     "nudged_weights": "with its weights moved by some roundings",
     "common_numbers": "with random numbers that are alike for all samples",
+    "common_order": "with one order of samples for any number of workers",
     "mirrored_ranks": "with the same samples on all ranks",
     "repeated_share": "with the samples of one rank, repeated",
 }

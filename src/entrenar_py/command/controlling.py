@@ -1,6 +1,7 @@
 """Decide whether to run a command again on several workers and on one, with both runs controlled.
 
-Then random numbers are alike for all samples, or all ranks have the same share of the samples, too.
+Then random numbers are alike for all samples. Samples come in one order, or all ranks have the same
+share of them, too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from entrenar_py.checks import controlled
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, CONTROLLED, Need, Runs
 from entrenar_py.command.asked import Asked
-from entrenar_py.faults import COMMON, MIRRORED, REPEATED, Fault
+from entrenar_py.faults import COMMON, MIRRORED, ORDERED, REPEATED, Fault
 from entrenar_py.trace import Trace
 
 # Kind of the fault that controls runs -> the end of their names.
-_ENDS = {COMMON: "common", MIRRORED: "mirrored", REPEATED: "repeated"}
+_ENDS = {COMMON: "common", ORDERED: "ordered", MIRRORED: "mirrored", REPEATED: "repeated"}
+_OF_ANY_SIZE = (COMMON, ORDERED)
 
 
 class Controlling:
@@ -51,12 +53,14 @@ class Controlling:
         alone, several = self._plain[1], self._plain[size]
         runs = Runs(several, {ALONE: (alone,)}, witnesses={CONTROLLED: self._witnesses})
         plain = Compared(runs=runs, model=alone, trace=several)
-        if not controlled.is_prevented(plain):
+        is_ordered = not controlled.is_ordered_otherwise(plain)
+        if is_ordered and not controlled.is_prevented(plain):
             return []
         kinds = {fault.kind for fault in last.faults}
-        if not kinds and controlled.is_by_chance(plain):
-            return [(size, COMMON), (1, COMMON)]
-        if MIRRORED not in kinds and REPEATED not in kinds and not controlled.numbered(plain):
+        first = COMMON if is_ordered else ORDERED
+        if not kinds and not (is_ordered and not controlled.is_by_chance(plain)):
+            return [(size, first), (1, first)]
+        if kinds <= {first} and controlled.alike(plain, first) is None:
             return [(size, MIRRORED), (1, MIRRORED)]
         if MIRRORED in kinds and controlled.mirrored(plain) is None:
             return [(1, REPEATED)]
@@ -64,14 +68,14 @@ class Controlling:
 
 
 def _asked(like: Asked, size: int, workers: int, kind: str) -> Asked:
-    value = None if kind == COMMON else str(size)
+    value = None if kind in _OF_ANY_SIZE else str(size)
     return replace(like, world_size=workers, faults=(Fault(kind=kind, step=0, value=value),))
 
 
 def _name(size: int, workers: int, kind: str) -> str:
     """Return a run's name. Runs on one worker for several numbers of workers have different ones.
 
-    With common random numbers it is the same run.
+    With common random numbers, or one order, it is the same run.
     """
-    of = f"-of-{size}" if workers == 1 and kind != COMMON else ""
+    of = f"-of-{size}" if workers == 1 and kind not in _OF_ANY_SIZE else ""
     return f"{workers}-worker{'' if workers == 1 else 's'}-{_ENDS[kind]}{of}"

@@ -1,6 +1,10 @@
-"""Mirrored ranks: the loaders of all ranks fetch the same samples, as if each had the same share.
+"""Which samples loaders fetch, so that runs on several workers can be compared with one on one.
 
-A loss that couples samples, such as one with negatives from the batch, is another one on another
+A common order: loaders fetch batches in the order of the data set, and each rank has its part of
+each. Some samplers have another order for each number of workers.
+
+Mirrored ranks: the loaders of all ranks fetch the same samples, as if each had the same share. A
+loss that couples samples, such as one with negatives from the batch, is another one on another
 batch. If all ranks have one share, the training must be that of one worker on this share, or on as
 many copies of it as there are ranks. One worker's loaders then fetch as many samples as a rank's
 do, or that, repeated.
@@ -12,30 +16,52 @@ script that doesn't use torch's loaders, or whose data set is a stream, is left 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from entrenar_py.faults import MIRRORED, REPEATED, Fault
+from entrenar_py.faults import MIRRORED, ORDERED, REPEATED, Fault
 from entrenar_py.observing import process_rank
 from entrenar_py.observing.sources import positions_of
 
 
 def begin(planned: Sequence[Fault]) -> None:
-    """Have this process's loaders fetch what all ranks do, if one of the `planned` faults is so."""
+    """Have this process's loaders fetch other samples, if one of the `planned` faults is so."""
+    rank, world_size = process_rank.place()
     for fault in planned:
-        if fault.kind in (MIRRORED, REPEATED):
-            workers = int(fault.value or 1)
-            parts = workers if process_rank.place()[1] == 1 else 1
-            copies = workers if fault.kind == REPEATED else 1
-            iterator: Any = _BaseDataLoaderIter
-            for name in ("__init__", "_reset"):  # each of them asks the sampler for an order
-                inner = getattr(iterator, name)
-                setattr(iterator, name, _drawing(inner, parts, copies))
+        if fault.kind not in (ORDERED, MIRRORED, REPEATED):
+            continue
+        workers = int(fault.value or 1)
+        share = (
+            _Share(rank=rank, of=world_size)
+            if fault.kind == ORDERED
+            else _Share(
+                parts=workers if world_size == 1 else 1,
+                copies=workers if fault.kind == REPEATED else 1,
+            )
+        )
+        iterator: Any = _BaseDataLoaderIter
+        for name in ("__init__", "_reset"):  # each of them asks the sampler for an order
+            setattr(iterator, name, _drawing(getattr(iterator, name), share))
 
 
-def _drawing(inner: Callable[..., Any], parts: int, copies: int) -> Callable[..., Any]:
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """What a loader fetches in place of a batch that it has drawn.
+
+    It is one of as many `parts`, `copies` times, of the batch of `rank`, where `of` ranks have the
+    batches that follow each other in the data set.
+    """
+
+    parts: int = 1
+    copies: int = 1
+    rank: int = 0
+    of: int = 1
+
+
+def _drawing(inner: Callable[..., Any], share: _Share) -> Callable[..., Any]:
     @wraps(inner)
     def begin_pass(self: Any, loader: Any, *args: Any, **named: Any) -> Any:
         result = inner(self, loader, *args, **named)
@@ -43,20 +69,21 @@ def _drawing(inner: Callable[..., Any], parts: int, copies: int) -> Callable[...
             num_samples = len(loader.dataset)
         except TypeError:  # a stream
             return result
-        self._sampler_iter = _shares(self._sampler_iter, num_samples, parts, copies)
+        self._sampler_iter = _shares(self._sampler_iter, num_samples, share)
         return result
 
     return begin_pass
 
 
-def _shares(drawn: Iterator[Any], num_samples: int, parts: int, copies: int) -> Iterator[Any]:
+def _shares(drawn: Iterator[Any], num_samples: int, share: _Share) -> Iterator[Any]:
     """Yield the positions of a share's samples for each batch that a sampler has drawn."""
     begin = 0
     for index in drawn:
         positions = positions_of(index)
-        share = len(positions) // parts if positions and isinstance(index, list) else 0
-        if not share:
+        size = len(positions) // share.parts if positions and isinstance(index, list) else 0
+        if not size:
             yield index
             continue
-        yield [at % num_samples for at in range(begin, begin + share)] * copies
-        begin += share
+        first = begin + share.rank * size
+        yield [at % num_samples for at in range(first, first + size)] * share.copies
+        begin += share.of * size
