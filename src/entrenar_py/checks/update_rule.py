@@ -46,6 +46,18 @@ class Expected:
     moved: Vector
 
 
+def _of_betas(traits: Traits, betas: tuple[float, float]) -> float:
+    """Return by how much more Adam's move may be off, as a part of `allowed`, for its constants.
+
+    In float32 a beta is off by one rounding of 1, and 1 - beta by as much, which is more of it the
+    smaller it is. Both are in the moments, and their powers in what these are divided by; half of
+    the second moment's counts, whose root is taken.
+    """
+    if traits.betas_in == "float64":
+        return 1.0
+    return 1 + (2 / (1 - betas[0]) + 1 / (1 - betas[1])) / UPDATE_ULPS
+
+
 @dataclass
 class Rule:
     """One rank's optimizer, followed from update to update.
@@ -143,8 +155,9 @@ class Rule:
     ) -> Expected:
         moments = self.moments.setdefault(name, Moments())
         if self.traits.rule != "known":
-            moved, size = self.ruled[name].move(moments, gradient, weight, rate)
-            return Expected(weight - moved, size)
+            rule = self.ruled[name]
+            moved, size = rule.move(moments, gradient, weight, rate)
+            return Expected(weight - moved, size * _of_betas(self.traits, rule.constants.betas))
         moments.steps += 1
         if self.scenario.optimizer == "adamw" and self.traits.decay == "coupled":
             coupled = gradient + decay * weight
@@ -180,7 +193,8 @@ class Rule:
         moments.second = beta2 * moments.second + (1 - beta2) * np.square(gradient)
         root = np.sqrt(moments.second / (1 - beta2**moments.steps)) + self.traits.eps
         correction = 1 - beta1**moments.steps
-        return moments.first / correction / root, moments.size / correction / root
+        size = moments.size / correction / root * _of_betas(self.traits, self.traits.betas)
+        return moments.first / correction / root, size
 
 
 def after(rules: Mapping[int, Rule], start: Start, trace: Trace) -> Rule:

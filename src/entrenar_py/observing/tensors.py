@@ -219,4 +219,14 @@ def facts(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
         "groups": groups(optimizers),
         "dropout": max(dropouts, default=0.0),
         "batch_norm": any(map(_is_alone, model.modules())),
+        "short_betas": any(map(_has_short_betas, optimizers)),
     }
+
+
+def _has_short_betas(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether kernels of torch's step tensors of a GPU with constants in float32."""
+    return any(
+        bool(group.get("fused") or group.get("capturable"))
+        and any(parameter.device.type != "cpu" for parameter in group["params"])
+        for group in optimizer.param_groups
+    )

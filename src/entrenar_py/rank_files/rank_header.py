@@ -95,6 +95,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "groups": (False, _are_groups, "a list of mappings from names to numbers"),
     "dropout": (False, _is_probability, "a number from 0 to 1"),
     "batch_norm": (False, _is_flag, "true or false"),
+    "short_betas": (False, _is_flag, "true or false"),
 }
 # The keys that a later line may give, since what the script doesn't declare is met later.
 OF_THE_DATA = (

@@ -177,6 +177,8 @@ def _optimizer(
         traits["schedule"] = "other"
     if any(rank.copies for rank in ranks):
         traits["steps"] = "copies"
+    if any(rank.header.get("short_betas") for rank in ranks):
+        traits["betas_in"] = "float32"
     fields = {
         "optimizer": "sgd" if is_plain else _KINDS.get(name, "momentum"),
         "learning_rate": rate,

@@ -22,6 +22,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "clipping": ("told", "other"),
     "rule": ("known", "other", "own"),
     "decay": ("decoupled", "coupled"),
+    "betas_in": ("float64", "float32"),
     "schedule": ("known", "other"),
     "clip_source": ("", "line", "calls"),
     "steps": ("model", "copies"),
@@ -89,6 +90,8 @@ class Traits:
     - `rule`: `own` if it is none of the scenario's optimizers, `other` if it is one that doesn't
       apply gradients as torch's does.
     - `decay`: `coupled` if Adam's weight decay is a part of the gradient.
+    - `betas_in`: the format in which its betas and their powers are kept: `float32` in torch's
+      kernels for GPUs that are fused or capturable.
     - `clipping`: `other` if gradients were recorded only as applied, maybe clipped.
     - `clip_norm`: the largest norm of an applied gradient. By `clip_source` a script declares it in
       its `line`, or its `calls` of torch show it; "" in traces of releases that didn't say.
@@ -133,6 +136,7 @@ class Traits:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     decay: str = "decoupled"
+    betas_in: str = "float64"
     clipping: str = "told"
     clip_norm: float | None = None
     clip_source: str = ""
