@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.checks import CHECKS, knob_pairs, tensor_names
+from entrenar_py.checks import CHECKS, copies, knob_pairs, tensor_names
+from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, REPEATED, Runs
 from entrenar_py.faults import Fault
 from entrenar_py.harness import roles
@@ -327,6 +328,25 @@ def test_ranks_that_share_a_model_may_share_their_samples() -> None:
         finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(run, {ALONE: (alone,)}))
         assert finding.verdict is verdict, finding
     assert 'layout={"tp": 3}' in finding.reason
+
+
+@pytest.mark.parametrize(("term", "is_open"), [((8.0, 1.0), True), ((8.0, 0.125, 8.0), False)])
+def test_rows_that_ranks_draw_alike_may_be_parts_of_a_sum(
+    term: tuple[float, ...], is_open: bool
+) -> None:
+    """Twice the gradient may be right if a sum has each row once per rank, and of a mean it isn't.
+
+    So it is in torch's example of sequence parallelism, where all ranks draw the same rows.
+    """
+    alone, many = own(1), own(2)
+    for update in many.of(Update):
+        doubled = {n: changed(update.gradient, n, times=2.0)[n] for n in update.gradient}
+        where = {"step": update.step, "rank": update.rank}
+        many = altered(many, Update, where, gradient=doubled)
+    events = [replace(e, terms=(term,)) if isinstance(e, Shard) else e for e in many.events]
+    many = traces.was(replace(many, events=tuple(events)), shared=True, losses="backward")
+    compared = Compared(runs=Runs(many), model=alone, trace=many)
+    assert bool(copies.summed_parts(compared)) is is_open
 
 
 def test_witnesses_are_found_among_stored_runs() -> None:

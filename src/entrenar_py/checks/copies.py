@@ -11,12 +11,13 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from entrenar_py.checks import evidence, tensor_names
+from entrenar_py.checks import evidence, factors, loss_terms, step_sums, tensor_names
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.wording import listed
 
 _SHOWN = 2  # names in a reason
+_ALIKE = 1e-3  # numbers of workers differ by more
 Shape = tuple[int, ...]
 _FIELDS = ("weights", "buffers", "gradient")
 
@@ -169,6 +170,38 @@ def shared_samples(compared: Compared) -> str:
     return (
         "all ranks draw the same samples, and hold other tensors of the model: if they share it, "
         f'say so, observe(..., layout={{"{axis}": {size}}}), {other}'
+    )
+
+
+def summed_parts(compared: Compared) -> str:
+    """Return why rows that ranks draw alike may be parts of a larger batch; "" if they are one.
+
+    Where a batch is cut along its rows, as torch's layers can be told, each rank's rows are taken
+    for other ones. If all ranks draw the same, a sum over the rows has each of them once per rank.
+    """
+    trace, num_workers = compared.trace, compared.trace.scenario.world_size
+    is_found = trace.traits.shared and trace.traits.losses == "backward"
+    if not (is_found and loss_terms.are_sums(trace.of(Shard))):
+        return ""
+    made, due = evidence.updates(trace), evidence.updates(compared.model)
+    step = min(made.keys() & due.keys(), default=None)
+    if step is None or compared.model.scenario.world_size == num_workers:
+        return ""
+    got, expected = (
+        evidence.vectors(evidence.any_rank(updates[step]).gradient) for updates in (made, due)
+    )
+    if got is None or expected is None or got.keys() != expected.keys():
+        return ""
+    names = sorted(got)
+    if any(got[name].shape != expected[name].shape for name in names):
+        return ""
+    factor = factors.ratio(step_sums.joined(expected, names), step_sums.joined(got, names), _ALIKE)
+    if factor is None or abs(factor - num_workers) > _ALIKE * num_workers:
+        return ""
+    return (
+        f"all {num_workers} ranks draw the same rows, and their sum counts {num_workers} times: "
+        "right if each rank's rows are a part of the batch, and wrong if all are the batch; seed "
+        "each rank's draws differently in the first case, or take the mean over the rows"
     )
 
 

@@ -119,6 +119,14 @@ class _Step:
         return [column[0].share for column in columns] if is_sum and even else None
 
 
+def are_sums(shards: Sequence[Shard]) -> bool:
+    """Return whether all losses are known to be sums over elements, and none a mean."""
+    return bool(shards) and all(
+        shard.terms and not any(_Term.of(term, len(shard.ids)).is_mean for term in shard.terms)
+        for shard in shards
+    )
+
+
 def judge(tally: Tally, trace: Trace) -> None:
     """Judge a run whose losses are what `backward` is called on, step by step."""
     if trace.traits.losses != "backward":

@@ -74,6 +74,11 @@ SAMPLES_OF_ITS_OWN = Presupposition(
     says="ranks that draw the same samples hold copies of the model, not parts of it",
     lacking=copies.shared_samples,
 )
+ROWS_COUNT_ONCE = Presupposition(
+    name="rows count once",
+    says="a row that all ranks draw is one of the batch, whose sum has it once",
+    lacking=copies.summed_parts,
+)
 SAME_BATCHES = Presupposition(
     name="same batches",
     says="the script cuts the same batches for any number of workers",
@@ -184,7 +189,7 @@ _BY_SAMPLE = (SAME_CONTENTS, NOTHING_BY_RANK, SUM_OVER_SAMPLES)
 _CONTROLLED = (STATISTICS, *_BY_SAMPLE)
 POISONED = "a step at a value that is not finite, with its skipping or halting"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
-    WITH_ONE_WORKER: (*_TWO_RUNS, *_BY_SAMPLE),
+    WITH_ONE_WORKER: (*_TWO_RUNS, ROWS_COUNT_ONCE, *_BY_SAMPLE),
     WITH_A_KNOB: (*_TWO_RUNS, *_BY_SAMPLE),
     RESUMED: (SAME_NAMES, SAME_BITS_AGAIN, FINITE),
     KILLED: (FINITE, PLAIN_RUNS_AGREE),
