@@ -79,16 +79,16 @@ def test_a_note_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("after", "at", "line"),
-    [(3, 5_000, "train.py:12"), (3, 9_000_000_000, ""), (0, 5_000, "")],
+    [(3, 5_000, "train.py:12"), (3, 9_000, ""), (0, 5_000, "")],
     ids=["its own", "another file", "saved before the first step"],
 )
 def test_a_checkpoint_that_is_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, at: int, line: str
 ) -> None:
-    """A file counts that was written while weights of a step were saved."""
+    """A file counts to which weights of a step were saved."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     checkpoints.write(tmp_path, **HERE)
-    checkpoints.write(tmp_path, after=after, times=(4_000, 6_000))
+    checkpoints.write(tmp_path, after=after, file=5_000)
     monkeypatch.setattr(os, "getpid", lambda: 2)
     checkpoints.write(tmp_path, loaded=at, line="train.py:12")
     assert checkpoints.read(tmp_path).read_back == "", "of a process that doesn't train"

@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -51,12 +50,12 @@ class _Watch:
     def __init__(self, folder: Path, least: int, made: Callable[[], int]) -> None:
         self._folder, self._least, self._made = folder, least, made
 
-    def written(self, values: Any, since: int) -> None:
+    def written(self, values: Any, file: object) -> None:
         if _num_bytes(values) >= self._least:
             # A thread saves what it was given before the step that has been made meanwhile.
             behind = int(threading.current_thread() is not threading.main_thread())
-            times = since, time.time_ns()
-            checkpoints.write(self._folder, after=self._made(), behind=behind, times=times)
+            known = {"file": at} if (at := _changed_at(file)) else {}
+            checkpoints.write(self._folder, after=self._made(), behind=behind, **known)
 
 
 _CURRENT: list[_Watch] = []
@@ -85,13 +84,10 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
 
 
 @hook_calls.outside
-def written(values: Any, since: int) -> None:
-    """Note that `values` have been saved to a file, if they may be the weights.
-
-    Saving began at the time `since`, in nanoseconds since the epoch.
-    """
+def written(values: Any, file: object) -> None:
+    """Note that `values` have been saved to `file`, if they may be the weights."""
     for one in _CURRENT:
-        one.written(values, since)
+        one.written(values, file)
 
 
 @hook_calls.outside
@@ -99,11 +95,16 @@ def loaded(file: Any) -> None:
     """Note that the script has loaded `file`, a path or an open file, before it trains."""
     folder, site = os.environ.get(FOLDER), call_sites.here()
     path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
-    if _CURRENT or not folder or site is None or not isinstance(path, str | os.PathLike):
-        return
-    with suppress(OSError):
-        line = f"{Path(site[0]).name}:{site[1]}"
-        checkpoints.write(Path(folder), loaded=Path(path).stat().st_mtime_ns, line=line)
+    if folder and site and not _CURRENT and (at := _changed_at(path)):
+        checkpoints.write(Path(folder), loaded=at, line=f"{Path(site[0]).name}:{site[1]}")
+
+
+def _changed_at(file: object) -> int | None:
+    """Return when a file was written last; a name for its contents, however it is renamed."""
+    if isinstance(file, str | os.PathLike):
+        with suppress(OSError):
+            return Path(file).stat().st_mtime_ns
+    return None
 
 
 def _num_bytes(values: Any) -> int:

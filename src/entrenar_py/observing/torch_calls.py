@@ -8,8 +8,8 @@ first script's line is reached, and without one (`auto/patches.py`) when torch i
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
@@ -188,9 +188,10 @@ def _saved(original: Function, listener: Listener) -> Function:
     @wraps(original)
     def save(*given: Any, **named: Any) -> Any:
         listener.saved()
-        since = time.time_ns()
         result = original(*given, **named)
-        checkpoints.written((given, named), since)
+        told = (*given, *named.values())
+        file = next((one for one in told if isinstance(one, str | os.PathLike)), None)
+        checkpoints.written((given, named), file)
         return result
 
     return save

@@ -21,7 +21,6 @@ NOTES = "saves-*.jsonl"
 LEAST_SHARE = 8  # a file that holds weights has at least this part of their bytes: 1 of 8
 _BYTES_MAX = 2**20
 _FILES_MAX = 4000
-_TICK_NS = 20_000_000  # a file's time may be as much behind the clock, by a tick of the kernel
 # Beginnings of files as torch, numpy, pickle and h5py write them.
 _BEGINNINGS = (b"PK\x03\x04", b"\x93NUMPY", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _HDF = b"\x89HDF"
@@ -105,16 +104,14 @@ def read(folder: Path) -> Saved:
 
 def _read(by_process: list[list[dict[str, Any]]], *, trains: bool) -> str:
     """Return the first line that loads weights of a step, in a process that `trains` later."""
-    notes = [note for own in by_process for note in own if note.get("after")]
-    times = [note["times"] for note in notes if "times" in note]
-    saved = [(since - _TICK_NS, until + _TICK_NS) for since, until in times]
+    saved = {note.get("file") for own in by_process for note in own if note.get("after")} - {None}
     return next(
         (
             str(note["line"])
             for own in by_process
             if any("weights" in note for note in own) is trains
             for note in own
-            if "loaded" in note and any(since <= note["loaded"] <= until for since, until in saved)
+            if note.get("loaded") in saved
         ),
         "",
     )

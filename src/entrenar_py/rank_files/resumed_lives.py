@@ -20,11 +20,10 @@ def recognised(ranks: Sequence[RankTrace]) -> list[RankTrace]:
     A later life of a rank that begins at step 0 with the weights which the rank had after step k,
     and not after any other, begins at step k + 1. So does one that has some of these weights, and
     for the others those of the beginning or of other tensors: what went wrong is for the checks to
-    tell. If it never had them, they may be those of rank
-    0, which people save for all. The ranks of that life that show a step must show the same, and
-    the others make that step with them: what they lost is for the checks to tell. Nothing is
-    changed if no rank shows a step: then the script began anew. Nor if the process is that of an
-    earlier life: it called `observe` twice.
+    tell. If it never had them, they may be those of rank 0, which people save for all. The ranks of
+    that life that show a step must show the same, and the others make that step with them: what
+    they lost is for the checks to tell. Nothing is changed if no rank shows a step: then the script
+    began anew. Nor if the process is that of an earlier life: it called `observe` twice.
     """
     memories: dict[int, _Memory] = defaultdict(_Memory)
     known: dict[tuple[int, int], RankTrace] = {}

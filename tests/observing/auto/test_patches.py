@@ -22,6 +22,7 @@ ARGUMENTS = {
     "torch.utils.data.dataloader._BaseDataLoaderIter.__next__": ["self"],
     "torch.amp.grad_scaler.GradScaler.scale": ["self", "outputs"],
     "torch.amp.grad_scaler.GradScaler.update": ["self", "new_scale"],
+    "torch.load": ["f"],
     "torch.save": ["obj", "f"],
     "numpy.save": ["file", "arr"],
     "numpy.savez": ["file", "args"],
