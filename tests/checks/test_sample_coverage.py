@@ -244,3 +244,23 @@ def test_samples_that_several_workers_leave_out(
         assert "step 0 leaves out samples [3], which the run on one worker" in finding.reason
     else:
         assert finding.verdict is Verdict.HELD
+
+
+def both(trace: Trace, alone: Trace) -> Finding:
+    """Return the finding on a run and on that of one worker."""
+    runs = Runs(trace, {ALONE: (alone,)})
+    return CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+
+
+def test_another_order_on_one_worker_is_judged_by_itself() -> None:
+    """Each sample comes once an epoch in either run; before an epoch's end that isn't known."""
+    alone = in_epochs(run([[ids] for ids in [*ALL, ALL[0]]]), 0, 0, 1)
+    steps = [[[1, 3], [2, 6]], [[5, 7], [0, 4]], [[2, 1], [4, 6]]]
+    held = both(in_epochs(run(steps), 0, 0, 1), alone)
+    assert held.verdict is Verdict.HELD, held
+    assert any("another order of samples" in note for note in held.notes)
+    twice = [[[1, 3], [2, 6]], [[5, 7], [0, 3]], steps[2]]
+    assert broken(both(in_epochs(run(twice), 0, 0, 1), alone)).step == 1
+    unended = both(run(steps[:1]), run([[ALL[0]]]))
+    assert unended.verdict is Verdict.INCONCLUSIVE
+    assert "one worker may have another order" in unended.reason

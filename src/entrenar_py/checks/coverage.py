@@ -280,6 +280,13 @@ def _stable(tally: Tally, runs: Traces) -> None:
             )
             continue
         compared = Compared(runs=runs, model=first, trace=trace)
+        is_whole = not is_again and all(map(_is_whole, (first, trace)))
+        if is_whole and sample_numbers.are_ordered_otherwise(compared):
+            tally.note(
+                "one worker has another order of samples than several: each run has all of them "
+                "in an epoch, and steps were not compared"
+            )
+            continue
         comparison = (
             presuppositions.SAMPLES_REPEATED
             if is_again
@@ -287,6 +294,14 @@ def _stable(tally: Tally, runs: Traces) -> None:
         )
         if presuppositions.comparable(tally, comparison, compared) is not None:
             _same_batches(tally, first, trace)
+
+
+def _is_whole(trace: Trace) -> bool:
+    """Return whether it was judged that an epoch of a script that ended has all samples once."""
+    traits, is_own = trace.traits, trace.scenario.workload == "own"
+    is_judged = is_own and traits.epochs != "untold" and traits.sample_ids != "content"
+    is_judged &= not traits.replacement and traits.population != "varied"
+    return is_judged and has_ended_epoch(trace)
 
 
 def _none_left_out(tally: Tally, runs: Traces) -> None:

@@ -39,6 +39,16 @@ def _apart(trace: Trace) -> str:
     return ""
 
 
+def are_ordered_otherwise(compared: Compared) -> bool:
+    """Return whether two runs have the same number of samples in a step, and others in each."""
+    samples, others = _batches(compared.model), _batches(compared.trace)
+    common = sorted(samples.keys() & others.keys())
+    return bool(common) and all(
+        samples[step] != others[step] and samples[step].total() == others[step].total()
+        for step in common
+    )
+
+
 def other_batches(compared: Compared) -> str:
     """Return why two runs may rightly have different batches; "" if theirs should be the same.
 
