@@ -28,6 +28,8 @@ KINDS: dict[str, str] = {
     "mirrored_ranks": "the same, and all ranks load the same samples; one worker loads as many as "
     "each of `value` workers",
     "repeated_share": "the same on one worker, which loads them `value` times in each batch",
+    "shortened_epochs": "each epoch of a user's script ends after `value` batches of a rank; the "
+    "last one counts as having the samples of all that are left out",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` comes (back) before step `step` with the full state",
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
@@ -56,7 +58,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("non_finite_gradient", "non_finite_loss", "huge_gradient"), ("step", "value")),
     "corrupt_gradient": ("step", "rank", "shard", "value"),
     "corrupt_worker": ("step", "rank", "value"),
-    "nudged_weights": ("step", "value"),
+    **dict.fromkeys(("nudged_weights", "shortened_epochs"), ("step", "value")),
     **dict.fromkeys(("common_numbers", "common_order"), ("step",)),
     **dict.fromkeys(("mirrored_ranks", "repeated_share"), ("step", "value")),
     **dict.fromkeys(("leave", "join"), ("step", "rank")),
@@ -93,6 +95,11 @@ COMMON, ORDERED, MIRRORED, REPEATED = CONTROLLED = (
     *("common_numbers", "common_order"),
     *("mirrored_ranks", "repeated_share"),
 )
+
+# In a user's script only: the end of an epoch comes within a few steps.
+SHORTENED = "shortened_epochs"
+# Runs with these only show how others can be compared, or what these are too short for.
+OF_WITNESSES = (NUDGED, *CONTROLLED, SHORTENED)
 
 # Failures that a real adapter is made to report itself.
 OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")
@@ -220,7 +227,7 @@ class Fault:
             self._refuse("rank", "value=taken_rank needs a rank, and all others take none")
 
     def _check_number(self, value: str) -> None:
-        finite = self.kind in ("huge_gradient", NUDGED, *CONTROLLED, *SILENT)
+        finite = self.kind in ("huge_gradient", *OF_WITNESSES, *SILENT)
         try:
             fits = math.isfinite(float(value)) == finite
         except ValueError:
@@ -247,8 +254,13 @@ def are_nudged(planned: Iterable[Fault]) -> bool:
 
 
 def are_of_witnesses(planned: Iterable[Fault]) -> bool:
-    """Return whether a run with these faults only shows how others can be compared."""
-    return any(fault.kind in (NUDGED, *CONTROLLED) for fault in planned)
+    """Return whether a run with these faults is no run to be judged by itself: see OF_WITNESSES."""
+    return any(fault.kind in OF_WITNESSES for fault in planned)
+
+
+def are_shortened(planned: Iterable[Fault]) -> bool:
+    """Return whether a run with these faults has epochs of a few batches."""
+    return any(fault.kind == SHORTENED for fault in planned)
 
 
 _SCHEMA = Schema(Fault, what="fault", forms=UNCHECKED, sparse=True)

@@ -19,7 +19,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
-from entrenar_py.checks.needs import ALONE, REPEATED, Traces
+from entrenar_py.checks.needs import ALONE, REPEATED, SHORTENED, Traces
 from entrenar_py.checks.population import (
     Population,
     compare_selections,
@@ -66,6 +66,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             _disjoint_and_complete(tally, trace, compared.alone)
         _all_made(tally, trace)
         _by_members(tally, trace)
+    for trace in runs.witnesses.get(SHORTENED, ()):
+        _in_short_epochs(tally, runs, trace)
     if tally.broken is None:  # a run that is wrong by itself differs from others because of that
         _stable(tally, runs)
         _none_left_out(tally, runs)
@@ -75,6 +77,18 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         missing.ask(tally, why, facts.EPOCH_END)
     why = "no samples are known"
     return tally.finding(nothing=missing.nothing(tally, why, facts.IDS_AND_UPDATE))
+
+
+def _in_short_epochs(tally: Tally, runs: Traces, trace: Trace) -> None:
+    """Judge the whole epochs of a run in which they were shortened, if its samples are numbered."""
+    compared = Compared(runs=runs, model=trace, trace=trace)
+    is_known = trace.end.status == "completed" and trace.traits.sample_ids != "content"
+    if not is_known or presuppositions.comparable(tally, presuppositions.SAMPLES, compared) is None:
+        return
+    if trace.traits.epochs == "untold" and not trace.traits.replacement:
+        untold_epochs.judge(tally, trace, None)
+    elif not _guessed_to_differ(trace):
+        _disjoint_and_complete(tally, trace, None)
 
 
 def _guessed_to_differ(trace: Trace) -> list[int]:
@@ -361,5 +375,6 @@ ROWS = (
         plan=plans.epochs,
         explores=True,
         needs=(ALONE, REPEATED),
+        witnesses=(SHORTENED,),
     ),
 )

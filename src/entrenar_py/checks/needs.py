@@ -45,6 +45,9 @@ CONTROLLED = Need(
     name="controlled",
     says="the same run, and that on one worker, with equal random numbers, or equal shares",
 )
+SHORTENED = Need(
+    name="shortened", says="the same run, in which an epoch ends after two steps, by its loaders"
+)
 ORACLE = Need(name="oracle", says="the same training on one device, by the independent trainer")
 PEER = Need(name="peer", says="the same fine-tuning by transformers.Trainer with peft")
 SINGLE = Need(name="single", says="the same fine-tuning by one worker, without ranks")

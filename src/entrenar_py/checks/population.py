@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 
-from entrenar_py.checks.needs import Traces
+from entrenar_py.checks.needs import ALONE, REPEATED, SHORTENED, Traces
 from entrenar_py.trace import Selection, Shard, Trace
 from entrenar_py.verdict import Tally
 
@@ -97,7 +97,8 @@ def in_epochs(runs: Traces) -> list[Trace]:
     They don't if samples are drawn with replacement, from data that varies, or are known only by
     their content.
     """
-    witnesses = [trace for traces in runs.witnesses.values() for trace in traces]
+    needs = (ALONE, REPEATED, SHORTENED)
+    witnesses = [trace for need in needs for trace in runs.witnesses.get(need, ())]
     return [
         trace
         for trace in (*runs, *witnesses)

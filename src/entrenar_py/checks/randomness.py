@@ -18,7 +18,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
-from entrenar_py.checks.needs import ALONE, Traces
+from entrenar_py.checks.needs import ALONE, SHORTENED, Traces
 from entrenar_py.checks.population import in_epochs
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Drawn, Shard, Start, Trace
@@ -48,8 +48,13 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         left = presuppositions.comparable(tally, presuppositions.RANKS, compared)
         if left is not None:
             _initial_agrees(tally, left.trace)
+    for trace in runs.witnesses.get(SHORTENED, ()):
+        if trace.traits.population != "varied":
+            _orders_differ(tally, trace)
     _same_for_any_worker_count(tally, runs)
-    _require_second_epoch(tally, runs)
+    if lacks_second_epoch(runs):
+        why = "no two epochs were seen, so it is open whether each has an order of its own"
+        missing.ask(tally, why, facts.EPOCH_END)
     return tally.finding(
         nothing="no random draws, no second epoch and no second worker were seen: "
         + missing.told(
@@ -142,13 +147,11 @@ def _orders_differ(tally: Tally, trace: Trace) -> None:
         )
 
 
-def _require_second_epoch(tally: Tally, runs: Traces) -> None:
-    """Count as missing that no run of a user's trainer shows two epochs of shuffled samples."""
+def lacks_second_epoch(runs: Traces) -> bool:
+    """Return whether samples are shuffled, and no run of a user's trainer shows two epochs."""
     large = [t for t in in_epochs(runs) if t.scenario.num_samples >= ORDER_LENGTH_MIN]
     seen = [*map(_orders_of, large)]
-    if any(one.shuffled for one in seen) and not any(one.pairs() for one in seen):
-        why = "no two epochs were seen, so it is open whether each has an order of its own"
-        missing.ask(tally, why, facts.EPOCH_END)
+    return any(one.shuffled for one in seen) and not any(one.pairs() for one in seen)
 
 
 def in_turns(drawn: Sequence[tuple[int, ...]]) -> bool:
@@ -233,6 +236,7 @@ ROWS = (
         plan=plans.random_streams,
         explores=True,
         needs=(ALONE,),
+        witnesses=(SHORTENED,),
         absent=_absent,
     ),
 )

@@ -17,6 +17,7 @@ from entrenar_py.checks.needs import (
     REPEATED,
     RESUMED,
     SAVED,
+    SHORTENED,
     Near,
     Need,
     Runs,
@@ -25,7 +26,7 @@ from entrenar_py.command import asked
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.runs import Run
 from entrenar_py.contract import Invariant
-from entrenar_py.faults import are_of_witnesses
+from entrenar_py.faults import are_of_witnesses, are_shortened
 from entrenar_py.harness import companions, plan, roles, stored
 from entrenar_py.harness.plan import Task
 from entrenar_py.harness.runner import Listener, ignore
@@ -207,7 +208,7 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
     same run with nudged weights. CONTROLLED: all runs with equal random
-    numbers or shares.
+    numbers or shares. SHORTENED: those with short epochs.
     """
     plain = {run.asked: file for file, run in runs.items() if run.asked.is_witness}
     pairs = [(replace(again, repeat=0), again) for again in plain if again.repeat]
@@ -215,8 +216,15 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     nudged = [(replace(run, faults=()), run) for run in plain if run.is_nudged]
     moved = next((pair for pair in nudged if pair[0] in plain), ())
     alone = [run for run in plain if run.is_plain and run.world_size == 1 and not run.repeat]
-    controlled = [run for run in plain if not (run.is_plain or run.is_nudged)]
-    witnesses = {REPEATED: twice, ALONE: alone, NUDGED: moved, CONTROLLED: controlled}
+    short = [run for run in plain if are_shortened(run.faults)]
+    controlled = [r for r in plain if not (r.is_plain or r.is_nudged or r in short)]
+    witnesses = {
+        REPEATED: twice,
+        ALONE: alone,
+        NUDGED: moved,
+        CONTROLLED: controlled,
+        SHORTENED: short,
+    }
     return {need: tuple(plain[run] for run in some) for need, some in witnesses.items()}
 
 

@@ -26,6 +26,7 @@ from entrenar_py.command.controlling import Controlling
 from entrenar_py.command.launch import OUTPUT, Ended
 from entrenar_py.command.nudging import Nudging
 from entrenar_py.command.run_plan import Plan
+from entrenar_py.command.shortening import Shortening
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import interrupts
 from entrenar_py.observing import FAULTS, STOP
@@ -93,6 +94,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
     base = plan.folder
     likes: dict[Turn | None, Trace] = {}
     nudging, controlling = Nudging(plan.needs), Controlling(plan.needs)
+    shortening = Shortening(plan.needs)
     beginnings = Beginnings()
     arranging = Arranging(base, plan.arrangements)
     planned, first = plan.plain(), True
@@ -140,7 +142,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             if not asked.repeat:
                 likes.setdefault(asked.turn, recorded)
         if recorded.end.status == "completed":
-            planned |= controlling.after(asked, recorded)
+            planned |= shortening.after(asked, recorded) | controlling.after(asked, recorded)
         rest = tuple(planned.values())
         file, run = base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=rest)
         yield file, replace(run, is_tried=is_tried)

@@ -7,7 +7,17 @@ from typing import Any, TypeVar
 
 from entrenar_py import faults
 from entrenar_py.checks import knob_pairs
-from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, ORACLE, REPEATED, Near, Need, Runs
+from entrenar_py.checks.needs import (
+    ALONE,
+    CONTROLLED,
+    NUDGED,
+    ORACLE,
+    REPEATED,
+    SHORTENED,
+    Near,
+    Need,
+    Runs,
+)
 from entrenar_py.harness import companions
 from entrenar_py.scenario import Scenario
 
@@ -75,7 +85,7 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
 
     REPEATED: two runs that should be equal. ALONE: the run on one worker. NUDGED: a run, and the
     same run with nudged weights. CONTROLLED: all runs with equal random
-    numbers or shares.
+    numbers or shares. SHORTENED: those with short epochs.
 
     A run on one worker is also found if it had another batch.
     """
@@ -93,9 +103,16 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
         meant = plain.with_(world_size=scenario.world_size)
         still = _nearest(subject, meant, ALONE, others)
         moved = () if still is None else (still[0], key)
-    controlled = tuple(key for key in scenarios if key not in {*nudged, *others})
+    short = tuple(key for key, one in scenarios.items() if faults.are_shortened(one.faults))
+    controlled = tuple(key for key in scenarios if key not in {*nudged, *others, *short})
     once = () if alone is None else (alone[0],)
-    return {ALONE: once, REPEATED: twice, NUDGED: moved, CONTROLLED: controlled}
+    return {
+        ALONE: once,
+        REPEATED: twice,
+        NUDGED: moved,
+        CONTROLLED: controlled,
+        SHORTENED: short,
+    }
 
 
 def _nearest(

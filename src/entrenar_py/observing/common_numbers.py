@@ -46,8 +46,8 @@ def begin_if_planned() -> CommonNumbers | None:
     """Draw common numbers from here on, if a fault plans that; return what draws them."""
     global CURRENT
     planned = planned_faults.planned()
+    mirrored_batches.begin(planned)
     if CURRENT is None and any(fault.kind in CONTROLLED for fault in planned):
-        mirrored_batches.begin(planned)
         CURRENT = CommonNumbers()
         CURRENT.__enter__()  # type: ignore[no-untyped-call]
         CURRENT.seed()

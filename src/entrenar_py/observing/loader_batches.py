@@ -30,6 +30,7 @@ class Iteration:
 
     `epoch` counts the passes, of any loader, from which a batch was trained on. `largest` is the
     size of its largest batch. `is_one_ahead` tells whether the batch before the newest is used.
+    `rest` has the indices that a shortened pass has drawn with its last one, until that is used.
     """
 
     loader: Any
@@ -38,6 +39,7 @@ class Iteration:
     largest: int = 0
     is_over: bool = False
     is_one_ahead: bool = False
+    rest: Ids = ()
 
 
 @dataclass(eq=False)
@@ -46,6 +48,7 @@ class Batch:
 
     `left` are the positions of the samples that no training pass was given yet. `trains` tells
     whether the batch may be meant for training: gradients are enabled, and no other pass used it.
+    `is_last` tells that of a shortened pass.
     """
 
     iteration: Iteration
@@ -55,6 +58,7 @@ class Batch:
     left: list[int]
     trains: bool
     thread: int
+    is_last: bool = False
     _columns: list[list[Row]] | None = None
 
     def find(self, rows: list[Row]) -> list[int] | None:
@@ -108,7 +112,9 @@ class Batches:
 
     def drew(self, iterator: Any, index: Any) -> None:
         """Note the next index, or list of them, that a loader's sampler has drawn."""
-        self._iteration(iterator).ahead.append(positions_of(index))
+        iteration = self._iteration(iterator)
+        iteration.ahead.append(positions_of(index))
+        iteration.rest = tuple(getattr(index, "rest", ()))
 
     def yielded(self, iterator: Any, content: Any) -> None:
         """Note the next batch; batches come in the order in which their indices were drawn."""
@@ -122,7 +128,8 @@ class Batches:
         grown = torch.is_grad_enabled()
         left, thread = [*range(size)], threading.get_ident()
         iteration.largest = max(iteration.largest, size)
-        self.pending.append(Batch(iteration, ids, content, size, left, grown, thread))
+        is_last = bool(iteration.rest) and not iteration.ahead
+        self.pending.append(Batch(iteration, ids, content, size, left, grown, thread, is_last))
 
     def failed(self, iterator: Any) -> None:
         """Note that an error is raised in place of the next batch."""
@@ -156,6 +163,9 @@ class Batches:
             self.pending = deque([*others, *later], maxlen=PENDING_MAX)
         source = self.source()
         ids = [batch.ids[place] for place in used]
+        if batch.is_last and batch.iteration.rest:
+            ids += batch.iteration.rest
+            batch.iteration.rest = ()
         return epoch, ids if source is None else [*map(source.numbering.of, ids)]
 
     def newest(self, batch: Batch) -> Batch:

@@ -11,26 +11,44 @@ do, or that, repeated.
 
 Only which samples are fetched is changed, and how many: they come in the order of the data set. A
 script that doesn't use torch's loaders, or whose data set is a stream, is left as it is.
+
+Short epochs: a pass ends after some batches, and what the sampler would have drawn for the others
+is told with the last one. Whether an epoch has every sample is known at its end only, and how the
+next one begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
+from itertools import islice
 from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from entrenar_py.faults import MIRRORED, ORDERED, REPEATED, Fault
+from entrenar_py.faults import MIRRORED, ORDERED, REPEATED, SHORTENED, Fault
 from entrenar_py.observing import process_rank
 from entrenar_py.observing.sources import positions_of
+
+_CHANGED: set[Fault] = set()  # by which loaders of this process were changed
+
+
+class LastBatch(list[Any]):
+    """The positions of a pass's last batch; `rest` are those of the batches that are left out."""
+
+    rest: tuple[int, ...] = ()
 
 
 def begin(planned: Sequence[Fault]) -> None:
     """Have this process's loaders fetch other samples, if one of the `planned` faults is so."""
     rank, world_size = process_rank.place()
     for fault in planned:
+        if fault in _CHANGED:
+            continue
+        _CHANGED.add(fault)
+        if fault.kind == SHORTENED:
+            _change(partial(_shortened, count=int(fault.value or 1)))
         if fault.kind not in (ORDERED, MIRRORED, REPEATED):
             continue
         workers = int(fault.value or 1)
@@ -42,9 +60,14 @@ def begin(planned: Sequence[Fault]) -> None:
                 copies=workers if fault.kind == REPEATED else 1,
             )
         )
-        iterator: Any = _BaseDataLoaderIter
-        for name in ("__init__", "_reset"):  # each of them asks the sampler for an order
-            setattr(iterator, name, _drawing(getattr(iterator, name), share))
+        _change(partial(_shares, share=share))
+
+
+def _change(drawn: Callable[[Iterator[Any], Any], Iterator[Any]]) -> None:
+    """Have all loaders fetch what `drawn` makes of what their samplers draw."""
+    iterator: Any = _BaseDataLoaderIter
+    for name in ("__init__", "_reset"):  # each of them asks the sampler for an order
+        setattr(iterator, name, _drawing(getattr(iterator, name), drawn))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,23 +84,25 @@ class _Share:
     of: int = 1
 
 
-def _drawing(inner: Callable[..., Any], share: _Share) -> Callable[..., Any]:
+def _drawing(
+    inner: Callable[..., Any], drawn: Callable[[Iterator[Any], Any], Iterator[Any]]
+) -> Callable[..., Any]:
     @wraps(inner)
     def begin_pass(self: Any, loader: Any, *args: Any, **named: Any) -> Any:
         result = inner(self, loader, *args, **named)
         try:
-            num_samples = len(loader.dataset)
+            len(loader.dataset), len(loader)
         except TypeError:  # a stream
             return result
-        self._sampler_iter = _shares(self._sampler_iter, num_samples, share)
+        self._sampler_iter = drawn(self._sampler_iter, loader)
         return result
 
     return begin_pass
 
 
-def _shares(drawn: Iterator[Any], num_samples: int, share: _Share) -> Iterator[Any]:
+def _shares(drawn: Iterator[Any], loader: Any, share: _Share) -> Iterator[Any]:
     """Yield the positions of a share's samples for each batch that a sampler has drawn."""
-    begin = 0
+    begin, num_samples = 0, len(loader.dataset)
     for index in drawn:
         positions = positions_of(index)
         size = len(positions) // share.parts if positions and isinstance(index, list) else 0
@@ -87,3 +112,17 @@ def _shares(drawn: Iterator[Any], num_samples: int, share: _Share) -> Iterator[A
         first = begin + share.rank * size
         yield [at % num_samples for at in range(first, first + size)] * share.copies
         begin += share.of * size
+
+
+def _shortened(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
+    """Yield the first `count` batches, and draw those that are left with the last of them."""
+    for number, index in enumerate(drawn, start=1):
+        positions = positions_of(index)
+        if number < count or not positions or not isinstance(index, list):
+            yield index
+            continue
+        last = LastBatch(index)
+        left = map(positions_of, islice(drawn, len(loader)))
+        last.rest = tuple(at for batch in left for at in batch or ())
+        yield last
+        return

@@ -120,7 +120,7 @@ def positions_of(index: Any) -> Ids | None:
     """Return the positions that a sampler drew, of a sample or a batch; None for anything else."""
     if isinstance(index, np.ndarray | torch.Tensor):
         index = index.tolist() if index.ndim < 2 else None
-    if type(index) not in (list, tuple, range):
+    if not isinstance(index, list) and type(index) not in (tuple, range):
         index = (index,)
     positions = tuple(map(_position, index))
     known = tuple(position for position in positions if position is not None)
