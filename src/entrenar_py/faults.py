@@ -28,6 +28,7 @@ KINDS: dict[str, str] = {
     "mirrored_ranks": "the same, and all ranks load the same samples; one worker loads as many as "
     "each of `value` workers",
     "repeated_share": "the same on one worker, which loads them `value` times in each batch",
+    "merged_batches": "one worker loads the batches of `value` workers at once",
     "shortened_epochs": "each epoch of a user's script ends after `value` batches of a rank; the "
     "last one counts as having the samples of all that are left out",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
@@ -58,7 +59,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("non_finite_gradient", "non_finite_loss", "huge_gradient"), ("step", "value")),
     "corrupt_gradient": ("step", "rank", "shard", "value"),
     "corrupt_worker": ("step", "rank", "value"),
-    **dict.fromkeys(("nudged_weights", "shortened_epochs"), ("step", "value")),
+    **dict.fromkeys(("nudged_weights", "merged_batches", "shortened_epochs"), ("step", "value")),
     **dict.fromkeys(("common_numbers", "common_order"), ("step",)),
     **dict.fromkeys(("mirrored_ranks", "repeated_share"), ("step", "value")),
     **dict.fromkeys(("leave", "join"), ("step", "rank")),
@@ -98,8 +99,11 @@ COMMON, ORDERED, MIRRORED, REPEATED = CONTROLLED = (
 
 # In a user's script only: the end of an epoch comes within a few steps.
 SHORTENED = "shortened_epochs"
+# In a user's script only: one worker has the batches of several, whose script has one's size.
+MERGED = "merged_batches"
 # Runs with these only show how others can be compared, or what these are too short for.
-OF_WITNESSES = (NUDGED, *CONTROLLED, SHORTENED)
+OF_LOADERS = (SHORTENED, MERGED)
+OF_WITNESSES = (NUDGED, *CONTROLLED, *OF_LOADERS)
 
 # Failures that a real adapter is made to report itself.
 OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")

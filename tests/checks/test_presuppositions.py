@@ -10,7 +10,7 @@ import pytest
 
 from entrenar_py.checks import CHECKS, copies, knob_pairs, tensor_names
 from entrenar_py.checks.compared import Compared
-from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, REPEATED, Runs
+from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, REPEATED, SHORTENED, Runs
 from entrenar_py.faults import Fault
 from entrenar_py.harness import roles
 from entrenar_py.trace import Injected, Noticed, Shard, Start, Tensors, Trace, Update
@@ -358,6 +358,8 @@ def test_witnesses_are_found_among_stored_runs() -> None:
     nudge = Fault(kind="nudged_weights", step=0, value="1e-6")
     stored["nudged"] = stored["alone"].with_(faults=(nudge,))
     stored["common"] = usual.with_(faults=(Fault(kind="common_numbers", step=0),))
+    short = Fault(kind="shortened_epochs", step=0, value="2")
+    stored["short"] = usual.with_(faults=(short,))
     for name in stored:
         witnesses = roles.of(CHECKS["parity"].needs, name, stored).witnesses
         assert witnesses == {
@@ -365,7 +367,8 @@ def test_witnesses_are_found_among_stored_runs() -> None:
             REPEATED: ("usual", "again"),
             NUDGED: ("alone", "nudged"),
             CONTROLLED: ("common",),
+            SHORTENED: ("short",),
         }, name
-    del stored["again"], stored["alone"], stored["common"]
+    del stored["again"], stored["alone"], stored["common"], stored["short"]
     assert not any(roles.of((), "turned", stored).witnesses.values())
     assert roles.of((), 0, {0: SUBJECT, 1: SUBJECT.with_(repeat=1)}).witnesses == {}

@@ -34,6 +34,28 @@ for step in range(100):
 raise SystemExit(3)
 """
 
+# An epoch of 64 steps, of which the check tries a few; each worker has a batch of the same size.
+LONG = """
+import os, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(512, 3), torch.randn(512, 1))
+sampler = DistributedSampler(data)
+model = DistributedDataParallel(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(5):
+    sampler.set_epoch(epoch)
+    for inputs, targets in DataLoader(data, batch_size=4, sampler=sampler):
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+dist.destroy_process_group()
+"""
+
 SAVING = """
 import argparse, os, torch
 from torch import nn
@@ -98,6 +120,38 @@ def test_a_broken_script(tmp_path: Path) -> None:
     """A bug is found at its place without the line."""
     found = twins.findings(TWINS[0], tmp_path, auto=True)
     assert twins.problem(TWINS[0], found) == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "broken"),
+    [
+        ("", "", {}),
+        ("sampler.set_epoch(epoch)", "pass", {"randomness": "set_epoch"}),
+        ("sampler=sampler)", "shuffle=True)", {"coverage": "not shared out"}),
+        ("step()", "step(SUM)", {"parity": "twice as large", "weighting": "twice as large"}),
+    ],
+)
+def test_an_epoch_that_is_longer_than_the_tried_steps(
+    line: str, instead: str, broken: dict[str, str], tmp_path: Path
+) -> None:
+    """Its end is seen in a run that shortens it, and one worker is given the workers' batches."""
+    script = tmp_path / "train.py"
+    summed = "[p.grad.mul_(dist.get_world_size()) for p in model.parameters()] and optimizer.step()"
+    text = LONG.replace(line, instead) if line else LONG
+    script.write_text(text.replace("optimizer.step(SUM)", summed))
+    recorded = scripts.record(
+        (*scripts.command(script)[:2], "{world_size}", str(script)),
+        {"coverage", "parity", "randomness", "weighting"},
+        tmp_path / "runs",
+        launch=zygote.launch,
+        witnesses=True,
+        auto=True,
+    )
+    found = scripts.findings(recorded, ("coverage", "parity", "randomness", "weighting"))
+    assert {name for name, one in found.items() if twins.is_broken(one)} == broken.keys()
+    assert all(words in found[name].reason for name, words in broken.items())
+    held = {one.verdict for name, one in found.items() if name not in broken}
+    assert broken or held == {Verdict.HELD}, found
 
 
 def test_the_end_after_the_last_step(tmp_path: Path) -> None:

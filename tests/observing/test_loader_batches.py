@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from entrenar_py.observing import loader_batches, mirrored_batches
 from entrenar_py.observing.loader_batches import Batches
 from entrenar_py.observing.seen_samples import CUT, STRANGE, SeenSamples
 
@@ -51,6 +52,31 @@ class Seen:
 @pytest.fixture
 def seen() -> Seen:
     return Seen()
+
+
+def test_a_shortened_pass_tells_all_its_samples_with_its_last_batch() -> None:
+    """Its batches are as they were, and the last one has the positions of those left out, too."""
+    loader: DataLoader[int] = DataLoader(DATA, batch_size=2)  # type: ignore[arg-type]
+    order = ([at, at + 1] for at in range(0, 12, 2))
+    drawn = [*mirrored_batches.shortened(order, loader, 2)]
+    assert drawn == [[0, 1], [2, 3]]
+    batches = Batches()
+    iterator = loader_batches.Pass(batches, loader)
+    told = []
+    for index in drawn:
+        iterator.drawn(index)
+    for index in drawn:
+        iterator.item(torch.tensor(index))
+        batch = batches.meant()
+        assert batch is not None
+        told.append(batches.use(batch, batch.left)[1])
+    assert told == [[0, 1], [*range(2, 12)]]
+
+
+def test_batches_of_several_workers_are_one() -> None:
+    """So many batches at a time, and the rest in the last one."""
+    drawn = [*mirrored_batches.merged(iter([[0], [1], [2], [3], [4]]), None, 2)]
+    assert drawn == [[0, 1], [2, 3], [4]]
 
 
 def test_a_whole_batch(seen: Seen) -> None:

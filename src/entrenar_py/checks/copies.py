@@ -13,6 +13,7 @@ from typing import Any
 
 from entrenar_py.checks import evidence, factors, loss_terms, step_sums, tensor_names
 from entrenar_py.checks.compared import Compared, run_name
+from entrenar_py.faults import MERGED
 from entrenar_py.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.wording import listed
 
@@ -174,35 +175,56 @@ def shared_samples(compared: Compared) -> str:
 
 
 def summed_parts(compared: Compared) -> str:
-    """Return why rows that ranks draw alike may be parts of a larger batch; "" if they are one.
+    """Return why a sum over a batch may rightly differ by the number of workers; "" if it may not.
 
     Where a batch is cut along its rows, as torch's layers can be told, each rank's rows are taken
     for other ones. If all ranks draw the same, a sum over the rows has each of them once per rank.
+    And if a script has the size of a worker's batch, the mean of the workers' sums is the sum over
+    as many samples as one worker has.
     """
     trace, num_workers = compared.trace, compared.trace.scenario.world_size
+    factor = _factor_of_all(compared)
+    if factor is None or compared.model.scenario.world_size == num_workers:
+        return ""
+    shards = trace.of(Shard)
     is_found = trace.traits.shared and trace.traits.losses == "backward"
-    if not (is_found and loss_terms.are_sums(trace.of(Shard))):
-        return ""
-    made, due = evidence.updates(trace), evidence.updates(compared.model)
+    if is_found and _is_near(factor, num_workers) and loss_terms.are_all(shards, means=False):
+        return (
+            f"all {num_workers} ranks draw the same rows, and their sum counts {num_workers} "
+            "times: right if each rank's rows are a part of the batch, and wrong if all are the "
+            "batch; seed each rank's draws differently in the first case, or take the mean over "
+            "the rows"
+        )
+    is_merged = any(fault.kind == MERGED for fault in compared.model.scenario.faults)
+    is_mean = loss_terms.are_all(shards, means=True)
+    if is_merged and _is_near(factor, 1 / num_workers) and not is_mean:
+        return (
+            f"{num_workers} workers take the mean of their losses, each of which may be a sum over "
+            "a worker's batch: what one worker would have in its place is open; take the mean over "
+            "the batch"
+        )
+    return ""
+
+
+def _factor_of_all(compared: Compared) -> float | None:
+    """Return the number that all gradients of the first step are multiplied by, if it is one."""
+    made, due = evidence.updates(compared.trace), evidence.updates(compared.model)
     step = min(made.keys() & due.keys(), default=None)
-    if step is None or compared.model.scenario.world_size == num_workers:
-        return ""
+    if step is None:
+        return None
     got, expected = (
         evidence.vectors(evidence.any_rank(updates[step]).gradient) for updates in (made, due)
     )
     if got is None or expected is None or got.keys() != expected.keys():
-        return ""
+        return None
     names = sorted(got)
     if any(got[name].shape != expected[name].shape for name in names):
-        return ""
-    factor = factors.ratio(step_sums.joined(expected, names), step_sums.joined(got, names), _ALIKE)
-    if factor is None or abs(factor - num_workers) > _ALIKE * num_workers:
-        return ""
-    return (
-        f"all {num_workers} ranks draw the same rows, and their sum counts {num_workers} times: "
-        "right if each rank's rows are a part of the batch, and wrong if all are the batch; seed "
-        "each rank's draws differently in the first case, or take the mean over the rows"
-    )
+        return None
+    return factors.ratio(step_sums.joined(expected, names), step_sums.joined(got, names), _ALIKE)
+
+
+def _is_near(factor: float, due: float) -> bool:
+    return abs(factor - due) <= _ALIKE * due
 
 
 def _all_draw_alike(trace: Trace) -> bool:

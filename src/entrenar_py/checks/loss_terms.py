@@ -119,10 +119,10 @@ class _Step:
         return [column[0].share for column in columns] if is_sum and even else None
 
 
-def are_sums(shards: Sequence[Shard]) -> bool:
-    """Return whether all losses are known to be sums over elements, and none a mean."""
+def are_all(shards: Sequence[Shard], *, means: bool) -> bool:
+    """Return whether all losses are known to be means over elements, or else known to be sums."""
     return bool(shards) and all(
-        shard.terms and not any(_Term.of(term, len(shard.ids)).is_mean for term in shard.terms)
+        shard.terms and all(_Term.of(term, len(shard.ids)).is_mean is means for term in shard.terms)
         for shard in shards
     )
 

@@ -76,7 +76,7 @@ SAMPLES_OF_ITS_OWN = Presupposition(
 )
 ROWS_COUNT_ONCE = Presupposition(
     name="rows count once",
-    says="a row that all ranks draw is one of the batch, whose sum has it once",
+    says="a sum over a batch has each row once, with any number of workers",
     lacking=copies.summed_parts,
 )
 SAME_BATCHES = Presupposition(

@@ -17,6 +17,7 @@ _DONE: Mapping[str, str] = {
     "common_numbers": "with random numbers that are alike for all samples",
     "common_order": "with one order of samples for any number of workers",
     "mirrored_ranks": "with the same samples on all ranks",
+    "merged_batches": "which loads the batches of several workers at once",
     "shortened_epochs": "with epochs of two steps",
     "repeated_share": "with the samples of one rank, repeated",
 }

@@ -26,7 +26,7 @@ from entrenar_py.command import asked
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.runs import Run
 from entrenar_py.contract import Invariant
-from entrenar_py.faults import are_of_witnesses, are_shortened
+from entrenar_py.faults import MERGED, are_of_witnesses, are_shortened
 from entrenar_py.harness import companions, plan, roles, stored
 from entrenar_py.harness.plan import Task
 from entrenar_py.harness.runner import Listener, ignore
@@ -101,6 +101,7 @@ def judge(
             continue
         spared = [] if having else _spared(check, {file: runs[file] for file in traces})
         groups = {file: _beside(check, file, runs) for file in traces if file not in spared}
+        groups = {file: of for file, of in groups.items() if not _is_replaced(check, file, groups)}
         if having is not None:
             groups = {file: of for file, of in groups.items() if having in (file, *of)}
             if not groups:
@@ -199,8 +200,32 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
         unlike = {name: pair for name, pair in fields.items() if name not in roles.free(ALONE)}
         if unlike:
             rest = {need: those for need, those in chosen.beside.items() if need is not ALONE}
+            if (merged := _merged(runs, runs[file].trace)) is not None:
+                return replace(chosen, beside={**rest, ALONE: (merged,)})
             return replace(chosen, beside=rest, near={ALONE: Near(alone, unlike)})
     return chosen
+
+
+def _is_replaced(check: Check, file: Path, groups: Mapping[Path, Runs[Path]]) -> bool:
+    """Return whether a run on one worker is compared with no other, since another takes its place.
+
+    It had the batches of one of several workers, the other one those of all.
+    """
+    used = {alone for of in groups.values() for alone in of.of(ALONE)}
+    is_own = {*groups[file].of(ALONE)} <= {file}
+    return CONTROLLED in check.witnesses and is_own and bool(used - groups.keys())
+
+
+def _merged(runs: Mapping[Path, Run], base: Trace) -> Path | None:
+    """Return the file of the run on one worker that had the batches of all workers of `base`."""
+    meant = companions.plain(base.scenario, world_size=1)
+    due = {*roles.free(ALONE), "faults"}
+    for file, run in runs.items():
+        if {fault.kind for fault in run.asked.faults} != {MERGED} or _failed(run):
+            continue
+        if not roles.differences(run.trace.scenario, meant).keys() - due:
+            return file
+    return None
 
 
 def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:

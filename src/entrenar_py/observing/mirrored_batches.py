@@ -12,6 +12,9 @@ do, or that, repeated.
 Only which samples are fetched is changed, and how many: they come in the order of the data set. A
 script that doesn't use torch's loaders, or whose data set is a stream, is left as it is.
 
+Merged batches: one worker fetches as many batches at once as there are workers, whose script has a
+size of a worker's batch, not of the global one.
+
 Short epochs: a pass ends after some batches, and what the sampler would have drawn for the others
 is told with the last one. Whether an epoch has every sample is known at its end only, and how the
 next one begins.
@@ -19,7 +22,7 @@ next one begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import islice
@@ -27,7 +30,7 @@ from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from entrenar_py.faults import MIRRORED, ORDERED, REPEATED, SHORTENED, Fault
+from entrenar_py.faults import MERGED, MIRRORED, ORDERED, REPEATED, SHORTENED, Fault
 from entrenar_py.observing import process_rank
 from entrenar_py.observing.sources import positions_of
 
@@ -47,8 +50,8 @@ def begin(planned: Sequence[Fault]) -> None:
         if fault in _CHANGED:
             continue
         _CHANGED.add(fault)
-        if fault.kind == SHORTENED:
-            _change(partial(_shortened, count=int(fault.value or 1)))
+        if fault.kind in _BY_COUNT:
+            _change(partial(_BY_COUNT[fault.kind], count=int(fault.value or 1)))
         if fault.kind not in (ORDERED, MIRRORED, REPEATED):
             continue
         workers = int(fault.value or 1)
@@ -114,7 +117,16 @@ def _shares(drawn: Iterator[Any], loader: Any, share: _Share) -> Iterator[Any]:
         begin += share.of * size
 
 
-def _shortened(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
+def merged(drawn: Iterator[Any], _: Any, count: int) -> Iterator[Any]:
+    """Yield the positions of `count` batches at a time, as one batch."""
+    while batches := [*islice(drawn, count)]:
+        if all(isinstance(index, list) for index in batches):
+            yield [at for index in batches for at in index]
+        else:
+            yield from batches
+
+
+def shortened(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
     """Yield the first `count` batches, and draw those that are left with the last of them."""
     for number, index in enumerate(drawn, start=1):
         positions = positions_of(index)
@@ -126,3 +138,6 @@ def _shortened(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
         last.rest = tuple(at for batch in left for at in batch or ())
         yield last
         return
+
+
+_BY_COUNT: Mapping[str, Callable[..., Iterator[Any]]] = {MERGED: merged, SHORTENED: shortened}
