@@ -34,7 +34,6 @@ LEFT_OPEN = (
         "if the script changes gradients on purpose",
         ("weighting",),
         (
-            "two networks, each clipped apart",
             "gradients are changed on purpose: centralised",
             "gradients are changed on purpose: noise that is equal on all ranks",
             "gradients are changed on purpose: a limit for each unit",
@@ -167,7 +166,6 @@ LEFT_OPEN = (
         ("weighting",),
         (
             "an optimizer for each tensor, which steps within the backward pass",
-            "a critic that steps twice for each step of the other network",
             "explained: a probe of gradients, which is cleared",
         ),
     ),

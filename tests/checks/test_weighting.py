@@ -161,3 +161,46 @@ def test_sums_in_bfloat16_are_compared_within_its_rounding() -> None:
     declared = traces.was(right, compressed="float32")
     words = "sums of gradients are rounded to 16 bits, and float32 is declared"
     assert words in broken(traces.judge("weighting", [declared])).message
+
+
+def two_networks(factor: float) -> Trace:
+    """Return a run of two networks, each trained by a micro-batch of its own.
+
+    The second one's gradient has a `factor`.
+    """
+    local = micro_batch_traces.LOCAL
+    own = {"a": 0, "b": 1}
+    applied = [
+        {
+            name: np.float32(factor if name == "b" else 0.5)
+            * np.sum([local[step][rank][at][name] for rank in (0, 1)], axis=0)
+            for name, at in own.items()
+        }
+        for step in range(micro_batch_traces.STEPS)
+    ]
+    trace = micro_batch_traces.trace_of(applied)
+    summed = {name: (at, at + 2) for name, at in own.items()}
+    for step in range(micro_batch_traces.STEPS):
+        for rank in (0, 1):
+            trace = altered(trace, Update, {"step": step, "rank": rank}, summed=summed)
+    return trace
+
+
+def test_two_networks_may_each_be_clipped_by_its_own_norm() -> None:
+    """Nothing adds their losses, so they may be divided by other numbers."""
+    for factor in (0.5, 0.1):
+        finding = traces.judge("weighting", [two_networks(factor)])
+        assert finding.verdict is not Verdict.FALSIFIED
+        assert "divided by one number" not in finding.reason
+    one = traces.judge(
+        "weighting",
+        [
+            micro_batch_traces.trace_of(
+                [
+                    micro_batch_traces.times(0.3, micro_batch_traces.summed(step), "b")
+                    for step in range(micro_batch_traces.STEPS)
+                ]
+            )
+        ],
+    )
+    assert "divided by one number" in one.reason

@@ -271,19 +271,25 @@ def _divided(step: _Step, number: int) -> float | None:
 
 
 def _held(trace: Trace) -> list[list[Shard]]:
-    """Return the micro-batches of each step, if the scale of their losses is unknown."""
+    """Return the micro-batches that each step adds up, if the scale of their losses is unknown."""
     if trace.traits.losses != "backward":
         return []
     shards = evidence.shards(trace)
     steps = evidence.ranks_by_step(trace)
-    return [step_sums.held(by_rank, shards.get(step, ())) for step, by_rank in steps]
+    return [
+        part for step, by_rank in steps for part in step_sums.parts(by_rank, shards.get(step, ()))
+    ]
 
 
 def _steps(trace: Trace) -> Iterator[_Step]:
     """Yield the steps in which the terms of each micro-batch are known."""
     shards = evidence.shards(trace)
-    for number, by_rank in evidence.ranks_by_step(trace):
-        held = step_sums.held(by_rank, shards.get(number, ()))
+    every = (
+        (by_rank, held)
+        for number, by_rank in evidence.ranks_by_step(trace)
+        for held in step_sums.parts(by_rank, shards.get(number, ()))
+    )
+    for by_rank, held in every:
         terms = [[_Term.of(one, len(shard.ids)) for one in shard.terms] for shard in held]
         known = all(own and all(t.share and math.isfinite(t.share) for t in own) for own in terms)
         if not held or not known or len({*map(len, terms)}) != 1:
@@ -300,9 +306,11 @@ def _steps(trace: Trace) -> Iterator[_Step]:
 def _applied_divisor(
     by_rank: Mapping[int, Update], held: Sequence[Shard], update: Update
 ) -> float | None:
-    total = step_sums.total(by_rank, held)
-    mean = evidence.vectors(update.gradient)
-    if not total or mean is None or gradient_sums.shapes(total) != gradient_sums.shapes(mean):
+    total, mean = step_sums.total(by_rank, held), evidence.vectors(update.gradient)
+    if not total or mean is None or not total.keys() <= mean.keys():
+        return None
+    mean = {name: mean[name] for name in total}
+    if gradient_sums.shapes(total) != gradient_sums.shapes(mean):
         return None
     return gradient_sums.divisor(total, mean)
 

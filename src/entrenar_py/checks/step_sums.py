@@ -69,6 +69,22 @@ def _is_left_out(by_rank: Mapping[int, Update], shard: Shard) -> bool:
     return not any(shard.shard in held for held in update.summed.values())
 
 
+def parts(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[list[Shard]]:
+    """Return the shards that a step applied, apart where no tensor's gradient holds two of them.
+
+    Two networks that are trained in turn have losses of their own, which are never added.
+    """
+    found: list[tuple[set[str], list[Shard]]] = []
+    for shard in held(by_rank, shards):
+        names, own = {*summed(by_rank, shard)}, [shard]
+        near = [part for part in found if not names or not part[0] or names & part[0]]
+        for part in near:
+            names, own = names | part[0], part[1] + own
+            found.remove(part)
+        found.append((names, own))
+    return [own for _, own in found]
+
+
 def joined(vectors: Mapping[str, NDArray[Any]], names: Collection[str]) -> Vector:
     """Return the tensors `names` as one vector, in alphabetical order."""
     return np.concatenate([np.asarray(vectors[name], np.float64) for name in sorted(names)])

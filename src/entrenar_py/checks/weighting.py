@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -137,10 +137,29 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
             # No micro-batch used the others: the script may have set their gradients to zero.
             total |= {n: np.zeros(v.shape) for n, v in mean.items() if n not in total}
         if total and mean is not None and gradient_sums.shapes(total) == gradient_sums.shapes(mean):
-            divisions.add(update, by_rank, shards[step], total, mean)
+            for names in _apart(by_rank, shards[step], mean):
+                sums, applied = ({n: vectors[n] for n in names} for vectors in (total, mean))
+                divisions.add(update, by_rank, shards[step], sums, applied)
         elif valued:
             fact = facts.values_of("Shard.gradient and Update.gradient of all tensors")
             missing.ask(tally, f"the gradients of step {step} could not be added", fact)
+
+
+def _apart(
+    by_rank: Mapping[int, Update], shards: Sequence[Shard], gradient: Collection[str]
+) -> list[list[str]]:
+    """Return the tensors of a step's gradient, apart where they have losses of their own.
+
+    Each of two networks may be clipped by its own norm. Tensors of no loss are among the first.
+    """
+    names: list[list[str]] = []
+    for part in step_sums.parts(by_rank, shards):
+        given = {name for shard in part for name in step_sums.summed(by_rank, shard)}
+        names.append([name for name in gradient if name in given])
+    known = {name for part in names for name in part}
+    rest = [name for name in gradient if name not in known]
+    first, *others = [part for part in names if part] or [[]]
+    return [first + rest, *others]
 
 
 def _is_rounded(tally: Tally, trace: Trace) -> bool:
@@ -188,14 +207,14 @@ class _Divisions:
     """The numbers by which a run divides sums of gradients to average them, step by step.
 
     `limit` is the size at which elements are clipped, or None. `first` is the first step's divisor,
-    as it is and divided by the step's weight.
+    as it is and divided by the step's weight, by the first tensor that was divided by it.
     """
 
     tally: Tally
     trace: Trace
     bound: float
     limit: float | None
-    first: tuple[float, float] | None = None
+    first: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tally: Tally, trace: Trace) -> _Divisions:
@@ -245,7 +264,7 @@ class _Divisions:
         if self.trace.traits.clipping == "other":
             return  # clipping may have changed each step's recorded gradient by another factor
         divided = divisor, divisor / (update.weight or 1.0)
-        first = self.first = self.first or divided
+        first = self.first.setdefault(next(iter(mean)), divided)
         is_alike = any(
             abs(now - before) <= self.bound * abs(before)
             for now, before in zip(divided, first, strict=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from entrenar_py import trace
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import surroundings
 from entrenar_py.observing.auto.guard import guarded
@@ -43,7 +42,6 @@ class Recorder(Observer):
         self.optimizers = tuple(optimizers)
         self._seen, self.clips = SeenSamples(batches), Clips()
         self._noted_steps = 0
-        self._alternates = False  # backward passes come between the steps of several optimizers
         super().__init__(
             model,
             self.optimizers,
@@ -69,22 +67,12 @@ class Recorder(Observer):
     _before_forward = guarded(Observer._before_forward)
     _after_forward = guarded(Observer._after_forward)
     _before_backward = guarded(Observer._before_backward)
+    _after_backward = guarded(Observer._after_backward)
     _within_backward = guarded(Observer._within_backward)
     _record_gradients = guarded(Observer._record_gradients)
     _look_at_sum = guarded(Observer._look_at_sum)
     _step_begins = guarded(Observer._step_begins)
     _after_step = guarded(Observer._after_step)
-
-    @guarded
-    def _after_backward(self, names: Collection[str], given: trace.Tensors, finite: bool) -> None:
-        """Record a backward pass, as one of unknown gradients if optimizers alternate.
-
-        A pass for the generator leaves gradients in the discriminator that no step applies.
-        """
-        self._alternates |= bool(self._step.stepped)
-        if self._alternates:
-            names, given = (), {}
-        super()._after_backward(names, given, finite)
 
     # --- called by the follower -------------------------------------------------------------------
 
