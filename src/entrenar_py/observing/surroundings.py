@@ -97,14 +97,18 @@ def _outermost(parameters: set[Any]) -> list[nn.Module]:
 
 
 def mesh(world_size: int) -> DeviceMesh | None:
-    """Return the script's mesh if it arranges all ranks along axes that `observe` knows."""
-    meshes = {}
+    """Return the script's mesh if it arranges all ranks along axes that `observe` knows.
+
+    Of meshes that differ by axes with a single rank it is the one with all axes of the data.
+    """
+    meshes: dict[Any, DeviceMesh] = {}
     for found in _alive(DeviceMesh):
         names, sizes = found.mesh_dim_names, tuple(found.mesh.shape)
         in_order = found.mesh.flatten().tolist() == list(range(world_size))
         if in_order and names and layout.knows(names):
             shown = tuple(axis for axis in zip(names, sizes, strict=True) if axis[1] > 1)
-            meshes[shown] = found
+            if shown not in meshes or (found.ndim > meshes[shown].ndim and layout.are_data(names)):
+                meshes[shown] = found
     return next(iter(meshes.values())) if len(meshes) == 1 else None
 
 

@@ -106,6 +106,11 @@ def knows(names: Iterable[str] | None) -> bool:
     return names is not None and {*axes} <= {*DATA, *MODEL} and len({*axes}) == len(axes)
 
 
+def are_data(names: Iterable[str]) -> bool:
+    """Return whether each rank draws samples of its own along all axes with these names."""
+    return all(ALIASES.get(name, name) in DATA for name in names)
+
+
 def require(axes: Mapping[Any, Any], world_size: int, where: str) -> dict[str, int]:
     """Return `axes` as sizes by name; of ALIASES, by the name that is usual here.
 
