@@ -10,6 +10,7 @@ import pytest
 
 from entrenar_py.checks import edits
 from entrenar_py.verdict import Tally
+from tests.checks import traces
 from tests.checks.averaged_traces import Averaged, drawn, trained
 from tests.checks.micro_batch_traces import Vectors
 
@@ -19,7 +20,7 @@ Edit = Callable[[Averaged, int], Vectors | None]
 def judged(*ranks: Averaged) -> Tally:
     """Return what is found of a run."""
     tally = Tally("F-TI-008")
-    edits.judge(tally, trained(*ranks))
+    edits.judge(tally, traces.was(trained(*ranks), starts="" if len(ranks) > 1 else "one"))
     return tally
 
 
@@ -122,6 +123,37 @@ def test_the_mean_of_all_ranks() -> None:
     for rank in pair:
         rank.edit = mean
     tally = judged(*pair)
+    assert (tally.broken, tally.missing) == (None, [])
+
+
+@pytest.mark.parametrize(("part", "is_explained"), [(1.0, True), (0.5, True), (-0.5, False)])
+def test_ranks_that_go_a_part_of_the_way_to_one_place(part: float, is_explained: bool) -> None:
+    """An outer step gives all ranks the same part of other weights; moving apart is none."""
+    pair = [Averaged(), Averaged(rank=1, weights=drawn(98))]
+    goal = drawn(97)
+
+    def towards(rank: Averaged, step: int) -> Any:
+        held = pair[rank.rank].history[step]
+        way = {n: held[n] + np.float32(part) * (goal[n] - held[n]) for n in held}
+        return way if step == 2 else None
+
+    for rank in pair:
+        rank.edit = towards
+    tally = judged(*pair)
+    assert tally.broken is None
+    assert bool(tally.missing) is not is_explained
+
+
+def test_a_rank_without_batches_catches_up() -> None:
+    """It gets the weights of a rank that has made more steps, and they count as its own."""
+    ahead = Averaged()
+    for step in range(5):
+        ahead.step(step)
+
+    def edit(_: Averaged, step: int) -> Any:
+        return ahead.history[4] if step == 2 else None
+
+    tally = judged(Averaged(), Averaged(rank=1, weights=drawn(98), edit=edit))
     assert (tally.broken, tally.missing) == (None, [])
 
 

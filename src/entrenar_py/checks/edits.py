@@ -19,6 +19,7 @@ from entrenar_py.wording import counted, listed, named
 
 Values = NDArray[np.float64]
 _TELLING_MIN = 4  # numbers that are all a multiple of others, and not by chance
+_ROUND_SHARE = 1e-3  # of a distance, that rounding may look like
 _ROUNDINGS = 16.0  # of a tensor's norm: weights that were swapped out and back, or averaged
 
 
@@ -82,6 +83,9 @@ def judge(tally: Tally, trace: Trace) -> None:
         message = f"before step {update.step} {names} {harm}"
         place = evidence.place(trace, update)
         tally.check(False, message, tensor=next(iter(edits[0].after)), **place)
+    elif trace.scenario.world_size == 1 and trace.traits.starts != "one":
+        # What brings ranks together is seen where there are several, in the run on these.
+        tally.note(f"{told}, first step {steps[0]}: the run on several workers tells how")
     else:
         tally.miss(
             f"{told} ({named('step', steps[:5])}), and nothing known explains how: find what "
@@ -198,6 +202,53 @@ def _averaged(edit: Edit) -> str:
     return "it is the mean of all ranks' weights"
 
 
+def _brought_together(edit: Edit) -> str:
+    """Explain an edit that leaves of all distances between ranks that had parted the same share.
+
+    So each rank went the same part of its way to one place, which none of them had: the mean, or
+    what an outer optimizer made of it.
+    """
+    made = evidence.updates(edit.trace)[edit.update.step]
+    peers = [(edit.peers[rank], made[rank].edited) for rank in edit.peers if rank in made]
+    if any(map(edit.is_in, (edit.before, *edit.peers.values()))):
+        return ""
+    shares = {
+        _share_left(name, (was, now), held) for name, was, now in edit.values() for held in peers
+    }
+    if len(shares) != 1 or None in shares:
+        return ""
+    return "ranks had parted, and were brought together (local SGD, its outer step)"
+
+
+def _share_left(
+    name: str, own: tuple[Values, Values], held: tuple[Tensors, Tensors]
+) -> float | None:
+    """Return which share of a tensor's distance from another rank's an edit leaves.
+
+    None if it doesn't leave the same share of every element, or no smaller one.
+    """
+    there = [of[name].values() for of in held if name in of]
+    others = [values for values in there if values is not None and values.shape == own[0].shape]
+    if len(others) < len(held):
+        return None
+    apart, left = own[0] - others[0], own[1] - others[1]
+    size = float(np.vdot(apart, apart))
+    share = float(np.vdot(apart, left)) / size if size else 1.0
+    rounding = _ROUNDINGS * precision.FLOAT32 * float(np.linalg.norm(own[0]))
+    is_share = float(np.linalg.norm(left - share * apart)) <= rounding
+    return round(share, 3) if is_share and -_ROUND_SHARE < share < 1 - _ROUND_SHARE else None
+
+
+def _caught_up(edit: Edit) -> str:
+    """Explain an edit that gives a rank the weights of one that has made more steps."""
+    made = evidence.updates(edit.trace)
+    for step, by_rank in made.items():
+        for rank, update in by_rank.items():
+            if step >= edit.update.step and rank != edit.update.rank and edit.is_in(update.weights):
+                return f"it became what rank {rank} has after more steps (a rank without batches)"
+    return ""
+
+
 def _are_near(was: Values, now: Values, record: TensorRecord) -> bool:
     unit = precision.unit_of({"": record})
     gap, size = float(np.linalg.norm(now - was)), float(np.linalg.norm(was))
@@ -261,5 +312,11 @@ def _of_rank_0(edit: Edit) -> str:
     return ""
 
 
-_BENIGN: tuple[Explanation, ...] = (_constrained, _looks_ahead, _averaged)
+_BENIGN: tuple[Explanation, ...] = (
+    _constrained,
+    _looks_ahead,
+    _averaged,
+    _brought_together,
+    _caught_up,
+)
 _HARMFUL: tuple[Explanation, ...] = (_left_in, _of_an_earlier_step, _of_rank_0)
