@@ -334,12 +334,19 @@ def test_adapters_that_are_merged_and_go_on() -> None:
     assert "adapters were merged into what they adapt" in found.message
 
 
-def test_adapters_that_are_emptied_as_they_are_merged() -> None:
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_adapters_that_are_emptied_as_they_are_merged(left: float) -> None:
     """They may begin anew from a weight that holds what they have learned (ReLoRA)."""
     base = [[1.0] * 6, [1.0] * 6, merged(0.5, 1), merged(0.5, 1), merged(0.5, 1)]
-    edited = {"0.a": values(9.0, 9.0, 9.0), "0.b": values(0.0, 0.0)}
-    trace = traces.altered(adapted(base), Update, {"step": 1}, edited=edited)
-    assert traces.judge("liveness", [trace]).verdict is Verdict.INCONCLUSIVE
+    trace = traces.altered(adapted(base), Update, {"step": 1}, edited={"0.b": values(left, 0.0)})
+    due = Verdict.INCONCLUSIVE if left else Verdict.HELD
+    assert traces.judge("liveness", [trace]).verdict is due
+
+
+def test_adapters_that_are_merged_and_taken_out_again() -> None:
+    """A rounding is left of it, which is no move, and no multiple of their product."""
+    base = [[1.0] * 6, [1.0] * 6, [1.0 + 2.0**-23] * 6, [1.0] * 6, [1.0] * 6]
+    assert traces.judge("liveness", [adapted(base)]).verdict is Verdict.HELD
 
 
 def test_a_frozen_weight_that_moves_otherwise_is_left_open() -> None:

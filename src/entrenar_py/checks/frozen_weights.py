@@ -1,16 +1,17 @@
 """Explain how a tensor that requires no gradient moved, where nobody declared whether it may.
 
-What a script writes there on purpose (an average, a memory, a codebook) looks like no error. Two
-things that people do by mistake follow exactly from what was recorded: adapters are added to the
-weights that they adapt and stay in use beside them, and weight decay by hand shrinks all tensors of
-a network, frozen ones among them. `weight_averages.follow_others` has the benign moves.
+What a script writes there on purpose (a memory, a codebook) looks like no error. Two things that
+people do by mistake follow exactly from what was recorded: adapters are added to the weights that
+they adapt and stay in use beside them, and weight decay by hand shrinks all tensors of a network,
+frozen ones among them. Adapters that begin anew when they are merged are right, and so is what is
+taken out again; averages are in `weight_averages.follow_others`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from entrenar_py.trace import Start, TensorRecord, Tensors, Trace, Update
 Values = NDArray[np.float64]
 
 _UNIT = 16 * precision.FLOAT32  # of a product of adapters and a sum
+_ROUNDING = 4 * precision.FLOAT32  # of a sum and a difference
 _SHRUNK_LEAST = 0.9  # of a weight, after one step's decay
 _ALIKE = 1e-5
 _PARTS_MAX = 3  # of a name, below the module that holds a weight and its adapters
@@ -51,39 +53,63 @@ class Moves:
 
 
 def explained(moves: Moves) -> Explanation | None:
-    """Return the error that all moves follow from, if there is one."""
-    return _merged(moves) or _shrunk(moves)
+    """Return what all moves follow from, if there is one."""
+    return _rounded(moves) or _merged(moves) or _shrunk(moves)
+
+
+def _rounded(moves: Moves) -> Explanation | None:
+    """What was added to a weight was taken out again, which leaves a rounding."""
+    steps = [(was, now) for name in moves.names for _, _, was, now in moves.of(name)]
+    if not steps or not all(map(_is_rounding, *zip(*steps, strict=True))):
+        return None
+    words = "moved by no more than a rounding: what was added to it was taken out again"
+    return Explanation(words, is_wrong=False)
+
+
+def _is_rounding(was: Values, now: Values) -> bool:
+    return bool(np.linalg.norm(now - was) <= _ROUNDING * np.linalg.norm(was))
 
 
 def _merged(moves: Moves) -> Explanation | None:
-    """Adapters were added to the weights that they adapt, and go on as they are."""
-    pairs = [_merge(moves, name) for name in moves.names]
-    known = [pair for pair in pairs if pair is not None]
-    if not known or len(known) < len(pairs):
+    """Adapters were added to the weights that they adapt, and go on as they are, or begin anew."""
+    merges = [_merge(moves, name) for name in moves.names]
+    known = [merge for merge in merges if merge is not None]
+    if not known or len(known) < len(merges):
+        return None
+    first, second, _ = known[0]
+    told = f"moved by the product of {first} and {second}"
+    if all(are_emptied for *_, are_emptied in known):
+        return Explanation(f"{told}, which begin anew from zero", is_wrong=False)
+    if any(are_emptied for *_, are_emptied in known):
         return None
     return Explanation(
-        f"it moved by the product of {known[0][0]} and {known[0][1]}, which go on beside it: "
-        "adapters were merged into what they adapt, to save or to serve it, and not taken out",
+        f"it {told}, which go on beside it: adapters were merged into what they adapt, to save or "
+        "to serve it, and not taken out",
         tensor=moves.names[0],
     )
 
 
-def _merge(moves: Moves, name: str) -> tuple[str, str] | None:
-    """Return the adapters of which a tensor's moves are multiples, if they stay as they are."""
+def _merge(moves: Moves, name: str) -> tuple[str, str, bool] | None:
+    """Return the adapters of which a tensor's moves are multiples, and whether they were emptied.
+
+    None if there are none, or if the script changed them otherwise as they were merged.
+    """
     shapes = moves.trace.shapes
     shape, made = shapes.get(name, ()), [*moves.of(name)]
     near = [other for other in moves.start.trainable if _share_a_module(name, other)]
-    for first in near:
-        for second in near:
-            inner = shapes.get(first, ())[:1]
-            flat = (*shapes.get(second, ()), *shapes.get(first, ()))
-            if len(shape) != 2 or flat != (shape[0], *inner, *inner, shape[1]):
-                continue
-            if made and all(
-                _is_multiple(now - was, was, [*_products(move, held, (second, first), shapes)])
-                for move, held, was, now in made
-            ):
-                return first, second
+    for pair in permutations(near, 2):
+        second, first = pair
+        inner = shapes.get(first, ())[:1]
+        flat = (*shapes.get(second, ()), *shapes.get(first, ()))
+        if len(shape) != 2 or flat != (shape[0], *inner, *inner, shape[1]):
+            continue
+        if made and all(
+            _is_multiple(now - was, was, [*_products(move, held, pair, shapes)])
+            for move, held, was, now in made
+        ):
+            edits = [move.edited[n].values() for move, *_ in made for n in pair if n in move.edited]
+            if all(edit is not None and not edit.any() for edit in edits):
+                return first, second, bool(edits)
     return None
 
 
@@ -99,12 +125,7 @@ def _share_a_module(name: str, other: str) -> bool:
 def _products(
     update: Update, before: Tensors, pair: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Values]:
-    """Yield the products that may be in a weight: of the adapters before the step, and after it.
-
-    Adapters that the script has changed itself were emptied when they were merged, as is right.
-    """
-    if not update.edited.keys().isdisjoint(pair):
-        return
+    """Yield the products that may be in a weight: of the adapters before the step, and after it."""
     for held in (before, update.weights):
         values = [held[name].values() if name in held else None for name in pair]
         factors = [
