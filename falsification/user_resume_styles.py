@@ -361,7 +361,11 @@ OPEN = (
     ),
     _itself(
         name="a number of numpy's, in a file that is trusted",
-        changes=(_NUMPY, ('torch.load("last.pt")', 'torch.load("last.pt", weights_only=False)')),
+        changes=(
+            _NUMPY,
+            ('torch.load("last.pt")', 'torch.load("last.pt", weights_only=False)'),
+            ('step = kept["step"]', 'step = int(kept["step"])'),
+        ),
         verdict="held",
     ),
     _itself(
