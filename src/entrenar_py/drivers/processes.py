@@ -27,6 +27,7 @@ from entrenar_py.errors import SystemFailure
 
 ENDING_S = 5.0
 _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # sent to all processes of a group
+_FIRST = "entrenar_py.drivers.fork_server"
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
@@ -97,7 +98,7 @@ class Crew:
     ) -> None:
         self._main, self._one_job = main, one_job
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(preload))
+        self._context.set_forkserver_preload([_FIRST, *preload])
         self._idle: list[Hand] = []
         self._busy: list[Hand] = []
 
@@ -182,7 +183,7 @@ def load_ahead(preload: Sequence[str]) -> None:
 
     A crew that is made later has the same ones: there is one fork server, and it loads once.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+    multiprocessing.get_context("forkserver").set_forkserver_preload([_FIRST, *preload])
     with _signals_wait():
         _start_fork_server()
     atexit.register(_end_fork_server)

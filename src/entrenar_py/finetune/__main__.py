@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from entrenar_py import process
 from entrenar_py.errors import CheckpointError, ContractError, EntrenarError, RowsError, UsageError
 from entrenar_py.service import exit_codes, following
 from entrenar_py.untrusted import printing
@@ -74,4 +75,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    process.collect_seldom()
     sys.exit(main(sys.argv[1:], os.environ))
