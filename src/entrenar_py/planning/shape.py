@@ -75,6 +75,7 @@ class Shape:
 
     settings: Settings
     _parts: dict[tuple[Cut, bool], nn.Module] = field(default_factory=dict)
+    _works: dict[str, Finetuning] = field(default_factory=dict)
     _rehearsed: dict[tuple[Any, ...], Rehearsal] = field(default_factory=dict)
 
     @cached_property
@@ -176,20 +177,13 @@ class Shape:
     def _rehearse(
         self, rows: int, length: int, kind: str, part: nn.Module, has_head: bool
     ) -> Rehearsal:
-        labels = self.settings.classes.labels if self.settings.task == "classify" else ()
         samples = _samples(rows, length)
-        cast("Any", part).config.pad_token_id = 0
+        for one in (self.whole, part):
+            cast("Any", one).config.pad_token_id = 0
         tensors = {name: one for name, one in part.named_parameters() if one.requires_grad}
         try:
-            with rehearsal.answered(kind):
-                work = Finetuning(
-                    part,
-                    samples,
-                    pad_token=0,
-                    class_weights=(1.0,) * len(labels),
-                    products=precision.of_products(self.settings),
-                )
-            batch = [one.to(META) for one in work.batch(range(rows))]
+            work = self._work(part, kind)
+            batch = [one.to(META) for one in work.with_samples(samples).batch(range(rows))]
             drop = draws.Keyed(torch.zeros(2, dtype=torch.int32, device=META))
 
             def loss() -> Tensor:
@@ -213,6 +207,20 @@ class Shape:
                 f"({type(error).__name__}: {told})"
             ) from error
         return replace(step, peak=step.peak + self._decoded_bytes(part))
+
+    def _work(self, part: nn.Module, kind: str) -> Finetuning:
+        """Return a workload on `part`. Only the whole model is tried, which takes some passes."""
+        if kind not in self._works:
+            labels = self.settings.classes.labels if self.settings.task == "classify" else ()
+            with rehearsal.answered(kind):
+                self._works[kind] = Finetuning(
+                    self.whole,
+                    _samples(1, 1),
+                    pad_token=0,
+                    class_weights=(1.0,) * len(labels),
+                    products=precision.of_products(self.settings),
+                )
+        return self._works[kind].of_part(part)
 
     def _part(self, cut: Cut, *, recompute: bool = False) -> nn.Module:
         if cut == WHOLE and not recompute:

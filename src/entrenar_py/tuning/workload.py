@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -103,18 +104,27 @@ class Tuned(Workload):
             for name, tensor in module.named_parameters()
             if tensor.requires_grad
         )
+        self.pad_token, self.packed_tokens = pad_token, packed_tokens
+        self._class_weights = np.array(class_weights, np.float32)
+        self._take(samples)
+
+    def _take(self, samples: Samples) -> None:
         self.num_samples = len(samples)
         self.data_digest = samples.digest
         self._samples = samples
-        self.pad_token, self.packed_tokens = pad_token, packed_tokens
-        self._rows, self._labels = Rows(samples, pad_token, packed_tokens), samples.labels
-        self._class_weights = np.array(class_weights, np.float32)
-        if class_weights:
+        self._rows, self._labels = Rows(samples, self.pad_token, self.packed_tokens), samples.labels
+        if self.has_classes:
             self._weights = self._class_weights[samples.labels].astype(np.float64)
         else:
             self._weights = samples.num_targets.astype(np.float64)
         self.weight_max = max(1, int(np.ceil(self._weights.max())))
         self._longest = max(samples.length(index) for index in range(len(samples)))
+
+    def with_samples(self, samples: Samples) -> Self:
+        """Return the same workload on other samples, without a pass of the model."""
+        other = copy.copy(self)
+        other._take(samples)
+        return other
 
     def initial(self, rng: np.random.Generator) -> dict[str, Array]:
         """Return the module's own values, which `model.load` drew from the run's seed."""
@@ -217,6 +227,17 @@ class Finetuning(Tuned):
         self.objective.train()
         self.drops = self._has_drawn()
 
+    def of_part(self, part: nn.Module) -> Self:
+        """Return the same workload on a part of the module.
+
+        What passes of the whole module have shown, holds for the part: it is not tried.
+        """
+        ends = ((self.module, part), (_head(self.module), _head(part)))
+        known = {id(whole): own for whole, own in ends if whole is not None}
+        other = copy.copy(self)
+        other.module, other.objective = part, copy.deepcopy(self.objective, known)
+        return other
+
     def new_objective(self, class_weights: Sequence[float]) -> Objective:
         """Return the module that computes the summed loss of what `batch` returns."""
         if class_weights:
@@ -314,3 +335,8 @@ class Finetuning(Tuned):
         self._shown.add(kind)
         loss = self._loss(tensors, self.objective.example(kind, self._longest))
         torch.autograd.grad(loss, [tensors[spec.name] for spec in self.specs])
+
+
+def _head(module: Any) -> Any:
+    """Return the layer that makes a language model's logits, or None."""
+    return module.get_output_embeddings()
