@@ -144,6 +144,20 @@ def test_a_mean_of_means_over_other_numbers_of_samples() -> None:
     assert traces.judge("weighting", [declared]).verdict is not Verdict.FALSIFIED
 
 
+def test_networks_that_are_trained_in_turn_have_numbers_of_their_own() -> None:
+    """Two losses of one network and one of another are steps of one size each."""
+    trace = run(MEAN)
+    for shard in trace.of(Shard):
+        name = "a" if shard.shard % 2 else "b"
+        gradient = {name: shard.gradient[name]}
+        where = {"step": shard.step, "shard": shard.shard}
+        trace = traces.altered(trace, Shard, where, gradient=gradient, terms=())
+    short = traces.without(trace, Shard, step=1, shard=3)
+    assert "a rank adds up" not in reason(trace)
+    assert "steps have" not in reason(trace)
+    assert "steps have 1 or 2 micro-batches" in reason(short)
+
+
 def test_means_over_other_numbers_of_tokens_stay_open() -> None:
     """Equal numbers of samples with other numbers of tokens may rightly count alike."""
     means: tuple[Terms, Terms] = (((7.0, 1 / 14, 2.0, 7.0),), ((5.0, 1 / 10, 2.0, 5.0),))

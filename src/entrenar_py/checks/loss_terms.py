@@ -20,6 +20,7 @@ from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Tally
 from entrenar_py.wording import listed
 
+Parts = list[tuple[Mapping[int, Update], list[Shard]]]  # of each step: updates, micro-batches
 _BOUND = 1e-3  # numbers are Python's, or a float32's; counts that differ do so by more
 
 
@@ -81,9 +82,10 @@ class _Step:
         """Return whether each term is divided by the number of its rank's micro-batches."""
         columns = self.columns
         numbers = [len(own) for own in self.by_rank.values() for _ in own]
+        # A mean of two losses is divided by 2, as two micro-batches are.
+        is_mean = all(_alike(column[0].whole, columns[0][0].whole) for column in columns)
         return all(
-            # A mean of two losses is divided by 2, as two micro-batches are.
-            term.is_divided_by(number, times=1 + (1 < number == len(columns)))
+            term.is_divided_by(number, times=1 + (is_mean and 1 < number == len(columns)))
             for column in columns
             for term, number in zip(column, numbers, strict=True)
         )
@@ -131,33 +133,37 @@ def judge(tally: Tally, trace: Trace) -> None:
     """Judge a run whose losses are what `backward` is called on, step by step."""
     if trace.traits.losses != "backward":
         return
-    steps = [*_steps(trace)]
-    for step in steps:
-        _rows(tally, trace, step)
-    _short_steps(tally, trace, steps)
-    counts = {len(held) for held in _held(trace)} - {0}
-    if len(counts) > 1 and not _is_known(tally, trace, steps):
-        told = f"steps have {' or '.join(map(str, sorted(counts)))} micro-batches"
-        why = f"{told}, and by which number each divides its losses is unknown"
-        missing.ask(tally, why, facts.LOSS_AND_WEIGHT)
+    for parts in _networks(trace).values():
+        steps = [*_steps(parts)]
+        for step in steps:
+            _rows(tally, trace, step)
+        _short_steps(tally, trace, steps)
+        counts = {len(held) for _, held in parts}
+        if len(counts) > 1 and not _is_known(tally, trace, parts):
+            told = f"steps have {' or '.join(map(str, sorted(counts)))} micro-batches"
+            why = f"{told}, and by which number each divides its losses is unknown"
+            missing.ask(tally, why, facts.LOSS_AND_WEIGHT)
 
 
 def require_other_numbers(tally: Tally, runs: Traces) -> None:
     """Count as missing how much losses count, if ranks add up as many micro-batches in all runs."""
-    own = [run for run in runs if run.traits.losses == "backward"]
-    counts = {
-        sum(shard.rank == one.rank for shard in held)
-        for run in own
-        for held in _held(run)
-        if step_sums.are_apart(held)
-        for one in held
-    }
-    if len(counts) != 1 or max(counts) < 2 or all(_is_known(tally, run) for run in own):
-        return
-    why = f"a rank adds up {max(counts)} micro-batches in each step of every run, and "
-    missing.ask(
-        tally, why + _open([step for run in own for step in _steps(run)]), facts.LOSS_AND_WEIGHT
-    )
+    known = [(run, _networks(run)) for run in runs if run.traits.losses == "backward"]
+    for name in dict.fromkeys(name for _, networks in known for name in networks):
+        own = [(run, networks[name]) for run, networks in known if name in networks]
+        counts = {
+            sum(shard.rank == one.rank for shard in held)
+            for _, parts in own
+            for _, held in parts
+            if step_sums.are_apart(held)
+            for one in held
+        }
+        if len(counts) != 1 or max(counts) < 2:
+            continue
+        if all(_is_known(tally, run, parts) for run, parts in own):
+            continue
+        why = f"a rank adds up {max(counts)} micro-batches in each step of every run, and "
+        steps = [step for _, parts in own for step in _steps(parts)]
+        missing.ask(tally, why + _open(steps), facts.LOSS_AND_WEIGHT)
 
 
 def _open(steps: Sequence[_Step]) -> str:
@@ -177,10 +183,10 @@ def _open(steps: Sequence[_Step]) -> str:
     return "each counts as a whole: right if their sum is meant, wrong if their mean is"
 
 
-def _is_known(tally: Tally, trace: Trace, steps: Sequence[_Step] | None = None) -> bool:
+def _is_known(tally: Tally, trace: Trace, parts: Parts) -> bool:
     """Return whether each step is a mean, or all are sums whose elements count as much."""
-    steps = [*_steps(trace)] if steps is None else steps
-    if not steps or len(steps) < sum(map(bool, _held(trace))):
+    steps = [*_steps(parts)]
+    if not steps or len(steps) < len(parts):
         return False
     first = steps[0].shares_of_sum()
     sums = [step.shares_of_sum() for step in steps]
@@ -270,26 +276,23 @@ def _divided(step: _Step, number: int) -> float | None:
     return column[0].whole
 
 
-def _held(trace: Trace) -> list[list[Shard]]:
-    """Return the micro-batches that each step adds up, if the scale of their losses is unknown."""
-    if trace.traits.losses != "backward":
-        return []
+def _networks(trace: Trace) -> dict[str, Parts]:
+    """Return what is added up in each step, by the first tensor that gets a gradient of it.
+
+    Networks that are trained in turn have losses of their own.
+    """
     shards = evidence.shards(trace)
-    steps = evidence.ranks_by_step(trace)
-    return [
-        part for step, by_rank in steps for part in step_sums.parts(by_rank, shards.get(step, ()))
-    ]
+    found: dict[str, Parts] = {}
+    for step, by_rank in evidence.ranks_by_step(trace):
+        for held in step_sums.parts(by_rank, shards.get(step, ())):
+            names = {name for shard in held for name in step_sums.summed(by_rank, shard)}
+            found.setdefault(min(names, default=""), []).append((by_rank, held))
+    return found
 
 
-def _steps(trace: Trace) -> Iterator[_Step]:
+def _steps(parts: Parts) -> Iterator[_Step]:
     """Yield the steps in which the terms of each micro-batch are known."""
-    shards = evidence.shards(trace)
-    every = (
-        (by_rank, held)
-        for number, by_rank in evidence.ranks_by_step(trace)
-        for held in step_sums.parts(by_rank, shards.get(number, ()))
-    )
-    for by_rank, held in every:
+    for by_rank, held in parts:
         terms = [[_Term.of(one, len(shard.ids)) for one in shard.terms] for shard in held]
         known = all(own and all(t.share and math.isfinite(t.share) for t in own) for own in terms)
         if not held or not known or len({*map(len, terms)}) != 1:
