@@ -114,11 +114,6 @@ LEFT_OPEN = (
         ("knobs of a script whose weights are not seeded",),
     ),
     Open(
-        "draws other samples than the single device's",
-        ("parity", "weighting"),
-        ("samples are drawn with replacement, by each rank for itself",),
-    ),
-    Open(
         "buffers follow from the samples of a rank",
         ("parity", "weighting"),
         ("buffers: of each rank", "buffers: whole numbers of each rank"),

@@ -97,8 +97,11 @@ def test_another_order_on_one_worker_is_no_excuse() -> None:
     assert "with one order of samples" in traces.broken(judged(*plain, wrong, one)).message
     still = judged(*plain, two, planned(reordered(own(1)), "common_order"))
     assert "draws other samples" in still.reason, "not fetched by a loader"
-    shared = traces.altered(own(2), Shard, {"step": 0}, ids=(0, 1))
-    assert judged(shared, own(1), two, one).verdict is Verdict.INCONCLUSIVE, "ranks of one batch"
+    again = traces.altered(own(2), Shard, {"step": 0, "rank": 1, "shard": 3}, ids=(0,))
+    shared = traces.altered(own(2), Shard, {"step": 0}, ids=(0,))
+    for run, verdict in ((again, Verdict.HELD), (shared, Verdict.INCONCLUSIVE)):
+        finding = judged(run, reordered(own(1)), two, one)
+        assert finding.verdict is verdict, "with replacement, and ranks that share a batch"
 
 
 def test_draws_that_could_not_be_made_alike() -> None:

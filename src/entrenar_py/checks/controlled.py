@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from entrenar_py.checks import evidence, oracles, presuppositions, random_draws, run_comparison
 from entrenar_py.checks.compared import Compared
@@ -46,15 +47,25 @@ def is_by_chance(compared: Compared) -> bool:
 
 
 def is_ordered_otherwise(compared: Compared) -> bool:
-    """Return whether ranks split the samples of step 0, and one worker has as many others."""
+    """Return whether ranks draw their own samples in step 0, and one worker as many others.
+
+    Ranks that draw the same ones hold parts of a model, and must have the same.
+    """
     runs = (compared.model, compared.trace)
     if any(run.scenario.workload != "own" or run.traits.sample_ids == "content" for run in runs):
         return False
-    due, got = (
-        Counter(id_ for shard in evidence.shards(run).get(0, ()) for id_ in shard.ids)
-        for run in runs
-    )
-    return due != got and due.total() == got.total() == len(got) == len(due)
+    due, got = map(_first_samples, runs)
+    samples, others = Counter(chain(*due.values())), Counter(chain(*got.values()))
+    have_their_own = len({*map(frozenset, got.values())}) == compared.trace.scenario.world_size
+    return have_their_own and samples != others and samples.total() == others.total()
+
+
+def _first_samples(trace: Trace) -> dict[int, list[int]]:
+    """Return the samples of step 0 by rank."""
+    drawn: dict[int, list[int]] = defaultdict(list)
+    for shard in evidence.shards(trace).get(0, ()):
+        drawn[shard.rank].extend(shard.ids)
+    return drawn
 
 
 def pair(tally: Tally, compared: Compared) -> tuple[Compared, Words]:
