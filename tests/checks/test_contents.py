@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from entrenar_py.checks import CHECKS
+from entrenar_py.checks import CHECKS, evidence
 from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.scenario import OBSERVED
-from entrenar_py.trace import Shard, Trace
+from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.traces import altered, broken, scenario
@@ -88,3 +88,62 @@ def test_rows_with_other_contents_are_not_called_other_samples() -> None:
         assert finding.verdict is Verdict.INCONCLUSIVE
         assert "other rows" in finding.reason
         assert "other samples" not in finding.reason
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "held"), (2.0, "inconclusive")])
+def test_other_rows_with_the_same_gradients_are_the_same_samples(
+    factor: float, verdict: str
+) -> None:
+    """Rows are padded to the longest of their batch, which may be another on several workers."""
+    size = {"num_samples": 12, "batch_size": 4, "num_shards": 2}
+    subject = scenario(detail="values", world_size=2, **size)
+    alone, trace = (
+        traces.was(traces.run(subject.with_(world_size=size)), sample_ids="content")
+        for size in (1, 2)
+    )
+    for shard in trace.of(Shard):
+        at = {"rank": shard.rank, "step": shard.step, "shard": shard.shard}
+        trace = altered(trace, Shard, at, ids=tuple(id_ + 1000 for id_ in shard.ids))
+    for update in trace.of(Update):
+        at = {"rank": update.rank, "step": update.step}
+        trace = altered(trace, Update, at, gradient=evidence.times(update.gradient, factor))
+    trace, alone = (
+        replace(run, scenario=run.scenario.with_(system=OBSERVED, workload="own"))
+        for run in (trace, alone)
+    )
+    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace, {ALONE: (alone,)}))
+    assert finding.verdict.value == verdict, finding.reason
+
+
+def test_rows_that_come_again_on_one_worker_too() -> None:
+    """An epoch that grows, or draws with replacement: the order is the script's own."""
+    alone, trace = (
+        traces.was(traces.run(SUBJECT.with_(world_size=size)), sample_ids="content")
+        for size in (1, 2)
+    )
+    for step in range(1, SUBJECT.num_steps):
+        for shard in range(2):
+            ids = next(s.ids for s in trace.of(Shard) if (s.step, s.shard) == (0, shard))
+            again = (ids[0], *(100 * step + 10 * shard + at for at in range(1, len(ids))))
+            trace = altered(trace, Shard, {"step": step, "shard": shard}, ids=again)
+            alone = altered(alone, Shard, {"step": step, "shard": shard}, ids=again)
+    for runs, is_open in ((Runs(trace), True), (Runs(trace, witnesses={ALONE: (alone,)}), False)):
+        finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+        assert ("rows come again in step 1" in finding.reason) is is_open, finding.reason
+
+
+def test_micro_batches_that_come_twice_on_one_worker_are_no_order() -> None:
+    """Each worker of a loader that doesn't split its stream hands out all data."""
+    trace = traces.was(traces.run(SUBJECT), sample_ids="content")
+    alone = traces.run(SUBJECT.with_(world_size=1, num_shards=1))
+    alone = traces.was(alone, sample_ids="content")
+    for step in range(SUBJECT.num_steps):
+        batch = tuple(100 * (step // 2) + row for row in range(4))
+        alone = altered(alone, Shard, {"step": step}, ids=batch)
+        for shard in range(2):
+            at = {"step": step, "shard": shard}
+            trace = altered(trace, Shard, at, ids=batch[2 * shard : 2 * shard + 2])
+    finding = CHECKS["coverage"].judge(
+        traces.clause("coverage"), Runs(trace, witnesses={ALONE: (alone,)})
+    )
+    assert "rows come again in step 1" in finding.reason

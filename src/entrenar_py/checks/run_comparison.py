@@ -138,17 +138,30 @@ def _comparable(
 ) -> Iterator[tuple[int, Mapping[int, Update]]]:
     """Yield the steps that both runs made of the same samples, with the updates of each rank.
 
-    Stop at step `apart`, which only one of the runs skipped: the runs differ from there on.
+    Samples that are unknown, or known by their rows alone, are the same if the gradients are. Stop
+    at step `apart`, which only one of the runs skipped: the runs differ from there on.
     """
     tally, words, trace = comparison.tally, comparison.words, comparison.trace
     expected = evidence.updates(model)
     samples, model_samples = _samples(trace), _samples(model)
     unknown = missing.unknown_steps(model) | missing.unknown_steps(trace)
+    is_by_rows = "content" in (model.traits.sample_ids, trace.traits.sample_ids)
+    alike: set[int] = (
+        steps_alike(model, trace) if tally.observed and (unknown or is_by_rows) else set()
+    )
     for step, by_rank in evidence.ranks_by_step(trace):
         if step == apart or comparison.sensitivity.is_chaotic(step):
             return
         if step not in expected:
             tally.miss(f"{words.who} has no step {step}")
+        elif step in alike:
+            yield step, by_rank
+        elif (
+            alike
+            and step >= ROUNDING_STEPS
+            and (step in unknown or (is_by_rows and samples[step] != model_samples[step]))
+        ):
+            return  # of the first steps, too, the gradients told that samples are the same
         elif step in unknown or not samples.get(step) or not model_samples.get(step):
             missing.ask(tally, f"the samples of step {step} are unknown", facts.IDS_IN_BOTH)
         elif samples[step] != model_samples[step]:
@@ -157,6 +170,25 @@ def _comparable(
             return
         else:
             yield step, by_rank
+
+
+def steps_alike(model: Trace, trace: Trace) -> set[int]:
+    """Return the first steps whose averaged gradients agree within rounding in both runs.
+
+    So their samples are the same ones, whatever is known of them.
+    """
+    expected, alike = evidence.updates(model), set[int]()
+    bounds = Bounds.of(expected, model, trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        if step >= ROUNDING_STEPS or step not in expected:
+            continue
+        tried = Tally("", observed=True)
+        due = evidence.any_rank(expected[step]).gradient
+        got = evidence.any_rank(by_rank).gradient
+        bound = bounds.gradient_moved if step else bounds.gradient
+        if closeness.compare_close(tried, due, got, bound, "", bounds.gradient_floor):
+            alike |= {step} if due and tried.broken is None else set()
+    return alike
 
 
 def rounded_away(trace: Trace) -> str:
