@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from entrenar_py.observing import dtensors
 
 ROWS_MAX = 2**16  # of a batch; rows of more are no samples
+IGNORED = -100  # the label that torch's losses ignore
+_LABELS = (torch.int64, torch.int32)
 ID_BYTES = 6  # a JSON reader that knows only float64 has 53 bits for a whole number
 
 PADDING = (0, -100)  # at the end of texts, and of their labels
@@ -48,20 +50,32 @@ def num_rows(batch: Any) -> int | None:
 
 
 def rows_of(tensor: Tensor) -> list[Row] | None:
-    """Return a digest of each slice along the first dimension.
+    """Return a digest of each slice along the first dimension, without the padding at its end.
 
-    None for a scalar, for more than ROWS_MAX slices, and for tensors without plain elements.
+    Zeros there, or labels to ignore, are no part of a row: it has as many as the longest row of its
+    batch needs. Rows of one length stay apart. None for a scalar, for more than ROWS_MAX slices,
+    and for tensors without plain elements.
     """
     if not (tensor.dim() and tensor.layout is torch.strided) or len(tensor) > ROWS_MAX:
         return None
     if tensor.is_meta or tensor.is_quantized:
         return None
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-    head = f"{plain.dtype} {tuple(plain.shape[1:])} ".encode()
+    head = f"{plain.dtype} {tuple(plain.shape[2:])} ".encode()
+    padding = torch.full((1,), IGNORED, dtype=plain.dtype) if plain.dtype in _LABELS else None
+    ignored = b"" if padding is None else padding.numpy().tobytes()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     flat = plain.reshape(len(plain), -1).view(torch.uint8) if plain.numel() else plain
-    return [blake3(head + row.numpy().tobytes()).digest(16) for row in flat]
+    return [blake3(head + _unpadded(row.numpy().tobytes(), ignored)).digest(16) for row in flat]
+
+
+def _unpadded(row: bytes, ignored: bytes) -> bytes:
+    """Return a row without zeros at its end, nor elements that are `ignored` behind these."""
+    end, size = len(row), len(ignored)
+    while size and end and row[end - size : end] == ignored:
+        end -= size
+    return row[:end].rstrip(b"\0")
 
 
 def _unpadded_rows_of(tensor: Tensor) -> list[Row] | None:
