@@ -98,23 +98,6 @@ def test_a_batch_that_was_skipped(seen: Seen) -> None:
     assert seen.given(seen.yields(7, 5, 4, 6)) == [7, 5, 4, 6]
 
 
-@pytest.mark.parametrize("is_resumed", [False, True])
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_changed_inputs_after_batches_that_were_skipped(
-    seen: Seen, is_resumed: bool, is_kept: bool
-) -> None:
-    """A resumed script has forgotten those; one that is kept may be meant, and content tells."""
-    seen.batches.is_resumed = is_resumed
-    kept = [seen.yields(3, 1, 0, 2)]
-    if not is_kept:
-        kept.clear()
-    batch = seen.yields(7, 5, 4, 6)
-    known = seen.given(batch + 0.5) == [7, 5, 4, 6]
-    assert known is (is_resumed and not is_kept)
-    batch = seen.yields(8, 9, 10, 11)
-    assert (seen.given(batch + 0.5) == [8, 9, 10, 11]) is known
-
-
 def test_a_batch_that_was_looked_at_before(seen: Seen) -> None:
     """A batch that an earlier pass yielded, too, is of the pass that goes on, in its epoch."""
     peeked = seen.iterator

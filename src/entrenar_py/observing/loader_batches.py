@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
@@ -100,7 +99,6 @@ class Batches:
         self.loader: Any = None  # the one that was trained from last
         self._source: Source | None = None
         self._is_ahead = False
-        self.is_resumed = False  # whether the process goes on from an earlier life's checkpoint
         self._num_events = 0  # batches that were yielded, and passes that ended
         self._used_last: tuple[Batch, int] | None = None  # with the number of events by then
 
@@ -229,8 +227,7 @@ class Batches:
         """Return the one batch that a training pass of this thread can use; None without one.
 
         If there are several the script skips batches, or fetches them ahead, maybe in a thread.
-        From then on only content tells batches apart. A resumed script skips those of a pass that
-        it has forgotten before its first step.
+        From then on only content tells batches apart.
         """
         fit = [batch for batch in self.pending if batch.trains and batch.ids is not None]
         if self.loader is not None:
@@ -241,8 +238,6 @@ class Batches:
             given = read[-1:] if newest.is_over else read[-2:-1]
             return next((batch for batch in given if batch in fit), None)
         here = threading.get_ident()
-        if self.is_resumed and self.loader is None and _are_skipped(fit):
-            self.pending, fit = deque(fit[-1:], maxlen=PENDING_MAX), fit[-1:]
         self._is_ahead |= len(fit) > 1 or any(batch.thread != here for batch in fit)
         return None if self._is_ahead or not fit else fit[0]
 
@@ -263,14 +258,6 @@ class Batches:
         """
         source = self.source()
         return source is not None and Source(loader).drawn_from == source.drawn_from
-
-
-def _are_skipped(batches: list[Batch]) -> bool:
-    """Return whether the script has kept the last of some batches of one pass, and no other."""
-    tensors = [row_digests.tensors_in(batch.content) for batch in batches]
-    references = [max(map(sys.getrefcount, held), default=0) for held in tensors]
-    passes = {id(batch.iteration) for batch in batches}
-    return len(batches) > 1 and len(passes) == 1 and max(references[:-1]) < references[-1]
 
 
 def _is_one_ahead() -> bool:

@@ -49,7 +49,6 @@ class ScriptFacts:
             seen = Samples(sampler, dataset, resumed=resumed)
         elif seen is None:
             batches = Batches()
-            batches.is_resumed = resumed
             seen = SeenSamples(batches, dataset)
             self._loaders.append(LoaderHooks(partial(Pass, batches)))
         self.samples: Samples = seen

@@ -48,7 +48,6 @@ class Recorder(Observer):
             seen=self._seen,
             facts={"auto": True, "replicas": surroundings.are_replicas(model)},
         )
-        batches.is_resumed = bool(self._recording.life)
         self._random.since(drawn_since)
         if called is not None:
             for own in self._entrances.of(called):
