@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from entrenar_py.mutants import Variant
 from entrenar_py.systems.probes import language_model
@@ -58,6 +62,20 @@ def zeroed(model: Decoder) -> None:
         torch.nn.init.zeros_(layer.weight)
 
 
+def reentrant(block: Callable[..., Tensor], *given: Tensor) -> Any:
+    """Computes the block again in a backward pass of its own."""
+    return checkpoint(block, *given, use_reentrant=True)
+
+
+def in_parts(model: Decoder, looking: Sequence[Any], given: Batch) -> None:
+    """Puts each module of the model into its mode by itself, the model last."""
+    for training in (False, True):
+        for module in reversed([*model.modules()]):
+            module.training = training
+        for one in looking if not training else ():
+            language_model.loss_of(model, one, given)
+
+
 VARIANTS = (
     Variant(
         name="lm-window",
@@ -100,5 +118,12 @@ VARIANTS = (
         plants={f"{SYSTEM}.targets_of": across},
         scenario=trained(rows="packed"),
         tried=("F-LM-001", "F-LM-002", "F-LM-004"),
+    ),
+    Variant(
+        name="lm-masks-again",
+        summary="a block that is computed again in a backward pass of its own, by its masks",
+        plants={f"{SYSTEM}.computed_again": reentrant, f"{SYSTEM}.evaluate": in_parts},
+        scenario=trained(dropout=0.1),
+        tried=("F-LM-008", "F-LM-009"),
     ),
 )

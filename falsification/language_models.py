@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from entrenar_py.mutants import Variant
 from entrenar_py.scenario import Scenario
@@ -18,7 +20,7 @@ SYSTEM = "entrenar_py.systems.probes.language_model"
 _sees, _targets_of = language_model.sees, language_model.targets_of
 
 
-def trained(**options: Any) -> Scenario:
+def trained(*, dropout: float = 0.0, **options: Any) -> Scenario:
     """Return three steps of two ranks with two micro-batches each."""
     return Scenario(
         system="language_model",
@@ -27,6 +29,7 @@ def trained(**options: Any) -> Scenario:
         seed=0,
         accumulation=2,
         num_steps=3,
+        dropout=dropout,
         options=options,
     )
 
@@ -111,6 +114,27 @@ def mean_per_rank(own: int, of_rank: int, of_all: int, scenario: Scenario) -> fl
 def untied(model: Decoder) -> None:
     """Copies the table where it was to be shared."""
     model.head.weight.data.copy_(model.tokens.weight.data)
+
+
+# --- modes and masks ------------------------------------------------------------------------------
+
+
+def left_in_evaluation(model: Decoder, looking: Sequence[Any], given: Batch) -> None:
+    """Has no train() after its eval()."""
+    model.eval()
+    for one in looking:
+        language_model.loss_of(model, one, given)
+
+
+def evaluated_with_masks(model: Decoder, looking: Sequence[Any], given: Batch) -> None:
+    """Drops elements in the evaluation, too."""
+    for one in looking:
+        language_model.loss_of(model, one, given)
+
+
+def with_other_masks(block: Callable[..., Tensor], *given: Tensor) -> Any:
+    """Leaves the generators as they are when the block is computed again."""
+    return checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
 
 
 VARIANTS = (
@@ -229,6 +253,33 @@ VARIANTS = (
         plants={f"{SYSTEM}.document": two_begins},
         scenario=trained(),
         invariants=("F-LM-007",),
+        place={"step": 0, "rank": 0},
+    ),
+    Variant(
+        name="lm-left-in-evaluation",
+        summary="the model stays in evaluation mode after an evaluation",
+        source="mmd #14, coRNN #1",
+        plants={f"{SYSTEM}.evaluate": left_in_evaluation},
+        scenario=trained(dropout=0.1),
+        invariants=("F-LM-008",),
+        place={"step": 1, "rank": 0},
+    ),
+    Variant(
+        name="lm-evaluated-with-masks",
+        summary="an evaluation in training mode, with dropout",
+        source="IBM/pytorch-seq2seq #33, pytorch-3dunet #53",
+        plants={f"{SYSTEM}.evaluate": evaluated_with_masks},
+        scenario=trained(dropout=0.1),
+        invariants=("F-LM-008",),
+        place={"step": 1, "rank": 0},
+    ),
+    Variant(
+        name="lm-other-masks",
+        summary="a block that is computed again draws other masks",
+        source="OLMo-core #828, OLMo #702, guided-diffusion #167",
+        plants={f"{SYSTEM}.computed_again": with_other_masks},
+        scenario=trained(dropout=0.1),
+        invariants=("F-LM-009",),
         place={"step": 0, "rank": 0},
     ),
 )

@@ -1,4 +1,4 @@
-"""F-LM-001 to 007, on traces written by hand: held, falsified, not applied, inconclusive."""
+"""F-LM-001 to 009, on traces written by hand: held, falsified, not applied, inconclusive."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from entrenar_py.checks import language_model
-from entrenar_py.trace import Event, Noticed, Reread, Scored, Start, Tokens, Update
+from entrenar_py.trace import (
+    Drawn,
+    Evaluated,
+    Event,
+    Noticed,
+    Reread,
+    Scored,
+    Shard,
+    Start,
+    Tokens,
+    Update,
+)
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
 from tests.checks.traces import broken, values
@@ -72,6 +83,16 @@ def test_losses_are_judged_without_a_pass() -> None:
     finding = judged("causality", pieces, SCORED)
     assert is_not_applied(finding)
     assert "its weights are in pieces" in finding.reason
+
+
+def test_what_arguments_and_settings_show_is_known_without_a_pass() -> None:
+    """Weights in pieces are not passed anything: only padding and order need that."""
+    pieces = replace(TOKENS, problem="its weights are in pieces")
+    run = traces.hand_written(pieces, SCORED, subject=traces.scenario(world_size=2))
+    absent = {row.name: row.absent([run]) for row in language_model.ROWS}
+    assert (absent["causality"], absent["padding"]) == ("", "")
+    assert "no argument of the model shows several documents" in absent["packed_documents"]
+    assert "no dropout" in absent["modes"]
 
 
 # --- what outputs depend on -----------------------------------------------------------------------
@@ -274,3 +295,78 @@ def test_a_begin_twice_is_found() -> None:
     broken(judged("one_begin", replace(TOKENS, begun=2, doubled=1)))
     assert is_not_applied(judged("one_begin", replace(TOKENS, begun=0, doubled=0)))
     assert is_not_applied(judged("one_begin", TOKENS))
+
+
+# --- modes and masks ------------------------------------------------------------------------------
+
+
+def dropped(check: str, *events: Event) -> Finding:
+    """Return the finding of a check on a run of a model with dropout."""
+    subject = traces.scenario(world_size=2, dropout=0.1)
+    return traces.judge(check, [traces.hand_written(TOKENS, *events, subject=subject)])
+
+
+def trained(*off: bool) -> list[Shard]:
+    """Return the micro-batch of each step of a rank, in evaluation mode where `off` says so."""
+    return [
+        Shard(
+            step=step,
+            epoch=0,
+            rank=0,
+            shard=0,
+            ids=(step,),
+            loss_sum=1.0,
+            weight=1.0,
+            finite=True,
+            evaluating=one,
+        )
+        for step, one in enumerate(off)
+    ]
+
+
+EVALUATED = Evaluated(step=1, rank=0, counted=8, training=False, drew=False)
+
+
+def test_a_model_is_trained_in_training_mode_before_and_after_an_evaluation() -> None:
+    """Without dropout there is nothing to switch off."""
+    finding = dropped("modes", *trained(False, False), EVALUATED)
+    assert (finding.verdict, finding.compared) == (Verdict.HELD, 3)
+    assert is_not_applied(judged("modes", TOKENS, *trained(False, True), EVALUATED))
+
+
+def test_a_model_that_is_left_in_evaluation_mode_is_found() -> None:
+    """Only an evaluation explains it: another script may mean it, and nothing is said of that."""
+    found = broken(dropped("modes", *trained(False, True, False), EVALUATED))
+    assert (found.step, found.rank) == (1, 0)
+    assert "call model.train()" in found.message
+    for events in (trained(False, True), [*trained(True, True), EVALUATED]):
+        assert dropped("modes", *events).verdict is Verdict.INCONCLUSIVE
+
+
+def test_an_evaluation_with_masks_is_found() -> None:
+    """In training mode, but without masks, a model says what it would say in the other."""
+    as_trained = replace(EVALUATED, training=True)
+    broken(dropped("modes", *trained(False), replace(as_trained, drew=True)))
+    assert dropped("modes", *trained(False), as_trained).verdict is Verdict.HELD
+    noise = dropped("modes", *trained(False), replace(EVALUATED, drew=True))
+    assert noise.verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_layer_that_is_computed_again_draws_the_same_masks() -> None:
+    """What draws nothing, or is not computed again, has no masks to compare."""
+    mask = Drawn(
+        step=0,
+        rank=0,
+        micro_batch=0,
+        where="forward",
+        worker=None,
+        ids=(),
+        generator="torch",
+        before="a",
+        after="b",
+    )
+    again = replace(TOKENS, recomputed=True)
+    assert judged("same_masks", again, mask).verdict is Verdict.HELD
+    broken(judged("same_masks", again, mask, replace(mask, where="recomputed")))
+    assert is_not_applied(judged("same_masks", again))
+    assert is_not_applied(judged("same_masks", TOKENS, mask))

@@ -145,10 +145,9 @@ class Wrapped(nn.Module):
 
 def test_a_wrapped_model_names_its_own_arguments() -> None:
     """Losses over the tokens are known where the model is passed nothing again."""
-    model = Wrapped(Summed())
-    assert isinstance(model.inner, Summed)
-    model.inner.head.register_forward_hook(lambda *_: None)
-    assert len(of(trace.Scored, recorded(model))) == 1
+    inner = Summed()
+    inner.head.register_forward_hook(lambda *_: None)
+    assert len(of(trace.Scored, recorded(Wrapped(inner)))) == 1
 
 
 def test_an_error_in_a_pass_of_our_own_is_told() -> None:
@@ -306,6 +305,50 @@ def test_a_loss_that_is_only_shown_is_no_part_of_the_step() -> None:
 
     (scored,) = of(trace.Scored, recorded(Summed(), also))
     assert scored.matches == (0, 12, 0)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_evaluation_is_recorded_with_its_mode(training: bool) -> None:
+    """A loss without gradient follows a pass without gradient; a mean that is only shown doesn't.
+
+    It is that of the step to come.
+    """
+    model = Summed().train(training)
+    events: list[Any] = []
+    subject = Subject(model, (), declared=None, rank=0, world_size=1)
+    looking = Looking(subject, Generators(model, objects={}), events.extend)
+    looking.listen()
+    looking.stepped(4)
+    with torch.no_grad():
+        _next(torch.zeros(2, 8, 10), IDS)  # no pass of this model
+        looking.aside(model)
+        _next(model(IDS), IDS)
+    looking.remove()
+    (found,) = of(trace.Evaluated, events)
+    assert (found.step, found.counted, found.training, found.drew) == (5, 14, training, True)
+
+
+def test_a_pass_that_a_checkpoint_repeats_is_no_evaluation() -> None:
+    """`checkpoint(model, use_reentrant=True)` passes the rows through without gradient first."""
+
+    class Repeats(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Tensor) -> Tensor:
+            looking.aside(model)
+            return _next(model(IDS), IDS) + 0 * x
+
+        @staticmethod
+        def backward(context: Any, *gradients: Any) -> Any:
+            looking.forward(model, ((IDS,), {}), 0)
+            return gradients[0]
+
+    model, events = Summed(), list[Any]()
+    subject = Subject(model, (), declared=None, rank=0, world_size=1)
+    looking = Looking(subject, Generators(model, objects={}), events.extend)
+    looking.listen()
+    Repeats.apply(torch.ones((), requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+    looking.remove()
+    assert not of(trace.Evaluated, events)
 
 
 def test_the_settings_tell_the_token_of_a_begin() -> None:

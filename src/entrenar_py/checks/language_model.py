@@ -1,4 +1,4 @@
-"""F-LM-001 to 007: what a language model's losses are over, and what its outputs depend on.
+"""F-LM-001 to 009: what a language model's losses are over, and what its outputs depend on.
 
 The records of a probed model (`trace/token_events.py`) are measurements: how much an output changes
 if tokens are replaced that it must not depend on, which token a target is, and what each token's
@@ -16,9 +16,21 @@ from typing import Any
 from entrenar_py.checks import evidence, missing, probes
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import PROBED, Traces
+from entrenar_py.checks.random_draws import named
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Noticed, Reread, Scored, Start, Tokens, Trace, Update
+from entrenar_py.trace import (
+    Drawn,
+    Evaluated,
+    Noticed,
+    Reread,
+    Scored,
+    Shard,
+    Start,
+    Tokens,
+    Trace,
+    Update,
+)
 from entrenar_py.verdict import Finding, Tally
 
 # Roundings of the largest output by which outputs may change that must stay: a change of a token
@@ -46,12 +58,16 @@ def _judge(compare: Compare) -> Callable[[Invariant, Traces], Finding]:
     return judge
 
 
-def _absent(compare: Compare, traces: Sequence[Trace]) -> str:
-    """Return what the script does not have, if each run was probed and lacks it."""
+def _absent(compare: Compare, by_passes: bool, traces: Sequence[Trace]) -> str:
+    """Return what the script does not have, if each run was looked at and lacks it.
+
+    `by_passes`: only a pass of the tokens shows that.
+    """
     reasons: dict[str, None] = {}
     for trace in traces:
         why = compare(Tally(""), trace)
-        if not why or _unprobed(trace) or any(one.problem for one in trace.of(Tokens)):
+        is_open = by_passes and any(one.problem for one in trace.of(Tokens))
+        if not why or _unprobed(trace) or is_open:
             return ""
         reasons[why] = None
     return "; ".join(reasons)
@@ -356,20 +372,105 @@ def _one_begin(tally: Tally, trace: Trace) -> str:
     return "" if known else "no document begins with a token that the model's settings name for it"
 
 
+# --- modes and masks -----------------------------------------------------------------------------
+
+
+def _modes(tally: Tally, trace: Trace) -> str:
+    if not trace.scenario.dropout:
+        return "the model has no dropout"
+    losses = trace.of(Evaluated)
+    for one in losses:
+        tally.check(
+            not (one.training and one.drew),
+            f"a loss of {one.counted} targets is taken without gradient in training mode, with "
+            "dropout: call model.eval() before an evaluation, and model.train() after it",
+            **_of_rank(trace, one),
+        )
+        if one.drew and not one.training:
+            tally.miss(
+                f"a loss of {one.counted} targets draws random numbers in evaluation mode: dropout "
+                "that doesn't look at self.training, or noise that is meant"
+            )
+    shards = trace.standing.of(Shard)
+    for rank in sorted({one.rank for one in shards}):
+        seen: tuple[Evaluated | Shard, ...] = (*losses, *shards)
+        own = [one for one in seen if one.rank == rank]
+        _mode_after_evaluation(tally, trace, sorted(own, key=_in_step))
+    return ""
+
+
+def _in_step(one: Evaluated | Shard) -> tuple[int, bool]:
+    return one.step, isinstance(one, Shard)
+
+
+def _mode_after_evaluation(tally: Tally, trace: Trace, own: Iterable[Evaluated | Shard]) -> None:
+    """Check that what a rank trains after an evaluation is in training mode, as before."""
+    was_trained = is_after = False
+    for one in own:
+        if isinstance(one, Evaluated):
+            is_after |= not one.training
+        elif not one.evaluating:
+            tally.compared += 1
+            was_trained, is_after = True, False
+        elif was_trained and is_after:
+            tally.check(
+                False,
+                "the model is still in evaluation mode, with dropout off, when it trains after an "
+                "evaluation: call model.train()",
+                **_of_rank(trace, one),
+            )
+        else:
+            tally.miss(
+                f"rank {one.rank} trains in evaluation mode, with dropout off, and no evaluation "
+                "was seen before it: call model.train() if it should be on"
+            )
+
+
+def _of_rank(trace: Trace, event: Evaluated | Shard | Drawn) -> dict[str, Any]:
+    return {"step": event.step, "rank": event.rank, "scenario": trace.scenario}
+
+
+def _same_masks(tally: Tally, trace: Trace) -> str:
+    drawn = trace.standing.of(Drawn)
+    others = [one for one in drawn if one.where == "recomputed"]
+    for one in others:
+        tally.check(
+            False,
+            "a layer that is computed again in the backward pass draws new random numbers, from "
+            f"{named(one.generator)}: the gradient is that of other masks than the loss; let the "
+            "checkpoint set generators back (preserve_rng_state=True)",
+            **_of_rank(trace, one),
+        )
+    again = {(one.step, one.rank) for one in trace.of(Tokens) if one.recomputed}
+    if not again and not others:
+        return "no layer was seen to be computed again in a backward pass"
+    masked = {(one.step, one.rank) for one in drawn if one.where == "forward"}
+    tally.compared += len(again & masked)
+    return "" if masked else "layers that are computed again draw no random numbers"
+
+
 # --- the rows of the table ------------------------------------------------------------------------
 
 
-def _plan(options: Mapping[str, Any]) -> Callable[[Invariant], list[Scenario]]:
+def _plan(dropout: float, options: Mapping[str, Any]) -> Callable[[Invariant], list[Scenario]]:
     def plan(_: Invariant) -> list[Scenario]:
         """Plan two workers, with two micro-batches each in three steps."""
         usual: dict[str, Any] = {"world_size": 2, "accumulation": 2, "num_steps": 3}
-        return [probes.scenario("language_model", **usual, options=options)]
+        return [probes.scenario("language_model", **usual, dropout=dropout, options=options)]
 
     return plan
 
 
 def _row(
-    name: str, number: int, decides: str, compare: Compare, *, words: str, **rows: Any
+    name: str,
+    number: int,
+    decides: str,
+    compare: Compare,
+    *,
+    words: str,
+    dropout: float = 0.0,
+    by_passes: bool = False,
+    **rows: Any,
 ) -> Check:
     return Check(
         name=name,
@@ -377,8 +478,8 @@ def _row(
         decides=decides,
         spoken_of=words,
         judge=_judge(compare),
-        absent=partial(_absent, compare),
-        plan=_plan(rows),
+        absent=partial(_absent, compare, by_passes),
+        plan=_plan(dropout, rows),
         needs=(PROBED,),
         takes_commands=True,
     )
@@ -388,6 +489,7 @@ ROWS = (
     _row(
         *("causality", 1, "no output whose target counts depends on a later token", _causal),
         words="causal mask future leak attention",
+        by_passes=True,
     ),
     _row(
         *("label_shift", 2, "each output's target is the next token", _shifted),
@@ -396,6 +498,7 @@ ROWS = (
     _row(
         *("padding", 3, "padding is no target, and another token in it changes nothing", _padding),
         words="pad ignored attention mask",
+        by_passes=True,
         rows="padded",
     ),
     _row(
@@ -415,5 +518,15 @@ ROWS = (
     _row(
         *("one_begin", 7, "a document begins with one token of a begin", _one_begin),
         words="bos token twice template",
+    ),
+    _row(
+        *("modes", 8, "dropout is on where the model trains, and off where it is tried", _modes),
+        words="dropout eval train mode evaluation",
+        dropout=0.1,
+    ),
+    _row(
+        *("same_masks", 9, "a layer that is computed again draws the same masks", _same_masks),
+        words="activation gradient checkpoint recomputed preserve_rng_state",
+        dropout=0.1,
     ),
 )

@@ -17,8 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py import trace
-from entrenar_py.observing import TOKENS, dtensors, token_losses, token_rows, undisturbed
-from entrenar_py.observing.generators import Generators
+from entrenar_py.observing import (
+    TOKENS,
+    dtensors,
+    generators,
+    token_losses,
+    token_rows,
+    undisturbed,
+)
+from entrenar_py.observing.generators import Generators, States
 from entrenar_py.observing.subject import Subject
 from entrenar_py.observing.token_losses import Loss, Place
 from entrenar_py.observing.token_probe import Probe, Table
@@ -48,6 +55,9 @@ class Language:
     def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
         """Note that a forward pass of `model` begins, with `inputs` args and kwargs."""
 
+    def aside(self, model: nn.Module) -> None:
+        """Note that a forward pass of `model` without gradient begins."""
+
     def stepped(self, step: int) -> None:
         """Record the micro-batches of `step`, and probe the model in some steps."""
 
@@ -56,15 +66,20 @@ class Language:
 
 
 class Looking(Language):
-    """Looks at the micro-batches of a rank. `write` takes events."""
+    """Looks at the micro-batches of a rank. `write` takes events.
+
+    `were_recomputed` tells whether modules were called in a backward pass since it was called last.
+    """
 
     def __init__(
         self,
         subject: Subject,
         generators: Generators,
         write: Callable[[Sequence[trace.Event]], object],
+        were_recomputed: Callable[[], bool] = lambda: False,
     ) -> None:
         self._subject, self._generators, self._write = subject, generators, write
+        self._were_recomputed = were_recomputed
         self._rank = subject.rank
         self._passes: list[_Pass] = []
         self._num_steps = 0
@@ -72,6 +87,10 @@ class Looking(Language):
         self._problem = ""
         self._is_probing = False
         self._leave: Callable[[], None] = lambda: None
+        # The last pass, if it was one without gradient: its mode, and the states of generators.
+        self._aside: tuple[bool, States] | None = None
+        self._evaluated: list[trace.Evaluated] = []
+        self._last_step = -1
 
     def listen(self) -> None:
         """Hear the losses of this process; all belong to this rank's passes."""
@@ -79,8 +98,15 @@ class Looking(Language):
 
     def remove(self) -> None:
         self._leave()
+        self._write_evaluated()
+
+    def aside(self, model: nn.Module) -> None:
+        self._aside = None if self._is_probing else (model.training, self._generators.states())
 
     def forward(self, model: nn.Module, inputs: Sequence[Any], micro_batch: int) -> None:
+        self._aside = None
+        if torch._C._current_graph_task_id() != -1:
+            self._evaluated.clear()  # a checkpoint around the model, whose first pass has none
         if self._is_probing or (self._problem and self._table is None):
             return
         args, kwargs = inputs
@@ -98,10 +124,30 @@ class Looking(Language):
 
     def scored(self, loss: Loss) -> None:
         """Note a loss of the last pass."""
-        if self._passes and not self._is_probing:
+        if self._is_probing:
+            return
+        if loss.is_trained and self._passes:
             self._passes[-1].losses.append(loss)
+        elif not loss.is_trained and loss.reduction != "none" and self._aside is not None:
+            training, before = self._aside
+            self._evaluated.append(
+                trace.Evaluated(
+                    step=self._last_step + 1,
+                    rank=self._rank,
+                    counted=int(loss.counted.sum()),
+                    training=training,
+                    drew=bool(generators.moved(before, self._generators.states())),
+                )
+            )
+
+    def _write_evaluated(self) -> None:
+        evaluated, self._evaluated = self._evaluated, []
+        if evaluated:
+            self._write(evaluated)
 
     def stepped(self, step: int) -> None:
+        self._last_step = step
+        self._write_evaluated()
         passes, self._passes = self._passes, []
         if not passes or (self._problem and self._table is None):
             return
@@ -150,6 +196,7 @@ class Looking(Language):
                 micro_batch=one.micro_batch,
                 rows=0,
                 positions=0,
+                recomputed=self._were_recomputed(),
                 problem=problem,
             )
         begun, doubled = _beginnings(self._model, rows)
@@ -165,6 +212,7 @@ class Looking(Language):
             begun=begun,
             doubled=doubled,
             tied=_tied(self._model),
+            recomputed=self._were_recomputed(),
             problem=problem,
         )
 
@@ -232,12 +280,15 @@ class Looking(Language):
 
 
 def of(
-    subject: Subject, generators: Generators, write: Callable[[Sequence[trace.Event]], object]
+    subject: Subject,
+    generators: Generators,
+    write: Callable[[Sequence[trace.Event]], object],
+    were_recomputed: Callable[[], bool],
 ) -> Language:
     """Return what looks at the micro-batches of a rank, if a contract asks for that."""
     if TOKENS not in os.environ:
         return Language()
-    looking = Looking(subject, generators, write)
+    looking = Looking(subject, generators, write, were_recomputed)
     looking.listen()
     return looking
 

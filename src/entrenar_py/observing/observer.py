@@ -112,7 +112,9 @@ class Observer(Observation):
         self._random = RandomNumbers(generators, rank, self._place, self._recording.write)
         self._micro_batches = MicroBatches(rank, self._facts.samples, self._random)
         self._loaders = LoaderDraws(self._random, trained=trained)
-        self._language = language.of(self._subject, generators, self._recording.write)
+        self._language = language.of(
+            self._subject, generators, self._recording.write, self._random.were_recomputed
+        )
         self._late: trace.Update | None = None
         atexit.register(self._write_late)
         self._numbers = common_numbers.begin_if_planned()
@@ -191,6 +193,7 @@ class Observer(Observation):
         self._end_step()
         self._write_late()
         atexit.unregister(self._write_late)
+        self._language.remove()
         self._recording.close()
         self._remove_hooks()
 
@@ -242,6 +245,8 @@ class Observer(Observation):
         blocks = batches.blocks_of(inputs)
         if not (model.training and torch.is_grad_enabled()):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
+            if not torch.is_grad_enabled():
+                self._language.aside(model)
             return
         if self._entrances.are_new():
             self._backward.set()  # a planned fault may be one of outputs

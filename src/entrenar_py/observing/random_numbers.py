@@ -41,6 +41,10 @@ class RandomNumbers:
         self.remove()
         self.mark("backward")
 
+    def were_recomputed(self) -> bool:
+        """Return whether modules were called in a backward pass since the last call."""
+        return self._recomputed.were_called()
+
     def remove(self) -> None:
         """Remove the hooks of a backward pass."""
         self._recomputed.end()

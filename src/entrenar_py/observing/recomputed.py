@@ -24,7 +24,7 @@ class Recomputed:
     def __init__(self, are_not_set_back: Callable[[], bool], drawn: Callable[[], object]) -> None:
         self._are_not_set_back, self._drawn = are_not_set_back, drawn
         self._handles: list[Any] = []
-        self._depth, self._goes_on = 0, False
+        self._depth, self._goes_on, self._were_called = 0, False, False
 
     def begin(self) -> None:
         """Look at modules from here on, unless the script compiles.
@@ -46,8 +46,14 @@ class Recomputed:
         self._handles.clear()
         self._depth = 0
 
+    def were_called(self) -> bool:
+        """Return whether any module was called since the last call of this."""
+        were_called, self._were_called = self._were_called, False
+        return were_called
+
     def _enter(self, _module: Any, _inputs: Any) -> None:
         self._depth += 1
+        self._were_called = True
         if self._depth == 1:
             self._goes_on = self._are_not_set_back()
 

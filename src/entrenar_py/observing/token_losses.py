@@ -30,13 +30,14 @@ SHIFTS = 3  # a target is compared with the token at its place, the next one, an
 class Loss:
     """A cross-entropy of `targets`, bool `counted`, by `reduction`; `slopes` are its gradients.
 
-    `is_weighted`: the classes have weights of their own.
+    `is_weighted`: the classes have weights of their own. `is_trained`: it may have gradients.
     """
 
     targets: Tensor
     counted: Tensor
     reduction: str
     is_weighted: bool
+    is_trained: bool
     dtype: torch.dtype
     slopes: list[Tensor] = field(default_factory=list)
 
@@ -66,15 +67,17 @@ class _Ears:
         self.was_applied = False
 
     def scored(self, loss: Any, given: dict[str, Any]) -> None:
-        """Tell all of a cross-entropy that may be trained, but not of one that is computed again.
+        """Tell all of a cross-entropy, but not of one that is computed again, or only shown.
 
         A checkpoint computes it again within the backward pass.
         """
         again = torch._C._current_graph_task_id() != -1
-        if hook_calls.is_traced() or again or not getattr(loss, "requires_grad", False):
+        is_shown = torch.is_grad_enabled() and not getattr(loss, "requires_grad", False)
+        if hook_calls.is_traced() or again or is_shown:
             return
         if (heard := _loss(loss, given)) is not None:
-            loss.register_hook(heard.slopes.append)
+            if heard.is_trained:
+                loss.register_hook(heard.slopes.append)
             for ear in [*self.all]:
                 ear(heard)
 
@@ -131,6 +134,7 @@ def _loss(loss: Tensor, given: dict[str, Any]) -> Loss | None:
         counted=targets != given.get("ignore_index", -100),
         reduction=reduction,
         is_weighted=given.get("weight") is not None,
+        is_trained=loss.requires_grad,
         dtype=loss.dtype,
     )
 

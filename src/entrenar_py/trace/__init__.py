@@ -36,7 +36,7 @@ from entrenar_py.trace.run import Trace
 from entrenar_py.trace.script_events import Called, Declared, Drawn, Noticed, Ruled, is_source_file
 from entrenar_py.trace.service_events import Gap, Spike
 from entrenar_py.trace.tensors import Sketch, TensorRecord, Tensors, record_sketch, record_tensor
-from entrenar_py.trace.token_events import Reread, Scored, Tokens
+from entrenar_py.trace.token_events import Evaluated, Reread, Scored, Tokens
 from entrenar_py.trace.traits import Traits
 from entrenar_py.trace.tuning_events import (
     Adapted,
@@ -68,6 +68,7 @@ __all__ = [
     "E",
     "Encoded",
     "End",
+    "Evaluated",
     "Event",
     "Explained",
     "Frozen",

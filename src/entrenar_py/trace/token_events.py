@@ -21,7 +21,8 @@ class Tokens(Event):
     shows them. `begun` counts the documents (or rows) that begin with the model's token for that,
     and `doubled` those that begin with it twice; both are None if no such token is known. `tied`
     tells whether the tables of the first and the last layer have the same values; None if the model
-    doesn't say that they have. `problem` says why the model was not probed, "" if it was.
+    doesn't say that they have. `recomputed` tells whether modules were called within the step's
+    backward passes. `problem` says why the model was not probed, "" if it was.
     """
 
     step: int
@@ -35,6 +36,7 @@ class Tokens(Event):
     begun: int | None = None
     doubled: int | None = None
     tied: bool | None = None
+    recomputed: bool = False
     problem: str = ""
 
 
@@ -92,3 +94,19 @@ class Reread(Event):
     loss: float | None = None
     row: int | None = None
     position: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated(Event):
+    """Worker `rank` took a cross-entropy of `counted` targets without gradient, before it made
+    `step`.
+
+    `training` tells whether the model was in training mode, and `drew` whether its pass drew random
+    numbers.
+    """
+
+    step: int
+    rank: int
+    counted: int
+    training: bool
+    drew: bool

@@ -1,31 +1,34 @@
 """A small decoder that is trained on tokens, and is probed as a script's model is.
 
 Its ranks take turns in one process. Rows are whole (`plain`), have padding before them (`padded`),
-or have two documents each (`packed`), as option `rows` says. Letters in shape comments: n rows, t
-positions, d = WIDTH, h heads.
+or have two documents each (`packed`), as option `rows` says. With dropout the block is
+computed again in the backward pass, and there is an evaluation after the first step. Letters in
+shape comments: n rows, t positions, d = WIDTH, h heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own name for it)
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from entrenar_py import trace
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import token_losses
 from entrenar_py.observing.generators import Generators
 from entrenar_py.observing.language import Looking
+from entrenar_py.observing.random_numbers import RandomNumbers
 from entrenar_py.observing.subject import Subject
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.recorder import Recorder
 
 PAD, BEGIN, END, VOCABULARY, WIDTH, HEADS, LENGTH = 0, 1, 2, 23, 16, 2, 12
-NUM_ROWS, IGNORED = 3, -100
+NUM_ROWS, IGNORED, EVALUATED_AFTER = 3, -100, 0
 KINDS = ("plain", "padded", "packed")
 
 
@@ -92,7 +95,7 @@ def mixed(normed: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """A block of attention and feed-forward layers, with the first table as the last layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = SimpleNamespace(
             bos_token_id=BEGIN, eos_token_id=END, pad_token_id=PAD, tie_word_embeddings=True
@@ -103,6 +106,7 @@ class Decoder(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.dropout = nn.Dropout(dropout)
         tie(self)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -116,19 +120,33 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """[n, t] -> [n, t, VOCABULARY]."""
         x = self.tokens(ids) + self.places(position_ids)
-        parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).unbind(-3)  # [n, t, h, e]
-        q, k, v = (part.transpose(1, 2) for part in parts)
         seen = sees(attention_mask, position_ids)[:, None]
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-        x = x + self.out(heads.transpose(1, 2).flatten(2))
-        x = x + self.narrow(F.gelu(self.wide(mixed(self.norms[1](x)))))
+        if self.dropout.p and torch.is_grad_enabled():
+            x = computed_again(self.block, x, seen)
+        else:
+            x = self.block(x, seen)
         scores: Tensor = self.head(self.norms[2](x))
         return scores
+
+    def block(self, x: Tensor, seen: Tensor) -> Tensor:
+        """[n, t, d] -> [n, t, d], where `seen` [n, 1, t, t] says which tokens each sees."""
+        parts = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).unbind(-3)  # [n, t, h, e]
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        x = x + self.dropout(self.out(heads.transpose(1, 2).flatten(2)))
+        added: Tensor = self.narrow(F.gelu(self.wide(mixed(self.norms[1](x)))))
+        return x + added
 
 
 def tie(model: Decoder) -> None:
     """Make the first table the last layer's weight."""
     model.head.weight = model.tokens.weight
+
+
+def computed_again(block: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """Return block(*given), whose inner results are computed again in the backward pass."""
+    found: Tensor = checkpoint(block, *given, use_reentrant=False)
+    return found
 
 
 # --- the training ---------------------------------------------------------------------------------
@@ -153,15 +171,17 @@ def run(scenario: Scenario) -> trace.Trace:
     recorder = Recorder(scenario)
     with torch.random.fork_rng():
         torch.manual_seed(scenario.seed)
-        model = Decoder()
+        model = Decoder(scenario.dropout)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        looking = [_looking(model, optimizer, rank, recorder) for rank in _ranks(scenario)]
+        looking = [_Rank(model, optimizer, rank, recorder) for rank in _ranks(scenario)]
         for step in range(scenario.num_steps):
             _step(model, looking, kind, step, scenario)
             optimizer.step()
             optimizer.zero_grad()
             for one in looking:
-                one.stepped(step)
+                one.looking.stepped(step)
+            if scenario.dropout and step == EVALUATED_AFTER:
+                evaluate(model, looking, batch(kind, 0, torch.Generator().manual_seed(0)))
     return recorder.finish(status="completed")
 
 
@@ -169,21 +189,64 @@ def _ranks(scenario: Scenario) -> range:
     return range(scenario.world_size)
 
 
-def _looking(
-    model: Decoder, optimizer: torch.optim.Optimizer, rank: int, recorder: Recorder
-) -> Looking:
-    size = recorder.scenario.world_size
-    subject = Subject(model, (optimizer,), declared=None, rank=rank, world_size=size)
+class _Rank:
+    """What a rank records of the model, which all ranks share."""
 
-    def write(events: Iterable[trace.Event]) -> None:
+    def __init__(
+        self, model: Decoder, optimizer: torch.optim.Optimizer, rank: int, recorder: Recorder
+    ) -> None:
+        self.rank, self._model, self._recorder = rank, model, recorder
+        self.place = 0, 0
+        size = recorder.scenario.world_size
+        subject = Subject(model, (optimizer,), declared=None, rank=rank, world_size=size)
+        drawing = Generators(model, objects={})
+        self.random = RandomNumbers(drawing, rank, lambda: self.place, self._write)
+        self.looking = Looking(subject, drawing, self._write, self.random.were_recomputed)
+
+    def trained(self, loss: Tensor) -> None:
+        """Make the backward pass of a micro-batch, and record its mode and its draws."""
+        step, number = self.place
+        self.random.begin_backward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.random.end_backward()
+        shard = trace.Shard(
+            step=step,
+            epoch=0,
+            rank=self.rank,
+            shard=self.rank * self._recorder.scenario.accumulation + number,
+            ids=(),
+            loss_sum=None,
+            weight=0.0,
+            finite=True,
+            evaluating=not self._model.training,
+        )
+        self._write([shard])
+
+    def _write(self, events: Iterable[trace.Event]) -> None:
         for event in events:
-            recorder.emit(event)
+            self._recorder.emit(event)
 
-    return Looking(subject, Generators(model, objects={}), write)
+
+def evaluate(model: Decoder, looking: Sequence[_Rank], given: Batch) -> None:
+    """Take the loss of held-out rows on each rank."""
+    model.eval()
+    for one in looking:
+        loss_of(model, one, given)
+    model.train()
+
+
+@torch.no_grad()
+def loss_of(model: Decoder, one: _Rank, given: Batch) -> Tensor:
+    """Return the loss of rows that are not trained on."""
+    one.looking.aside(model)
+    leave = token_losses.listen(one.looking.scored)
+    loss = F.cross_entropy(model(*given).flatten(0, 1), targets_of(given).flatten())
+    leave()
+    return loss
 
 
 def _step(
-    model: Decoder, looking: Sequence[Looking], kind: str, step: int, scenario: Scenario
+    model: Decoder, looking: Sequence[_Rank], kind: str, step: int, scenario: Scenario
 ) -> None:
     """Add the gradients of a step's micro-batches, of all ranks."""
     generator = torch.Generator().manual_seed(1 + step + 100 * scenario.seed)
@@ -196,11 +259,15 @@ def _step(
     targets = {place: targets_of(one) for place, one in batches.items()}
     counts = {place: int((one != IGNORED).sum()) for place, one in targets.items()}
     for (rank, number), given in batches.items():
-        looking[rank].forward(model, (given, {}), number)
-        leave = token_losses.listen(looking[rank].scored)
+        one = looking[rank]
+        one.place = step, number
+        one.random.mark(None)
+        one.looking.forward(model, (given, {}), number)
+        leave = token_losses.listen(one.looking.scored)
         wanted = targets[rank, number].flatten()
         summed = F.cross_entropy(model(*given).flatten(0, 1), wanted, reduction="sum")
         leave()
-        of_rank, of_all = sum(counts[rank, one] for one in numbers), sum(counts.values())
+        one.random.mark("forward")
+        of_rank, of_all = sum(counts[rank, number] for number in numbers), sum(counts.values())
         loss = summed / divisor(counts[rank, number], of_rank, of_all, scenario)
-        (loss / scenario.world_size).backward()  # type: ignore[no-untyped-call]
+        one.trained(loss / scenario.world_size)
