@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.field import recipes
+from tests.field import recipes, run
 from tests.field.recipe import Expected, Recipe, Trial, result_path
 
 PAGE = Path(__file__).parent / "field.md"
@@ -40,8 +40,8 @@ def page() -> str:
         [
             HEAD,
             "## All scripts\n",
-            "| script | how | on | held | falsified | inconclusive | s |",
-            "|---|---|---|---|---|---|---|",
+            "| script | how | on | held | not applied | falsified | inconclusive | exit | s |",
+            "|---|---|---|---|---|---|---|---|---|",
             *(line for recipe in everything for line in _rows(recipe)),
             "",
             *(line for recipe in everything for line in _section(recipe)),
@@ -64,23 +64,36 @@ def _rows(recipe: Recipe) -> Iterator[str]:
         anchor = re.sub(r"[^\w-]", "", recipe.name)
         link = f"[{recipe.title}](#{anchor})"
         if result is None:
-            yield _line(link, trial.name, trial.hardware, "not run yet", "", "", "")
+            yield _line(link, trial.name, trial.hardware, "not run yet", *[""] * 5)
             continue
-        held = [name for name, one in result["clauses"].items() if one["verdict"] == "held"]
         yield _line(
             link,
             trial.name,
             result["device"],
-            str(len(held)),
-            _kinds(trial, "falsified"),
-            _kinds(trial, "inconclusive"),
+            str(len(_of(result, "held"))),
+            ", ".join(_of(result, run.ABSENT)) or "none",
+            _kinds(trial, result, "falsified"),
+            _kinds(trial, result, "inconclusive"),
+            str(_exit_code(result)),
             str(result["seconds"]),
         )
 
 
-def _kinds(trial: Trial, verdict: str) -> str:
-    told = [f"{one.clause} ({one.kind})" for one in trial.expected if one.verdict == verdict]
-    return ", ".join(told) or "none"
+def _of(result: Mapping[str, Any], verdict: str) -> list[str]:
+    """Return the clauses with a verdict."""
+    return [name for name, one in result["clauses"].items() if one["verdict"] == verdict]
+
+
+def _exit_code(result: Mapping[str, Any]) -> int:
+    if _of(result, "falsified"):
+        return 1
+    return 4 if _of(result, "inconclusive") else 0
+
+
+def _kinds(trial: Trial, result: Mapping[str, Any], verdict: str) -> str:
+    """Return the clauses that were recorded with a verdict, and whose doing that is."""
+    found = [one for one in trial.expected if one.clause in _of(result, verdict)]
+    return ", ".join(f"{one.clause} ({one.kind})" for one in found) or "none"
 
 
 def _section(recipe: Recipe) -> Iterator[str]:
@@ -95,8 +108,9 @@ def _section(recipe: Recipe) -> Iterator[str]:
         result = results(recipe, trial)
         if result is not None:
             versions = ", ".join(f"{name} {one}" for name, one in result["versions"].items())
-            held = [name for name, one in result["clauses"].items() if one["verdict"] == "held"]
-            yield f"With {versions}; held: {', '.join(held) or 'none'}.\n"
+            yield f"With {versions}; held: {', '.join(_of(result, 'held')) or 'none'}.\n"
+            for name in _of(result, run.ABSENT):
+                yield f"{name} is not applied: {result['clauses'][name]['reason']}.\n"
         if trial.expected:
             yield "| clause | verdict | kind | why |"
             yield "|---|---|---|---|"

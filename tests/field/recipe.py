@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 HERE = Path(__file__).parent
 CONTRACTS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
+LANGUAGE_MODEL = "language-model-v1.yaml"
 
 
 class Kind(StrEnum):
@@ -69,7 +70,8 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One call of entrenar-check. Clauses that `expected` leaves out must be held."""
+    """One call of entrenar-check. Clauses that `expected` leaves out must be held, or
+    not be applied."""
 
     name: str  # "auto" or "line", and what tells it from others
     command: tuple[str, ...]
@@ -89,6 +91,13 @@ class Trial:
     def hardware(self) -> str:
         """The kind of machine, as in the names of results."""
         return f"cuda{self.gpus}" if self.gpus else "cpu"
+
+
+def of_tokens(trial: Trial, *expected: Expected, what: str = "") -> Trial:
+    """Return `trial` judged by the contract of language models alone: of `what`, if it says so."""
+    name = f"{trial.name}{what and f', {what}'}, language model"
+    changes: dict[str, Any] = {"name": name, "contracts": (LANGUAGE_MODEL,), "expected": expected}
+    return replace(trial, **changes)
 
 
 def on_gpus(trial: Trial, num_gpus: int, **changes: Any) -> Trial:

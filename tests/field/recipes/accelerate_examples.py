@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from tests.field.recipe import Expected, Kind, Recipe, Trial
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+from tests.field.usual import STEPS_AT_NAN
 
 _WORDS = ("ask", "answer", "what", "is", "the", "sum", "of", "two", "red", "green", "dog", "cat")
 _CARD = """---
@@ -94,7 +94,7 @@ _SAME_MASKS = Expected(
     "on each. `device_specific=True` would not.",
     reproduction="same_dropout_on_all_ranks.py",
 )
-_USUAL = (STEPS_AT_NAN, NO_RESTART, NO_WORKDIR, *_BATCHES, _SCHEDULE, _SAME_MASKS)
+_USUAL = (STEPS_AT_NAN, *_BATCHES, _SCHEDULE, _SAME_MASKS)
 RECIPES = (
     Recipe(
         name="accelerate-examples",

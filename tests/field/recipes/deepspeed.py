@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.field.recipe import Expected, Kind, Recipe, Trial
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+from tests.field.usual import STEPS_AT_NAN
 
 _NO_RATE = Expected(
     clause="F-TI-004",
@@ -70,7 +70,7 @@ def _zero(stage: int, expected: tuple[Expected, ...], *more: Trial) -> Recipe:
         trials=(
             Trial(
                 name="auto",
-                command=_command(stage),
+                command=_command(stage, "--dir", "out"),
                 options=("--steps", "4"),
                 expected=expected,
             ),
@@ -79,22 +79,31 @@ def _zero(stage: int, expected: tuple[Expected, ...], *more: Trial) -> Recipe:
     )
 
 
+_DATA_OVER = Expected(
+    clause="F-TI-003",
+    verdict="falsified",
+    kind=Kind.DEFAULT,
+    words="the data starts over",
+    because="DeepSpeed's checkpoints have no position of the DataLoader that `initialize` "
+    "returns. The epoch begins again.",
+    reproduction="deepspeed_resumes_data_over.py",
+)
+_RATE_AHEAD = Expected(
+    clause="F-TI-003",
+    verdict="falsified",
+    kind=Kind.DEFAULT,
+    words="the resumed run has another learning rate, 0.005 and not 0",
+    because="WarmupLR gives the first two steps the rate 0. A run that is resumed after the first "
+    "goes on with the rate of the third.",
+    reproduction="deepspeed_warmup_begins_twice.py",
+    known="https://github.com/deepspeedai/DeepSpeed/pull/5287",
+)
 _RESUMED = Trial(
     name="auto, resumed within an epoch",
     command=_command(0, "--steps", "{steps}", "--dir", "{workdir}"),
     options=("--only", "F-TI-003"),
     contracts=("training-integrity-v1.yaml",),
-    expected=(
-        Expected(
-            clause="F-TI-003",
-            verdict="falsified",
-            kind=Kind.DEFAULT,
-            words="the data starts over",
-            because="DeepSpeed's checkpoints have no position of the DataLoader that `initialize` "
-            "returns. The epoch begins again.",
-            reproduction="deepspeed_resumes_data_over.py",
-        ),
-    ),
+    expected=(_DATA_OVER,),
 )
 _TWO_EPOCHS = Trial(
     name="auto, two epochs",
@@ -115,8 +124,8 @@ _TWO_EPOCHS = Trial(
     ),
 )
 RECIPES = (
-    _zero(0, (STEPS_AT_NAN, _NO_RATE, NO_RESTART, NO_WORKDIR), _RESUMED, _TWO_EPOCHS),
-    _zero(1, (*_SHARDS, NO_RESTART, NO_WORKDIR)),
-    _zero(2, (*_SHARDS, NO_RESTART, NO_WORKDIR)),
+    _zero(0, (STEPS_AT_NAN, _NO_RATE, _RATE_AHEAD), _RESUMED, _TWO_EPOCHS),
+    _zero(1, (*_SHARDS, _RATE_AHEAD)),
+    _zero(2, (*_SHARDS, _RATE_AHEAD)),
     _zero(3, _UNSEEN),
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
 from tests.field.recipes.images import pictures
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+from tests.field.usual import SAVES_LATER, STEPS_AT_NAN
 
 
 def _instead(line: str, instead: str, file: str = "train.py") -> Edit:
@@ -60,9 +60,8 @@ _COMMAND = (
 _EXPECTED = (
     STEPS_AT_NAN,
     _NOISE,
-    NO_RESTART,
     replace(_NOISE, clause="F-TI-001"),
-    NO_WORKDIR,
+    SAVES_LATER,
 )
 RECIPES = (
     Recipe(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+from tests.field.usual import SAVES_LATER, STEPS_AT_NAN
 
 
 def pictures(folder: Path, side: int = 40) -> None:
@@ -77,9 +77,8 @@ _TIMM = Recipe(
                 _OTHER_SAMPLES,
                 STEPS_AT_NAN,
                 replace(_OTHER_SAMPLES, clause="F-DP-005", words="draws other samples"),
-                NO_RESTART,
                 replace(_OTHER_SAMPLES, clause="F-TI-001", words="draws other samples"),
-                NO_WORKDIR,
+                SAVES_LATER,
             ),
         ),
     ),
@@ -157,9 +156,8 @@ _OPEN_CLIP = Recipe(
                 _OTHER_SAMPLES,
                 STEPS_AT_NAN,
                 _CROPS,
-                NO_RESTART,
                 replace(_CROPS, clause="F-TI-001"),
-                NO_WORKDIR,
+                SAVES_LATER,
             ),
         ),
         Trial(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.field.recipe import Expected, Kind, Recipe, Trial
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+from tests.field.recipe import Expected, Kind, Recipe, Trial, of_tokens
+from tests.field.usual import STEPS_AT_NAN
 
-_USUAL = (STEPS_AT_NAN, NO_RESTART, NO_WORKDIR)
 _DISTRIBUTED, _INTEGRITY = ("distributed-training-v1.yaml",), ("training-integrity-v1.yaml",)
+_SAVED = ("--dir", "out")  # a checkpoint after each step
 # Batches of 16, 16, 16 and 8: cut in two, the last of them is the rest of an accumulation.
 _REST = ("--samples", "56", "--accumulation", "{accumulation}")
 
@@ -19,6 +19,13 @@ def _torchrun(driver: str, *options: str) -> tuple[str, ...]:
 
 def _only(clause: str, steps: int = 5) -> tuple[str, ...]:
     return ("--only", clause, "--steps", str(steps))
+
+
+def _of_tokens(driver: str, *options: str, what: str = "") -> Trial:
+    """Return a trial with two micro-batches a step, by the contract of language models."""
+    command = _torchrun(driver, *options, "--accumulation", "2")
+    auto = Trial(name="auto", command=command, options=("--steps", "4"), expected=())
+    return of_tokens(auto, what=what)
 
 
 _EVEN_BATCHES = Expected(
@@ -112,17 +119,20 @@ RECIPES = (
         trials=(
             Trial(
                 name="auto",
-                command=_torchrun("accelerate_loop.py", "--accumulation", "{accumulation}"),
+                command=_torchrun(
+                    "accelerate_loop.py", "--accumulation", "{accumulation}", *_SAVED
+                ),
                 options=("--steps", "4"),
-                expected=(*_USUAL, *_OTHER_SAMPLES),
+                expected=(STEPS_AT_NAN, *_OTHER_SAMPLES),
             ),
             Trial(
                 name="auto, with a seedable sampler",
                 command=_torchrun(
-                    *("accelerate_loop.py", "--accumulation", "{accumulation}", "--seedable")
+                    *("accelerate_loop.py", "--accumulation", "{accumulation}", "--seedable"),
+                    *_SAVED,
                 ),
                 options=("--steps", "4"),
-                expected=_USUAL,
+                expected=(STEPS_AT_NAN,),
             ),
             Trial(
                 name="auto, resumed within an epoch",
@@ -141,9 +151,9 @@ RECIPES = (
         trials=(
             Trial(
                 name="auto",
-                command=_torchrun("lightning_ddp.py"),
+                command=_torchrun("lightning_ddp.py", *_SAVED),
                 options=("--steps", "4"),
-                expected=_USUAL,
+                expected=(STEPS_AT_NAN, _LIGHTNING_RESUMED),
             ),
             Trial(
                 name="auto, with a rest to accumulate",
@@ -172,9 +182,9 @@ RECIPES = (
         trials=(
             Trial(
                 name="auto",
-                command=_torchrun("hf_trainer.py", "--accumulation", "{accumulation}"),
+                command=_torchrun("hf_trainer.py", "--accumulation", "{accumulation}", *_SAVED),
                 options=("--steps", "4"),
-                expected=_USUAL,
+                expected=(STEPS_AT_NAN,),
             ),
             Trial(
                 name="auto, with dropout",
@@ -200,6 +210,7 @@ RECIPES = (
                 contracts=_DISTRIBUTED,
                 expected=(_EVEN_BATCHES,),
             ),
+            _of_tokens("hf_trainer.py"),
         ),
     ),
     Recipe(
@@ -210,16 +221,18 @@ RECIPES = (
         trials=(
             Trial(
                 name="auto",
-                command=_torchrun("trl_sft.py"),
+                command=_torchrun("trl_sft.py", *_SAVED),
                 options=("--steps", "4"),
-                expected=_USUAL,
+                expected=(STEPS_AT_NAN,),
             ),
             Trial(
                 name="auto, packed",
-                command=_torchrun("trl_sft.py", "--packing", "--samples", "192"),
+                command=_torchrun("trl_sft.py", "--packing", "--samples", "192", *_SAVED),
                 options=("--steps", "4"),
-                expected=(*_USUAL, *_PACKED),
+                expected=(STEPS_AT_NAN, *_PACKED),
             ),
+            _of_tokens("trl_sft.py", "--samples", "192"),
+            _of_tokens("trl_sft.py", "--samples", "192", "--packing", what="packed"),
         ),
     ),
 )

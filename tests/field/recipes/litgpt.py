@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, of_tokens
+from tests.field.usual import SAVES_LATER, STEPS_AT_NAN
 
 _WORDS = ("ask", "answer", "what", "is", "the", "sum", "of", "two", "red", "green", "dog", "cat")
 _TINY = {"n_layer": 2, "n_head": 2, "n_embd": 16, "intermediate_size": 32, "block_size": 64}
@@ -57,7 +57,7 @@ def checkpoint(folder: Path) -> None:
     (data / "val.json").write_text(json.dumps(rows[32:]), encoding="utf-8")
 
 
-_USUAL = (STEPS_AT_NAN, NO_RESTART, NO_WORKDIR)
+_USUAL = (STEPS_AT_NAN, SAVES_LATER)
 _OTHER_ORDER = Expected(
     clause="F-DP-002",
     verdict="inconclusive",
@@ -128,15 +128,30 @@ _MEAN_OF_MEANS = tuple(
         ("F-TI-001", "which could mean: a mean of means"),
     )
 )
+_IN_PIECES = tuple(
+    Expected(
+        clause=clause,
+        verdict="inconclusive",
+        kind=Kind.LIMIT,
+        words=words,
+        because="Weights in pieces are brought together for the script's own passes only, so the "
+        "model is passed nothing again.",
+    )
+    for clause, words in (
+        ("F-LM-001", "weights are in pieces"),
+        ("F-LM-003", "no padding is known"),
+    )
+)
+_UNEVEN = replace(_MEAN_OF_MEANS[0], clause="F-LM-005", words="each loss is the mean over its own")
 _FULL = Trial(
     name="line, finetune_full, in order",
     command=(
         *("python", "-m", "litgpt", "finetune_full", *_FINETUNE),
-        "--train.max_steps={steps}",
+        *("--train.max_steps={steps}", "--train.save_interval=2", "--resume=auto"),
     ),
     edits=_IN_ORDER,
     options=("--steps", "4"),
-    expected=(*_USUAL, *_MEAN_OF_MEANS),
+    expected=(STEPS_AT_NAN, *_MEAN_OF_MEANS),
 )
 _TO_THE_END = Trial(
     name="auto, finetune_lora to the end",
@@ -167,6 +182,12 @@ RECIPES = (
         commit="26857050fe3ff627cd714fe92f5838f51a3d5efa",
         needs=("lightning", "jsonargparse", "tokenizers"),
         data=checkpoint,
-        trials=(_LORA, _TO_THE_END, _FULL),
+        trials=(
+            _LORA,
+            _TO_THE_END,
+            _FULL,
+            of_tokens(_LORA, *_IN_PIECES, _UNEVEN),
+            of_tokens(_FULL, _UNEVEN),
+        ),
     ),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, of_tokens, on_gpus
+from tests.field.usual import STEPS_AT_NAN
 
 
 def _instead(line: str, instead: str) -> Edit:
@@ -68,6 +68,14 @@ _ZERO_STATE = Expected(
     because="No two ranks keep the same state, so there is nothing to compare. The script can't "
     "resume.",
 )
+_AUTO = Trial(
+    name="auto",
+    command=(*_COMMAND, "--grad_clip={clip}", "--output_dir=out{accumulation}"),
+    edits=_ON_CPU,
+    options=("--steps", "4"),
+    expected=(STEPS_AT_NAN,),
+)
+
 RECIPES = (
     Recipe(
         name="llm.c",
@@ -77,28 +85,16 @@ RECIPES = (
         needs=("tiktoken",),
         data=tokens,
         trials=(
-            Trial(
-                name="auto",
-                command=(*_COMMAND, "--grad_clip={clip}", "--output_dir=out{accumulation}"),
-                edits=_ON_CPU,
-                options=("--steps", "4"),
-                expected=(STEPS_AT_NAN, NO_RESTART, NO_WORKDIR),
-            ),
+            _AUTO,
             Trial(
                 name="auto, zero stage 1",
                 command=(*_COMMAND, "--zero_stage=1"),
                 edits=_ON_CPU,
                 options=("--steps", "4"),
-                expected=(STEPS_AT_NAN, NO_RESTART, NO_WORKDIR, _ZERO_RULE, _ZERO_STATE),
+                expected=(STEPS_AT_NAN, _ZERO_RULE, _ZERO_STATE),
             ),
-            Trial(
-                name="auto on 2 GPUs",
-                command=(*_COMMAND, "--grad_clip={clip}", "--output_dir=out{accumulation}"),
-                edits=_SMALL,
-                options=("--steps", "4"),
-                expected=(STEPS_AT_NAN, NO_RESTART, NO_WORKDIR),
-                gpus=2,
-            ),
+            of_tokens(_AUTO),
+            on_gpus(_AUTO, 2, edits=_SMALL),
         ),
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, on_gpus
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STATELESS, STEPS_AT_NAN, UNSEEDED
+from tests.field.usual import SAVES_LATER, STATELESS, STEPS_AT_NAN, UNSEEDED
 
 EXAMPLES = "pytorch/examples"
 COMMIT = "77f55b912142e11fcfdf5b530231fb9c52f181e8"
@@ -52,8 +52,8 @@ _NOTHING_MOVES = Expected(
     reproduction="ddp_tutorial_zero_loss.py",
 )
 _NEVER_RESUMED = replace(
-    NO_WORKDIR,
-    because=f"{NO_WORKDIR.because} With one, it would be unknown where a resumed run goes on, "
+    SAVES_LATER,
+    because=f"{SAVES_LATER.because} With more, it would be unknown where a resumed run goes on, "
     "as no weight ever moves. In fact each resume trains an epoch again: the snapshot has the "
     "number of the last epoch as the number of epochs that were run.",
     reproduction="ddp_tutorial_epoch_again.py",
@@ -68,7 +68,6 @@ _AUTO = Trial(
         _NOT_SEEDED,
         replace(_NOT_SEEDED, clause="F-TI-001"),
         _NOTHING_MOVES,
-        NO_RESTART,
         STATELESS,
         _NEVER_RESUMED,
         UNSEEDED,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, on_gpus
 from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN, UNSEEDED
+from tests.field.usual import STEPS_AT_NAN, UNSEEDED
 
 _LAUNCH = ("torchrun", "--standalone", "--nproc_per_node={world_size}")
 _ON_CPU = (
@@ -38,8 +38,6 @@ _TP = (
     _NEEDS_TWO,
     replace(_NEEDS_TWO, clause="F-DP-005"),
     replace(_NEEDS_TWO, clause="F-TI-005"),
-    NO_RESTART,
-    NO_WORKDIR,
     UNSEEDED,
 )
 _SP = (
@@ -60,8 +58,6 @@ _SP = (
         words="one worker trains on batches of 20 samples, 2 on 40",
         because="Each rank draws 20 rows of the sequence, whatever their number.",
     ),
-    NO_RESTART,
-    NO_WORKDIR,
     UNSEEDED,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
-from tests.field.usual import NO_WORKDIR, STEPS_AT_NAN, UNSEEDED
+from tests.field.usual import SAVES_LATER, STEPS_AT_NAN, UNSEEDED
 
 _COMMAND = ("python", "torchft_launch.py", "{world_size}", "{steps}")
 _SMALL = (
@@ -88,7 +88,7 @@ RECIPES = (
                     STEPS_AT_NAN,
                     _FIXED_BATCH,
                     _HALF_A_STEP,
-                    NO_WORKDIR,
+                    SAVES_LATER,
                     UNSEEDED,
                     replace(UNSEEDED, clause="F-DP-006", words="begin with other weights"),
                 ),

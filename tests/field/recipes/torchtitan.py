@@ -12,7 +12,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+from tests.field.usual import SAVES_LATER, STEPS_AT_NAN
 
 _SEQUENCE = 32
 _ON_CPU = (
@@ -105,13 +105,13 @@ _AUTO = Trial(
     command=_COMMAND,
     edits=_ON_CPU,
     options=("--steps", "4"),
-    expected=(STEPS_AT_NAN, NO_RESTART, NO_WORKDIR, *_OTHER_WEIGHTS),
+    expected=(STEPS_AT_NAN, SAVES_LATER, *_OTHER_WEIGHTS),
 )
 _REPLICATED = replace(
     _AUTO,
     name="auto, replicated",
     command=(*_COMMAND, "--parallelism.data_parallel_replicate_degree={world_size}"),
-    expected=(STEPS_AT_NAN, NO_RESTART, NO_WORKDIR, *_HALVED),
+    expected=(STEPS_AT_NAN, SAVES_LATER, *_HALVED),
 )
 _TENSOR_PARALLEL = replace(
     _AUTO,
@@ -121,7 +121,7 @@ _TENSOR_PARALLEL = replace(
         "--training.local_batch_size=4",
         "--parallelism.tensor_parallel_degree={world_size}",
     ),
-    expected=(STEPS_AT_NAN, NO_RESTART, NO_WORKDIR, *_OTHER_WEIGHTS, _TERMS),
+    expected=(STEPS_AT_NAN, SAVES_LATER, *_OTHER_WEIGHTS, _TERMS),
 )
 _GOES_ON = replace(
     _AUTO,

@@ -7,8 +7,8 @@ import random
 import sys
 from pathlib import Path
 
-from tests.field.recipe import Edit, Recipe, Trial
-from tests.field.usual import NO_RESTART, NO_WORKDIR, STEPS_AT_NAN
+from tests.field.recipe import Edit, Recipe, Trial, of_tokens
+from tests.field.usual import SAVES_LATER, STEPS_AT_NAN
 
 _SIZE = "vocab_size: 2000, num_layers: 2, num_heads: 2, num_kv_heads: 2, embed_dim: 16"
 _CONFIG = f"""
@@ -93,7 +93,7 @@ _AUTO = Trial(
     ),
     edits=_ON_CPU,
     options=("--steps", "4"),
-    expected=(STEPS_AT_NAN, NO_RESTART, NO_WORKDIR),
+    expected=(STEPS_AT_NAN, SAVES_LATER),
 )
 
 RECIPES = (
@@ -105,6 +105,6 @@ RECIPES = (
         needs=("torchao", "torchdata", "torchvision", "datasets", "omegaconf", "sentencepiece"),
         data=instructions,
         environment={"HF_HUB_OFFLINE": "1", "HF_HOME": "hf", "PYTHONPATH": "."},
-        trials=(_AUTO,),
+        trials=(_AUTO, of_tokens(_AUTO)),
     ),
 )
