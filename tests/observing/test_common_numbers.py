@@ -142,7 +142,8 @@ def test_ranks_have_parts_of_one_order() -> None:
 
 def shared(drawn: list[Any], **share: int) -> list[Any]:
     """Return what is fetched of ten samples in place of the batches that were drawn."""
-    return [*mirrored_batches._shares(iter(drawn), 10, mirrored_batches._Share(**share))]
+    loader: DataLoader[int] = DataLoader(range(10))  # type: ignore[arg-type]
+    return [*mirrored_batches.shares(iter(drawn), loader, mirrored_batches.Share(**share))]
 
 
 def test_units_are_kept_however_they_are_dropped(numbers: CommonNumbers) -> None:

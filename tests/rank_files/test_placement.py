@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -113,3 +114,13 @@ def test_copies_that_one_worker_draws_otherwise_are_copies() -> None:
     places = placement.of(halves, whole)
     assert [sorted(of_rank) for of_rank in places.values()] == [["head", "weight"]] * 2
     assert places[1]["head"].indices is None
+
+
+def test_a_tensor_of_two_numbers_an_element_is_taken_as_flat() -> None:
+    """A complex one is recorded as its parts, and lies where they do."""
+    whole, piece = (
+        replace(start({"phase": values}), shapes={"phase": (values.size // 2,)})
+        for values in (np.arange(10.0), np.arange(6.0, 10.0))
+    )
+    (places,) = placement.of({0: piece}, whole).values()
+    assert places["phase"].name == "phase"

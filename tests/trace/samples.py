@@ -83,6 +83,7 @@ EVENTS: tuple[trace.Event, ...] = (
         peculiar={"w": "zero"},
     ),
     trace.Tokens(step=0, rank=0, micro_batch=1, rows=2, positions=8, begun=1, tied=True),
+    trace.Evaluated(step=0, rank=0, counted=6, training=True, drew=False),
     trace.Scored(
         step=0,
         rank=0,

@@ -56,14 +56,14 @@ def begin(planned: Sequence[Fault]) -> None:
             continue
         workers = int(fault.value or 1)
         share = (
-            _Share(rank=rank, of=world_size)
+            Share(rank=rank, of=world_size)
             if fault.kind == ORDERED
-            else _Share(
+            else Share(
                 parts=workers if world_size == 1 else 1,
                 copies=workers if fault.kind == REPEATED else 1,
             )
         )
-        _change(partial(_shares, share=share))
+        _change(partial(shares, share=share))
 
 
 def _change(drawn: Callable[[Iterator[Any], Any], Iterator[Any]]) -> None:
@@ -74,7 +74,7 @@ def _change(drawn: Callable[[Iterator[Any], Any], Iterator[Any]]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Share:
+class Share:
     """What a loader fetches in place of a batch that it has drawn.
 
     It is one of as many `parts`, `copies` times, of the batch of `rank`, where `of` ranks have the
@@ -103,7 +103,7 @@ def _drawing(
     return begin_pass
 
 
-def _shares(drawn: Iterator[Any], loader: Any, share: _Share) -> Iterator[Any]:
+def shares(drawn: Iterator[Any], loader: Any, share: Share) -> Iterator[Any]:
     """Yield the positions of a share's samples for each batch that a sampler has drawn."""
     begin, num_samples = 0, len(loader.dataset)
     for index in drawn:

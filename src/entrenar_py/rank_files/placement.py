@@ -58,7 +58,7 @@ def of(starts: Mapping[int, Start], whole: Start) -> dict[int, dict[str, Placed]
     the same: a script that draws pieces draws other numbers after them than one worker does.
     """
     wholes = {
-        name: Whole(name, record, record.values(), whole.shapes.get(name) or (record.size or 0,))
+        name: Whole(name, record, record.values(), _shape(whole, name))
         for name, record in whole.weights.items()
     }
     found = {rank: _of_rank(start, wholes) for rank, start in sorted(starts.items())}
@@ -69,6 +69,13 @@ def of(starts: Mapping[int, Start], whole: Start) -> dict[int, dict[str, Placed]
             for places in found.values():
                 places[name] = Placed(name)
     return found
+
+
+def _shape(start: Start, name: str) -> Shape:
+    """Return a tensor's shape. One with two numbers an element (complex) counts as flat."""
+    size = start.weights[name].size or 0
+    shape = tuple(start.shapes.get(name, ()))
+    return shape if shape and math.prod(shape) == size else (size,)
 
 
 def _are_copies(name: str, shape: Shape, starts: Collection[Start]) -> bool:
@@ -83,7 +90,7 @@ def _of_rank(start: Start, wholes: Mapping[str, Whole]) -> dict[str, Placed]:
     alike = {}
     for name, record in start.weights.items():
         values = record.values()
-        shape = tuple(start.shapes.get(name) or (() if values is None else values.shape))
+        shape = _shape(start, name)
         if values is None:
             place = Placed(name) if _is_same(record, wholes.get(name)) else None
         elif is_constant(values):
