@@ -12,7 +12,7 @@ import torch
 
 from entrenar_py import systems, trace
 from entrenar_py.errors import SystemFailure, UsageError
-from entrenar_py.faults import CONTROLLED, KINDS, NEEDED, NUDGED, OPTIONAL, Fault
+from entrenar_py.faults import KINDS, NEEDED, OF_WITNESSES, OPTIONAL, Fault
 from entrenar_py.scenario import Scenario
 from entrenar_py.systems.single import reference
 
@@ -85,8 +85,8 @@ def test_runs_are_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_fault_kind_has_a_system() -> None:
     """Every kind of fault can be injected by some system, or else in a user's script."""
     injected = {kind for one in systems.SYSTEMS.values() for kind in one.faults}
-    assert injected | {NUDGED, *CONTROLLED} == set(KINDS)
-    assert injected.isdisjoint((NUDGED, *CONTROLLED))
+    assert injected | {*OF_WITNESSES} == set(KINDS)
+    assert injected.isdisjoint(OF_WITNESSES)
 
 
 def test_a_fault_that_finds_nobody_there() -> None:

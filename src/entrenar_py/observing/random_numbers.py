@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from entrenar_py import trace
+from entrenar_py import hook_calls, trace
 from entrenar_py.observing import common_numbers, generators
 from entrenar_py.observing.generators import Generators, States
 from entrenar_py.observing.recomputed import Recomputed
@@ -22,10 +23,13 @@ class RandomNumbers:
         rank: int,
         place: Callable[[], tuple[int, int]],
         write: Callable[[Sequence[trace.Event]], None],
+        *,
+        compiles: Callable[[], bool] = hook_calls.has_compiled,
     ) -> None:
         self._generators, self._rank, self._place, self._write = generators, rank, place, write
         self._last = self._states()
-        self._recomputed = Recomputed(self._are_not_set_back, lambda: self.mark("recomputed"))
+        drawn = partial(self.mark, "recomputed")
+        self._recomputed = Recomputed(self._are_not_set_back, drawn, compiles)
 
     def since(self, states: States) -> None:
         """Take `states` for those at the last mark, as far as they are known."""

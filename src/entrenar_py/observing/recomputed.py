@@ -11,18 +11,22 @@ from typing import Any
 
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from entrenar_py import hook_calls
-
 
 class Recomputed:
     """Looks at the modules that are called between `begin` and `end` of a backward pass.
 
     `are_not_set_back` tells whether all generators have the states in which they were seen last.
-    `drawn` is called after each outermost module that began with these states.
+    `drawn` is called after each outermost module that began with these states. `compiles` tells
+    whether what is trained in this process may have been compiled.
     """
 
-    def __init__(self, are_not_set_back: Callable[[], bool], drawn: Callable[[], object]) -> None:
-        self._are_not_set_back, self._drawn = are_not_set_back, drawn
+    def __init__(
+        self,
+        are_not_set_back: Callable[[], bool],
+        drawn: Callable[[], object],
+        compiles: Callable[[], bool],
+    ) -> None:
+        self._are_not_set_back, self._drawn, self._compiles = are_not_set_back, drawn, compiles
         self._handles: list[Any] = []
         self._depth, self._goes_on, self._were_called = 0, False, False
 
@@ -31,7 +35,7 @@ class Recomputed:
 
         Compiled code has in it whether there are hooks of all modules: it would be compiled again.
         """
-        if self._handles or hook_calls.has_compiled():
+        if self._handles or self._compiles():
             return
         self._handles = [
             register_module_forward_pre_hook(self._enter),

@@ -200,7 +200,13 @@ class _Rank:
         size = recorder.scenario.world_size
         subject = Subject(model, (optimizer,), declared=None, rank=rank, world_size=size)
         drawing = Generators(model, objects={})
-        self.random = RandomNumbers(drawing, rank, lambda: self.place, self._write)
+        self.random = RandomNumbers(
+            drawing,
+            rank,
+            lambda: self.place,
+            self._write,
+            compiles=lambda: False,  # other trainings in this process may have been
+        )
         self.looking = Looking(subject, drawing, self._write, self.random.were_recomputed)
 
     def trained(self, loss: Tensor) -> None:
