@@ -23,6 +23,7 @@ OF_INTEGRATIONS = ("accelerate_loop.py", "trainer.py", "lightning_module.py")
 # workers it is looked at.
 DECLARED = (
     "NAN-AFTER-REDUCE: each rank sees",
+    "advice: gradients are changed after obs.reduced()",
     "augmentation: every epoch is seeded alike",
     "a loader without end, whose workers",
     "clip_norm:",

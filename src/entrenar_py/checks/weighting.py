@@ -79,6 +79,8 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
             missing.ask(tally, f"the micro-batches of step {step} have no weight", facts.WEIGHT)
             continue
         sums = [shard.loss_sum for shard in shards[step] if shard.loss_sum is not None]
+        if not sums and trace.traits.losses == "backward":
+            continue  # nothing reports a loss, and gradients decide
         if len(sums) < len(shards[step]):
             missing.ask(tally, f"the micro-batches of step {step} have no loss", facts.LOSS)
             continue
