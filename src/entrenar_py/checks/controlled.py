@@ -17,7 +17,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from entrenar_py.checks import evidence, oracles, presuppositions, random_draws, run_comparison
+from entrenar_py.checks import (
+    evidence,
+    factors,
+    oracles,
+    presuppositions,
+    random_draws,
+    run_comparison,
+    step_sums,
+)
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import CONTROLLED
 from entrenar_py.checks.presuppositions import WITH_ONE_WORKER
@@ -26,6 +34,7 @@ from entrenar_py.faults import COMMON, MIRRORED, ORDERED, REPEATED
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Tally
 
+_ONE_FACTOR = 1e-3  # a relative distance, of sums that may have been rounded
 _NUMBERS = "with random numbers that are alike for all samples"
 _ORDER = "with one order of samples for any number of workers"
 _SHARES = "with the same samples on all ranks"
@@ -101,7 +110,7 @@ def mirrored(compared: Compared) -> Compared | None:
     Return None if they can't be compared, or if what the loss of a share is meant to be decides.
     """
     once, again = (_controlled(compared, kind, MIRRORED) for kind in (MIRRORED, REPEATED))
-    if once is None or not _have_one_share(once.trace):
+    if once is None or not _have_one_share(once.trace) or not _adds_up(compared.trace):
         return None
     once = replace(once, model=_for_each(once.model, compared.trace.scenario.world_size))
     if not _agree(once) and once.explanation is None:
@@ -112,6 +121,25 @@ def mirrored(compared: Compared) -> Compared | None:
         if not _agree(replace(once, trace=again.model)):
             return None
     return once if _are_comparable(once) else None
+
+
+def _adds_up(trace: Trace) -> bool:
+    """Return whether what is applied is the sum of the ranks' gradients, times one number.
+
+    What each rank does to its own before they are added (clipping by value) is the same for equal
+    ranks, and so can't be seen in them.
+    """
+    shards = evidence.shards(trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        total = step_sums.total(by_rank, shards.get(step, ()))
+        applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
+        if total is None or applied is None or total.keys() != applied.keys():
+            continue
+        names = sorted(total)
+        sums = step_sums.joined(total, names), step_sums.joined(applied, names)
+        if sums[0].shape == sums[1].shape and factors.ratio(*sums, _ONE_FACTOR) is None:
+            return False
+    return True
 
 
 def _agree(compared: Compared) -> bool:

@@ -194,15 +194,26 @@ def steps_alike(model: Trace, trace: Trace) -> set[int]:
 def rounded_away(trace: Trace) -> str:
     """Return why the run's gradients can't be compared within rounding; "" if they can.
 
-    Gradients sent in 16 bits can be compared within the rounding of 16 bits.
+    Gradients sent in 16 bits can be compared within the rounding of 16 bits. If nobody says that
+    they are, elements show it, and a sketch of a large tensor has few of them.
     """
     compressed = trace.traits.compressed
+    if not compressed and _is_sketched(trace) and (seen := sent_in(trace)):
+        return (
+            f"sums of gradients are rounded to {seen}, which nobody declared: "
+            f"observe(..., reduce_dtype=torch.{seen}), or torch.float32 if they must not be"
+        )
     if compressed in ("", "float32", *precision.SIXTEEN):
         return ""
     return (
         f"gradients are compressed by {compressed}, whose rounding is not known: leave the hook "
         "out, or use fp16_compress_hook"
     )
+
+
+def _is_sketched(trace: Trace) -> bool:
+    first = next(iter(trace.of(Update)), None)
+    return first is not None and any(r.sketch is not None for r in first.gradient.values())
 
 
 def sent_in(trace: Trace) -> str:
