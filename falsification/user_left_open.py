@@ -65,8 +65,6 @@ LEFT_OPEN = (
         (
             "an optimizer that reduces and shards (ZeRO-1)",
             "muon, as it is",
-            "explained: gradients are added, and divided in the optimizer's own step",
-            "explained: gradients are added, and divided before Adam's step",
         ),
     ),
     Open(
