@@ -50,6 +50,17 @@ def off(trace: Trace, times: float = 1.0, by: float = 0.0) -> Trace:
     return traces.altered(trace, Update, {"step": 0}, gradient=gradient)
 
 
+def with_other_loss(trace: Trace) -> Trace:
+    """Return a run whose samples act on each other: its loss in step 0 is another one."""
+    events = (
+        replace(event, loss_sum=2 * event.loss_sum)
+        if isinstance(event, Shard) and event.step == 0 and event.loss_sum is not None
+        else event
+        for event in trace.events
+    )
+    return replace(trace, events=tuple(events))
+
+
 def judged(plain: Trace, alone: Trace, *controlled: Trace) -> Finding:
     """Return the finding of F-DP-005, with the runs that are `controlled` as witnesses."""
     runs = Runs(plain, {ALONE: (alone,)}, witnesses={CONTROLLED: controlled})
@@ -126,7 +137,8 @@ def test_a_training_that_only_the_control_breaks() -> None:
 
 
 # --- mirrored ranks -------------------------------------------------------------------------------
-COUPLED = own(2), coupled(own(1), 0, loss=99.0)
+UNCOUPLED = own(2), coupled(own(1), 0, loss=99.0)
+COUPLED = with_other_loss(UNCOUPLED[0]), UNCOUPLED[1]
 
 
 def mirrored(share: Trace) -> Trace:
@@ -163,6 +175,13 @@ def test_ranks_with_one_share_train_as_one_worker_on_it() -> None:
     other = alone(off(own(1), by=0.7))
     by_all = judged(*COUPLED, mirrored(own(1)), other, repeated(own(1)))
     assert by_all.verdict is Verdict.HELD, by_all
+
+
+def test_equal_ranks_say_nothing_of_a_loss_that_couples_no_samples() -> None:
+    """What each rank does to its own gradient (clipping by value) is alike for equal ranks."""
+    shares = mirrored(own(1)), alone(own(1))
+    assert judged(*UNCOUPLED, *shares).verdict is Verdict.INCONCLUSIVE
+    assert judged(*COUPLED, *shares).verdict is Verdict.HELD
 
 
 def test_a_term_that_counts_once_for_each_rank() -> None:

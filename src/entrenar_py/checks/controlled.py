@@ -12,6 +12,7 @@ many copies of it. If they do neither, and the two agree with each other, no mea
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -19,12 +20,10 @@ from itertools import chain
 
 from entrenar_py.checks import (
     evidence,
-    factors,
     oracles,
     presuppositions,
     random_draws,
     run_comparison,
-    step_sums,
 )
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import CONTROLLED
@@ -34,7 +33,7 @@ from entrenar_py.faults import COMMON, MIRRORED, ORDERED, REPEATED
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Tally
 
-_ONE_FACTOR = 1e-3  # a relative distance, of sums that may have been rounded
+_SAME_LOSS = 1e-4  # relative; a loss that couples samples differs by more
 _NUMBERS = "with random numbers that are alike for all samples"
 _ORDER = "with one order of samples for any number of workers"
 _SHARES = "with the same samples on all ranks"
@@ -110,36 +109,40 @@ def mirrored(compared: Compared) -> Compared | None:
     Return None if they can't be compared, or if what the loss of a share is meant to be decides.
     """
     once, again = (_controlled(compared, kind, MIRRORED) for kind in (MIRRORED, REPEATED))
-    if once is None or not _have_one_share(once.trace) or not _adds_up(compared.trace):
+    if once is None or not _have_one_share(once.trace):
         return None
     once = replace(once, model=_for_each(once.model, compared.trace.scenario.world_size))
     if not _agree(once) and once.explanation is None:
         if again is None:
             return None
         if _agree(again) or again.explanation is not None:
-            return again if _are_comparable(again) else None
+            return again if _is_decided(compared, again) else None
         if not _agree(replace(once, trace=again.model)):
             return None
-    return once if _are_comparable(once) else None
+    return once if _is_decided(compared, once) else None
 
 
-def _adds_up(trace: Trace) -> bool:
-    """Return whether what is applied is the sum of the ranks' gradients, times one number.
+def _is_decided(plain: Compared, mirrored: Compared) -> bool:
+    """Return whether mirrored runs decide: equal ones do only where a loss couples samples."""
+    return _are_comparable(mirrored) and (_is_coupled(plain) or not _agree(mirrored))
 
-    What each rank does to its own before they are added (clipping by value) is the same for equal
-    ranks, and so can't be seen in them.
+
+def _is_coupled(compared: Compared) -> bool:
+    """Return whether the first loss is another one on several workers, or unknown.
+
+    It is the same if samples don't act on each other, and gradients differ for another reason. What
+    each rank does to its own before they are added (clipping by value) is alike for equal ranks.
     """
-    shards = evidence.shards(trace)
-    for step, by_rank in evidence.ranks_by_step(trace):
-        total = step_sums.total(by_rank, shards.get(step, ()))
-        applied = evidence.vectors(evidence.any_rank(by_rank).gradient)
-        if total is None or applied is None or total.keys() != applied.keys():
-            continue
-        names = sorted(total)
-        sums = step_sums.joined(total, names), step_sums.joined(applied, names)
-        if sums[0].shape == sums[1].shape and factors.ratio(*sums, _ONE_FACTOR) is None:
-            return False
-    return True
+    means = [_first_loss(run) for run in (compared.model, compared.trace)]
+    return None in means or not math.isclose(*means, rel_tol=_SAME_LOSS)  # type: ignore[arg-type]
+
+
+def _first_loss(trace: Trace) -> float | None:
+    """Return the mean loss of step 0 over all samples; None if it is unknown."""
+    shards = evidence.shards(trace).get(0, ())
+    sums = [shard.loss_sum for shard in shards if shard.loss_sum is not None]
+    weight = sum(shard.weight for shard in shards)
+    return sum(sums) / weight if weight and len(sums) == len(shards) else None
 
 
 def _agree(compared: Compared) -> bool:
