@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -38,11 +39,11 @@ def holdings() -> Holdings:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes that `pid` started, directly or indirectly."""
-    tasks = Path(f"/proc/{pid}/task")
-    children = [
-        int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()
-    ]
+    """Return the processes that `pid` started, directly or indirectly; none if it has ended."""
+    children = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            children += [int(child) for child in (task / "children").read_text().split()]
     return [one for child in children for one in (child, *descendants(child))]
 
 
