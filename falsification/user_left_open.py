@@ -31,20 +31,6 @@ LEFT_OPEN = (
     Open("the samples of each step are unknown", ("parity",), ("style: right, per_sample.py",)),
     Open("if an epoch has to draw every sample", ("coverage",), ("advice: growing epochs",)),
     Open(
-        "if the script changes gradients on purpose",
-        ("weighting",),
-        (
-            "gradients are changed on purpose: centralised",
-            "gradients are changed on purpose: noise that is equal on all ranks",
-            "gradients are changed on purpose: a limit for each unit",
-            "gradients are changed on purpose: a rate for each layer",
-            "gradients are changed on purpose: signs",
-            "gradients are changed on purpose: momentum by hand",
-            "gradients of two losses, of which one's share in the other is taken out",
-            "explained: each tensor is clipped by its own norm, on purpose",
-        ),
-    ),
-    Open(
         "the single-device run alone skipped step",
         ("parity", "weighting"),
         ("a GradScaler whose scale is too large at first with one worker alone",),

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from entrenar_py.checks import CHECKS
+from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.trace import Event, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.micro_batch_traces import (
     MICRO_BATCHES,
     SHAPES,
+    STEPS,
     Vectors,
     plus,
     summed,
@@ -203,3 +206,31 @@ def _evaluating(trace: Trace, numbers: set[int]) -> Trace:
         for event in trace.events
     ]
     return replace(trace, events=tuple(events))
+
+
+def test_a_change_that_one_worker_makes_too() -> None:
+    """Then the sum is right, unless the change may hide a micro-batch that is missing."""
+    rescaled: list[Vectors] = [{**summed(n), "b": 0.3 * summed(n)["b"]} for n in range(STEPS)]
+    noisy: list[Vectors] = [
+        plus(summed(n), {"a": np.ones(6), "b": np.zeros(4)}) for n in range(STEPS)
+    ]
+    for applied, of_one_worker, verdict in (
+        (rescaled, rescaled, Verdict.HELD),
+        (noisy, noisy, Verdict.INCONCLUSIVE),
+        (rescaled, [times(2, one, "b") for one in rescaled], Verdict.FALSIFIED),
+    ):
+        runs = Runs(trace_of(applied), {ALONE: (_on_one_worker(of_one_worker),)})
+        finding = CHECKS["weighting"].judge(traces.clause("weighting"), runs)
+        assert finding.verdict is verdict, finding.reason
+
+
+def _on_one_worker(applied: list[Vectors]) -> Trace:
+    """Return the run of `trace_of` by one rank."""
+    trace = trace_of(applied)
+    events = [
+        replace(event, rank=0) if isinstance(event, Shard) else event
+        for event in trace.events
+        if isinstance(event, Shard) or not getattr(event, "rank", 0)
+    ]
+    subject = trace.scenario.with_(world_size=1, accumulation=4)
+    return replace(trace, scenario=subject, events=tuple(events))

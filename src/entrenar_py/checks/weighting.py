@@ -13,6 +13,7 @@ from entrenar_py.checks import (
     closeness,
     evidence,
     explanations,
+    factors,
     facts,
     gradient_sums,
     knobs,
@@ -45,6 +46,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     """Judge by shards and oracle that losses and gradients are means over samples (or tokens)."""
     tally = missing.tally_for(invariant, runs)
     runs = evidence.usable_runs(runs, tally)
+    changed: list[bool] = []
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
     for trace in runs:
         missing.require_updates(tally, trace)
@@ -53,12 +55,14 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         left = presuppositions.comparable(tally, presuppositions.SUMS, compared)
         if left is not None:
             _weighted_loss(tally, left.trace, relative, unknown)
-            _summed_gradient(tally, left.trace, unknown)
+            changed += _summed_gradient(tally, left.trace, unknown)
             loss_factors.judge(tally, left.trace)
     loss_terms.require_other_numbers(tally, runs)
     oracle = runs.of(ORACLE)
     shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
     gradients = parity.compare_with_oracle(tally, runs, tolerance=None)
+    if changed:
+        _changed_gradient(tally, is_one_workers=bool(gradients) and all(gradients) and all(changed))
     is_told = tally.observed and bool(tally.missing)
     if shared and not is_told and not (gradients and all(gradients)):
         advice = facts.values_of("Update.gradient in both runs").advice(observed=tally.observed)
@@ -99,8 +103,29 @@ def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collect
             tally.close(mean, update.loss, relative * size, message, **place)
 
 
-def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> None:
+def _changed_gradient(tally: Tally, *, is_one_workers: bool) -> None:
+    """Note, or count as missing, what a script does to gradients between sum and optimizer.
+
+    If one worker, who adds up nothing, applies the same, their sum has the right weighting.
+    """
+    if is_one_workers:
+        tally.note(
+            "the script changes gradients before the optimizer gets them, on one worker as on "
+            "several: whether that is meant is not judged"
+        )
+        return
+    tally.miss(
+        "the gradient that the optimizer gets is not the sum of its micro-batches' divided by one "
+        "number: if the script changes gradients on purpose (noise, a limit for each layer), call "
+        "obs.reduced() before it does"
+    )
+
+
+def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> list[bool]:
     """Check that the averaged gradient is the sum of the shards' gradients divided by one number.
+
+    Return, of each step with a gradient that a user's script may have changed on purpose, whether a
+    run on one worker shows that it was added up rightly.
 
     That number must be the same for all tensors. In all steps it must be the same, or the same
     multiple of the step's weight, except if the trait `clipping: other` says that gradients were
@@ -108,12 +133,12 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
     """
     if why := run_comparison.rounded_away(trace):
         tally.miss(why)
-        return
+        return []
     if trace.traits.steps != "model" and not any(u.gradient for u in trace.of(Update)):
         tally.miss("the optimizer steps copies of the model's weights, with gradients of their own")
-        return
+        return []
     if _is_rounded(tally, trace):
-        return
+        return []
     shards = evidence.shards(trace)
     valued = any(evidence.has_values(shard.gradient) for shard in trace.of(Shard))
     rested = skips.without_gradients(trace)
@@ -145,6 +170,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> No
         elif valued:
             fact = facts.values_of("Shard.gradient and Update.gradient of all tensors")
             missing.ask(tally, f"the gradients of step {step} could not be added", fact)
+    return divisions.changed
 
 
 def _apart(
@@ -209,7 +235,8 @@ class _Divisions:
     """The numbers by which a run divides sums of gradients to average them, step by step.
 
     `limit` is the size at which elements are clipped, or None. `first` is the first step's divisor,
-    as it is and divided by the step's weight, by the first tensor that was divided by it.
+    as it is and divided by the step's weight, by the first tensor that was divided by it. `changed`
+    is what `_summed_gradient` returns.
     """
 
     tally: Tally
@@ -217,6 +244,7 @@ class _Divisions:
     bound: float
     limit: float | None
     first: dict[str, tuple[float, float]] = field(default_factory=dict)
+    changed: list[bool] = field(default_factory=list)
 
     @classmethod
     def of(cls, tally: Tally, trace: Trace) -> _Divisions:
@@ -254,6 +282,8 @@ class _Divisions:
         if off:
             off, why = self._explained(update, total, mean, divisor, off)
         if off and self._is_open(why, update):
+            if why is None:
+                self.changed.append(_has_one_part(shards) or self._is_scaled(total, mean))
             return
         for name in mean:
             message = (
@@ -324,8 +354,14 @@ class _Divisions:
         why = accumulated.own_factor(step) if still else None
         return (off, None) if why is None else (still, why)
 
+    def _is_scaled(self, total: gradient_sums.Vectors, mean: gradient_sums.Vectors) -> bool:
+        """Return whether each tensor's gradient is its sum, shorter or longer."""
+        moved = [name for name in mean if mean[name].any() or total[name].any()]
+        factors_of = [factors.ratio(total[name], mean[name], self.bound) for name in moved]
+        return all(factor is not None and factor > 0 for factor in factors_of)
+
     def _is_open(self, why: Explanation | None, update: Update) -> bool:
-        """Return whether a user's script may have changed the gradient on purpose, and say so.
+        """Return whether a user's script may have changed the gradient on purpose.
 
         A gradient that was reported by `obs.reduced()` is that of the whole batch, so it may not.
         """
@@ -333,14 +369,12 @@ class _Divisions:
         if why is not None and not why.is_wrong:
             self.tally.miss(f"the gradient that the optimizer gets {why.words}: {why.advice}")
             return True
-        if why is not None or declared:
-            return False
-        self.tally.miss(
-            "the gradient that the optimizer gets is not the sum of its micro-batches' divided by "
-            "one number: if the script changes gradients on purpose (noise, a limit for each "
-            "layer), call obs.reduced() before it does"
-        )
-        return True
+        return why is None and not declared
+
+
+def _has_one_part(shards: Sequence[Shard]) -> bool:
+    """Return whether no rank adds up micro-batches."""
+    return len({shard.rank for shard in shards}) == len(shards)
 
 
 def _note_kept(tally: Tally, trace: Trace) -> None:
