@@ -50,6 +50,13 @@ def test_other_rates_are_missing_evidence(name: str) -> None:
     assert why.startswith("the learning rate of step 2 is 0.25 in the run on 3 workers and 0.5 in ")
 
 
+def test_a_longer_schedule_of_smaller_batches_is_no_reason() -> None:
+    """One worker with batches of a worker's size has more steps, and a schedule as long as they."""
+    again, alone = scheduled(repeat=1), scheduled(factor=2.0, world_size=1, batch_size=4)
+    tally = compared(again=again, alone=alone)
+    assert (tally.compared, tally.missing) == (len({u.step for u in again.of(Update)}), [])
+
+
 def test_a_difference_is_told_once() -> None:
     """The run made again and the run on one worker find the same difference, in the same words."""
     several, again = scheduled(factor=2.0), scheduled(factor=2.0, repeat=1)

@@ -74,9 +74,19 @@ def test_a_shortened_pass_tells_all_its_samples_with_its_last_batch() -> None:
 
 
 def test_batches_of_several_workers_are_one() -> None:
-    """So many batches at a time, and the rest in the last one."""
-    drawn = [*mirrored_batches.merged(iter([[0], [1], [2], [3], [4]]), None, 2)]
+    """So many batches at a time, and the rest in the last one, as in the loader's length."""
+    loader: DataLoader[int] = DataLoader(range(5))  # type: ignore[arg-type]
+    drawn = [*mirrored_batches.merged(iter([[0], [1], [2], [3], [4]]), loader, 2)]
     assert drawn == [[0, 1], [2, 3], [4]]
+    assert mirrored_batches.merged_length(loader, 5, 2) == 3
+
+
+def test_a_rest_that_not_every_worker_would_have_is_left_out() -> None:
+    """A loader that leaves out what fills no batch leaves out what fills no batch of all."""
+    loader: DataLoader[int] = DataLoader(range(5), drop_last=True)  # type: ignore[arg-type]
+    drawn = [*mirrored_batches.merged(iter([[0], [1], [2], [3], [4]]), loader, 2)]
+    assert drawn == [[0, 1], [2, 3]]
+    assert mirrored_batches.merged_length(loader, 5, 2) == 2
 
 
 def test_a_whole_batch(seen: Seen) -> None:

@@ -21,7 +21,9 @@ RATE_BOUND = 1e-6  # relative: the product of a few float64 numbers
 def compare(tally: Tally, runs: Traces) -> None:
     """Compare the rates of the base with the witnesses'. One that differs is missing, not wrong.
 
-    Some scripts scale the rate by the number of workers, or have other steps on one worker.
+    Some scripts scale the rate by the number of workers. Where one worker has smaller batches, it
+    has more steps in an epoch, and rightly a longer schedule: F-DP-005 compares it with batches of
+    the same size.
     """
     base = runs.base
     if base is None or base.traits.schedule != "other":
@@ -34,6 +36,8 @@ def compare(tally: Tally, runs: Traces) -> None:
             "run to compare it with"
         )
     for other in others:
+        if other.scenario.batch_size != base.scenario.batch_size:
+            continue
         divided = divided_inside.in_rate(Compared(runs=runs, model=other, trace=base))
         _compare(tally, base, other, divided)
 

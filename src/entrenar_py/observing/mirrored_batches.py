@@ -13,7 +13,8 @@ Only which samples are fetched is changed, and how many: they come in the order 
 script that doesn't use torch's loaders, or whose data set is a stream, is left as it is.
 
 Merged batches: one worker fetches as many batches at once as there are workers, whose script has a
-size of a worker's batch, not of the global one.
+size of a worker's batch, not of the global one. Its loaders have the length that a worker's have:
+schedules and the last accumulation of an epoch follow from that.
 
 Short epochs: a pass ends after some batches, and what the sampler would have drawn for the others
 is told with the last one. Whether an epoch has every sample is known at its end only, and how the
@@ -28,7 +29,7 @@ from functools import partial, wraps
 from itertools import islice
 from typing import Any
 
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _DatasetKind
 
 from entrenar_py.faults import MERGED, MIRRORED, ORDERED, REPEATED, SHORTENED, Fault
 from entrenar_py.observing import process_rank
@@ -52,6 +53,8 @@ def begin(planned: Sequence[Fault]) -> None:
         _CHANGED.add(fault)
         if fault.kind in _BY_COUNT:
             _change(partial(_BY_COUNT[fault.kind], count=int(fault.value or 1)))
+        if fault.kind == MERGED:
+            _tell_merged_lengths(int(fault.value or 1))
         if fault.kind not in (ORDERED, MIRRORED, REPEATED):
             continue
         workers = int(fault.value or 1)
@@ -71,6 +74,28 @@ def _change(drawn: Callable[[Iterator[Any], Any], Iterator[Any]]) -> None:
     iterator: Any = _BaseDataLoaderIter
     for name in ("__init__", "_reset"):  # each of them asks the sampler for an order
         setattr(iterator, name, _drawing(getattr(iterator, name), drawn))
+
+
+def _tell_merged_lengths(count: int) -> None:
+    """Have all loaders of numbered samples tell the length of `count` workers' loaders."""
+    inner = DataLoader.__len__
+
+    def length(self: Any) -> int:
+        if self._dataset_kind == _DatasetKind.Iterable:
+            return inner(self)
+        return merged_length(self, inner(self), count)
+
+    DataLoader.__len__ = length  # type: ignore[method-assign]
+
+
+def merged_length(loader: Any, length: int, count: int) -> int:
+    """Return how many batches a loader of `length` batches has, if `count` of them are one."""
+    return length // count if _drops_last(loader) else -(-length // count)
+
+
+def _drops_last(loader: Any) -> bool:
+    """Return whether a loader leaves out a last batch that is not full."""
+    return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +142,15 @@ def shares(drawn: Iterator[Any], loader: Any, share: Share) -> Iterator[Any]:
         begin += share.of * size
 
 
-def merged(drawn: Iterator[Any], _: Any, count: int) -> Iterator[Any]:
-    """Yield the positions of `count` batches at a time, as one batch."""
+def merged(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
+    """Yield the positions of `count` batches at a time, as one batch.
+
+    A loader that leaves out a batch that is not full leaves out fewer batches, too: one of the
+    workers would have none.
+    """
     while batches := [*islice(drawn, count)]:
+        if len(batches) < count and _drops_last(loader):
+            return
         if all(isinstance(index, list) for index in batches):
             yield [at for index in batches for at in index]
         else:
