@@ -18,12 +18,12 @@ schedules and the last accumulation of an epoch follow from that.
 
 Short epochs: a pass ends after some batches, and what the sampler would have drawn for the others
 is told with the last one. Whether an epoch has every sample is known at its end only, and how the
-next one begins.
+next one begins. Loaders say how many batches that is: some scripts count epochs by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import islice
@@ -35,6 +35,7 @@ from entrenar_py.faults import MERGED, MIRRORED, ORDERED, REPEATED, SHORTENED, F
 from entrenar_py.observing import process_rank
 from entrenar_py.observing.sources import positions_of
 
+_num_batches = DataLoader.__len__  # as torch counts them
 _CHANGED: set[Fault] = set()  # by which loaders of this process were changed
 
 
@@ -44,7 +45,7 @@ class LastBatch(list[Any]):
     rest: tuple[int, ...] = ()
 
 
-def begin(planned: Sequence[Fault]) -> None:
+def begin(planned: Iterable[Fault]) -> None:
     """Have this process's loaders fetch other samples, if one of the `planned` faults is so."""
     rank, world_size = process_rank.place()
     for fault in planned:
@@ -52,9 +53,9 @@ def begin(planned: Sequence[Fault]) -> None:
             continue
         _CHANGED.add(fault)
         if fault.kind in _BY_COUNT:
-            _change(partial(_BY_COUNT[fault.kind], count=int(fault.value or 1)))
-        if fault.kind == MERGED:
-            _tell_merged_lengths(int(fault.value or 1))
+            drawn, length = _BY_COUNT[fault.kind]
+            _change(partial(drawn, count=int(fault.value or 1)))
+            _change_length(partial(length, count=int(fault.value or 1)))
         if fault.kind not in (ORDERED, MIRRORED, REPEATED):
             continue
         workers = int(fault.value or 1)
@@ -76,16 +77,18 @@ def _change(drawn: Callable[[Iterator[Any], Any], Iterator[Any]]) -> None:
         setattr(iterator, name, _drawing(getattr(iterator, name), drawn))
 
 
-def _tell_merged_lengths(count: int) -> None:
-    """Have all loaders of numbered samples tell the length of `count` workers' loaders."""
-    inner = DataLoader.__len__
+def _change_length(length: Callable[[Any, int], int]) -> None:
+    """Have all loaders of numbered samples say how many batches they yield.
 
-    def length(self: Any) -> int:
+    That is `length` of a loader, and of as many as it would yield.
+    """
+
+    def num_batches(self: Any) -> int:
         if self._dataset_kind == _DatasetKind.Iterable:
-            return inner(self)
-        return merged_length(self, inner(self), count)
+            return _num_batches(self)
+        return length(self, _num_batches(self))
 
-    DataLoader.__len__ = length  # type: ignore[method-assign]
+    DataLoader.__len__ = num_batches  # type: ignore[method-assign]
 
 
 def merged_length(loader: Any, length: int, count: int) -> int:
@@ -165,10 +168,14 @@ def shortened(drawn: Iterator[Any], loader: Any, count: int) -> Iterator[Any]:
             yield index
             continue
         last = LastBatch(index)
-        left = map(positions_of, islice(drawn, len(loader)))
+        left = map(positions_of, islice(drawn, _num_batches(loader)))
         last.rest = tuple(at for batch in left for at in batch or ())
         yield last
         return
 
 
-_BY_COUNT: Mapping[str, Callable[..., Iterator[Any]]] = {MERGED: merged, SHORTENED: shortened}
+# Fault -> what loaders fetch, and how many batches that is.
+_BY_COUNT: Mapping[str, tuple[Callable[..., Iterator[Any]], Callable[..., int]]] = {
+    MERGED: (merged, merged_length),
+    SHORTENED: (shortened, lambda _, length, count: min(length, count)),
+}

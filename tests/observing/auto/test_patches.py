@@ -16,6 +16,7 @@ from entrenar_py.observing.torch_calls import Patch
 ARGUMENTS = {
     "torch.optim.optimizer.Optimizer.__init__": ["self", "params", "defaults"],
     "torch.autograd.backward": ["tensors", "grad_tensors", "retain_graph"],
+    "torch.utils.data.dataloader.DataLoader.__init__": ["self", "dataset"],
     "torch.utils.data.dataloader._BaseDataLoaderIter.__init__": ["self", "loader"],
     "torch.utils.data.dataloader._BaseDataLoaderIter._reset": ["self", "loader", "first_iter"],
     "torch.utils.data.dataloader._BaseDataLoaderIter._next_index": ["self"],

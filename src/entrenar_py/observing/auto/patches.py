@@ -34,6 +34,15 @@ def _built(original: Function, follower: Follower) -> Function:
     return init
 
 
+def _loading(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def init(self: Any, *given: Any, **named: Any) -> None:
+        follower.loading()
+        original(self, *given, **named)
+
+    return init
+
+
 def _iterated(original: Function, follower: Follower) -> Function:
     @wraps(original)
     def begin(self: Any, *given: Any, **named: Any) -> None:
@@ -106,6 +115,13 @@ TABLE = (
         wrap=_built,
     ),
     *torch_calls.TABLE,
+    Patch(
+        module=_LOADER,
+        owner="DataLoader",
+        name="__init__",
+        reason="a script may ask a loader for its length, and plan epochs by it, before a pass",
+        wrap=_loading,
+    ),
     Patch(
         module=_LOADER,
         owner="_BaseDataLoaderIter",
