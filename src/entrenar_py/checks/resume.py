@@ -49,6 +49,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         compared = Compared(runs=runs, model=straight, trace=trace)
         if not _resumed(trace):
             continue
+        if option := trace.environment.get("resumed_by"):
+            tally.note(f"the stopped run was told to go on by an option of the script: {option}")
         left = presuppositions.comparable(tally, presuppositions.RESUMED, compared)
         if left is not None:
             _compare(tally, left.model, left.trace)

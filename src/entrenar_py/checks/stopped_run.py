@@ -34,6 +34,13 @@ def differed_before(straight: Trace, trace: Trace) -> bool:
     return went_on or bool(next(_differences(straight, trace), ""))
 
 
+def is_telling(trace: Trace) -> bool:
+    """Return whether a stopped run has resumed, or read its checkpoint and gone on otherwise."""
+    resumed = any(start.resumed for start in trace.of(Start))
+    has_read = "unresumed" in trace.environment and trace.end.status == "completed"
+    return resumed or bool(trace.traits.read_back) or has_read
+
+
 def _differences(straight: Trace, trace: Trace) -> Iterator[str]:
     """Yield how the run differs from the `straight` one before its first stop."""
     updates = evidence.updates(straight)
@@ -220,5 +227,5 @@ def _how_to_resume(trace: Trace) -> str:
     named = f"{option}, say, in the form" if option else "an option of it, say,"
     return (
         f"it saved its weights, and loads none by itself; tell it to go on by {named} "
-        f"{{resume:{option or '--resume'} PATH}} in the command: it is filled in after a stop only"
+        f"{{resume:{option or '--resume PATH'}}} in the command: it is filled in after a stop only"
     )

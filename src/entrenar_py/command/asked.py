@@ -53,13 +53,14 @@ class Asked:
     faults: tuple[Fault, ...] = ()
     stops: tuple[int, ...] = ()
     interrupted: bool = False
+    option: str = ""
     turn: Turn | None = None
 
     @classmethod
     def of(cls, scenario: Scenario) -> Asked:
         """Return the settings of a run, as the scenario of its trace has them.
 
-        Whether it was `interrupted` is not recorded, and decides no verdict.
+        Whether it was `interrupted`, and by which `option` it went on, decides no verdict.
         """
         pair = knob_pairs.pair_of(scenario)
         return cls(
@@ -115,13 +116,13 @@ def beside(needs: Collection[Need], asked: Asked) -> Runs[Asked]:
         if need is KILLED:
             base = replace(asked, faults=())
         elif need in (RESUMED, SAVED):
-            base = replace(asked, stops=(), interrupted=False)
+            base = replace(asked, stops=(), interrupted=False, option="")
         elif asked.turn is not None and need.knob == asked.turn.knob and not asked.stops:
             base = replace(asked, turn=None)
         if base != asked:
             return Runs(base, {need: (asked,)})
     runs = {
-        ALONE: replace(asked, world_size=1, repeat=0, faults=(), stops=()),
+        ALONE: replace(asked, world_size=1, repeat=0, faults=(), stops=(), option=""),
         REPEATED: replace(asked, repeat=asked.repeat + 1),
     }
     if asked.turn is not None:

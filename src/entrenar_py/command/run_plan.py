@@ -233,7 +233,8 @@ class Plan:
             if turned is not None:
                 others[_name(self.most, turned)] = replace(asked, turn=turned)
             name = f"{_name(self.most, turned)}-{'interrupted' if interrupted else 'resumed'}"
-            others[name] = replace(asked, stops=stops, interrupted=interrupted, turn=turned)
+            stopped = replace(asked, stops=stops, interrupted=interrupted, turn=turned)
+            others[name] = replace(stopped, option=self._option(usual))
         return others
 
     def _stops(self, usual: Trace) -> tuple[int, ...]:
@@ -251,6 +252,14 @@ class Plan:
             return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
         # A run that ends at a smaller {steps} may save then what a longer one doesn't.
         return _stops(usual, () if is_told else usual.traits.saved_after)
+
+    def _option(self, usual: Trace) -> str:
+        """Return the script's own option to resume by, if nobody says how it does; else ""."""
+        option = usual.traits.resume_option
+        name = option.partition(" ")[0]
+        is_told = self.can_say("workdir") or self.can_say(placeholders.RESUME)
+        is_given = any(word.partition("=")[0] == name for word in self.command)
+        return "" if is_told or is_given or "resume" not in name else option
 
     def _cuts_off(self, like: Scenario) -> bool:
         """Return whether runs can be stopped only from inside: neither {steps} nor {epochs} does.

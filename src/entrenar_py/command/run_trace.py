@@ -63,6 +63,10 @@ def of(
     if is_cut:
         ended_by = {"ended": "by entrenar-check after its steps (--auto, no {steps} or {epochs})"}
         recorded = replace(recorded, environment={**recorded.environment, **ended_by})
+    if asked.option:
+        recorded = replace(
+            recorded, environment={**recorded.environment, "resumed_by": asked.option}
+        )
     if why := ending.unresumed(ranks, asked, ended, saved.read_only):
         recorded = replace(recorded, environment={**recorded.environment, "unresumed": why})
     return _with_its_faults(own_sums.seen_through(recorded))

@@ -30,7 +30,7 @@ from entrenar_py.command.shortening import Shortening
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import interrupts
 from entrenar_py.observing import FAULTS, STOP
-from entrenar_py.rank_files import auto_notes
+from entrenar_py.rank_files import auto_notes, checkpoints
 from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Trace
 from entrenar_py.untrusted import printing
@@ -118,6 +118,9 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             # {steps} did more than to stop the run: the script is stopped from inside instead.
             again = name.replace("-resumed", "-interrupted")
             planned = {again: replace(asked, interrupted=True), **planned}
+            continue
+        if asked.option and not stopped_run.is_telling(recorded):
+            planned = {name: replace(asked, option=""), **planned}  # it means something else
             continue
         is_tried = asked.world_size not in (1, *plan.world_sizes)
         if is_tried and recorded.end.status == "failed":
@@ -247,7 +250,7 @@ def _launched(
             closed = partial(run_trace.have_closed, folder, asked.world_size, life)
             ended = launched(
                 placeholders.fill(
-                    plan.command,
+                    [*plan.command, *(_resuming(asked.option, folder) if life else ())],
                     values,
                     plan.spelled,
                     resumes_in=(own.path if own else Path.cwd()) if life else None,
@@ -266,6 +269,15 @@ def _launched(
                 break  # else it hung only after training, and can go on
     assert ended is not None, "it was launched"
     return ended
+
+
+def _resuming(option: str, folder: Path) -> list[str]:
+    """Return the words that tell a script to go on from its newest checkpoint, if that is known."""
+    name, _, is_with_path = option.partition(" ")
+    if not is_with_path:
+        return [name] if name else []
+    newest = checkpoints.newest(folder)
+    return [] if newest is None else [name, str(newest)]
 
 
 def _trace(plan: Plan, asked: Asked, folder: Path, ended: Ended, like: Trace | None) -> Trace:

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,21 +41,39 @@ _LOADS = re.compile(  # of a file: load_state_dict may copy one model to another
 # only by lines that `_SAVES` finds.
 _WRITES = re.compile(r"\bopen\(|\.write|h5py|create_dataset|subprocess|\.put\w*\(|upload")
 _DEFINED = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
-_OPTION = re.compile(r"""["'](--[\w-]*(?:resume|restore|ckpt|checkpoint|load)[\w-]*)["']""")
+# An option, and the rest of the call that declares it.
+_OPTION = re.compile(
+    r"""["'](--[\w-]*(?:resume|restore|ckpt|checkpoint|load)[\w-]*)["']"""
+    r"""((?:[^()]|\([^()]*\))*)"""
+)
+_FLAG = re.compile(r"store_true|is_flag=True|BooleanOptionalAction")
 
 
 class _Watch:
-    """What is looked for in this process: saves of at least `least` bytes of tensors."""
+    """What is looked for in this process: saves of a part of the bytes of `weights`."""
 
-    def __init__(self, folder: Path, least: int, made: Callable[[], int]) -> None:
-        self._folder, self._least, self._made = folder, least, made
+    def __init__(
+        self, folder: Path, weights: Sequence[Tensor], num_bytes: int, made: Callable[[], int]
+    ) -> None:
+        self._folder, self._made = folder, made
+        self._num_bytes, self._least = num_bytes, max(1, num_bytes // checkpoints.LEAST_SHARE)
+        self._places = {weight.data_ptr() for weight in weights} - {0}
 
     def written(self, values: Any, file: object) -> None:
-        if _num_bytes(values) >= self._least:
-            # A thread saves what it was given before the step that has been made meanwhile.
-            behind = int(threading.current_thread() is not threading.main_thread())
-            known = {"file": at} if (at := _changed_at(file)) else {}
-            checkpoints.write(self._folder, after=self._made(), behind=behind, **known)
+        parts = [*_parts(values)]
+        num_bytes = sum(map(_size, parts))
+        if num_bytes < self._least:
+            return
+        # A thread saves what it was given before the step that has been made meanwhile.
+        behind = int(threading.current_thread() is not threading.main_thread())
+        known: dict[str, Any] = {}
+        if isinstance(file, str | os.PathLike) and (at := _changed_at(file)):
+            known = {"file": at, "path": str(Path(file).absolute())}
+            shown = {part.data_ptr() for part in parts if isinstance(part, Tensor)}
+            # Beside the weights it holds the optimizer's state, say.
+            if num_bytes > self._num_bytes and shown >= self._places:
+                known["is_whole"] = True
+        checkpoints.write(self._folder, after=self._made(), behind=behind, **known)
 
 
 _CURRENT: list[_Watch] = []
@@ -69,8 +87,9 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
     folder = os.environ.get(FOLDER)
     if not folder:
         return
-    num_bytes = sum(map(_size, weights))
-    _CURRENT[:] = [_Watch(Path(folder), max(1, num_bytes // checkpoints.LEAST_SHARE), made)]
+    held = [*weights]
+    num_bytes = sum(map(_size, held))
+    _CURRENT[:] = [_Watch(Path(folder), held, num_bytes, made)]
     own, libraries = _texts()  # a library may save at a step that the harness doesn't let it reach
     checkpoints.write(
         Path(folder),
@@ -78,7 +97,7 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
         unreached=_first(_SAVES, own, _own_functions(own)),
         library=_first(_SAVES, libraries),
         loads=bool(_first(_LOADS, own)),
-        option=next((found for text in own.values() for found in _OPTION.findall(text)), ""),
+        option=_option(own),
         restarts=os.environ.get(_MAX_RESTARTS) != "0",
     )
 
@@ -107,19 +126,18 @@ def _changed_at(file: object) -> int | None:
     return None
 
 
-def _num_bytes(values: Any) -> int:
-    """Return how many bytes of tensors there are in `values`, each object counted once."""
+def _parts(values: Any) -> Iterator[Any]:
+    """Yield `values` and what is inside of them, each object once."""
     seen: set[int] = set()
-    total, left = 0, [(values, 0)]
+    left = [(values, 0)]
     while left and len(seen) < _VALUES_MAX:
         value, depth = left.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        total += _size(value)
+        yield value
         if depth < _DEPTH_MAX:
             left += [(inner, depth + 1) for inner in _inside(value)]
-    return total
 
 
 def _size(value: Any) -> int:
@@ -179,6 +197,15 @@ def _own_functions(texts: Mapping[str, str]) -> frozenset[str]:
     """Return the names of functions whose text shows whether they save something."""
     whole = "\n".join(texts.values())
     return frozenset() if _WRITES.search(whole) else frozenset(_DEFINED.findall(whole))
+
+
+def _option(texts: Mapping[str, str]) -> str:
+    """Return the option that sounds most like a resume, with PATH if it takes one; "" if none."""
+    found = [match for text in texts.values() for match in _OPTION.finditer(text)]
+    resumes = [one for one in found if "resume" in one[1] and not one[1].startswith("--no-")]
+    for one in resumes or found:
+        return one[1] if _FLAG.search(one[2]) else f"{one[1]} PATH"
+    return ""
 
 
 def _first(

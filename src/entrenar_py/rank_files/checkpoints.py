@@ -35,7 +35,7 @@ class Saved:
     whether a file was left that can hold them. `unreached` is the first line of the script that
     would save something, and `library` that of the library that trains, each "" if there is none.
     `loads` tells whether a line of the script may load it, `option` is its option that sounds like
-    that, and `read_back` is the first line that has loaded a file with weights of a step, before it
+    that, as `--resume PATH`, and `read_back` is the first line that has loaded a file with weights of a step, before it
     trained. `read_only` is the line of a process that has done so and didn't train. `restarts`
     tells whether the launcher may start workers again.
     """
@@ -100,6 +100,32 @@ def read(folder: Path) -> Saved:
         read_only=_read(by_process, trains=False),
         restarts=any(note.get("restarts") for note in begun),
     )
+
+
+def newest(folder: Path) -> Path | None:
+    """Return what a script that is started again would be given: its newest checkpoint.
+
+    That is the file with the weights and more, or the only one; or the folder of several, if one
+    process has saved all of them. Return None if it isn't clear.
+    """
+    saves = [
+        (path.name, int(note["after"]), Path(str(note["path"])), bool(note.get("is_whole")))
+        for path in sorted(folder.glob(NOTES))
+        for note in _lines(path)
+        if "path" in note and Path(str(note["path"])).is_file()
+    ]
+    if not saves:
+        return None
+    process, after, last, _ = max(saves, key=lambda save: save[2].stat().st_mtime_ns)
+    beside = {save for save in saves if save[:2] == (process, after)}
+    others = {save for save in saves if save[0] != process and save[1] == after}
+    whole = {file for _, _, file, is_whole in beside if is_whole}
+    files_of = {file for _, _, file, _ in beside}
+    if {file for _, _, file, _ in others} - files_of:
+        return None  # each rank has its own
+    if len(whole) == 1 or len(files_of) == 1:
+        return (whole or files_of).pop()
+    return last.parent if {file.parent for file in files_of} == {last.parent} else None
 
 
 def _read(by_process: list[list[dict[str, Any]]], *, trains: bool) -> str:
