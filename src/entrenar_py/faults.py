@@ -29,6 +29,8 @@ KINDS: dict[str, str] = {
     "each of `value` workers",
     "repeated_share": "the same on one worker, which loads them `value` times in each batch",
     "merged_batches": "one worker loads the batches of `value` workers at once",
+    "replayed_batches": "one worker is given the batches that `value` workers had in another run",
+    "replayed_in_turn": "the same, one after the other, as one worker has as many micro-batches",
     "shortened_epochs": "each epoch of a user's script ends after `value` batches of a rank; the "
     "last one counts as having the samples of all that are left out",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
@@ -60,6 +62,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "corrupt_gradient": ("step", "rank", "shard", "value"),
     "corrupt_worker": ("step", "rank", "value"),
     **dict.fromkeys(("nudged_weights", "merged_batches", "shortened_epochs"), ("step", "value")),
+    **dict.fromkeys(("replayed_batches", "replayed_in_turn"), ("step", "value")),
     **dict.fromkeys(("common_numbers", "common_order"), ("step",)),
     **dict.fromkeys(("mirrored_ranks", "repeated_share"), ("step", "value")),
     **dict.fromkeys(("leave", "join"), ("step", "rank")),
@@ -101,9 +104,12 @@ COMMON, ORDERED, MIRRORED, REPEATED = CONTROLLED = (
 SHORTENED = "shortened_epochs"
 # In a user's script only: one worker has the batches of several, whose script has one's size.
 MERGED = "merged_batches"
+# The same where no loader can be told to: the script's own draws are replaced.
+REPLAYED, IN_TURN = OF_RECORDS = "replayed_batches", "replayed_in_turn"
+JOINED = (MERGED, *OF_RECORDS)
 # Runs with these only show how others can be compared, or what these are too short for.
 OF_LOADERS = (SHORTENED, MERGED)
-OF_WITNESSES = (NUDGED, *CONTROLLED, *OF_LOADERS)
+OF_WITNESSES = (NUDGED, *CONTROLLED, *OF_LOADERS, *OF_RECORDS)
 
 # Failures that a real adapter is made to report itself.
 OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")

@@ -12,13 +12,13 @@ many copies of it. If they do neither, and the two agree with each other, no mea
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 
 from entrenar_py.checks import (
+    copies,
     evidence,
     oracles,
     presuppositions,
@@ -33,7 +33,6 @@ from entrenar_py.faults import COMMON, MIRRORED, ORDERED, REPEATED
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Tally
 
-_SAME_LOSS = 1e-4  # relative; a loss that couples samples differs by more
 _NUMBERS = "with random numbers that are alike for all samples"
 _ORDER = "with one order of samples for any number of workers"
 _SHARES = "with the same samples on all ranks"
@@ -66,6 +65,12 @@ def is_ordered_otherwise(compared: Compared) -> bool:
     samples, others = Counter(chain(*due.values())), Counter(chain(*got.values()))
     have_their_own = len({*map(frozenset, got.values())}) == compared.trace.scenario.world_size
     return have_their_own and samples != others and samples.total() == others.total()
+
+
+def has_other_rows(model: Trace, trace: Trace) -> bool:
+    """Return whether the runs have other samples in step 0."""
+    due, got = (Counter(chain(*_first_samples(run).values())) for run in (model, trace))
+    return due != got
 
 
 def _first_samples(trace: Trace) -> dict[int, list[int]]:
@@ -133,16 +138,7 @@ def _is_coupled(compared: Compared) -> bool:
     It is the same if samples don't act on each other, and gradients differ for another reason. What
     each rank does to its own before they are added (clipping by value) is alike for equal ranks.
     """
-    means = [_first_loss(run) for run in (compared.model, compared.trace)]
-    return None in means or not math.isclose(*means, rel_tol=_SAME_LOSS)  # type: ignore[arg-type]
-
-
-def _first_loss(trace: Trace) -> float | None:
-    """Return the mean loss of step 0 over all samples; None if it is unknown."""
-    shards = evidence.shards(trace).get(0, ())
-    sums = [shard.loss_sum for shard in shards if shard.loss_sum is not None]
-    weight = sum(shard.weight for shard in shards)
-    return sum(sums) / weight if weight and len(sums) == len(shards) else None
+    return not copies.have_one_loss(compared)
 
 
 def _agree(compared: Compared) -> bool:

@@ -13,12 +13,13 @@ from typing import Any
 
 from entrenar_py.checks import evidence, factors, loss_terms, step_sums, tensor_names
 from entrenar_py.checks.compared import Compared, run_name
-from entrenar_py.faults import MERGED
+from entrenar_py.faults import JOINED, OF_RECORDS
 from entrenar_py.trace import Event, Shard, Start, Synchronised, Tensors, Trace, Update
 from entrenar_py.wording import listed
 
 _SHOWN = 2  # names in a reason
 _ALIKE = 1e-3  # numbers of workers differ by more
+_SAME_LOSS = 1e-4  # relative; a loss that couples samples, or of other samples, differs by more
 Shape = tuple[int, ...]
 _FIELDS = ("weights", "buffers", "gradient")
 
@@ -195,7 +196,7 @@ def summed_parts(compared: Compared) -> str:
             "batch; seed each rank's draws differently in the first case, or take the mean over "
             "the rows"
         )
-    is_merged = any(fault.kind == MERGED for fault in compared.model.scenario.faults)
+    is_merged = any(fault.kind in JOINED for fault in compared.model.scenario.faults)
     is_mean = loss_terms.are_all(shards, means=True)
     if is_merged and _is_near(factor, 1 / num_workers) and not is_mean:
         return (
@@ -204,6 +205,37 @@ def summed_parts(compared: Compared) -> str:
             "the batch"
         )
     return ""
+
+
+def not_given(compared: Compared) -> str:
+    """Return why one worker was maybe not given all that several workers train on; "" if it was.
+
+    Something in the loss that was not replaced makes the first one differ.
+    """
+    kinds = {fault.kind for fault in compared.model.scenario.faults}
+    if kinds.isdisjoint(OF_RECORDS) or have_one_loss(compared) or compared.difference is None:
+        return ""
+    workers = compared.trace.scenario.world_size
+    return (
+        f"one worker draws other samples than {workers} workers, and something in its loss follows "
+        "from these though its model was given theirs: divide the global batch by the number of "
+        "workers ({share:GLOBAL} in the command does), and draw it alike"
+    )
+
+
+def have_one_loss(compared: Compared) -> bool:
+    """Return whether the first loss is known to be the same in both runs."""
+    means = [_first_loss(run) for run in (compared.model, compared.trace)]
+    known = [mean for mean in means if mean is not None]
+    return len(known) == len(means) and math.isclose(*known, rel_tol=_SAME_LOSS)
+
+
+def _first_loss(trace: Trace) -> float | None:
+    """Return the mean loss of step 0 over all samples; None if it is unknown."""
+    shards = evidence.shards(trace).get(0, ())
+    sums = [shard.loss_sum for shard in shards if shard.loss_sum is not None]
+    weight = sum(shard.weight for shard in shards)
+    return sum(sums) / weight if weight and len(sums) == len(shards) else None
 
 
 def _factor_of_all(compared: Compared) -> float | None:

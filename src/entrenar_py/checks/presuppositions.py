@@ -149,6 +149,12 @@ SUM_OVER_SAMPLES = Presupposition(
     lacking=coupled_samples.lacking,
     is_explained=True,
 )
+THEIR_BATCHES = Presupposition(
+    name="their batches",
+    says="one worker that was to have the batches of several was given the whole of them",
+    lacking=copies.not_given,
+    is_explained=True,
+)
 NO_NOISE = Presupposition(
     name="no noise on gradients",
     says="nothing random is added to the gradients",
@@ -186,10 +192,10 @@ _TWO_RUNS = (
 )
 _BY_SAMPLE = (SAME_CONTENTS, NOTHING_BY_RANK, SUM_OVER_SAMPLES)
 # What other runs can settle, in which nothing is drawn at random, or all ranks have one share.
-_CONTROLLED = (STATISTICS, *_BY_SAMPLE)
+_CONTROLLED = (STATISTICS, *_BY_SAMPLE, THEIR_BATCHES)
 POISONED = "a step at a value that is not finite, with its skipping or halting"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
-    WITH_ONE_WORKER: (*_TWO_RUNS, ROWS_COUNT_ONCE, *_BY_SAMPLE),
+    WITH_ONE_WORKER: (*_TWO_RUNS, ROWS_COUNT_ONCE, *_BY_SAMPLE, THEIR_BATCHES),
     WITH_A_KNOB: (*_TWO_RUNS, *_BY_SAMPLE),
     RESUMED: (SAME_NAMES, SAME_BITS_AGAIN, FINITE),
     KILLED: (FINITE, PLAIN_RUNS_AGREE),

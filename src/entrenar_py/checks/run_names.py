@@ -18,6 +18,8 @@ _DONE: Mapping[str, str] = {
     "common_order": "with one order of samples for any number of workers",
     "mirrored_ranks": "with the same samples on all ranks",
     "merged_batches": "which loads the batches of several workers at once",
+    "replayed_batches": "which is given the batches that several workers had",
+    "replayed_in_turn": "which is given the batches that several workers had, in turn",
     "shortened_epochs": "with epochs of two steps",
     "repeated_share": "with the samples of one rank, repeated",
 }

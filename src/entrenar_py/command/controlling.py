@@ -1,7 +1,7 @@
 """Decide whether to run a command again on several workers and on one, with both runs controlled.
 
 Then random numbers are alike for all samples. Samples come in one order, or all ranks have the same
-share of them, too.
+share of them, too. One worker whose script draws other batches than several is given theirs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,29 @@ from entrenar_py.checks import controlled
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, CONTROLLED, Need, Runs
 from entrenar_py.command.asked import Asked
-from entrenar_py.faults import COMMON, MERGED, MIRRORED, ORDERED, REPEATED, Fault
+from entrenar_py.faults import (
+    COMMON,
+    IN_TURN,
+    JOINED,
+    MERGED,
+    MIRRORED,
+    OF_RECORDS,
+    ORDERED,
+    REPEATED,
+    REPLAYED,
+    Fault,
+)
 from entrenar_py.trace import Shard, Trace
 
 # Kind of the fault that controls runs -> the end of their names.
-_ENDS = {COMMON: "common", ORDERED: "ordered", MIRRORED: "mirrored", REPEATED: "repeated"}
+_ENDS = {
+    COMMON: "common",
+    ORDERED: "ordered",
+    MIRRORED: "mirrored",
+    REPEATED: "repeated",
+    MERGED: "merged",
+    **dict.fromkeys(OF_RECORDS, "replayed"),
+}
 _OF_ANY_SIZE = (COMMON, ORDERED)
 
 
@@ -27,7 +45,8 @@ class Controlling:
     def __init__(self, needs: Collection[Need]) -> None:
         self._is_wanted = CONTROLLED in needs
         self._plain: dict[int, Trace] = {}  # by number of workers
-        self._merged: dict[int, Trace] = {}  # on one worker, by the number whose batches it has
+        # Runs on one worker, by the number of those whose batches it has, and how it came by them.
+        self._joined: dict[int, tuple[Fault, Trace]] = {}
         self._witnesses: tuple[Trace, ...] = ()
         self._planned: set[Asked] = set()
 
@@ -37,43 +56,58 @@ class Controlling:
             return {}
         if asked.is_plain:
             self._plain[asked.world_size] = recorded
-        elif {fault.kind for fault in asked.faults} == {MERGED}:
-            self._merged[int(asked.faults[0].value or 1)] = recorded
+        elif len(asked.faults) == 1 and asked.faults[0].kind in JOINED:
+            self._joined[int(asked.faults[0].value or 1)] = asked.faults[0], recorded
         else:
             self._witnesses += (recorded,)
         if asked.world_size != 1:  # the last one of a pair
             return {}
         runs: dict[str, Asked] = {}
         for size in (size for size in self._plain if size > 1):
-            if self._is_of_worker_s_batches(size) and size not in self._merged:
-                merged = replace(asked, faults=(_merging(size),))
-                if merged not in self._planned:
-                    runs[f"1-worker-merged-of-{size}"] = merged
+            fault = self._joining(size)
+            if fault is not None and size not in self._joined:
+                joined = replace(asked, faults=(fault,))
+                if joined not in self._planned:
+                    runs[f"1-worker-{_ENDS[fault.kind]}-of-{size}"] = joined
                     continue
             for one in self._next(size, asked):
                 made = _asked(asked, size, *one)
-                if size in self._merged and made.world_size == 1 and one[1] in _OF_ANY_SIZE:
-                    made = replace(made, faults=(*made.faults, _merging(size)))
+                if size in self._joined and made.world_size == 1 and one[1] in _OF_ANY_SIZE:
+                    made = replace(made, faults=(*made.faults, self._joined[size][0]))
                 runs[_name(size, *one)] = made
         fresh = {name: run for name, run in runs.items() if run not in self._planned}
         self._planned.update(fresh.values())
         return fresh
 
-    def _is_of_worker_s_batches(self, size: int) -> bool:
-        """Return whether one worker has the batches of one of `size` workers."""
+    def _joining(self, size: int) -> Fault | None:
+        """Return how one worker is to have the batches of `size` workers, None if it has them.
+
+        Its loaders can be told to, if it has the batches of a worker. Without loaders the batches
+        of others take the place of its own.
+        """
         runs = self._plain[1], self._plain[size]
+        if not all(any(shard.ids for shard in run.of(Shard)) for run in runs):
+            return None
         few, many = (run.scenario.batch_size for run in runs)
-        return few * size == many and all(any(s.ids for s in run.of(Shard)) for run in runs)
+        is_short, found = few * size == many, [run.traits.sample_ids == "content" for run in runs]
+        if all(found):
+            alone, several = map(_micro_batches, runs)
+            if is_short or (alone == several and controlled.has_other_rows(*runs)):
+                return _fault(REPLAYED, size)
+            in_turn = alone == size * several and controlled.has_other_rows(*runs)
+            return _fault(IN_TURN, size) if in_turn else None
+        return _fault(MERGED, size) if is_short and not any(found) else None
 
     def _next(self, size: int, last: Asked) -> list[tuple[int, str]]:
         """Return the numbers of workers, and the kind of control, of the next runs."""
-        alone, several = self._merged.get(size, self._plain[1]), self._plain[size]
+        several = self._plain[size]
+        alone = self._joined[size][1] if size in self._joined else self._plain[1]
         runs = Runs(several, {ALONE: (alone,)}, witnesses={CONTROLLED: self._witnesses})
         plain = Compared(runs=runs, model=alone, trace=several)
         is_ordered = not controlled.is_ordered_otherwise(plain)
         if is_ordered and not controlled.is_prevented(plain):
             return []
-        kinds = {fault.kind for fault in last.faults} - {MERGED}
+        kinds = {fault.kind for fault in last.faults} - {*JOINED}
         first = COMMON if is_ordered else ORDERED
         if not kinds and not (is_ordered and not controlled.is_by_chance(plain)):
             return [(size, first), (1, first)]
@@ -84,8 +118,28 @@ class Controlling:
         return []
 
 
-def _merging(size: int) -> Fault:
-    return Fault(kind=MERGED, step=0, value=str(size))
+def source_of(asked: Asked) -> str:
+    """Return the name of the run whose batches one worker is given; "" if it has its own."""
+    size = next((int(fault.value or 1) for fault in asked.faults if fault.kind in OF_RECORDS), 0)
+    kinds = [fault.kind for fault in asked.faults if fault.kind not in OF_RECORDS]
+    return "-".join([f"{size}-workers", *(_ENDS[kind] for kind in kinds)]) if size else ""
+
+
+def are_kept(asked: Asked) -> bool:
+    """Return whether the batches of a run may be given to one worker."""
+    kinds = {fault.kind for fault in asked.faults}
+    others = asked.repeat or asked.stops or asked.turn is not None
+    return asked.world_size > 1 and not others and kinds <= {COMMON}
+
+
+def _fault(kind: str, size: int) -> Fault:
+    return Fault(kind=kind, step=0, value=str(size))
+
+
+def _micro_batches(trace: Trace) -> int:
+    """Return how many micro-batches a rank has in the first step."""
+    first = [shard.rank for shard in trace.of(Shard) if shard.step == 0]
+    return first.count(first[0]) if first else 0
 
 
 def _asked(like: Asked, size: int, workers: int, kind: str) -> Asked:

@@ -26,7 +26,7 @@ from entrenar_py.command import asked
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.runs import Run
 from entrenar_py.contract import Invariant
-from entrenar_py.faults import MERGED, are_of_witnesses, are_shortened
+from entrenar_py.faults import MERGED, OF_RECORDS, are_of_witnesses, are_shortened
 from entrenar_py.harness import companions, plan, roles, stored
 from entrenar_py.harness.plan import Task
 from entrenar_py.harness.runner import Listener, ignore
@@ -194,13 +194,17 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
     files = {run.asked: file for file, run in runs.items()}
     chosen = asked.beside(check.needs, runs[file].asked).chosen(files.get)
     chosen = replace(chosen, witnesses=_witnesses(runs))
+    if CONTROLLED in check.witnesses and chosen.of(ALONE):
+        given = _joined(runs, runs[file].trace, *OF_RECORDS)
+        if given is not None:
+            return replace(chosen, beside={**chosen.beside, ALONE: (given,)})
     for alone in chosen.of(ALONE):
         meant = companions.plain(runs[file].trace.scenario, world_size=1)
         fields = roles.differences(runs[alone].trace.scenario, meant)
         unlike = {name: pair for name, pair in fields.items() if name not in roles.free(ALONE)}
         if unlike:
             rest = {need: those for need, those in chosen.beside.items() if need is not ALONE}
-            if (merged := _merged(runs, runs[file].trace)) is not None:
+            if (merged := _joined(runs, runs[file].trace, MERGED)) is not None:
                 return replace(chosen, beside={**rest, ALONE: (merged,)})
             return replace(chosen, beside=rest, near={ALONE: Near(alone, unlike)})
     return chosen
@@ -216,12 +220,16 @@ def _is_replaced(check: Check, file: Path, groups: Mapping[Path, Runs[Path]]) ->
     return CONTROLLED in check.witnesses and is_own and bool(used - groups.keys())
 
 
-def _merged(runs: Mapping[Path, Run], base: Trace) -> Path | None:
-    """Return the file of the run on one worker that had the batches of all workers of `base`."""
+def _joined(runs: Mapping[Path, Run], base: Trace, *kinds: str) -> Path | None:
+    """Return the file of the run on one worker that had the batches of all workers of `base`.
+
+    It came by them by a fault of one of the `kinds`.
+    """
     meant = companions.plain(base.scenario, world_size=1)
     due = {*roles.free(ALONE), "faults"}
     for file, run in runs.items():
-        if {fault.kind for fault in run.asked.faults} != {MERGED} or _failed(run):
+        faults = run.asked.faults
+        if len(faults) != 1 or faults[0].kind not in kinds or _failed(run):
             continue
         if not roles.differences(run.trace.scenario, meant).keys() - due:
             return file

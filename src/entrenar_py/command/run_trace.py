@@ -13,7 +13,7 @@ from entrenar_py.checks.knobs import KNOBS
 from entrenar_py.command import ending
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
-from entrenar_py.faults import MERGED
+from entrenar_py.faults import JOINED
 from entrenar_py.rank_files import (
     assembly,
     checkpoints,
@@ -107,7 +107,7 @@ def _scenario(
 ) -> tuple[Scenario, Traits]:
     """Return scenario and traits as the ranks' files show them, or as in `like` if they can't."""
     # Whether one worker has merged batches is to be seen: a script may cut its batches itself.
-    is_merged = any(fault.kind == MERGED for fault in asked.faults)
+    is_merged = any(fault.kind in JOINED for fault in asked.faults)
     disturbed = (asked.faults and not is_merged) or asked.stops or asked.repeat
     if like is not None and (disturbed or not any(isinstance(event, Update) for event in events)):
         traits = like.traits

@@ -18,7 +18,7 @@ from typing import Self
 from entrenar_py import trace
 from entrenar_py.checks import stopped_run
 from entrenar_py.checks.knobs import KNOBS, UNCLIPPED
-from entrenar_py.command import own_folder, placeholders, run_trace
+from entrenar_py.command import controlling, own_folder, placeholders, run_trace
 from entrenar_py.command.arranging import Arranging, Made
 from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.beginnings import Beginnings, first_step
@@ -29,7 +29,7 @@ from entrenar_py.command.run_plan import Plan
 from entrenar_py.command.shortening import Shortening
 from entrenar_py.errors import UsageError
 from entrenar_py.harness import interrupts
-from entrenar_py.observing import FAULTS, STOP
+from entrenar_py.observing import BATCHES, BATCHES_KEPT, FAULTS, STOP
 from entrenar_py.rank_files import auto_notes, checkpoints
 from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Trace
@@ -93,7 +93,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
 def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run]]:
     base = plan.folder
     likes: dict[Turn | None, Trace] = {}
-    nudging, controlling = Nudging(plan.needs), Controlling(plan.needs)
+    nudging, controls = Nudging(plan.needs), Controlling(plan.needs)
     shortening = Shortening(plan.needs)
     beginnings = Beginnings()
     arranging = Arranging(base, plan.arrangements)
@@ -122,6 +122,8 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
         if asked.option and not stopped_run.is_telling(recorded):
             planned = {name: replace(asked, option=""), **planned}  # it means something else
             continue
+        if controlling.source_of(asked) and recorded.end.status == "failed":
+            continue  # the script hands on more than was kept
         is_tried = asked.world_size not in (1, *plan.world_sizes)
         if is_tried and recorded.end.status == "failed":
             continue
@@ -145,7 +147,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
             if not asked.repeat:
                 likes.setdefault(asked.turn, recorded)
         if recorded.end.status == "completed":
-            planned |= shortening.after(asked, recorded) | controlling.after(asked, recorded)
+            planned |= shortening.after(asked, recorded) | controls.after(asked, recorded)
         rest = tuple(planned.values())
         file, run = base / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=rest)
         yield file, replace(run, is_tried=is_tried)
@@ -258,6 +260,7 @@ def _launched(
                 folder=folder,
                 variables={
                     FAULTS: json.dumps([fault.to_dict() for fault in asked.faults]),
+                    **_batches(asked, folder.parent),
                     **plan.observing(),
                     **stop,
                 },
@@ -269,6 +272,13 @@ def _launched(
                 break  # else it hung only after training, and can go on
     assert ended is not None, "it was launched"
     return ended
+
+
+def _batches(asked: Asked, folder: Path) -> dict[str, str]:
+    """Return the variable by which a run keeps its batches, or is given those of another run."""
+    if source := controlling.source_of(asked):
+        return {BATCHES: str(folder / source)}
+    return {BATCHES: BATCHES_KEPT} if controlling.are_kept(asked) else {}
 
 
 def _resuming(option: str, folder: Path) -> list[str]:

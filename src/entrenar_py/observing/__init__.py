@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # The folder that ranks record to; set by the harness, and nothing is recorded without it.
 FOLDER = "ENTRENAR_TRACE_DIR"
 COPY = "root"  # in that folder: what the copy of the user's folder lies below, as it does below /
+# BATCHES_KEPT, or the folder of the run whose batches this one is to be given.
+BATCHES, BATCHES_KEPT = "ENTRENAR_BATCHES", "keep"
 FAULTS = "ENTRENAR_FAULTS"  # the faults to plant, as a JSON list
 TOKENS = "ENTRENAR_TOKENS"  # set if a contract asks what a language model's outputs depend on
 # The step before which to end the process, as if the job was cut off: `6`, or `6 from 3`.

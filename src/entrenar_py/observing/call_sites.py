@@ -26,13 +26,18 @@ def here() -> Site | None:
 
     Libraries, Python's own and installed ones, are no part of a script.
     """
+    frame = own_frame()
+    if frame is None:
+        return None
+    return _in_place(Path(frame.f_code.co_filename).resolve()), frame.f_lineno
+
+
+def own_frame() -> FrameType | None:
+    """Return the innermost function of the script that runs now, None if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_own(file):
-            return _in_place(Path(file).resolve()), frame.f_lineno
+    while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back
-    return None
+    return frame
 
 
 def is_own(file: str) -> bool:

@@ -27,8 +27,8 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from entrenar_py.faults import CONTROLLED
-from entrenar_py.observing import mirrored_batches, planned_faults
+from entrenar_py.faults import CONTROLLED, IN_TURN, OF_RECORDS
+from entrenar_py.observing import mirrored_batches, planned_faults, replayed_batches
 
 # In place: a tensor, and what the distribution has.
 _FILLS = (
@@ -47,6 +47,10 @@ def begin_if_planned() -> CommonNumbers | None:
     global CURRENT
     planned = planned_faults.planned()
     mirrored_batches.begin(planned)
+    for fault in planned:
+        if fault.kind in OF_RECORDS:
+            in_turn = fault.kind == IN_TURN
+            replayed_batches.begin_giving(int(fault.value or 1), in_turn=in_turn)
     if CURRENT is None and any(fault.kind in CONTROLLED for fault in planned):
         CURRENT = CommonNumbers()
         CURRENT.__enter__()  # type: ignore[no-untyped-call]

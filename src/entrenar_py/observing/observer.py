@@ -23,6 +23,7 @@ from entrenar_py.observing import (
     language,
     process_rank,
     reduced_gradients,
+    replayed_batches,
     sources,
     step_in_work,
     surroundings,
@@ -120,6 +121,7 @@ class Observer(Observation):
         self._numbers = common_numbers.begin_if_planned()
         if self._numbers is not None:
             self._numbers.reseeded = lambda: self._random.mark(None)
+        self._keeping = replayed_batches.begin_keeping(rank)
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
         self._stop = PlannedStop(rank, world_size, begins=self._step.number)
         self._hook()
@@ -268,6 +270,8 @@ class Observer(Observation):
         self._micro_batches.after_forward(inputs, is_training=model.training)
         if model.training:
             self._backward.expect(output)
+        if self._keeping is not None and model.training and torch.is_grad_enabled():
+            self._keeping.passed(inputs)
 
     def _before_backward(self) -> None:
         """Handle gradients dropped without a step: forget them, or record a skipped step."""

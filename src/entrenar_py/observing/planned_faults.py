@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from entrenar_py import hook_calls, trace
-from entrenar_py.faults import CONTROLLED, NUDGED, OF_LOADERS, Fault
+from entrenar_py.faults import CONTROLLED, NUDGED, OF_LOADERS, OF_RECORDS, Fault
 from entrenar_py.observing import (
     FAULTS,
     dtensors,
@@ -86,7 +86,8 @@ class PlannedFaults:
         are.
         """
         for fault in self._faults:
-            if fault.kind in (*CONTROLLED, *OF_LOADERS):  # since this record was made, or earlier
+            # Since this record was made, or earlier.
+            if fault.kind in (*CONTROLLED, *OF_LOADERS, *OF_RECORDS):
                 self._strikes(fault)
             if fault.kind == NUDGED and self._strikes(fault):
                 for name, parameter in self._subject.parameters.items():

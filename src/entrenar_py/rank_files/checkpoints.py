@@ -35,9 +35,9 @@ class Saved:
     whether a file was left that can hold them. `unreached` is the first line of the script that
     would save something, and `library` that of the library that trains, each "" if there is none.
     `loads` tells whether a line of the script may load it, `option` is its option that sounds like
-    that, as `--resume PATH`, and `read_back` is the first line that has loaded a file with weights of a step, before it
-    trained. `read_only` is the line of a process that has done so and didn't train. `restarts`
-    tells whether the launcher may start workers again.
+    that, as `--resume PATH`. `read_back` is the first line that has loaded a file with weights of a
+    step, before it trained. `read_only` is the line of a process that has done so and didn't train.
+    `restarts` tells whether the launcher may start workers again.
     """
 
     is_known: bool = False

@@ -1,0 +1,68 @@
+"""One worker is given what the models and losses of several ranks were given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from entrenar_py.observing.replayed_batches import Giving, Keeping
+
+ROWS = [torch.arange(6).view(3, 2) + 10 * rank for rank in range(2)]
+MASK = torch.ones(2, 2, dtype=torch.bool)
+
+
+def kept(folder: Path, *given: tuple[Tensor, ...]) -> None:
+    """Keep a pass for each of `given`, one rank after the other in turn."""
+    for number, inputs in enumerate(given):
+        x, y = inputs[0], inputs[0].sum(1).bfloat16()
+        assert len(y) == len(x)  # y lies beside the inputs
+        Keeping(folder, number % 2).passed((inputs, {}))
+
+
+def test_the_rows_of_all_ranks(tmp_path: Path) -> None:
+    """They are joined; what has other dimensions is the same on all ranks."""
+    kept(tmp_path, (ROWS[0], MASK), (ROWS[1], MASK))
+    x, mask = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.bool)
+    y = torch.zeros(3, dtype=torch.bfloat16)
+    Giving(tmp_path, 2, in_turn=False).passes(((x,), {"mask": mask}))
+    assert x.tolist() == [*ROWS[0].tolist(), *ROWS[1].tolist()]
+    assert mask.all()
+    assert y.tolist() == x.sum(1).tolist()
+
+
+def test_as_many_micro_batches_as_all_ranks_have(tmp_path: Path) -> None:
+    """They come in turn, as long as there are some."""
+    kept(tmp_path, (ROWS[0],), (ROWS[1],))
+    giving = Giving(tmp_path, 2, in_turn=True)
+    given = [torch.zeros(3, 2, dtype=torch.int64) for _ in range(3)]
+    for x in given:
+        giving.passes(((x,), {}))
+    assert [x.tolist() for x in given] == [ROWS[0].tolist(), ROWS[1].tolist(), [[0, 0]] * 3]
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ([(ROWS[0],), (ROWS[1][:2],)], (ROWS[0].clone(),)),  # ranks have other numbers of rows
+        ([(ROWS[0][:1],), (ROWS[1][:1],)], (ROWS[0][:1].clone(),)),
+        ([(ROWS[0],), (ROWS[1],)], (ROWS[0].clone(), MASK.clone())),
+    ],
+)
+def test_what_can_t_be_given(
+    tmp_path: Path, given: list[tuple[Tensor, ...]], own: tuple[Tensor, ...]
+) -> None:
+    """The script fails then, and nothing is compared."""
+    kept(tmp_path, *given)
+    with pytest.raises(LookupError):
+        Giving(tmp_path, 2, in_turn=False).passes((own, {}))
+
+
+def test_too_much_is_not_kept(tmp_path: Path) -> None:
+    """A rank's file is small."""
+    keeping = Keeping(tmp_path, 0)
+    for _ in range(3):
+        keeping.passed((torch.zeros(2**21), {}))
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2**24 + 1000
