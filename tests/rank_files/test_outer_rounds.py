@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def test_ranks_that_meet_at_different_steps() -> None:
 
 
 def test_the_rule_of_the_outer_step() -> None:
-    """Rate and momentum are options, the kind of momentum is a trait; nothing without rounds."""
+    """Rate and momentum are options, the kind of momentum is a trait; nothing without a rule."""
     events = meeting(0, 1)
     options, traits = outer_rounds.shown(ranks(rule="momentum"), events)
     assert (options["outer_learning_rate"], options["outer_momentum"]) == (0.7, 0.9)
@@ -65,7 +66,10 @@ def test_the_rule_of_the_outer_step() -> None:
     options, traits = outer_rounds.shown(ranks(rule="other"), events)
     assert traits == {"outer": "other"}
     assert "outer_learning_rate" not in options
-    assert outer_rounds.shown(ranks(), []) == ({}, {})
+    seen, _ = outer_rounds.shown(ranks(), [])  # an outer optimizer, before weights show rounds
+    assert seen == {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    bare = [replace(rank, outer={}) for rank in ranks()]
+    assert outer_rounds.shown(bare, []) == ({}, {})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from entrenar_py.checks import (
     audits,
     averages,
@@ -77,7 +79,11 @@ _FAMILIES = (
     teacher_rows,
     language_model,
 )
-_TABLE: tuple[Check, ...] = tuple(row for family in _FAMILIES for row in family.ROWS)
+_TABLE: tuple[Check, ...] = tuple(
+    replace(row, in_rounds=local_sgd.IN_ROUNDS.get(row.name))
+    for family in _FAMILIES
+    for row in family.ROWS
+)
 CHECKS: dict[str, Check] = {check.name: check for check in _TABLE}
 _BY_ID: dict[str, Check] = {check.id: check for check in _TABLE}
 

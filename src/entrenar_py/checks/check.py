@@ -23,7 +23,9 @@ class Check(CheckTerms):
     `judge` compares the runs. `plan` returns the scenarios for a clause that lists none. `needs`
     are the other runs that a run is judged with, `witnesses` the runs of a user's own trainer that
     show whether the comparisons' presuppositions hold. `explores`: random scenarios around the plan
-    make sense. `in_step`: the check applies only if all workers make every step together.
+    make sense. `in_step`: the check applies only if all workers make every step together; of a
+    user's workers that step alone and are brought together after rounds, `in_rounds` judges the
+    same clause, if there is one.
     `bitwise`: it applies only to trainers whose bits do not depend on the number of workers.
     `takes_turned`: it also judges runs with a turned knob: with the base if `needs` has that knob,
     else alone. `takes_resumed`: it judges a user's resumed run, too, by itself. `takes_commands`:
@@ -42,6 +44,7 @@ class Check(CheckTerms):
     tolerance_kinds: tuple[str, ...] = EQUALITY_KINDS
     takes_tolerance: bool = False
     in_step: bool = False
+    in_rounds: Callable[[Invariant, Traces], Finding] | None = None
     bitwise: bool = False
     takes_turned: bool = False
     takes_resumed: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +16,17 @@ from entrenar_py.checks import (
     parity,
     plans,
     replica_identity,
+    restored_state,
     rounds,
 )
 from entrenar_py.checks.check import Check
-from entrenar_py.checks.needs import ALONE, ORACLE, POISONED, Traces
+from entrenar_py.checks.needs import ALONE, ORACLE, POISONED, SAVED, Traces
 from entrenar_py.contract import Invariant
 from entrenar_py.faults import Fault
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Halt, Trace, Update
+from entrenar_py.trace import Halt, Start, Synchronised, Trace, Update
 from entrenar_py.verdict import Finding, Tally
-
-_AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+from entrenar_py.wording import listed
 
 
 def plan_scenario(**changes: Any) -> Scenario:
@@ -50,7 +51,7 @@ def plan(invariant: Invariant) -> list[Scenario]:
 
 def plan_parity(invariant: Invariant) -> list[Scenario]:
     """Plan plain SGD, synchronised after every step, with the plain mean as the outer step."""
-    return [plan_scenario(optimizer="sgd", learning_rate=0.05, options=_AS_ONE)]
+    return [plan_scenario(optimizer="sgd", learning_rate=0.05, options=rounds.AS_ONE)]
 
 
 def plan_non_finite(invariant: Invariant) -> list[Scenario]:
@@ -65,7 +66,25 @@ def judge_agreement(invariant: Invariant, traces: Traces) -> Finding:
     for trace in rounds.usable(traces, tally):
         replica_identity.compare(tally, rounds.as_steps(trace))
         _joined(tally, trace)
+        _left_apart(tally, trace)
     return tally.finding(nothing=rounds.nothing(tally))
+
+
+def _left_apart(tally: Tally, trace: Trace) -> None:
+    """Count as missing what no round brings together: each rank's own, or forgotten."""
+    names = {name for start in trace.of(Start) for name in start.trainable}
+    met = {name for event in trace.of(Synchronised) for name in event.weights}
+    apart = [
+        name
+        for name in sorted(names - met)
+        if len({u.weights[name].digest for u in trace.of(Update) if name in u.weights}) > 1
+    ]
+    if apart and met:
+        tally.miss(
+            f"{listed(apart, most=2)} differ between ranks, and are brought together in no round: "
+            "right if each rank keeps its own, wrong if they were forgotten; call "
+            "obs.synchronised() where a round ends to have all weights compared"
+        )
 
 
 def _joined(tally: Tally, trace: Trace) -> None:
@@ -88,15 +107,15 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
     runs = evidence.usable_runs(runs, tally)
     base = None
     for trace in rounds.usable(() if runs.base is None else (runs.base,), tally):
-        options = {**_AS_ONE, **trace.scenario.options}
-        if trace.scenario.optimizer == "sgd" and options == {**options, **_AS_ONE}:
+        options = {**rounds.AS_ONE, **trace.scenario.options}
+        if trace.scenario.optimizer == "sgd" and options == {**options, **rounds.AS_ONE}:
             base = rounds.as_steps(trace)
         else:
             tally.miss(
                 missing.told(
                     tally,
                     trace="local SGD equals synchronous SGD only with optimizer=sgd and options "
-                    f"{_AS_ONE}",
+                    f"{rounds.AS_ONE}",
                     script="local SGD equals training on one worker only in rounds of one step, "
                     "with plain SGD inside, outer rate 1 and outer momentum 0: run the script so",
                 )
@@ -135,6 +154,24 @@ def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:
             tally.check(is_good, message, **evidence.place(trace, update))
     return tally.finding(nothing=rounds.nothing(tally))
 
+
+def judge_state(invariant: Invariant, traces: Traces) -> Finding:
+    """Judge the state that ranks resume with; that of an inner optimizer is each rank's own."""
+    tally = missing.tally_for(invariant, traces)
+    stopped = traces.of(SAVED)
+    for run in evidence.usable(stopped or traces, tally):
+        restored_state.compare(tally, traces.base if stopped else None, run, ("optimizer",))
+    return tally.finding(nothing=rounds.OWN_STATE)
+
+
+# By check: what decides a clause about common steps in a user's runs whose workers step alone.
+IN_ROUNDS: Mapping[str, Callable[[Invariant, Traces], Finding]] = {
+    "replica_identity": judge_agreement,
+    "finiteness": judge_finiteness,
+    "parity": judge_parity,
+    "weighting": outer_step.judge_weighting,
+    "optimizer_state": judge_state,
+}
 
 ROWS = (
     Check(

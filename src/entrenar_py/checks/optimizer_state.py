@@ -13,6 +13,7 @@ from entrenar_py.checks import (
     presuppositions,
     replica_identity,
     restored_state,
+    rounds,
     run_comparison,
 )
 from entrenar_py.checks.check import Check
@@ -82,6 +83,8 @@ def _absent(traces: Sequence[Trace]) -> str:
         return "each tensor's state is kept by one rank alone, and the script writes no checkpoint"
     if not updates:
         return ""
+    if several and all(rounds.are_in(t) and t.traits.saves == "nothing" for t in several):
+        return rounds.OWN_STATE
     if any(update.optimizer for update in updates):
         return _undivided(traces)
     if {trace.scenario.optimizer for trace in traces} == {"sgd"}:

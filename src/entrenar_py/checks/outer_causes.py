@@ -14,6 +14,21 @@ from numpy.typing import NDArray
 
 Vectors = Mapping[str, NDArray[Any]]
 
+ALIKE = "workers count alike, whatever their samples"
+
+# The first words of the causes.
+_BEGINNINGS = (
+    ALIKE,
+    "nothing was changed since the round",
+    "the worker went on from its own weights",
+    "the pseudo-gradient has the wrong sign",
+    "pseudo-gradients are added",
+    "the mean is divided by the workers",
+    "the workers' weights are added",
+    "the outer momentum was lost",
+    "Nesterov's look ahead is there",
+    "only rank",
+)
 _ALIKE = 1e-3  # of the step's length: the causes are far further apart
 
 
@@ -63,6 +78,11 @@ def explain(round_: Round, got: Vectors, rank: int, step: Step, other: Step) -> 
     return ""
 
 
+def is_named(message: str) -> bool:
+    """Return whether a message about an outer step ends with what `explain` returned."""
+    return any(f": {words}" in message for words in _BEGINNINGS)
+
+
 def _causes(round_: Round, rank: int, step: Step, other: Step) -> Iterator[tuple[str, Vectors]]:
     """Yield each cause in words, with the weights that it leads to."""
     yield "nothing was changed since the round began", round_.before
@@ -70,7 +90,7 @@ def _causes(round_: Round, rank: int, step: Step, other: Step) -> Iterator[tuple
         yield "the worker went on from its own weights", round_.inner[rank]
     mean, num_workers = round_.mean, len(round_.shares)
     alike = dict.fromkeys(round_.shares, 1.0 / num_workers)
-    yield "workers count alike, whatever their samples", step(replace(round_, shares=alike))
+    yield ALIKE, step(replace(round_, shares=alike))
     for words, factor in (
         ("the pseudo-gradient has the wrong sign", -1.0),
         ("pseudo-gradients are added, and not divided by the workers", float(num_workers)),
@@ -81,6 +101,8 @@ def _causes(round_: Round, rank: int, step: Step, other: Step) -> Iterator[tuple
             for name, value in mean.items()
         }
         yield words, step(replace(round_, inner={rank: moved}, shares={rank: 1.0}))
+    added = {name: num_workers * value for name, value in mean.items()}
+    yield "the workers' weights are added, and not divided by their number", added
     yield "the outer momentum was lost", step(replace(round_, momentum={}))
     yield "Nesterov's look ahead is there in only one of rule and step", other(round_)
     for alone in round_.inner:

@@ -54,7 +54,7 @@ def _has_stepped(trace: Trace, place: Place) -> bool:
 
 def _judge_step(tally: Tally, trace: Trace, update: Update, *, is_bad: bool, rested: bool) -> None:
     place = evidence.place(trace, update)
-    if is_bad and rested:
+    if is_bad and rested and update.finite:
         tally.compared += 1
         tally.note(f"rank {update.rank} left out its step {update.step}, whose value is not finite")
         return

@@ -72,6 +72,12 @@ def _on_time(tally: Tally, trace: Trace) -> None:
                 "not brought together: run it for whole rounds (--steps), or synchronise at the end"
             )
             continue
+        if step not in meetings and _is_unseen(trace, step):
+            tally.miss(
+                f"whether workers were brought together after the last step, {step}, is unknown: "
+                "call obs.synchronised(...) wherever they are"
+            )
+            continue
         for rank in sorted(updates.get(step, {}).keys() | meetings.get(step, {}).keys()):
             came = rank in meetings.get(step, {})
             message = f"rank {rank} {'synchronised' if came else 'did not synchronise'} with the"
@@ -90,43 +96,73 @@ def _is_cut_off(scenario: Scenario, step: int) -> bool:
     return is_last and (step + 1) % length != 0
 
 
+def _is_unseen(trace: Trace, step: int) -> bool:
+    """Return whether a meeting after `step` could not be seen: weights show it in the next step."""
+    is_last = trace.scenario.workload == "own" and step + 1 == trace.scenario.num_steps
+    return is_last and all(one.collectives_alone is None for one in trace.of(Synchronised))
+
+
 def judge(invariant: Invariant, traces: Traces) -> Finding:
     """Judge every outer step of every worker: the weights, and the outer momentum."""
     tally = missing.tally_for(invariant, traces)
     for trace in rounds.usable(traces, tally):
         if rounds.says_rule(tally, trace):
-            _follow(tally, trace)
+            follow(tally, trace)
     return tally.finding(nothing=rounds.nothing(tally))
 
 
-def _follow(tally: Tally, trace: Trace) -> None:
+def judge_weighting(invariant: Invariant, traces: Traces) -> Finding:
+    """Judge that in a user's rounds samples count alike, whichever worker draws them.
+
+    Workers with unequal numbers of samples may count alike on purpose: then it stays open.
+    """
+    tally = missing.tally_for(invariant, traces)
+    for trace in rounds.usable(traces, tally):
+        tried = Tally("", observed=True)
+        follow(tried, trace)
+        if tried.broken is not None and outer_causes.ALIKE in tried.broken.message:
+            tally.miss(
+                "workers draw unequal numbers of samples, and count alike where they are brought "
+                "together: right if each worker is to count once, wrong if each sample is to count "
+                "as much; local-sgd-v1.yaml demands the second"
+            )
+        elif rounds.says_rule(tally, trace):
+            follow(tally, trace)
+    return tally.finding(nothing=rounds.nothing(tally))
+
+
+def follow(tally: Tally, trace: Trace) -> None:
+    """Follow the outer steps of one run by its rule."""
     start = next((begin for begin in trace.of(Start) if begin.step == 0), None)
-    before = None if start is None else evidence.vectors(_trained(start.weights, start))
+    met = rounds.synchronisations(trace)
+    names = {name for by_rank in met.values() for one in by_rank.values() for name in one.weights}
+    begun = {} if start is None else _trained(start.weights, start)
+    before = evidence.vectors({name: t for name, t in begun.items() if name in names})
     if start is None or before is None:
         missing.ask(tally, "the initial weights are unknown", facts.START_WITH_VALUES)
         return
     momentum: Vectors = {}
     earlier = -1
     updates = evidence.updates(trace)
-    for step, by_rank in rounds.synchronisations(trace).items():
-        shares = _shares(trace, updates.get(step, {}), earlier, step)
+    for step, by_rank in met.items():
+        of_ranks = shares(trace, updates.get(step, {}), earlier, step)
         inner = _inner(updates.get(step, {}), start)
-        if not shares or inner is None:
+        if not of_ranks or inner is None:
             why = f"the outer step after step {step} can't be recomputed"
             missing.ask(tally, why, facts.WEIGHTS_AND_SHARDS)
             return
-        round_ = Round(before=before, momentum=momentum, inner=inner, shares=shares)
-        weights = _outer(trace, round_)[0]
+        round_ = Round(before=before, momentum=momentum, inner=inner, shares=of_ranks)
+        weights, kept = _outer(trace, round_)
         for event in (by_rank[rank] for rank in sorted(by_rank)):
             if not _was_rounded(tally, trace, event, before, weights):
                 _compare(tally, trace, event, round_, start)
         lowest = by_rank[min(by_rank)]
         before = evidence.vectors(_trained(lowest.weights, start)) or {**weights}
-        momentum = _momentum(lowest)
+        momentum = _momentum(lowest) if lowest.optimizer else kept
         earlier = step
 
 
-def _shares(trace: Trace, there: Mapping[int, Update], earlier: int, step: int) -> dict[int, float]:
+def shares(trace: Trace, there: Mapping[int, Update], earlier: int, step: int) -> dict[int, float]:
     """Return each worker's share of the round's samples; {} if they were not recorded.
 
     Samples before a worker joined don't count.
@@ -173,8 +209,7 @@ def _compare(tally: Tally, trace: Trace, event: Synchronised, round_: Round, sta
     weights, kept = _outer(trace, round_)
     expected, got = _records(weights), _trained(event.weights, start)
     bound = max(BOUND, ROUNDINGS * precision.unit_of(event.weights))
-    rule = "Nesterov's rule" if trace.traits.outer == "nesterov" else "the rule of momentum"
-    message = f"the outer weights are not what {rule} makes of the mean pseudo-gradient"
+    message = _not_followed(trace)
     values = evidence.vectors(got)
     if values is not None and not _are_close(weights, values, bound):
         message += outer_causes.explain(
@@ -189,13 +224,22 @@ def _compare(tally: Tally, trace: Trace, event: Synchronised, round_: Round, sta
     floor = BOUND * (closeness.norm_l2(expected) or 0.0)
     message = "the outer momentum is not that of the mean pseudo-gradients"
     own = {name: event.optimizer[name] for name in momentum if name in event.optimizer}
-    if momentum:
+    if momentum and event.optimizer:
         done &= closeness.compare_close(
             tally, _records(momentum), own, BOUND, message, floor, **place
         )
     if not done:
         fact = facts.values_of("Synchronised.weights and .optimizer")
         missing.ask(tally, f"the outer step after step {event.step} was not compared", fact)
+
+
+def _not_followed(trace: Trace) -> str:
+    """Return what is said of an outer step that is not the rule's."""
+    rule = rounds.rule(trace.scenario)
+    if rule.outer_learning_rate == 1 and not rule.outer_momentum:
+        return "the weights after a round are not the mean of the workers' weights"
+    name = "Nesterov's rule" if trace.traits.outer == "nesterov" else "the rule of momentum"
+    return f"the outer weights are not what {name} makes of the mean pseudo-gradient"
 
 
 def _are_close(expected: Vectors, got: Vectors, bound: float) -> bool:

@@ -17,6 +17,7 @@ from entrenar_py.checks import (
     oracles,
     plans,
     presuppositions,
+    rounds,
     run_comparison,
     same_bits,
 )
@@ -128,5 +129,6 @@ ROWS = (
         takes_tolerance=True,
         in_step=True,
         takes_turned=True,
+        absent=rounds.unlike_one_worker,
     ),
 )

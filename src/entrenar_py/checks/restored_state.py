@@ -76,7 +76,9 @@ def resumes(trace: Trace) -> Iterator[Resume]:
 def _go_on_from(made: dict[int, Update], event: Synchronised) -> None:
     """Give the update of a synchronised step the weights that the rank was given then."""
     if event.step in made:
-        made[event.step] = replace(made[event.step], weights=event.weights)
+        made[event.step] = replace(
+            made[event.step], weights={**made[event.step].weights, **event.weights}
+        )
 
 
 def compare(tally: Tally, straight: Trace | None, trace: Trace, parts: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ Such a trace promises `rounds`: its replicas agree after each Synchronised, not 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from entrenar_py.checks import evidence, missing
@@ -20,6 +20,28 @@ NOTHING = (
     "no run of workers that step alone and synchronise: record a Synchronised of each rank "
     f'whenever they are, in a trace with promises=("{PROMISE}",)'
 )
+
+OWN_STATE = (
+    "each rank's optimizer has a state of its own, since ranks step alone, and weights are brought "
+    "together after rounds"
+)
+# The options of rounds that make of local SGD the training of one worker, if its rule is SGD.
+AS_ONE = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+
+
+def unlike_one_worker(traces: Sequence[Trace]) -> str:
+    """Return why a user's runs are no training of one worker, if all on several are in rounds."""
+    several = [trace for trace in traces if trace.scenario.world_size > 1]
+    if not several or not all(are_in(trace) and not _is_as_one(trace) for trace in several):
+        return ""
+    return (
+        "ranks step alone, and are brought together after rounds, which is another training than "
+        "that of one worker: weights after rounds are judged by F-DP-001 and F-TI-001"
+    )
+
+
+def _is_as_one(trace: Trace) -> bool:
+    return trace.scenario.optimizer == "sgd" and AS_ONE.items() <= trace.scenario.options.items()
 
 
 def are_in(trace: Trace) -> bool:

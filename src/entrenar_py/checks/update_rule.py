@@ -239,7 +239,8 @@ def prepare(rules: dict[int, Rule], event: Event, trace: Trace) -> None:
         for rule in rules.values():
             rule.save(event.step)
     elif isinstance(event, Synchronised) and event.rank in rules:
-        rules[event.rank].weights = event.weights  # its moments are kept
+        rule = rules[event.rank]  # its moments are kept
+        rule.weights = {**rule.weights, **event.weights}
 
 
 def start_of(trace: Trace, step: int, rank: int) -> Start | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from entrenar_py import systems, trace
-from entrenar_py.checks import knob_pairs, own_sums
+from entrenar_py.checks import knob_pairs, met_rounds, own_sums
 from entrenar_py.checks.knobs import KNOBS
 from entrenar_py.command import ending
 from entrenar_py.command.asked import Asked
@@ -69,7 +69,7 @@ def of(
         )
     if why := ending.unresumed(ranks, asked, ended, saved.read_only):
         recorded = replace(recorded, environment={**recorded.environment, "unresumed": why})
-    return _with_its_faults(own_sums.seen_through(recorded))
+    return _with_its_faults(met_rounds.seen(own_sums.seen_through(recorded)))
 
 
 def have_closed(folder: Path, world_size: int, life: int) -> bool:

@@ -87,10 +87,14 @@ def judge(invariant: Invariant, check: Check, runs: Traces) -> Judgement:
     the runs, or if the clause would be held although the planted bug took no part.
     """
     interrupts.check()
+    decide: Callable[[Invariant, Traces], Finding] | None = check.judge
     if check.in_step and any("rounds" in run.promises for run in runs):
+        is_own = all(run.scenario.workload == "own" for run in runs)
+        decide = check.in_rounds if is_own else None
+    if decide is None:
         return Judgement(finding=inconclusive(invariant.id, _ALONE), failed=False)
     try:
-        finding = check.judge(invariant, runs)
+        finding = decide(invariant, runs)
     except Exception as error:  # noqa: BLE001  (a checker that crashed knows nothing)
         reason = f"the check {check.name} crashed: {type(error).__name__}: {error}"
         return Judgement(finding=inconclusive(invariant.id, reason), failed=True)

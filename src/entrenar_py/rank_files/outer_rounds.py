@@ -13,21 +13,22 @@ from entrenar_py.trace import Event, Synchronised
 def shown(
     ranks: Sequence[RankTrace], events: Sequence[Event]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the scenario's options and the traits of the outer step; both empty without rounds.
+    """Return the scenario's options and the traits of the outer step; both empty without a rule.
 
-    The option `inner_steps` is left out if it was not declared and rounds have several lengths.
+    The option `inner_steps` is left out if it was not declared and rounds have several lengths, or
+    none are known.
     """
     rules = [rank.outer for rank in ranks if rank.outer]
     meetings: dict[int, set[int]] = defaultdict(set)
     for event in events:
         if isinstance(event, Synchronised):
             meetings[event.rank].add(event.step)
-    if not rules or not meetings:
+    if not rules:
         return {}, {}
     first = rules[0]
     options: dict[str, Any] = {}
     declared = next((rule["inner_steps"] for rule in rules if "inner_steps" in rule), None)
-    length = declared or _usual_length([sorted(steps) for steps in meetings.values()])
+    length = declared or usual_length([sorted(steps) for steps in meetings.values()])
     if length is not None:
         options["inner_steps"] = length
     if first["rule"] == "other" or any(_bare(rule) != _bare(first) for rule in rules):
@@ -40,11 +41,13 @@ def _bare(rule: Any) -> dict[str, Any]:
     return {name: value for name, value in rule.items() if name != "inner_steps"}
 
 
-def _usual_length(meetings: Sequence[Sequence[int]]) -> int | None:
-    """Return the number of steps of a round; None if all ranks have rounds of several lengths.
+def usual_length(meetings: Sequence[Sequence[int]]) -> int | None:
+    """Return the number of steps of a round; None without any, or if all have several lengths.
 
     The last round may be shorter. If ranks differ, it is the length that most rounds have.
     """
+    if not meetings:
+        return None
     rounds = [
         [step - before for before, step in zip((-1, *steps), steps, strict=False)]
         for steps in meetings

@@ -45,6 +45,27 @@ def _gets_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
 
 
+def _steps_a_copy(
+    optimizer: torch.optim.Optimizer, called: nn.Module, others: Iterable[torch.optim.Optimizer]
+) -> bool:
+    """Return whether an optimizer has copies of what another one steps in the module `called`.
+
+    It is the outer optimizer of ranks that step alone (DiLoCo): no backward pass reaches its own
+    tensors, although they may require a gradient.
+    """
+    trained = {*called.parameters()}
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    if not trained.isdisjoint(own):
+        return False
+    return any(
+        not trained.isdisjoint(peers)
+        and len(peers) == len(own)
+        and all(a.device == b.device for a, b in zip(own, peers, strict=True))
+        and all(torch.equal(a, b) for a, b in zip(own, peers, strict=True))  # of shapes, too
+        for peers in ([p for g in other.param_groups for p in g["params"]] for other in others)
+    )
+
+
 class Follower:
     """Follows one process from the import of torch on.
 
@@ -146,6 +167,8 @@ class Follower:
         A module is not trained yet if no optimizer holds any of its parameters.
         """
         optimizers = self.optimizers()
+        if called is not None:
+            optimizers = [o for o in optimizers if not _steps_a_copy(o, called, optimizers)]
         parameters = {p for opt in optimizers for g in opt.param_groups for p in g["params"]}
         if called is not None and parameters.isdisjoint(called.parameters()):
             if self._untrained is None and any(p.requires_grad for p in called.parameters()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from entrenar_py.observing.generators import States
 from entrenar_py.observing.loader_batches import Batches
 from entrenar_py.observing.loss_terms import Begun
 from entrenar_py.observing.observer import Observer
+from entrenar_py.observing.outer_synchronisation import OuterOptimizer
 from entrenar_py.observing.seen_samples import SeenSamples
 
 
@@ -104,7 +106,9 @@ class Recorder(Observer):
     def stranger_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Look at a step of an optimizer that isn't observed.
 
-        Raises UsageError if it steps parameters that are observed.
+        If it steps copies of the model's parameters, it may be the outer optimizer of ranks that
+        step alone, and its rule is recorded. Raises UsageError if it steps parameters that are
+        observed.
         """
         stepped = {p for group in optimizer.param_groups for p in group["params"]}
         if not stepped.isdisjoint(self._subject.parameters.values()):
@@ -112,6 +116,10 @@ class Recorder(Observer):
                 f"in step {self.num_steps} another optimizer ({type(optimizer).__name__}) steps "
                 "the model than in the steps before: give that one to observe(model, optimizer)"
             )
+        shapes = Counter(tuple(tensor.shape) for tensor in stepped)
+        if stepped and shapes <= Counter(tuple(t.shape) for t in self._subject.trained.values()):
+            outer = OuterOptimizer(optimizer=optimizer, weights={}, inner_steps=None)
+            self._recording.synchronised(outer.rule())
 
     def step_ended(self) -> None:
         """Note that an optimizer has stepped; write what is known of the script, if that is new."""
