@@ -67,7 +67,7 @@ def _meetings(trace: Trace) -> tuple[Met, Set[str]]:
     for step, by_rank in evidence.ranks_by_step(trace):
         if before and before.keys() == by_rank.keys() and _step_alone(before):
             edited = frozenset(name for update in by_rank.values() for name in update.edited)
-            given = {
+            given: dict[int, Tensors] = {
                 rank: {name: by_rank[rank].edited.get(name, held) for name, held in of.items()}
                 for rank, of in ((rank, update.weights) for rank, update in before.items())
             }
@@ -234,7 +234,7 @@ def _moves(trace: Trace) -> Iterator[tuple[Vector, Vector]]:
     for step, by_rank in met.items():
         shares = outer_step.shares(trace, updates.get(step, {}), earlier, step)
         inner = {rank: _flat(updates[step][rank].weights, names) for rank in shares}
-        after = _flat(evidence.any_rank(by_rank).weights, names)
+        after = _flat(by_rank[min(by_rank)].weights, names)
         if before is None or after is None or not shares:
             return
         mean = np.zeros_like(before)
