@@ -172,6 +172,7 @@ OF_OWN_PROCESSES = {
     "finetune.worker_process",
     "observing.auto",
     "observing.planned_faults",
+    "observing.planned_rates",
     "reports.drawn_runs",
     "systems.finetuned.by_ranks",
     "systems.probes.memory",

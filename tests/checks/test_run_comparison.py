@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from entrenar_py.checks import run_comparison
+from entrenar_py.faults import Fault
 from entrenar_py.trace import End, Event, Shard, Start, Trace, Traits, Update, record_tensor
 from entrenar_py.verdict import Tally
 from tests.checks.traces import scenario
@@ -141,3 +143,18 @@ def test_a_mean_of_means_in_a_later_step(optimizer: str) -> None:
     assert found is not None
     assert found.step == 9
     assert found.message.endswith("which could mean: a mean of means")
+
+
+def test_a_rate_that_follows_from_the_number_of_workers() -> None:
+    """It is an error, unless one worker had to load the batches of two to have as large ones."""
+    model, trace = regression(1, rate=0.02), regression(2, rate=0.04)
+    found = judged(trace, model).broken
+    assert found is not None
+    assert found.message.startswith("the learning rate is not the single device's")
+    merged = Fault(kind="merged_batches", step=0, value="2")
+    model = replace(model, scenario=model.scenario.with_(faults=(merged,)))
+    tally = judged(trace, model)
+    assert tally.broken is None
+    assert tally.missing[0].startswith(
+        "one worker steps with learning rate 0.02 in step 0, 2 with 0.04: if it follows from"
+    )

@@ -27,6 +27,7 @@ from entrenar_py.checks import (
     step_shape,
 )
 from entrenar_py.checks.sensitivity import UNKNOWN, Sensitivity
+from entrenar_py.faults import MERGED
 from entrenar_py.trace import Start, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 
@@ -115,6 +116,9 @@ def compare(
     for step, by_rank in _comparable(comparison, model, apart):
         due = valued - {"gradient"} if step in rested else valued
         model_update = evidence.any_rank(expected[step])
+        if why := _other_rate(model, model_update, trace, evidence.any_rank(by_rank)):
+            tally.miss(f"{words.before}{why}")
+            break
         if step >= ROUNDING_STEPS and "gradient" in due and trace.scenario.workload == "own":
             comparison.later_shares(later, evidence.any_rank(by_rank))
         for update in by_rank.values():
@@ -170,6 +174,24 @@ def _comparable(
             return
         else:
             yield step, by_rank
+
+
+def _other_rate(model: Trace, due: Update, trace: Trace, got: Update) -> str:
+    """Return why one worker with the batches of several may have another rate; "" if it has not.
+
+    A script that has the size of a worker's batch may derive its rate from their number.
+    """
+    if not any(fault.kind == MERGED for fault in model.scenario.faults):
+        return ""
+    pairs = rates.of(due, got).values()
+    apart = next((pair for pair in pairs if not math.isclose(*pair, rel_tol=rates.BOUND)), None)
+    if apart is None:
+        return ""
+    workers = trace.scenario.world_size
+    return (
+        f"one worker steps with learning rate {apart[0]:.6g} in step {got.step}, {workers} with "
+        f"{apart[1]:.6g}: if it follows from the number of workers, leave that out for the check"
+    )
 
 
 def steps_alike(model: Trace, trace: Trace) -> set[int]:

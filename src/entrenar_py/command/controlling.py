@@ -72,8 +72,10 @@ class Controlling:
                     continue
             for one in self._next(size, asked):
                 made = _asked(asked, size, *one)
-                if size in self._joined and made.world_size == 1 and one[1] in _OF_ANY_SIZE:
-                    made = replace(made, faults=(*made.faults, self._joined[size][0]))
+                joined = self._joined[size][0] if size in self._joined else None
+                is_any = one[1] in _OF_ANY_SIZE or (joined and joined.kind == MERGED)
+                if joined is not None and made.world_size == 1 and is_any:
+                    made = replace(made, faults=(*made.faults, joined))
                 runs[_name(size, *one)] = made
         fresh = {name: run for name, run in runs.items() if run not in self._planned}
         self._planned.update(fresh.values())

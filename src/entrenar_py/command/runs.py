@@ -28,11 +28,12 @@ from entrenar_py.command.nudging import Nudging
 from entrenar_py.command.run_plan import Plan
 from entrenar_py.command.shortening import Shortening
 from entrenar_py.errors import UsageError
+from entrenar_py.faults import JOINED
 from entrenar_py.harness import interrupts
-from entrenar_py.observing import BATCHES, BATCHES_KEPT, FAULTS, STOP
+from entrenar_py.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
 from entrenar_py.rank_files import auto_notes, checkpoints
 from entrenar_py.scenario import OBSERVED
-from entrenar_py.trace import Trace
+from entrenar_py.trace import Trace, Update
 from entrenar_py.untrusted import printing
 
 SHORT_S = 15.0  # a run that takes less waits for most of it
@@ -262,6 +263,7 @@ def _launched(
                     FAULTS: json.dumps([fault.to_dict() for fault in asked.faults]),
                     **_batches(asked, folder.parent),
                     **plan.observing(),
+                    **_rates(asked, folder, like),
                     **stop,
                 },
                 deadline_s=plan.deadline_s,
@@ -288,6 +290,18 @@ def _resuming(option: str, folder: Path) -> list[str]:
         return [name] if name else []
     newest = checkpoints.newest(folder)
     return [] if newest is None else [name, str(newest)]
+
+
+def _rates(asked: Asked, folder: Path, like: Trace | None) -> dict[str, str]:
+    """Have a run with the batches of several workers step with the learning rates of those."""
+    several = {int(fault.value or 1) for fault in asked.faults if fault.kind in JOINED}
+    if like is None or like.scenario.world_size not in several:
+        return {}
+    by_step = {update.step: update for update in reversed(like.of(Update))}
+    rates = {step: [made.learning_rate, {**made.rates}] for step, made in by_step.items()}
+    file = folder / "rates.json"
+    file.write_text(json.dumps(rates), encoding="utf-8")
+    return {RATES: str(file)}
 
 
 def _trace(plan: Plan, asked: Asked, folder: Path, ended: Ended, like: Trace | None) -> Trace:

@@ -27,6 +27,7 @@ COPY = "root"  # in that folder: what the copy of the user's folder lies below, 
 # BATCHES_KEPT, or the folder of the run whose batches this one is to be given.
 BATCHES, BATCHES_KEPT = "ENTRENAR_BATCHES", "keep"
 FAULTS = "ENTRENAR_FAULTS"  # the faults to plant, as a JSON list
+RATES = "ENTRENAR_RATES"  # a file with the learning rates to make each step with
 TOKENS = "ENTRENAR_TOKENS"  # set if a contract asks what a language model's outputs depend on
 # The step before which to end the process, as if the job was cut off: `6`, or `6 from 3`.
 STOP = "ENTRENAR_STOP"

@@ -36,6 +36,7 @@ from entrenar_py.observing.micro_batches import MicroBatches
 from entrenar_py.observing.module_hooks import Entrances
 from entrenar_py.observing.outer_synchronisation import OuterSynchronisations
 from entrenar_py.observing.planned_faults import PlannedFaults
+from entrenar_py.observing.planned_rates import PlannedRates
 from entrenar_py.observing.planned_stop import PlannedStop
 from entrenar_py.observing.random_numbers import RandomNumbers
 from entrenar_py.observing.recording import Recording
@@ -123,6 +124,7 @@ class Observer(Observation):
             self._numbers.reseeded = lambda: self._random.mark(None)
         self._keeping = replayed_batches.begin_keeping(rank)
         self._faults = PlannedFaults(self._subject, self._place, self._recording.write)
+        self._rates = PlannedRates(self._subject)
         self._stop = PlannedStop(rank, world_size, begins=self._step.number)
         self._hook()
         self._facts.listen(self._recording, self._micro_batches, self.skipped)
@@ -359,6 +361,7 @@ class Observer(Observation):
         self._write_shards()
         nested = hook_calls.is_nested(optimizer)
         (self._step.apply_changed if nested else self._step.apply)(optimizer, due)
+        self._rates.begin_step(self._step.number)
 
     @uncollected
     def _after_step(self, index: int, *_: Any) -> None:
@@ -369,6 +372,7 @@ class Observer(Observation):
         self._step.stepped.add(index)
         if len(self._step.stepped) == len(self._subject.optimizers):
             self._end_step()
+            self._rates.end_step()
             self._language.stepped(self._step.number - 1)
 
     def _end_step(self) -> None:

@@ -252,6 +252,10 @@ class Subject:
         mine = (n for n in self.trained if n in self.pieces and 0 not in self.pieces[n].shape)
         return next(mine, next(iter(self.trained)))
 
+    def name_of(self, parameter: Tensor) -> str | None:
+        """Return the name of a tensor that an optimizer steps, None if it has none."""
+        return self._names.get(parameter)
+
     def rates(self) -> tuple[float, dict[str, float]]:
         """Return the first group's learning rate, and by name the rates that differ from it."""
         groups = self._groups()

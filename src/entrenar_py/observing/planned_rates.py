@@ -1,0 +1,64 @@
+"""Learning rates of another run, with which the steps of this one are made.
+
+A script that has the size of a worker's batch may rightly derive its learning rate, or the length
+of its schedule, from the number of workers. One worker that loads the batches of all would then be
+another training. Its steps are made with the rates of the run on several workers, so that the rest
+can be compared. The harness writes them to a file: by step the first group's rate, and a mapping of
+those tensors that have others. What the script has set is put back after each step: a schedule may
+go on from it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from entrenar_py.observing import RATES
+from entrenar_py.observing.subject import Subject
+
+
+class PlannedRates:
+    """Sets the planned rates of each step of a single optimizer. Of several the order counts."""
+
+    def __init__(self, subject: Subject) -> None:
+        file = os.environ.get(RATES) if len(subject.optimizers) == 1 else None
+        self._rates = json.loads(Path(file).read_text("utf-8")) if file else {}
+        self._subject = subject
+        self._own: list[tuple[dict[str, Any], Any]] = []
+
+    def begin_step(self, number: int) -> None:
+        """Set the rates planned for step `number`, if each group has one."""
+        self.end_step()
+        if str(number) not in self._rates:
+            return
+        first, others = self._rates[str(number)]
+        for group in self._groups():
+            if (rate := self._rate(group, first, others)) is None:
+                self.end_step()
+                return
+            own = group["lr"]
+            self._own.append((group, own))
+            group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
+
+    def end_step(self) -> None:
+        """Put back the rates that the script has set."""
+        for group, rate in self._own:
+            group["lr"] = rate
+        self._own = []
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._subject.optimizers[0].param_groups
+
+    def _rate(
+        self, group: Mapping[str, Any], first: float, others: Mapping[str, float]
+    ) -> float | None:
+        """Return the rate of a group's tensors; None if they have several, or none of their own."""
+        names = filter(None, map(self._subject.name_of, group["params"]))
+        rates = {others.get(name, first) for name in names}
+        return rates.pop() if len(rates) == 1 and "lr" in group else None
