@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from entrenar_py.checks import own_sums
+from entrenar_py.trace import Shard
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
 from tests.checks.micro_batch_traces import SHAPES, STEPS, summed, times, trace_of
@@ -31,3 +33,19 @@ def test_micro_batches_that_are_cleared() -> None:
     last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **LAST)
     assert own_sums.seen_through(last) is last
     assert traces.judge("weighting", [last]).verdict is Verdict.FALSIFIED
+
+
+def test_gradients_that_are_asked_for_are_no_micro_batches() -> None:
+    """`torch.autograd.grad` in an inner loop adds to nothing; its samples are the micro-batch's."""
+    last = trace_of([summed(step, which=slice(1, None)) for step in range(STEPS)], **LAST)
+    events = [
+        replace(event, loss_sum=1.0 if event.shard % 2 else None)
+        if isinstance(event, Shard)
+        else event
+        for event in last.events
+    ]
+    seen = own_sums.seen_through(replace(last, events=tuple(events)))
+    assert {shard.shard for shard in seen.of(Shard) if shard.step} == {1, 3}
+    drawn = {shard.step: {*shard.ids} for shard in last.of(Shard) if shard.rank == 0}
+    kept = {shard.step: {*shard.ids} for shard in seen.of(Shard) if shard.rank == 0}
+    assert all(drawn[step] <= kept[step] for step in drawn)

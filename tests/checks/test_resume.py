@@ -177,6 +177,10 @@ def test_a_shard_that_moved_is_left_to_its_step() -> None:
         ({"saves": "nothing"}, "the script writes no checkpoint: no rank saved its weights in 6"),
         ({"saves": "weights", "loads": "nothing"}, "no line of it loads any"),
         ({"saves": "nothing", "unreached": "train.py:7"}, ""),
+        (
+            {"saves": "nothing", "unreached": "train.py:7", "loads": "nothing"},
+            "the script may save its weights (train.py:7), and no line of it loads any",
+        ),
         ({"saves": "weights"}, ""),
         ({}, ""),
     ],
@@ -191,6 +195,9 @@ def test_one_run_with_a_checkpoint_is_enough() -> None:
     """Nor does a clause fail to apply to a run that was stopped: somebody expects a resume."""
     bare = traces.observed(saves="nothing")
     assert CHECKS["resume"].absent([bare, traces.observed(saves="weights")]) == ""
+    late = traces.observed(saves="nothing", unreached="train.py:7", loads="nothing")
+    best = traces.observed(saves="weights", loads="nothing")
+    assert "no line of it loads any" in CHECKS["resume"].absent([late, best])
     stopped = replace(bare, scenario=bare.scenario.with_(stops=(3,)))
     assert CHECKS["resume"].absent([bare, stopped]) == ""
 

@@ -94,6 +94,14 @@ def test_runs_that_can_be_compared_need_no_control(made: tuple[Trace, Trace]) ->
     assert plans((TWO, made[0]), (ONE, made[1])) == [{}, {}]
 
 
+def test_uneven_batches_of_a_worker_are_merged() -> None:
+    """As many samples as fit into a number of tokens are others in each step."""
+    alone = own(1)
+    few = replace(alone, scenario=alone.scenario.with_(batch_size=4))
+    assert [*plans((TWO, own(2)), (ONE, few))[1]] == ["1-worker-merged-of-2"]
+    assert plans((TWO, own(2)), (ONE, alone))[1] == {}
+
+
 def test_no_check_needs_it() -> None:
     """The checks of a run decide whether one is controlled at all."""
     assert plans((TWO, MASKED[0]), (ONE, MASKED[1]), wanted=False) == [{}, {}]

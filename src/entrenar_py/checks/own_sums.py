@@ -1,4 +1,4 @@
-"""Gradients that a script adds up by itself, in memory that no hook sees. Judges nothing."""
+"""Gradients that a script gets by itself, and adds up where no hook sees it. Judges nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def seen_through(trace: Trace) -> Trace:
 
     `summed` says which micro-batches the parameters' own gradients held. A script may add them to
     another buffer after each backward pass, clear them, and give the optimizer that buffer.
+
+    Passes that add to no gradient count as parts of the micro-batches that come after them.
     """
+    trace = _without_returned(trace)
     shards = evidence.shards(trace)
     bound = run_comparison.Bounds.of({}, trace).gradient
     all_held = {
@@ -33,6 +36,34 @@ def seen_through(trace: Trace) -> Trace:
         for event in trace.events
     )
     return replace(trace, events=tuple(events))
+
+
+def _without_returned(trace: Trace) -> Trace:
+    """Return `trace` without passes of `torch.autograd.grad` whose result went to no gradient.
+
+    An inner loop or a penalty computes with it. Such a pass has no loss, while the backward pass of
+    the same step has one, which it is a part of.
+    """
+    updates, events, pending = evidence.updates(trace), [], dict[int, list[Shard]]()
+    told = {(s.step, s.rank) for s in trace.of(Shard) if s.loss_sum is not None}
+    for event in trace.events:
+        if isinstance(event, Shard) and (event.step, event.rank) in told:
+            by_rank = updates.get(event.step, {})
+            if event.loss_sum is None and event.gradient and not step_sums.summed(by_rank, event):
+                pending.setdefault(event.rank, []).append(event)
+                continue
+            event = _joined([*pending.pop(event.rank, ()), event])
+        events.append(event)
+    left = [shard for shards in pending.values() for shard in shards]
+    return trace if left or len(events) == len(trace.events) else replace(trace, events=(*events,))
+
+
+def _joined(shards: Sequence[Shard]) -> Shard:
+    """Return the last of `shards` with the samples of all, each once."""
+    contents = [zip(s.ids, s.contents or [None] * len(s.ids), strict=False) for s in shards]
+    by_id = dict(pair for one in contents for pair in one)
+    known = tuple(content for content in by_id.values() if content is not None)
+    return replace(shards[-1], ids=tuple(by_id), contents=known)
 
 
 def are_applied(trace: Trace, steps: Collection[int]) -> bool:

@@ -113,15 +113,16 @@ def _no_straight_run(tally: Tally, trace: Trace, runs: Traces) -> str:
 def _absent(traces: Sequence[Trace]) -> str:
     """Return why the script has nothing to resume from, as far as all of its runs show."""
     saves = {trace.traits.saves for trace in traces}
-    if any(trace.scenario.stops or trace.traits.unreached for trace in traces):
+    unreached = next((trace.traits.unreached for trace in traces if trace.traits.unreached), "")
+    if any(trace.scenario.stops for trace in traces) or "" in saves:
         return ""
-    if saves == {"nothing"}:
+    if saves == {"nothing"} and not unreached:
         steps = counted(max(trace.scenario.num_steps for trace in traces), "step")
         return f"the script writes no checkpoint: no rank saved its weights in {steps}"
-    loads = {trace.traits.loads for trace in traces}
-    if saves == {"weights"} and loads == {"nothing"}:
-        return "the script saves its weights, and no line of it loads any: no run goes on from them"
-    return ""
+    if {trace.traits.loads for trace in traces} != {"nothing"}:
+        return ""
+    what = "saves its weights" if "weights" in saves else f"may save its weights ({unreached})"
+    return f"the script {what}, and no line of it loads any: no run goes on from them"
 
 
 def _as_long(tally: Tally, straight: Trace, trace: Trace) -> Trace:

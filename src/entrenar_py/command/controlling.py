@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from entrenar_py.checks import controlled
+from entrenar_py.checks import controlled, evidence
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import ALONE, CONTROLLED, Need, Runs
 from entrenar_py.command.asked import Asked
@@ -72,10 +72,10 @@ class Controlling:
                     continue
             for one in self._next(size, asked):
                 made = _asked(asked, size, *one)
-                joined = self._joined[size][0] if size in self._joined else None
-                is_any = one[1] in _OF_ANY_SIZE or (joined and joined.kind == MERGED)
-                if joined is not None and made.world_size == 1 and is_any:
-                    made = replace(made, faults=(*made.faults, joined))
+                how = self._joined[size][0] if size in self._joined else None
+                is_any = one[1] in _OF_ANY_SIZE or (how is not None and how.kind == MERGED)
+                if how is not None and made.world_size == 1 and is_any:
+                    made = replace(made, faults=(*made.faults, how))
                 runs[_name(size, *one)] = made
         fresh = {name: run for name, run in runs.items() if run not in self._planned}
         self._planned.update(fresh.values())
@@ -84,14 +84,18 @@ class Controlling:
     def _joining(self, size: int) -> Fault | None:
         """Return how one worker is to have the batches of `size` workers, None if it has them.
 
-        Its loaders can be told to, if it has the batches of a worker. Without loaders the batches
-        of others take the place of its own.
+        Its loaders can be told to, if it has the batches of a worker. Batches of other sizes in
+        each step, as many tokens as fit, may be so. Without loaders the batches of others take the
+        place of its own.
         """
         runs = self._plain[1], self._plain[size]
         if not all(any(shard.ids for shard in run.of(Shard)) for run in runs):
             return None
         few, many = (run.scenario.batch_size for run in runs)
-        is_short, found = few * size == many, [run.traits.sample_ids == "content" for run in runs]
+        drawn = [sum(len(s.ids) for s in shards) for shards in evidence.shards(runs[1]).values()]
+        are_uneven = few < many and len({*drawn[:-1]}) > 1
+        is_short = few * size == many or are_uneven
+        found = [run.traits.sample_ids == "content" for run in runs]
         if all(found):
             alone, several = map(_micro_batches, runs)
             if is_short or (alone == several and controlled.has_other_rows(*runs)):
