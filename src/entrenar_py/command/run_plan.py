@@ -259,7 +259,8 @@ class Plan:
         name = option.partition(" ")[0]
         is_told = self.can_say("workdir") or self.can_say(placeholders.RESUME)
         is_given = any(word.partition("=")[0] == name for word in self.command)
-        return "" if is_told or is_given or "resume" not in name else option
+        is_resume = placeholders.RESUME.removesuffix(":") in name
+        return "" if is_told or is_given or not is_resume else option
 
     def _cuts_off(self, like: Scenario) -> bool:
         """Return whether runs can be stopped only from inside: neither {steps} nor {epochs} does.

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from entrenar_py.observing import BATCHES, BATCHES_KEPT, FOLDER, call_sites, torch_calls
 from entrenar_py.observing.torch_calls import Function, Patch
+from entrenar_py.untrusted import json_text
 
 _BYTES_MAX = 2**24  # of one rank
 _DEPTH_MAX = 4
@@ -229,7 +230,7 @@ def _read(path: Path) -> Entries:
     entries: Entries = {kind: [] for kind in _KINDS}
     with path.open("rb") as file:
         while line := file.readline(_BYTES_MAX):
-            what, shown = json.loads(line)
+            what, shown = json_text.load(line.decode())
             entries[what].append({name: _tensor(file.read, *like) for name, *like in shown})
     return entries
 
