@@ -212,8 +212,7 @@ def not_given(compared: Compared) -> str:
 
     Something in the loss that was not replaced makes the first one differ.
     """
-    kinds = {fault.kind for fault in compared.model.scenario.faults}
-    if kinds.isdisjoint(OF_RECORDS) or have_one_loss(compared) or compared.difference is None:
+    if not is_given(compared.model) or have_one_loss(compared) or compared.difference is None:
         return ""
     workers = compared.trace.scenario.world_size
     return (
@@ -221,6 +220,11 @@ def not_given(compared: Compared) -> str:
         "from these though its model was given theirs: divide the global batch by the number of "
         "workers ({share:GLOBAL} in the command does), and draw it alike"
     )
+
+
+def is_given(trace: Trace) -> bool:
+    """Return whether one worker was given the batches of several in place of its own."""
+    return any(fault.kind in OF_RECORDS for fault in trace.scenario.faults)
 
 
 def have_one_loss(compared: Compared) -> bool:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from entrenar_py.checks import evidence, facts, gradient_sums, missing, step_sums
-from entrenar_py.checks.needs import Traces
 from entrenar_py.trace import Shard, Trace, Update
 from entrenar_py.verdict import Tally
 from entrenar_py.wording import listed
@@ -145,7 +144,7 @@ def judge(tally: Tally, trace: Trace) -> None:
             missing.ask(tally, why, facts.LOSS_AND_WEIGHT)
 
 
-def require_other_numbers(tally: Tally, runs: Traces) -> None:
+def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
     """Count as missing how much losses count, if ranks add up as many micro-batches in all runs."""
     known = [(run, _networks(run)) for run in runs if run.traits.losses == "backward"]
     for name in dict.fromkeys(name for _, networks in known for name in networks):

@@ -11,6 +11,7 @@ import numpy as np
 from entrenar_py.checks import (
     accumulated,
     closeness,
+    copies,
     evidence,
     explanations,
     factors,
@@ -48,7 +49,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     runs = evidence.usable_runs(runs, tally)
     changed: list[bool] = []
     relative = RELATIVE if invariant.tolerance is None else invariant.tolerance
-    for trace in runs:
+    # A worker that is given others' batches may divide by the number of its own tokens.
+    judged = [trace for trace in runs if not copies.is_given(trace)]
+    for trace in judged:
         missing.require_updates(tally, trace)
         unknown = missing.require_shards(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)
@@ -57,7 +60,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             _weighted_loss(tally, left.trace, relative, unknown)
             changed += _summed_gradient(tally, left.trace, unknown)
             loss_factors.judge(tally, left.trace)
-    loss_terms.require_other_numbers(tally, runs)
+    loss_terms.require_other_numbers(tally, judged)
     oracle = runs.of(ORACLE)
     shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
     gradients = parity.compare_with_oracle(tally, runs, tolerance=None)
