@@ -66,3 +66,15 @@ def test_too_much_is_not_kept(tmp_path: Path) -> None:
     for _ in range(3):
         keeping.passed((torch.zeros(2**21), {}))
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2**24 + 1000
+
+
+def test_tensors_without_bytes_are_left_alone(tmp_path: Path) -> None:
+    """A script that takes gradients of each sample by `torch.func` goes on."""
+    keeping = Keeping(tmp_path, 0)
+
+    def halved(x: Tensor) -> Tensor:
+        keeping.passed(((x,), {}))
+        return x / 2
+
+    assert torch.func.vmap(halved)(ROWS[0]).tolist() == (ROWS[0] / 2).tolist()
+    keeping.passed((torch.empty(3, device="meta"), {"y": torch.eye(2).to_sparse()}))

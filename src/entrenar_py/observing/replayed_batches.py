@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from entrenar_py.observing import BATCHES, BATCHES_KEPT, FOLDER, call_sites, torch_calls
 from entrenar_py.observing.torch_calls import Function, Patch
@@ -181,9 +180,9 @@ def _losses() -> Iterator[Patch]:
 
 
 def _tensors(values: Any, depth: int = _DEPTH_MAX) -> Iterator[Tensor]:
-    """Yield the tensors in what a model is given that follow from no parameter."""
+    """Yield the tensors in what a model is given that follow from no parameter, and have bytes."""
     if isinstance(values, Tensor):
-        if not (values.requires_grad or values.is_nested or isinstance(values, DTensor)):
+        if type(values) is Tensor and not values.requires_grad and _has_bytes(values):
             yield values
     elif depth and isinstance(values, Mapping):
         for value in values.values():
@@ -210,6 +209,13 @@ def _beside(inputs: Named) -> dict[str, Tensor]:
         for number, tensor in enumerate(_tensors(value))
         if tensor.dim() and len(tensor) == rows and id(tensor) not in known
     }
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    """Return whether a tensor is a plain one, and no stand-in, as those of `torch.func` are."""
+    is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_complex()
+    is_plain = tensor.layout == torch.strided and not is_odd
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _joined(theirs: Sequence[Tensor], rows: int) -> Tensor:
