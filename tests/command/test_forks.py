@@ -294,6 +294,8 @@ def test_scripts_whose_ranks_are_not_forked(name: str, text: str, why: str, fold
         ("x in {'a'}", False),
         ("sorted({1, 2})", False),
         ("len(set(x))", False),
+        ("wrap({Block})", False),
+        ("wrap({*blocks})", True),
         ("for y in set(x): pass", True),
         ("names = frozenset(x)", True),
         ("{y for y in x}", True),
@@ -301,7 +303,7 @@ def test_scripts_whose_ranks_are_not_forked(name: str, text: str, why: str, fold
     ],
 )
 def test_where_the_order_of_a_set_counts(text: str, counts: bool, tmp_path: Path) -> None:
-    """A set counts unless it is only looked up, or read in an order."""
+    """A set counts unless it is only looked up, read in an order, or of one element."""
     script = tmp_path / "train.py"
     script.write_text(text)
     assert bool(script_imports.read(script, tmp_path).by_hash) == counts

@@ -150,6 +150,12 @@ def _without_order(tree: ast.Module) -> Iterator[ast.AST]:
             yield from node.comparators
         elif isinstance(node, ast.Call) and _name(node) in _WITHOUT_ORDER:
             yield from node.args
+        elif isinstance(node, ast.Set) and _is_single(node.elts):
+            yield node  # such as the class of the layers to shard
+
+
+def _is_single(elements: Sequence[ast.expr]) -> bool:
+    return len(elements) == 1 and not isinstance(elements[0], ast.Starred)
 
 
 def _name(call: ast.Call) -> str:
