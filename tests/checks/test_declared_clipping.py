@@ -302,3 +302,30 @@ def test_a_gradient_that_is_not_what_clipping_left_of_it_is_not_held(factor: flo
     """Something else came between, or the norm was another one."""
     tally = judged(called(run(lambda ranks: times(clipped(mean(ranks)), factor)), whole_of))
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE
+
+
+def in_halves(vectors: Vectors) -> Vectors:
+    """Return a gradient of which two ranks have the halves, and clip these by their own norms."""
+    flat = np.concatenate([*vectors.values()])
+    middle = next(iter(vectors.values())).size - 2  # within the first tensor
+    halves = np.concatenate([clipped({"": flat[:middle]})[""], clipped({"": flat[middle:]})[""]])
+    sizes = np.cumsum([value.size for value in vectors.values()])[:-1]
+    return dict(zip(vectors, np.split(halves, sizes), strict=True))
+
+
+def test_pieces_that_each_rank_clips_by_their_own_norm() -> None:
+    """They are found by what torch was given to clip: elements of one tensor have two factors."""
+    tally = judged(called(run(lambda ranks: in_halves(mean(ranks))), whole_of))
+    finding = tally.finding(nothing="")
+    assert finding.verdict is Verdict.FALSIFIED
+    assert "each rank clips its pieces by their own norm" in finding.reason
+
+
+def test_pieces_that_are_scaled_to_no_limit_are_not_explained() -> None:
+    """Elements may be scaled on purpose: their norms are not the limit then."""
+
+    def other(ranks: Batches) -> Vectors:
+        return times(in_halves(mean(ranks)), 0.9)
+
+    tally = judged(called(run(other), whole_of))
+    assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE

@@ -81,6 +81,7 @@ def found(applied: Sequence[Vectors]) -> Explanation | None:
             bound=1e-4,
             whole=whole,
             by_rank={},
+            given={},
         )
         for one, whole in zip(applied, WHOLE, strict=False)
     ]

@@ -20,6 +20,7 @@ from entrenar_py.trace import Shard, Update
 from entrenar_py.wording import listed
 
 _ALIKE = 1e-3  # factors of tensors that were scaled together, relative
+_PIECES_MAX = 8  # that are told apart by their factors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,9 @@ class Clipped:
     """The gradient `applied` in a step, with the norm `limit` to which it was to be clipped.
 
     `by_rank` has the gradients of each rank's micro-batches, in their order, and `whole` their sum;
-    both are empty if they are unknown. `sizes` has the squared norm of each applied tensor, of
-    which `applied` has projections if the model is `large`. `bound` is the relative rounding error.
+    both are empty if they are unknown. `given` is what torch was given to clip. `sizes` has the
+    squared norm of each applied tensor, of which `applied` has projections if the model is `large`.
+    `bound` is the relative rounding error.
     """
 
     applied: Vectors
@@ -38,6 +40,7 @@ class Clipped:
     bound: float
     whole: Vectors
     by_rank: Mapping[int, Sequence[Vectors]]
+    given: Vectors
 
     def is_limit(self, norm: float) -> bool:
         """Return whether `norm` is the declared one, within rounding."""
@@ -78,7 +81,51 @@ def of_step(
         bound=bound,
         whole=whole,
         by_rank=parts,
+        given=evidence.vectors(update.unclipped) or {},
     )
+
+
+def in_pieces(clipped: Clipped) -> Explanation | None:
+    """Find elements of one tensor that were scaled by different numbers, each to the limit.
+
+    Ranks that hold pieces clip each by its own norm, unless these are added up over all ranks.
+    """
+    given, applied = clipped.given, clipped.applied
+    if clipped.large or gradient_sums.shapes(given) != gradient_sums.shapes(applied):
+        return None
+    before, after = _flat(given), _flat(applied)
+    telling = before != 0
+    factors = np.divide(after, before, out=np.zeros_like(after), where=telling)
+    groups = _alike(factors[telling])
+    cut = [factor for factor in groups if factor < 1 - _ALIKE]
+    if len(groups) < 2 or not cut:
+        return None
+    for factor in cut:
+        scaled = after[telling & np.isclose(factors, factor, rtol=_ALIKE)]
+        if not clipped.is_limit(float(np.linalg.norm(scaled))):
+            return None
+    owners = np.repeat([*given], [value.size for value in given.values()])
+    spread = [np.isclose(factors, factor, rtol=_ALIKE) & telling for factor in groups]
+    divided = set.intersection(*({*owners[where].tolist()} for where in spread[:2]))
+    if not divided:
+        return None
+    name = min(divided)
+    return Explanation(
+        f"elements of {name} are scaled by {len(groups)} numbers, and those of one number have "
+        "this norm by themselves: each rank clips its pieces by their own norm, not by that of the "
+        "whole gradient (FullyShardedDataParallel has a clip_grad_norm_ of its own)",
+        tensor=name,
+    )
+
+
+def _alike(factors: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float]:
+    """Return the few numbers that all `factors` are; [] if they are many, as of noise."""
+    ordered = np.sort(factors)
+    bounds = np.flatnonzero(np.diff(ordered) > _ALIKE * np.abs(ordered[1:]))
+    groups = np.split(ordered, bounds + 1)
+    if len(groups) > _PIECES_MAX or any(np.ptp(one) > _ALIKE * abs(one[-1]) for one in groups):
+        return []
+    return [float(np.median(one)) for one in groups]
 
 
 def _by_element(clipped: Clipped) -> Explanation | None:
@@ -153,7 +200,7 @@ _EARLY: Mapping[str, Callable[[Sequence[Vectors], float], Vectors]] = {
     "each micro-batch's gradient was clipped before they were added": _each,
     "the gradient was clipped after each micro-batch": _as_it_grows,
 }
-LIST = (_by_element, _in_groups, _twice, _before_the_sum)
+LIST = (in_pieces, _by_element, _in_groups, _twice, _before_the_sum)
 
 
 # --- arithmetic -------------------------------------------------------------------------------
