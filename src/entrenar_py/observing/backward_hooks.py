@@ -64,7 +64,7 @@ class BackwardHooks:
         if self._subject.is_fully_sharded:
             self._handles += unsharded_parameters.when_whole(
                 self._subject.model,
-                lambda _, whole: whole.register_hook(self._look),  # type: ignore[no-untyped-call]
+                lambda _, whole: whole.register_hook(self._look),
             )
             self._whole = None
             return

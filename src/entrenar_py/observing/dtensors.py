@@ -84,17 +84,12 @@ def piece_of(tensor: Tensor) -> Piece | None:
 
 
 def is_fully_sharded(model: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on `model` or on a part of it.
+    """Return whether torch shards `model` or a part of it, and brings it together for passes.
 
-    Raises UsageError if a module in it is a FullyShardedDataParallel.
+    `fully_shard` does, and `FullyShardedDataParallel`.
     """
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise UsageError(
-                "FullyShardedDataParallel keeps parameters flat, without the names they had: use "
-                "fully_shard (torch.distributed.fsdp), which observe() knows"
-            )
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    kinds = (FSDPModule, FullyShardedDataParallel)
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def reshard(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py import trace
-from entrenar_py.observing import dtensors, tensors
+from entrenar_py.observing import dtensors, flat_parameters, tensors
 from entrenar_py.observing.declarations import Declarations
 from entrenar_py.observing.subject import Subject
 
@@ -46,7 +46,7 @@ class FirstLook:
             shared=self._shared,
             alike=alike(subject.model),
             doubled=doubled(subject.optimizers, subject.parameters),
-            peculiar=peculiar(subject.parameters),
+            peculiar=peculiar(subject.own_weights()),
         )
 
 
@@ -56,17 +56,16 @@ def shared(model: nn.Module) -> tuple[Names, ...]:
     Parameters that are views of the same memory count as one tensor.
     """
     names_of: dict[object, dict[str, None]] = defaultdict(dict)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[_memory(parameter)][tensors.plain_name(name)] = None
+    for name, parameter in [*flat_parameters.named(model)]:
+        names_of[_memory(parameter)][name] = None
     return tuple(tuple(names) for names in names_of.values() if len(names) > 1)
 
 
 def names_of(model: nn.Module) -> dict[str, str]:
     """Return all names of parameters, each with the first name of the same parameter."""
     first: dict[Tensor, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    plain = ((tensors.plain_name(name), parameter) for name, parameter in named)
-    return {name: first.setdefault(parameter, name) for name, parameter in plain}
+    named = [*flat_parameters.named(model)]
+    return {name: first.setdefault(parameter, name) for name, parameter in named}
 
 
 def doubled(optimizers: Iterable[torch.optim.Optimizer], parameters: Mapping[str, Tensor]) -> Names:
@@ -93,12 +92,15 @@ def alike(model: nn.Module) -> tuple[tuple[str, str], ...]:
 
     They are two tensors. Equal values suggest that they were one before a copy or a load.
     """
-    parameters = {tensors.plain_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    every = dict(flat_parameters.named(model))
+    first = names_of(model)
+    parameters = {n: p for n, p in every.items() if p.requires_grad and first[n] == n}
     return tuple(
         (name, other)
-        for name, weight in _embeddings(model)
+        for name in _embeddings(model)
+        if name in every and every[name].requires_grad
         for other, parameter in parameters.items()
-        if other != name and _are_alike(weight, parameter)
+        if other != name and _are_alike(every[name], parameter)
     )
 
 
@@ -136,10 +138,11 @@ def _look(held: Tensor) -> str:
     return ""
 
 
-def _embeddings(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _embeddings(model: nn.Module) -> Iterator[str]:
+    """Yield the names of the weights of embeddings."""
     for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module.weight.requires_grad:
-            yield tensors.plain_name(f"{path}.weight" if path else "weight"), module.weight
+        if isinstance(module, nn.Embedding):
+            yield tensors.plain_name(f"{path}.weight" if path else "weight")
 
 
 def _are_alike(weight: Tensor, parameter: Tensor) -> bool:

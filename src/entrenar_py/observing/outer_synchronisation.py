@@ -75,7 +75,7 @@ class OuterSynchronisations:
             return None
         begun, stepped, now = self._begun, self._stepped, num_collectives()
         self._begun = self._stepped = now
-        names = {tensor: name for name, tensor in outer.weights.items()}
+        names = {tensor: [name] for name, tensor in outer.weights.items()}
         state: dict[str, trace.TensorRecord] = {}
         if outer.optimizer is not None:
             state = dict(subject.record(dict(tensors.optimizer_state(outer.optimizer, names))))

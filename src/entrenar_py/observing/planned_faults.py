@@ -90,8 +90,8 @@ class PlannedFaults:
             if fault.kind in (*CONTROLLED, *OF_LOADERS, *OF_RECORDS):
                 self._strikes(fault)
             if fault.kind == NUDGED and self._strikes(fault):
-                for name, parameter in self._subject.parameters.items():
-                    _nudge(name, dtensors.local(parameter), float(fault.value or 0))
+                for name, weights in self._subject.own_weights().items():
+                    _nudge(name, weights, float(fault.value or 0))
 
     def _strikes(self, fault: Fault) -> bool:
         """Return whether `fault` strikes now: once, in its step and shard. Record it if it does.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from entrenar_py.observing import tensors
@@ -31,10 +31,12 @@ class ReducedGradients:
     def expect(self, called: nn.Module) -> None:
         """Note, as a forward pass of `called` begins, whether its gradients will be reduced.
 
-        Under DistributedDataParallel's `no_sync` they won't be; the forward pass decides that.
+        Under a wrapper's `no_sync` they won't be; the forward pass decides that.
         """
         wrapper = _wrapper(called)
         self._reduces = wrapper is None or wrapper.require_backward_grad_sync
+        if isinstance(called, FullyShardedDataParallel):
+            self._reduces &= called._sync_gradients
 
     def look(self, gradients: Iterable[Tensor | None]) -> None:
         """Keep the gradients that a backward pass has left, if it reduced them."""
@@ -75,7 +77,10 @@ def _wrapper(called: nn.Module) -> DistributedDataParallel | None:
 
 
 def _policy_format(module: nn.Module) -> str:
-    """Return the format in which a module of `fully_shard` reduces gradients, "" for others."""
+    """Return the format in which a sharded module reduces gradients, "" for others."""
+    if isinstance(module, FullyShardedDataParallel):
+        handle = module._handle
+        return "" if handle is None else str(handle._reduce_dtype).removeprefix("torch.")
     if not isinstance(cast(object, module), FSDPModule):
         return ""
     policy = cast(FSDPModule, module)._get_fsdp_state()._mp_policy

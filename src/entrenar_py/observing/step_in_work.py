@@ -137,8 +137,8 @@ class StepInWork:
 
     def written_back(self, update: trace.Update) -> trace.Update:
         """Return the last update with the weights as they are now, written back."""
-        held = self._subject.parameters
-        weights, finite = self._subject.record(held), tensors.is_finite(held.values())
+        weights = self._subject.record(self._subject.parameters)
+        finite = tensors.is_finite(self._subject.own_weights().values())
         self._weights = weights
         return replace(update, weights=weights, finite=finite)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from entrenar_py import trace
-from entrenar_py.observing import dtensors, tensors
+from entrenar_py.observing import dtensors, flat_parameters, tensors
 from entrenar_py.observing.buffers import Buffers
+from entrenar_py.observing.flat_parameters import Part
 from entrenar_py.observing.sketch_records import Sketches
 from entrenar_py.rank_files.layout import Layout, Piece, plain
 
@@ -53,9 +55,9 @@ class Subject:
 
         While whole parameters temporarily replace sharded ones, the known pieces are kept.
         """
-        current: dict[str, Tensor] = {
-            tensors.plain_name(n): p for n, p in self.model.named_parameters()
-        }
+        parts = flat_parameters.of(self.model)
+        current: dict[str, Tensor] = dict(flat_parameters.beside(self.model))
+        current |= {name: part.owner for name, part in parts.items()}
         trained = {name: p for name, p in current.items() if p.requires_grad}
         if self.parameters and not self._are_others(current, trained):
             return False
@@ -63,10 +65,17 @@ class Subject:
         self.is_fully_sharded = dtensors.is_fully_sharded(self.model)
         self.trained = trained
         self._copies = tensors.stepped_copies(trained, self._groups())
-        self._names = {p: name for held in (current, self._copies) for name, p in held.items()}
+        self._parts = parts
+        self._names: dict[Tensor, list[str]] = {}
+        for held in (current, self._copies):
+            for name, p in held.items():
+                self._names.setdefault(p, []).append(name)
         self.layout = self._layout()
-        self.values = sum(p.numel() for p in current.values()) <= tensors.VALUES_MAX
+        self.shapes = {name: tuple(p.shape) for name, p in current.items()}
+        self.shapes |= {name: part.shape for name, part in parts.items()}
+        self.values = sum(map(math.prod, self.shapes.values())) <= tensors.VALUES_MAX
         placed = {name: dtensors.piece_of(p) for name, p in current.items()}
+        placed |= {name: part.piece for name, part in parts.items()}
         self.pieces = {name: piece for name, piece in placed.items() if piece is not None}
         return True
 
@@ -96,7 +105,7 @@ class Subject:
             weights=self.record(self.parameters),
             optimizer=self.optimizer_state(),
             buffers=self.buffer_records(),
-            shapes={name: tuple(p.shape) for name, p in self.parameters.items()},
+            shapes=self.shapes,
         )
 
     def update(
@@ -115,7 +124,7 @@ class Subject:
             weight=0.0,  # of all ranks: known when their files are put together
             learning_rate=rate,
             rates=rates,
-            finite=tensors.is_finite(self.parameters.values()),
+            finite=tensors.is_finite(self.own_weights().values()),
             gradient=gradient,
             grad_norm=grad_norm,
             applied_norm=applied_norm,
@@ -146,6 +155,9 @@ class Subject:
         held = {}
         for name, tensor in named.items():
             if tensor is None or dtensors.is_partial(tensor):
+                continue
+            if (part := self._parts.get(name.partition("/")[0])) is not None:
+                held[name] = dtensors.in_numbers(_own(part, tensor).detach())
                 continue
             own, expected = dtensors.piece_of(tensor), self.pieces.get(name)
             if own == expected:
@@ -196,13 +208,29 @@ class Subject:
     def _place(self, named: Mapping[str, Tensor | None]) -> None:
         """Note the pieces that this rank holds of tensors other than parameters."""
         for name, tensor in named.items():
-            piece = None if tensor is None else dtensors.piece_of(tensor)
+            part = self._parts.get(name.partition("/")[0])
+            if tensor is None:
+                piece = None
+            elif part is None:
+                piece = dtensors.piece_of(tensor)
+            else:
+                piece = part.piece if part.fits(tensor) else None
             if piece is not None:
                 self.pieces.setdefault(name, piece)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the gradient of each trained parameter, or None if it has none."""
-        return {name: p.grad for name, p in self.trained.items()}
+        return {
+            name: self._parts[name].gradient() if name in self._parts else p.grad
+            for name, p in self.trained.items()
+        }
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """Return this rank's part of each parameter, without a copy."""
+        return {
+            name: self._parts[name].weights() if name in self._parts else dtensors.local(p)
+            for name, p in self.parameters.items()
+        }
 
     def applied_gradients(self) -> dict[str, Tensor | None]:
         """Return `gradients`, with those of copies that optimizers step, where these have one."""
@@ -260,8 +288,13 @@ class Subject:
         """Return the first group's learning rate, and by name the rates that differ from it."""
         groups = self._groups()
         first = tensors.rate_of(groups[0])
-        rates = {self._names.get(p): tensors.rate_of(g) for g in groups for p in g["params"]}
-        return first, {n: rate for n, rate in rates.items() if n is not None and rate != first}
+        rates = {
+            name: tensors.rate_of(group)
+            for group in groups
+            for p in group["params"]
+            for name in self._names.get(p, ())
+        }
+        return first, {name: rate for name, rate in rates.items() if rate != first}
 
     def rules(self, step: int, constants: Sequence[Mapping[str, Any]]) -> list[trace.Ruled]:
         """Return the rules by which optimizers step, whose groups have these `constants`."""
@@ -271,7 +304,7 @@ class Subject:
                 step=step,
                 rank=self.rank,
                 rule=kind,
-                names=tuple(self._names[p] for p in group["params"] if p in self._names),
+                names=tuple(name for p in group["params"] for name in self._names.get(p, ())),
                 constants=told,
                 derived=derived,
             )
@@ -301,10 +334,18 @@ class Subject:
         declared = self._declared
         if declared is not None and declared.axes:
             return declared
-        shown = dtensors.read_off(self.model, self.world_size)
+        shown = flat_parameters.layout_of(self.model, self.world_size)
+        shown = shown or dtensors.read_off(self.model, self.world_size)
         if declared is None:
             return shown
         return replace(declared, axes=(shown or plain(self.world_size)).axes)
+
+
+def _own(part: Part, tensor: Tensor) -> Tensor:
+    """Return this rank's elements of a parameter, or of what belongs to it."""
+    if tensor is part.owner:
+        return part.weights()
+    return part.of(tensor) if part.fits(tensor) else tensor
 
 
 def _are_few(buffers: Mapping[str, Tensor]) -> bool:

@@ -16,7 +16,8 @@ from entrenar_py.observing import dtensors
 from entrenar_py.trace.traits import CONSTANTS
 from entrenar_py.watch import digest
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # torch.compile, checkpoint_wrapper
+# The names of modules inside of wrappers: of torch.compile, checkpoint_wrapper, and FSDP.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _CONSTANTS = {*CONSTANTS, "weight_decay", "maximize", "amsgrad", "decoupled_weight_decay"}
 _NUMBERS = {"lr", "initial_lr", "weight_decay"}
 _MORE = {"alpha", "centered", "initial_accumulator_value", "lr_decay", "momentum_decay", "rho"}
@@ -90,7 +91,7 @@ def _listed_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Opt
 
 
 def optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, Sequence[str]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `parameter/key` and value of the optimizer's state, for parameters in `names`.
 
@@ -102,7 +103,8 @@ def optimizer_state(
         if parameter in names and isinstance(entries, Mapping):
             for key, value in entries.items():
                 if isinstance(value, Tensor | int | float):
-                    yield f"{names[parameter]}/{key}", torch.as_tensor(value)
+                    known = torch.as_tensor(value)
+                    yield from ((f"{name}/{key}", known) for name in names[parameter])
 
 
 def stepped_copies(

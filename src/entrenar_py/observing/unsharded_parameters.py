@@ -15,13 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from entrenar_py import hook_calls
-from entrenar_py.observing import tensors
+from entrenar_py.observing import flat_parameters, tensors
 
-Found = Callable[[str, Tensor], None]
+Found = Callable[[str, Any], Any]
 
 
 def when_whole(model: nn.Module, found: Found) -> list[Any]:
     """Call `found` with name and tensor of each trainable parameter when it is first whole.
+
+    Of a FlatParameter it is called now, with what can be hooked as a tensor.
 
     Returns the hooks that do so. They call no collective, and look only at parameters that forward
     passes have gathered.
@@ -36,7 +38,8 @@ def when_whole(model: nn.Module, found: Found) -> list[Any]:
                 known.add(parameter)
                 found(tensors.plain_name(f"{prefix}.{name}" if prefix else name), parameter)
 
-    return [
+    hooked = flat_parameters.when_whole(model, found)
+    return hooked + [
         module.register_forward_pre_hook(partial(look, prefix))
         for prefix, module in model.named_modules()
         if isinstance(cast(object, module), FSDPModule)

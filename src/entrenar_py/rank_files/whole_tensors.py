@@ -30,7 +30,26 @@ def seen_by(rank: int, held: Held, ranks: Ranks, layout: Layout) -> Tensors:
     for holder in (rank, *others):
         for name, record in renamed(made_whole(holder, held, ranks), layout).items():
             tensors.setdefault(name, record)
+    for name, record in renamed(_of_empty_pieces(rank, held, ranks), layout).items():
+        tensors.setdefault(name, record)
     return tensors
+
+
+def _of_empty_pieces(rank: int, held: Held, ranks: Ranks) -> dict[str, TensorRecord]:
+    """Return what `rank` lacks, since other ranks hold all elements of the parameter.
+
+    Such a parameter has no gradient and no optimizer state there.
+    """
+    pieces = ranks[rank].pieces if rank in ranks else {}
+    empty = {name: piece.ranks for name, piece in pieces.items() if 0 in piece.shape}
+    others: dict[str, TensorRecord] = {}
+    for holder in sorted({holder for holders in empty.values() for holder in holders}):
+        for name in held.get(holder, {}):
+            if name in held[rank] or name.partition("/")[0] not in empty:
+                continue
+            if (record := _whole(name, holder, held, ranks)) is not None:
+                others.setdefault(name, record)
+    return others
 
 
 def gradient(group: Sequence[int], held: Held, ranks: Ranks, layout: Layout) -> Tensors:

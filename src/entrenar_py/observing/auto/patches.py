@@ -92,6 +92,17 @@ def _clipped(original: Function, follower: Follower) -> Function:
     return clip
 
 
+def _clipped_in_pieces(original: Function, follower: Follower) -> Function:
+    @wraps(original)
+    def clip(self: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        # Whole copies are clipped by the function that is patched above.
+        if any(handle.uses_sharded_strategy for handle in self._all_handles):
+            follower.clipped([*self.parameters()], max_norm, norm_type)
+        return original(self, max_norm, norm_type)
+
+    return clip
+
+
 def _compiled(original: Function, follower: Follower) -> Function:
     @wraps(original)
     def call(self: Any, *given: Any, **named: Any) -> Any:
@@ -158,6 +169,13 @@ TABLE = (
             wrap=_clipped,
         )
         for module in ("torch.nn.utils", "torch.nn.utils.clip_grad")
+    ),
+    Patch(
+        module="torch.distributed.fsdp.fully_sharded_data_parallel",
+        owner="FullyShardedDataParallel",
+        name="clip_grad_norm_",
+        reason="it adds up the pieces of all ranks by itself",
+        wrap=_clipped_in_pieces,
     ),
     Patch(
         module="torch._dynamo.eval_frame",
