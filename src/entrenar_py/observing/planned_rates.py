@@ -59,6 +59,6 @@ class PlannedRates:
         self, group: Mapping[str, Any], first: float, others: Mapping[str, float]
     ) -> float | None:
         """Return the rate of a group's tensors; None if they have several, or none of their own."""
-        names = filter(None, map(self._subject.name_of, group["params"]))
+        names = (name for p in group["params"] for name in self._subject.names_of(p))
         rates = {others.get(name, first) for name in names}
         return rates.pop() if len(rates) == 1 and "lr" in group else None

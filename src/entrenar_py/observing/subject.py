@@ -280,9 +280,9 @@ class Subject:
         mine = (n for n in self.trained if n in self.pieces and 0 not in self.pieces[n].shape)
         return next(mine, next(iter(self.trained)))
 
-    def name_of(self, parameter: Tensor) -> str | None:
-        """Return the name of a tensor that an optimizer steps, None if it has none."""
-        return self._names.get(parameter)
+    def names_of(self, parameter: Tensor) -> Sequence[str]:
+        """Return the names of a tensor that an optimizer steps; a flat one has several."""
+        return self._names.get(parameter, ())
 
     def rates(self) -> tuple[float, dict[str, float]]:
         """Return the first group's learning rate, and by name the rates that differ from it."""
