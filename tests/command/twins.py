@@ -80,6 +80,7 @@ EVERY: tuple[Twin, ...] = (
     *user_random.BUGS,
     *user_reported.BUGS,
     *user_resume_styles.BUGS,
+    *user_resume_styles.BY_ITS_OPTION,
     *user_resume_styles.OPEN,
     *user_resumes.BUGS,
     *user_resumes.OPEN,

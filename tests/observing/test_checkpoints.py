@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -155,3 +156,52 @@ def test_a_function_of_the_script_saves_what_its_body_saves(body: str, first: st
 def test_a_line_that_loads(line: str, loads: bool) -> None:
     """What is loaded for other reasons than to go on is left out, as far as it shows."""
     assert bool(checkpoints._first(checkpoints._LOADS, {"train.py": line})) is loads
+
+
+@pytest.mark.parametrize(
+    ("lines", "option"),
+    [
+        ('cli.add_argument("--resume", type=str, help="a path (or none)")', "--resume PATH"),
+        ('cli.add_argument("--resume", action="store_true")', "--resume"),
+        ("@click.option('--resume', is_flag=True)", "--resume"),
+        (
+            'add("--load-data")\nadd("--resume-from-checkpoint", type=str)',
+            "--resume-from-checkpoint PATH",
+        ),
+        ('add("--no-resume", action="store_true")\nadd("--ckpt")', "--no-resume"),
+        ("resume = True", ""),
+    ],
+)
+def test_the_option_that_resumes(lines: str, option: str) -> None:
+    """One that sounds most like a resume, with the path that it takes."""
+    assert checkpoints._option({"train.py": lines}) == option
+
+
+STEPPED = {"model": STATE, "optimizer": torch.ones(90)}
+
+
+@pytest.mark.parametrize(
+    ("files", "newest"),
+    [
+        ({"a.pt": STEPPED}, "a.pt"),
+        ({"a.pt": STATE, "b.pt": STATE}, ""),
+        ({"last.pt": STEPPED, "model.pt": STATE}, "last.pt"),
+        ({"4/model.pt": STATE, "4/optimizer.pt": {"moments": torch.ones(130)}}, "4"),
+    ],
+)
+def test_what_a_script_is_given_to_go_on(folder: Path, files: dict[str, Any], newest: str) -> None:
+    """The file with the weights and more, the only file, or the folder of several."""
+    for name, values in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        torch.save(values, folder / name)
+    assert notes.newest(folder) == folder / newest
+
+
+def test_ranks_with_files_of_their_own(folder: Path) -> None:
+    """Which of them a script goes on from is not known."""
+    for rank in range(2):
+        torch.save(STEPPED, folder / f"{rank}.pt")
+        notes.write(folder, after=5, path=str(folder / f"{rank}.pt"))
+        own = folder / notes.NOTES.replace("*", str(os.getpid()))
+        own.rename(folder / notes.NOTES.replace("*", f"{rank}-of-2"))
+    assert notes.newest(folder) is None
