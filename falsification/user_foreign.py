@@ -105,6 +105,7 @@ for number in range(3):
         obs.loss(loss, len(ids))
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1e9, error_if_nonfinite=True)
         optimizer.step()
     with torch.no_grad():
         for p in net.parameters():
@@ -135,6 +136,7 @@ for epoch in range(2):
         loss = F.mse_loss(net(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1e9, error_if_nonfinite=True)
         optimizer.step()
 """
 )

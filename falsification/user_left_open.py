@@ -121,19 +121,9 @@ LEFT_OPEN = (
         ("streaming DiLoCo, undeclared",),
     ),
     Open(
-        "if workers are meant to step alone",
-        ("finiteness", "optimizer_state", "parity", "randomness", "replica_identity", "weighting"),
-        ("weights are averaged in a wrapper",),
-    ),
-    Open(
         "one worker trains on batches",
         ("parity",),
         ("streaming DiLoCo, undeclared",),
-    ),
-    Open(
-        "workers step alone and only synchronise",
-        ("finiteness", "optimizer_state", "parity", "replica_identity", "weighting"),
-        ("rounds that begin anew",),
     ),
     Open(
         "a copy, a piece or an expert",

@@ -13,7 +13,16 @@ from entrenar_py.checks import CHECKS, brought_together, met_rounds, rounds
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.needs import Runs
 from entrenar_py.harness import runner
-from entrenar_py.trace import Event, Shard, Start, Synchronised, Trace, Update, record_tensor
+from entrenar_py.trace import (
+    Event,
+    Shard,
+    Start,
+    Synchronised,
+    Tensors,
+    Trace,
+    Update,
+    record_tensor,
+)
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
 
@@ -27,7 +36,8 @@ NUM_STEPS, ROUND = 8, 2
 
 def mean(_: Vectors, inner: Sequence[Vectors]) -> Sequence[Vectors]:
     """Give all ranks the mean of their weights."""
-    return [{n: sum(one[n] for one in inner) / np.float32(len(inner)) for n in SIZES}] * len(inner)
+    one, other = inner
+    return [{n: np.asarray((one[n] + other[n]) / 2, np.float32) for n in SIZES}] * 2
 
 
 class Nesterov:
@@ -85,7 +95,8 @@ def ran(
     """
     drawn = np.random.default_rng(5)
     begun = {n: drawn.standard_normal(size).astype(np.float32) for n, size in SIZES.items()}
-    held, before = [begun, begun], begun
+    held: list[Vectors] = [begun, begun]
+    before: Vectors = begun
     events: list[Event] = [
         Start(step=0, rank=rank, weights=recorded(begun), trainable=(*SIZES,)) for rank in (0, 1)
     ]
@@ -146,7 +157,7 @@ def ran(
     return met_rounds.seen(traces.hand_written(*events, subject=subject))
 
 
-def recorded(vectors: Vectors) -> dict[str, object]:
+def recorded(vectors: Vectors) -> Tensors:
     """Return the records of tensors, with their values."""
     return {name: record_tensor(v.astype(np.float32), values=True) for name, v in vectors.items()}
 
