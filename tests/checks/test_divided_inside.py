@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from entrenar_py.checks import CHECKS, evidence
@@ -140,3 +141,91 @@ def test_one_step_is_too_few() -> None:
 
 def _is_late(event: Any) -> bool:
     return isinstance(event, Update | Shard) and event.step > 0
+
+
+# --- gradients that an optimizer reduces by itself ------------------------------------------------
+
+
+def unreduced(trace: Trace, by: float = 0.5) -> Trace:
+    """Return a run whose two ranks give the optimizer gradients of their own, of the same mean."""
+    signs = {0: 1.0, 1: -1.0}
+    events = [
+        replace(
+            event,
+            gradient={
+                name: traces.values(*(v * (1 + by * signs[event.rank])))
+                for name, record in event.gradient.items()
+                if (v := record.values()) is not None
+            },
+        )
+        if isinstance(event, Update)
+        else event
+        for event in trace.events
+    ]
+    return replace(trace, events=tuple(events))
+
+
+@pytest.mark.parametrize("check", ["parity", "weighting"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_step_that_reduces_gradients_by_itself_is_held(check: str, optimizer: str) -> None:
+    """Their mean is that of one worker, and weights move as its own do."""
+    finding = judged(check, unreduced(own(2, optimizer)), own(1, optimizer))
+    assert finding.verdict is Verdict.HELD, finding.reason
+    assert any("the optimizer reduces gradients in its step" in note for note in finding.notes)
+
+
+@pytest.mark.parametrize(
+    "trace", [further(unreduced(own(2, "sgd"))), summed(unreduced(own(2, "sgd")), 2.0)]
+)
+def test_a_mean_that_moves_no_weights_is_not_held(trace: Trace) -> None:
+    """Weights that move further are wrong, and a multiple of one worker's gradient is unknown."""
+    finding = judged("parity", trace, own(1, "sgd"))
+    assert finding.verdict is not Verdict.HELD
+    assert not any("reduces gradients in its step" in note for note in finding.notes)
+
+
+# --- copies that an optimizer steps ---------------------------------------------------------------
+
+
+def coarse(trace: Trace, by: float = 1.0, bits: int = 8) -> Trace:
+    """Return a run that steps copies, with weights of fewer bits and `by` times the rate's move."""
+    begin = {start.rank: start.weights for start in trace.of(Start)}
+    events = []
+    for event in trace.events:
+        if isinstance(event, Update):
+            event = replace(
+                event,
+                optimizer={},
+                weights={
+                    name: traces.values(*rounded(old + by * (w - old), bits))
+                    for name, record in event.weights.items()
+                    if (w := record.values()) is not None
+                    and (old := begin[event.rank][name].values()) is not None
+                },
+            )
+        events.append(event)
+    return traces.was(replace(trace, events=tuple(events)), rule="known", steps="copies")
+
+
+def rounded(values: Any, bits: int) -> Any:
+    """Return values with so many significant bits."""
+    fraction, exponent = np.frexp(values.astype(np.float64))
+    return np.ldexp(np.round(fraction * 2**bits) / 2**bits, exponent)
+
+
+@pytest.mark.parametrize("check", ["step_rule", "optimizer_state"])
+@pytest.mark.parametrize("bits", [8, 24])
+def test_copies_are_followed_from_the_first_step(check: str, bits: int) -> None:
+    """Weights are what the rule makes of such copies, rounded to the weights' format."""
+    alone = coarse(own(1, "adamw"), bits=bits)
+    finding = judged(check, coarse(own(2, "adamw"), bits=bits), alone)
+    assert finding.verdict is Verdict.HELD, finding.reason
+    assert any("steps copies of the weights: all weights" in note for note in finding.notes)
+
+
+@pytest.mark.parametrize("bits", [8, 24])
+def test_copies_that_follow_no_rule_stay_open(bits: int) -> None:
+    """A rate that is a third larger is seen through the rounding of the weights."""
+    finding = judged("step_rule", coarse(own(2, "adamw"), 4 / 3, bits), own(1, "adamw"))
+    assert finding.verdict is Verdict.INCONCLUSIVE
+    assert "the optimizer steps copies of the model's weights" in finding.reason

@@ -33,6 +33,12 @@ def unreduced(compared: Compared) -> str:
     return ""
 
 
+def reduces_later(trace: Trace) -> bool:
+    """Return whether ranks give an optimizer different gradients, and it moves them alike."""
+    alone = rounds.are_in(trace) or brought_together.first(trace)
+    return not alone and _reduced_later(trace) is not None
+
+
 def _reduced_later(trace: Trace) -> tuple[int, str] | None:
     """Return the first step and tensor of which ranks had different gradients and equal moves.
 

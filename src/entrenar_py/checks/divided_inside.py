@@ -1,4 +1,4 @@
-"""Recognise optimizers that divide gradients inside their own step: a benign explanation.
+"""Recognise optimizers that divide or reduce gradients in their own step: a benign explanation.
 
 Gradients are read as a step begins. A script may add them over workers or micro-batches, and take
 the mean only where it moves the weights: in an optimizer of its own. Its
@@ -8,21 +8,27 @@ the number that gradients aren't.
 
 Adam moves weights alike whatever their gradients are multiplied by. So a step counts as dividing
 only if its state agrees as well, or if it has none and moves weights in proportion to gradients.
+
+An optimizer that reduces gradients itself (ZeRO by hand, Horovod) is given other ones on each rank.
+Their mean counts as what it applies, if that is one worker's gradient, and if weights move as those
+of one worker do.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from entrenar_py.checks import (
+    applied_gradients,
     closeness,
     evidence,
     factors,
     gradient_sums,
+    precision,
     rates,
     step_shape,
     step_sums,
@@ -30,13 +36,105 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.checks.run_comparison import ROUNDING_STEPS, Bounds
-from entrenar_py.trace import Start, Tensors, Trace, Update
+from entrenar_py.trace import Start, Tensors, Trace, Update, record_tensor
 from entrenar_py.verdict import Tally
 
 _STEPS_MIN = 2  # in a single step weights may agree by chance
 _ALIKE = 0.01  # relative, L2: how far apart two runs' movements may be, roundings aside
 _APART_MIN = 10 * _ALIKE  # a factor that is nearer to 1 could not be told from none
 _ULP = 2.0**-23
+_NOISE_MAX = 0.1  # of a movement, that rounding of the weights may be
+
+
+def reduced(tally: Tally, compared: Compared) -> Compared:
+    """Return the comparison with the ranks' mean gradient, if the optimizer reduces by itself."""
+    if compared.alone is None or not applied_gradients.unreduced(compared):
+        return compared
+    alone = compared.alone
+    trace, model = (_reduced(tally, one, alone) for one in (compared.trace, compared.model))
+    return replace(compared, trace=trace, model=trace if compared.is_one_run else model)
+
+
+def _reduced(tally: Tally, trace: Trace, alone: Trace) -> Trace:
+    """Return a run with the ranks' mean gradient, if its steps are those of the run on one worker.
+
+    Ranks with unequal numbers of samples count by these, or alike.
+    """
+    if not applied_gradients.reduces_later(trace):
+        return trace
+    for is_weighted in (False, True):
+        mean = _with_means(trace, is_weighted=is_weighted)
+        if mean is not None and _makes_the_steps_of(tensor_names.aligned(alone, trace), mean):
+            note = (
+                f"in {run_name(trace)} the optimizer reduces gradients in its step: their mean is "
+                "judged, since it is the gradient of the run on one worker, and weights move alike"
+            )
+            if note not in tally.notes:
+                tally.note(note)
+            return mean
+    return trace
+
+
+def _with_means(trace: Trace, *, is_weighted: bool) -> Trace | None:
+    """Return a run in which all ranks have the mean of their gradients; None if one is unknown."""
+    means: dict[int, Tensors] = {}
+    shards = evidence.shards(trace)
+    for step, by_rank in evidence.ranks_by_step(trace):
+        counts = [
+            sum(one.weight for one in shards.get(step, ()) if one.rank == rank)
+            if is_weighted
+            else 1
+            for rank in by_rank
+        ]
+        mean = _mean([update.gradient for update in by_rank.values()], counts)
+        if mean is None:
+            return None
+        means[step] = mean
+    events = (
+        replace(e, gradient=means[e.step], grad_norm=None, applied_norm=None)
+        if isinstance(e, Update) and e.step in means
+        else e
+        for e in trace.events
+    )
+    return replace(trace, events=tuple(events))
+
+
+def _mean(held: Sequence[Tensors], counts: Sequence[float]) -> Tensors | None:
+    """Return the mean of the ranks' tensors by `counts`; None if values are unknown or unlike."""
+    if any(record.values() is None for tensors in held for record in tensors.values()):
+        return None
+    known = [values for tensors in held if (values := evidence.vectors(tensors)) is not None]
+    total = sum(counts)
+    if not total or len(known) < len(held):
+        return None
+    shapes = [gradient_sums.shapes(each) for each in known]
+    if any(shape != shapes[0] for shape in shapes):
+        return None
+    return {
+        name: record_tensor(
+            np.sum([c / total * each[name] for c, each in zip(counts, known, strict=True)], axis=0),
+            values=True,
+        )
+        for name in known[0]
+    }
+
+
+def _makes_the_steps_of(model: Trace, trace: Trace) -> bool:
+    """Return whether gradients are those of `model`, and all weights move as its own do."""
+    expected, made = evidence.updates(model), evidence.updates(trace)
+    bounds = Bounds.of(expected, model, trace)
+    movements = dict(_movements(trace)), dict(_movements(model))
+    steps = sorted(expected.keys() & made.keys())[:ROUNDING_STEPS]
+    for step in steps:
+        due = evidence.any_rank(expected[step])
+        bound = bounds.gradient_moved if step else bounds.gradient
+        for rank, update in made[step].items():
+            number = _times(due.gradient, update.gradient, bound)
+            wanted, got = movements[1].get((step, due.rank)), movements[0].get((step, rank))
+            unit = precision.unit_of(update.weights)
+            if number is None or abs(number - 1) > bound or not _move_alike(wanted, got, unit):
+                return False
+    return len(steps) >= _STEPS_MIN
 
 
 def undone(tally: Tally, compared: Compared) -> Compared:
@@ -176,16 +274,22 @@ def _chosen(tensors: Tensors, names: Collection[str]) -> Tensors:
 
 
 def _move_alike(
-    due: tuple[step_sums.Vector, float] | None, got: tuple[step_sums.Vector, float] | None
+    due: tuple[step_sums.Vector, float] | None,
+    got: tuple[step_sums.Vector, float] | None,
+    unit: float = 0.0,
 ) -> bool:
-    """Return whether two movements are known to be alike, by more than roundings of the weights."""
+    """Return whether two movements are known to be alike, by more than roundings of the weights.
+
+    Of weights whose unit is `unit`, roundings may be a larger part of a movement.
+    """
     if due is None or got is None or due[0].shape != got[0].shape:
         return False
     size = float(np.linalg.norm(due[0]))
-    noise = _ULP * due[1]
-    if not size or not math.isfinite(size) or noise > _ALIKE * size:
+    noise = max(_ULP, unit) * due[1]
+    if not size or not math.isfinite(size) or noise > (_NOISE_MAX if unit else _ALIKE) * size:
         return False
-    return float(np.linalg.norm(got[0] - due[0])) <= closeness.PROJECTED * _ALIKE * size
+    allowed = max(closeness.PROJECTED * _ALIKE * size, 2 * noise if unit else 0.0)
+    return float(np.linalg.norm(got[0] - due[0])) <= allowed
 
 
 def _divided(trace: Trace, factor: float, of_rate: float) -> Trace:

@@ -8,6 +8,7 @@ from entrenar_py.checks import (
     closeness,
     evidence,
     facts,
+    masters,
     missing,
     plans,
     presuppositions,
@@ -46,7 +47,11 @@ def judge(invariant: Invariant, traces: Traces) -> Finding:
                 "the server makes the updates: it alone holds the optimizer's state, and what it "
                 "resumes with is not recorded; F-TI-003 and F-TI-008 judge the resulting weights"
             )
-        if trace.traits.steps != "model" and not any(u.optimizer for u in trace.of(Update)):
+        is_elsewhere = trace.traits.steps != "model" and not any(
+            update.optimizer for update in trace.of(Update)
+        )
+        # Weights that follow the rule from the first step on have its state behind them.
+        if is_elsewhere and not masters.follow(tally, traces, trace):
             tally.miss("the optimizer's state is that of copies of the weights, or of shards")
         missing.require_updates(tally, trace)
         replica_identity.require_ranks(tally, trace)

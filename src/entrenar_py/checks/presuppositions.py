@@ -224,6 +224,8 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
     if compared.trace.scenario.workload != "own":
         return compared
     compared = aligned(compared)
+    if comparison in (WITH_ONE_WORKER, WITH_A_KNOB, SUMS, UPDATES):
+        compared = divided_inside.reduced(tally, compared)
     if comparison in (WITH_ONE_WORKER, WITH_A_KNOB, SUMS):
         compared = divided_inside.undone(tally, compared)
     for presupposition in COMPARISONS[comparison]:

@@ -22,6 +22,7 @@ from entrenar_py.checks import (
     factors,
     facts,
     knobs,
+    masters,
     missing,
     own_schedule,
     plans,
@@ -63,6 +64,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _undeclared(tally, trace)
         step_notes.tell(tally, trace)
         edits.judge(tally, trace)
+        if masters.follow(tally, runs, trace):
+            continue
         compared = Compared(runs=runs, model=trace, trace=trace)
         left = presuppositions.comparable(tally, presuppositions.UPDATES, compared)
         if left is not None and not _may_be_changed(tally, trace):
