@@ -83,8 +83,10 @@ class Follower:
         self._batches: Batches | None = None
         # The generators' states when a loader handed out a batch, before anything is observed.
         self._at_batch: States = {}
-        # A module that is called in training mode, and of which no optimizer holds anything.
+        # A module that is called in training mode, and of which no optimizer holds anything; and
+        # what it was called with before the first backward pass.
         self._untrained: weakref.ref[nn.Module] | None = None
+        self._untrained_inputs: list[Any] = []
         self._pid = os.getpid()
         self._gave_up = False
         self._depth = 0  # backward passes that have begun: one may run inside of another
@@ -161,8 +163,10 @@ class Follower:
             self._optimizers.append(weakref.ref(optimizer))
             self._control()
 
-    def _begin(self, called: nn.Module | None) -> None:
-        """Begin to observe, if there are optimizers; `called` is the module that the script called.
+    def _begin(self, called: nn.Module | None, inputs: Any = ()) -> None:
+        """Begin to observe, if there are optimizers.
+
+        `called` is the module that the script called, with `inputs`; None in a backward pass.
 
         A module is not trained yet if no optimizer holds any of its parameters.
         """
@@ -173,6 +177,8 @@ class Follower:
         if called is not None and parameters.isdisjoint(called.parameters()):
             if self._untrained is None and any(p.requires_grad for p in called.parameters()):
                 self._untrained = weakref.ref(called)
+            if self._untrained is not None and self._untrained() is called:
+                self._untrained_inputs.append(inputs)
             return
         from entrenar_py.observing import surroundings, tensors
         from entrenar_py.observing.auto.recorder import Recorder
@@ -180,6 +186,8 @@ class Follower:
         instead = None if self._untrained is None else self._untrained()
         optimizers = [one for optimizer in optimizers for one in tensors.stepping(optimizer)]
         model = surroundings.model_of(called, optimizers, instead=instead)
+        before = self._untrained_inputs if instead and model is tensors.unwrapped(instead) else []
+        self._untrained_inputs = []
         if model is None:
             return
         self._recorder = Recorder(
@@ -191,6 +199,8 @@ class Follower:
             give_up=self.give_up,
         )
         self.observation = self._recorder
+        for given in before:
+            self._recorder.was_called(given)
         if called is not None:  # else compiled code may call the model, and has the hook in it
             self.look_at_calls(False)
 
@@ -254,13 +264,13 @@ class Follower:
     # --- called by torch's hooks and the patches --------------------------------------------------
 
     @guarded
-    def forward(self, module: nn.Module, _: Any) -> None:
+    def forward(self, module: nn.Module, inputs: Any) -> None:
         """Begin to observe in the first training pass of a module that an optimizer trains."""
         if not (module.training and torch.is_grad_enabled()):
             return
         self._leave_if_due()
         if self.observation is None and self._optimizers:
-            self._begin(module)
+            self._begin(module, inputs)
 
     @guarded
     def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from entrenar_py.errors import UsageError
-from entrenar_py.observing import surroundings
+from entrenar_py.observing import batches, surroundings
 from entrenar_py.observing.auto.guard import guarded
 from entrenar_py.observing.clips import Clips
 from entrenar_py.observing.generators import States
@@ -34,7 +34,7 @@ class Recorder(Observer):
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        batches: Batches,
+        loader_batches: Batches,
         called: nn.Module | None,
         *,
         drawn_since: States,
@@ -42,7 +42,7 @@ class Recorder(Observer):
     ) -> None:
         self._is_off, self._tell_why = False, give_up
         self.optimizers = tuple(optimizers)
-        self._seen, self.clips = SeenSamples(batches), Clips()
+        self._seen, self.clips = SeenSamples(loader_batches), Clips()
         self._noted_steps = 0
         super().__init__(
             model,
@@ -80,6 +80,11 @@ class Recorder(Observer):
     def backward_begins(self, begun: Begun) -> None:
         """Note what `backward` is called on."""
         self._micro_batches.backward_begins(begun)
+
+    def was_called(self, inputs: Any) -> None:
+        """Note a forward pass of before this record, of a model of which optimizers step copies."""
+        self._micro_batches.before_forward(inputs, batches.blocks_of(inputs))
+        self._micro_batches.after_forward(inputs, is_training=True)
 
     def backward_ended(self) -> None:
         """Note that the backward pass is over."""
