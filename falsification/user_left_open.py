@@ -48,41 +48,12 @@ LEFT_OPEN = (
     Open(
         "the optimizer's rule is not one that is known here",
         ("step_rule",),
-        (
-            "an optimizer that reduces and shards (ZeRO-1)",
-            "muon, as it is",
-        ),
+        ("muon, as it is",),
     ),
     Open(
         "gradients before they were clipped",
         ("step_rule",),
         ("reduce_dtype: of fully_shard's policy",),
-    ),
-    Open(
-        "it reduces them itself",
-        ("parity", "weighting"),
-        ("an optimizer that reduces and shards (ZeRO-1)",),
-    ),
-    Open(
-        "it reduces them itself",
-        ("parity", "step_rule", "weighting"),
-        (
-            "a flat partition with an inner optimizer (ZeRO-1), which skips a NaN",
-            "a flat partition (ZeRO-1) whose skipped steps are reported",
-        ),
-    ),
-    Open(
-        "the optimizer steps copies of the model's weights",
-        ("step_rule",),
-        ("weights in bfloat16, with masters in float32",),
-    ),
-    Open(
-        "the optimizer's state is that of copies",
-        ("optimizer_state",),
-        (
-            "a flat partition with an inner optimizer (ZeRO-1), which skips a NaN",
-            "a flat partition (ZeRO-1) whose skipped steps are reported",
-        ),
     ),
     Open(
         "seed the script alike",

@@ -63,6 +63,11 @@ def first_alone(_: Vectors, inner: Sequence[Vectors]) -> Sequence[Vectors]:
     return [inner[0]] * len(inner)
 
 
+def best(_: Vectors, inner: Sequence[Vectors]) -> Sequence[Vectors]:
+    """Give all ranks the weights of another one than rank 0, as populations do."""
+    return [inner[1]] * len(inner)
+
+
 def added(_: Vectors, inner: Sequence[Vectors]) -> Sequence[Vectors]:
     """Give all ranks the sum of their weights."""
     return [{n: inner[0][n] + inner[1][n] for n in SIZES}] * 2
@@ -225,7 +230,11 @@ def test_a_wrong_round_is_falsified(outer: Outer, check: str, words: str) -> Non
 
 
 def test_what_may_be_meant_is_left_open() -> None:
-    """A sum of movements may be a rate of 2, and a tensor of each rank may be its own."""
+    """A sum of movements may be a rate of 2, and ranks may go on from the best one of them.
+
+    A tensor of each rank may be its own.
+    """
+    assert "rule of the outer step" in judged("weighting", ran(best)).reason
     twice = judged("weighting", ran(Nesterov(2.0, 0.0)))
     assert "rule of the outer step" in twice.reason
     own = judged("replica_identity", ran(body_alone))

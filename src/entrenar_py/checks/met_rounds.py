@@ -182,7 +182,7 @@ def _with_rule(trace: Trace) -> Trace:
         if _follows(candidate) is None:
             return candidate
     unknown = replace(trace, traits=replace(trace.traits, outer="other"))
-    if not is_known and _is_a_multiple(trace):
+    if _is_a_choice(trace) or (not is_known and _is_a_multiple(trace)):
         return unknown
     return next((one for one in (*known, _MEAN.of(trace), *fitted) if _follows(one)), unknown)
 
@@ -192,6 +192,25 @@ def _follows(trace: Trace) -> bool | None:
     tried = Tally("", observed=True)
     outer_step.follow(tried, trace)
     return None if tried.broken is None else outer_causes.is_named(tried.broken.message)
+
+
+def _is_a_choice(trace: Trace) -> bool:
+    """Return whether each round gives all ranks the weights of one of them, not always rank 0's.
+
+    A population that is trained goes on from its best member.
+    """
+    chosen: set[int] = set()
+    for step, by_rank in rounds.synchronisations(trace).items():
+        given = by_rank[min(by_rank)].weights
+        own = [
+            rank
+            for rank, update in evidence.updates(trace).get(step, {}).items()
+            if all(update.weights[name].digest == record.digest for name, record in given.items())
+        ]
+        if not own:
+            return False
+        chosen.add(own[0])
+    return chosen != {0}
 
 
 def _is_a_multiple(trace: Trace) -> bool:
