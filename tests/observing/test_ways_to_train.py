@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import entrenar_py
@@ -78,6 +79,19 @@ def test_an_optimizer_that_unscales(folder: Path) -> None:
     assert got is not None
     assert got.item() == pytest.approx(applied[1])
     assert all(one.finite for one in read(folder)[1] if isinstance(one, Shard))
+
+
+def test_a_step_that_makes_optimizer_state_is_none(folder: Path) -> None:
+    """torch.distributed.checkpoint steps with gradients of zero, to have moments to load."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer)
+    get_optimizer_state_dict(model, optimizer)
+    steps(model, optimizer, 1)
+    obs.close()
+    (made,) = updates(folder)
+    assert made.learning_rate == 0.01
+    assert set(made.gradient) == {"weight", "bias"}
 
 
 def test_gradients_that_are_cleared_behind_the_forward_pass(folder: Path) -> None:

@@ -347,8 +347,17 @@ class Observer(Observation):
             partial(self._before_step, index), self._micro_batches.clear, *called
         )
 
+    def _trains(self) -> bool:
+        """Return whether a pass has begun by now, or a gradient isn't zero.
+
+        Before that, torch.distributed.checkpoint makes optimizer state by a step.
+        """
+        return self._started or self._subject.has_gradients()
+
     @uncollected
     def _before_step(self, index: int) -> None:
+        if not self._trains():
+            return
         self._start()
         self._random.mark("gradient")
         if index in self._step.stepped:
@@ -365,6 +374,8 @@ class Observer(Observation):
 
     @uncollected
     def _after_step(self, index: int, *_: Any) -> None:
+        if not self._trains():
+            return
         self._random.mark("step")
         if hook_calls.is_nested(self._subject.optimizers[index]):
             return

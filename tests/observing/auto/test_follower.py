@@ -25,6 +25,27 @@ def test_a_step_of_what_no_pass_knew_is_noted(
     assert "Adagrad stepped tensors that it got after the" in auto_notes.why_nothing(tmp_path)
 
 
+def test_a_step_with_gradients_of_zero_begins_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.distributed.checkpoint makes optimizer state by such a step, before training begins."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    follower = Follower(Settings())
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    follower.built(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    follower.before_step(optimizer, (None,), {})
+    assert follower.observation is None
+    follower.step_ended()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    follower.before_step(optimizer, (None,), {})
+    assert follower._recorder is not None
+    follower._recorder.withdraw()
+
+
 def test_a_closure_that_makes_the_first_pass_is_seen() -> None:
     """An optimizer's hooks are too late if the observation begins in its step: it is told."""
     follower = Follower(Settings())

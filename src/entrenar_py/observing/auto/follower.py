@@ -400,11 +400,15 @@ class Follower:
             self._recorder.stranger_steps(optimizer)
 
     def _begin_late(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin to observe in a step whose gradients no backward pass has left, but the script."""
-        from entrenar_py.observing import surroundings
+        """Begin to observe in a step whose gradients no backward pass has left, but the script.
+
+        One whose gradients are zeros trains nothing: torch.distributed.checkpoint makes optimizer
+        state in this way.
+        """
+        from entrenar_py.observing import dtensors, surroundings
 
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        graded = [parameter for parameter in stepped if parameter.grad is not None]
+        graded = [p for p in stepped if p.grad is not None and dtensors.local(p.grad).any()]
         is_known = any(optimizer is own for own in self.optimizers())
         if self.observation is None and is_known and surroundings.have_modules(graded):
             self._begin(None)
