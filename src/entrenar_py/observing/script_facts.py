@@ -83,7 +83,7 @@ class ScriptFacts:
             self._replicas = surroundings.are_replicas(subject.model)
         if self._scheduler is None:
             self._scheduler = surroundings.schedule_of(subject.optimizers)
-        checkpoints.watch(subject.trained.values(), made)
+        checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one
 
     def schedule_place(self) -> int | None:
         """Return the position of the learning rate's schedule; None if it is unknown."""
