@@ -58,15 +58,7 @@ LEFT_OPEN = (
     Open(
         "seed the script alike",
         ("coverage", "determinism", "parity", "weighting"),
-        (
-            "a script without a seed",
-            "a script with seeded weights, and an order of its own in every run",
-        ),
-    ),
-    Open(
-        "seed the script alike",
-        ("determinism", "parity", "step_rule", "weighting"),
-        ("knobs of a script whose weights are not seeded",),
+        ("a script with seeded weights, and an order of its own in every run",),
     ),
     Open(
         "buffers follow from the samples of a rank",

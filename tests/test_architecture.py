@@ -171,6 +171,7 @@ OF_OWN_PROCESSES = {
     "finetune.local",
     "finetune.worker_process",
     "observing.auto",
+    "observing.auto.seeding",
     "observing.planned_faults",
     "observing.planned_rates",
     "reports.drawn_runs",

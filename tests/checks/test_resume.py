@@ -51,6 +51,27 @@ def test_other_random_numbers() -> None:
     assert (found.step, found.shard, found.got) == (4, 0, "other")
 
 
+@pytest.mark.parametrize("unseeded", [False, True])
+def test_what_a_script_that_seeds_nothing_draws_after_a_stop(unseeded: bool) -> None:
+    """Random numbers after a resume are new ones, unless the script seeds itself."""
+    stopped, straight = pair()
+    changed = altered(stopped, Shard, {"step": 4, "shard": 0}, draws="other")
+    runs = [_of_a_script(trace, unseeded=unseeded) for trace in (changed, straight)]
+    finding = traces.judge("resume", runs)
+    expected = Verdict.INCONCLUSIVE if unseeded else Verdict.FALSIFIED
+    assert finding.verdict is expected, finding.reason
+    assert ("seeds nothing" in finding.reason) is unseeded
+    whole = traces.judge(
+        "resume", [_of_a_script(trace, unseeded=unseeded) for trace in (stopped, straight)]
+    )
+    assert whole.verdict is Verdict.HELD, whole.reason
+
+
+def _of_a_script(trace: Trace, *, unseeded: bool) -> Trace:
+    own = trace.scenario.with_(system="command", workload="own")
+    return traces.was(replace(trace, scenario=own, promises=()), unseeded=unseeded)
+
+
 @pytest.mark.parametrize("part", ["weights", "optimizer", "buffers"])
 def test_another_state(part: str) -> None:
     """State that was not restored is found in the first step after the resume."""

@@ -21,12 +21,17 @@ import numpy
 import torch._dynamo.aot_compile
 import torch.distributed
 import torch.nn.parallel
-import torch.utils.data  # noqa: F401
+import torch.utils.data
 from torch.nn.parallel import DistributedDataParallel
 
 import entrenar_py.observing.observer  # noqa: F401
 from entrenar_py.observing import loader_batches  # noqa: F401
-from entrenar_py.observing.auto import SETTINGS, beginning, recorder  # noqa: F401
+from entrenar_py.observing.auto import (  # noqa: F401
+    SETTINGS,
+    beginning,
+    patches,
+    recorder,
+)
 
 
 class Waiting:
@@ -78,6 +83,7 @@ def _run(script: str) -> NoReturn:
     kept = None
     _keep_reducers()
     numpy.random.seed()  # as a new process does: a fork would have the state of the others
+    torch.default_generator.seed()
     if os.environ.get(SETTINGS):
         beginning.begin(Waiting())
     try:

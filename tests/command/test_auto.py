@@ -204,7 +204,9 @@ def test_a_command_that_says_its_steps_ends_by_itself() -> None:
     assert Settings.of(plan.observing()).steps is None
     plan = run_plan.Plan(command=("train",), needs=needs, folder=Path(), auto=True, num_steps=5)
     assert Settings.of(plan.observing()).steps == 5
-    assert run_plan.Plan(command=("train",), needs=needs, folder=Path()).observing() == {}
+    plain = run_plan.Plan(command=("train",), needs=needs, folder=Path())
+    assert Settings.of(plain.observing()) == Settings(seed=0, follows=False)
+    assert run_plan.Plan(command=("train", "{seed}"), needs=needs, folder=Path()).observing() == {}
 
 
 def test_a_command_that_says_its_epochs_ends_by_itself() -> None:

@@ -8,13 +8,16 @@ import re
 import select
 import signal
 import sys
+import types
 from collections.abc import Iterator
+from multiprocessing import process
 from pathlib import Path
 
 import pytest
+import torch
 
 from entrenar_py.command import launch, warm
-from entrenar_py.command.forks import script_imports
+from entrenar_py.command.forks import interpreter, script_imports
 from entrenar_py.command.launch import Ended
 
 # Started like torchrun, and starts ranks like it; torch is not imported.
@@ -185,6 +188,17 @@ def test_forked_ranks_draw_numbers_of_their_own(folder: Folder) -> None:
     lines = [*folder.run(script.name, forked=True).tail, *folder.run(script.name, forked=True).tail]
     drawn = [number for line in lines if line.startswith("drew") for number in line.split()[1:]]
     assert len(drawn) == len({*drawn}) == 8
+
+
+def test_forked_ranks_have_a_generator_of_torch_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that has imported torch has seeded its generator; a fork gets another seed."""
+    monkeypatch.setattr(process, "current_process", lambda: types.SimpleNamespace())
+    with torch.random.fork_rng():
+        before = torch.random.initial_seed()
+        interpreter.forget_draws()
+        assert torch.random.initial_seed() != before
 
 
 INSTALLED = {

@@ -45,6 +45,7 @@ from falsification import (
     user_scalers,
     user_styles,
     user_together,
+    user_unseeded,
 )
 from falsification.user_trainers import TWINS, Twin
 from tests.command import scripts, side_by_side, zygote
@@ -91,6 +92,7 @@ EVERY: tuple[Twin, ...] = (
     *user_scalers.BUGS,
     *user_styles.BUGS,
     *user_together.BUGS,
+    *user_unseeded.BUGS,
     *user_advised.VARIANTS,
     *user_averages.VARIANTS,
     *user_benign.VARIANTS,
@@ -113,6 +115,7 @@ EVERY: tuple[Twin, ...] = (
     *user_scalers.VARIANTS,
     *user_styles.VARIANTS,
     *user_together.VARIANTS,
+    *user_unseeded.VARIANTS,
     *user_scalers.ROUNDED,
     *user_large.TWINS,
 )

@@ -59,6 +59,11 @@ SEEDED = Presupposition(
     says="both runs draw the same first weights and the same samples",
     lacking=repeatability.drawn_apart,
 )
+SEEDED_AFTER_A_STOP = Presupposition(
+    name="seeded after a stop",
+    says="a run that was stopped goes on with the random numbers that it would have drawn",
+    lacking=repeatability.drawn_anew,
+)
 SAMPLES_AGAIN = Presupposition(
     name="samples are drawn alike",
     says="two runs of the command, with nothing changed between them, draw the same samples",
@@ -197,8 +202,8 @@ POISONED = "a step at a value that is not finite, with its skipping or halting"
 COMPARISONS: Mapping[str, tuple[Presupposition, ...]] = {
     WITH_ONE_WORKER: (*_TWO_RUNS, ROWS_COUNT_ONCE, *_BY_SAMPLE, THEIR_BATCHES),
     WITH_A_KNOB: (*_TWO_RUNS, *_BY_SAMPLE),
-    RESUMED: (SAME_NAMES, SAME_BITS_AGAIN, FINITE),
-    KILLED: (FINITE, PLAIN_RUNS_AGREE),
+    RESUMED: (SAME_NAMES, SAME_BITS_AGAIN, FINITE, SEEDED_AFTER_A_STOP),
+    KILLED: (FINITE, PLAIN_RUNS_AGREE, SEEDED_AFTER_A_STOP),
     REPEATED: (SEEDED, FINITE),
     RANKS: (SAME_NAMES, COPIES, SAME_STEPS, TOGETHER, FINITE),
     SUMS: (SAME_NAMES, COPIES, SAME_STEPS, _strictly(TOGETHER), _strictly(REDUCED), NO_NOISE),
@@ -226,6 +231,11 @@ def comparable(tally: Tally, comparison: str, compared: Compared) -> Compared | 
     compared = aligned(compared)
     if comparison in (WITH_ONE_WORKER, WITH_A_KNOB, SUMS, UPDATES):
         compared = divided_inside.reduced(tally, compared)
+    if compared.trace.traits.unseeded and not compared.is_one_run:
+        tally.note(
+            "the script doesn't seed itself: entrenar-check has seeded torch, numpy and Python "
+            "before it began, each rank differently and each run alike"
+        )
     if comparison in (WITH_ONE_WORKER, WITH_A_KNOB, SUMS):
         compared = divided_inside.undone(tally, compared)
     for presupposition in COMPARISONS[comparison]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from entrenar_py.checks import divergence, evidence, missing, run_comparison
+from entrenar_py.checks import divergence, evidence, missing, resumed_data, run_comparison
 from entrenar_py.checks.compared import Compared, run_name
 from entrenar_py.checks.sensitivity import UNKNOWN
 from entrenar_py.trace import Shard, Start, Tensors, Trace, Update
@@ -111,6 +111,23 @@ def samples_drawn_apart(compared: Compared) -> str:
         return ""
     why = _other_samples(compared.model, compared.trace)
     return why and f"in two plain runs of the command {why}: {_SEED}"
+
+
+def drawn_anew(compared: Compared) -> str:
+    """Return why a script that seeds nothing may draw other numbers after a stop; "" if it doesn't.
+
+    Its runs have seeds of the harness's, and begin alike; after a stop they would be new ones.
+    """
+    if not compared.trace.traits.unseeded:
+        return ""
+    trial = Tally("", observed=True)
+    resumed_data.compare(trial, compared.model, compared.trace)
+    if trial.broken is None:
+        return ""
+    return (
+        f"the script seeds nothing, so what it draws after a stop is new ({trial.broken.place()}: "
+        f"{trial.broken.message}): {_SEED}, and restore the generators' states"
+    )
 
 
 def _other_samples(first: Trace, second: Trace) -> str:

@@ -169,12 +169,14 @@ class Plan:
 
         Without a line, it is ended after the last step if the command can say neither {steps} nor
         {epochs}. After a resume it makes as many again, since nobody knows how old its checkpoint
-        is.
+        is. What it doesn't seed itself is seeded, if the command has no {seed}.
         """
         tokens = {TOKENS: "1"} if PROBED in self.needs else {}
-        if not self.auto:
+        seed = None if self.can_say("seed") else self.seed
+        if not self.auto and seed is None:
             return tokens
-        return {**tokens, **Settings(steps=self.num_steps if self._is_cut else None).variables()}
+        steps = self.num_steps if self._is_cut else None
+        return {**tokens, **Settings(steps=steps, seed=seed, follows=self.auto).variables()}
 
     @property
     def _is_cut(self) -> bool:

@@ -29,6 +29,7 @@ from entrenar_py.observing import (
     surroundings,
     tensors,
 )
+from entrenar_py.observing.auto import seeding
 from entrenar_py.observing.backward_hooks import BackwardHooks
 from entrenar_py.observing.generators import Generators
 from entrenar_py.observing.loader_draws import LoaderDraws
@@ -103,6 +104,7 @@ class Observer(Observation):
                 "rank": rank,
                 "world_size": world_size,
                 "versions": {"torch": str(torch.__version__), **hook_calls.notes()},
+                **({"unseeded": True} if seeding.is_unseeded() else {}),
                 **(facts or {}),
                 **said.facts(),
                 **self._facts.header,

@@ -76,6 +76,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "values": (False, _is_flag, "true or false"),
     "auto": (False, _is_flag, "true or false"),
     "replicas": (False, _is_flag, "true or false"),
+    "unseeded": (False, _is_flag, "true or false"),
     "alone": (False, _is_flag, "true or false"),
     "samples": (False, _is_text, "index, content or unknown"),
     "losses": (False, CHOICES["losses"].__contains__, "known or backward"),

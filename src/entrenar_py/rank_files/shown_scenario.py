@@ -125,6 +125,8 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
         traits["replacement"] = True
     if any(rank.layout is not None for rank in ranks):
         traits["shared"] = True  # ranks that draw the same samples share a shard
+    if any(rank.header.get("unseeded") for rank in ranks):
+        traits["unseeded"] = True
     traits["alone"] = len(ranks) > 1 and all(rank.header.get("alone") for rank in ranks)
     sent = next((rank.compression for rank in ranks if rank.compression), "")
     if compressed := header.get("reduction") or sent:

@@ -61,7 +61,8 @@ class Traits:
     - `batch_norm`: batch normalisation uses each rank's own samples.
     - `drop_last`: the last batch of an epoch is left out if it would be short.
     - `replacement`: a sample may be drawn again within an epoch.
-    - `seeded`: the run was given the seed that its scenario states.
+    - `seeded`: the run was given the seed that its scenario states. `unseeded`: the script seeds
+      nothing, and the harness has seeded each rank.
     - `epochs`: `untold` if it is not known to which epoch a sample belongs.
     - `population`: `guessed` if it is not known which samples an epoch should have: the scenario's
       number of samples is that of those that were drawn, or a sampler of the user's decides.
@@ -113,6 +114,7 @@ class Traits:
     drop_last: bool = False
     replacement: bool = False
     seeded: bool = False
+    unseeded: bool = False
     epochs: str = "told"
     population: str = "known"
     splits: bool = False

@@ -16,6 +16,7 @@ FIRST = (
     *("torch.utils.data", "numpy.random"),
     *("entrenar_py.observing.observer", "entrenar_py.observing.loader_batches"),
     *("entrenar_py.observing.auto.beginning", "entrenar_py.observing.auto.recorder"),
+    *("entrenar_py.observing.auto.follower", "entrenar_py.observing.auto.patches"),
 )
 # Variables that differ from rank to rank or from run to run.
 RANKS = (

@@ -42,6 +42,8 @@ def forget_draws() -> None:
     """Give this process random numbers of its own, as far as a fork doesn't (`random` does)."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
     if "multiprocessing.process" in sys.modules:
         process = sys.modules["multiprocessing.process"]
         process.current_process().authkey = os.urandom(32)

@@ -24,11 +24,15 @@ class Settings:
     - `steps`: a process ends by itself after so many optimizer steps; None for no end.
     - `every`: the training is watched every so many steps, and not recorded; None for a record.
     - `contract`: the contract whose clauses are watched; None for all clauses.
+    - `seed`: of what the script doesn't seed itself; None to leave that as it is.
+    - `follows`: the script is observed without a line; else it is only seeded.
     """
 
     steps: int | None = None
     every: int | None = None
     contract: str | None = None
+    seed: int | None = None
+    follows: bool = True
 
     def variables(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Return the environment variables that make Python observe scripts with these settings."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from entrenar_py.observing import FOLDER, auto
-from entrenar_py.observing.auto import follower, patches
+from entrenar_py.observing.auto import seeding
 from entrenar_py.rank_files import auto_notes
 
 
@@ -20,9 +20,15 @@ class Waiting(Protocol):
 
 
 def begin(waiting: Waiting) -> None:
-    """Set torch's global hooks, and the patches where it has none."""
+    """Seed the process; set torch's global hooks, and the patches where it has none."""
     if folder := os.environ.get(FOLDER):
         with suppress(OSError):
             (Path(folder) / auto_notes.LOADED).touch()
-    follower.CURRENT = follower.Follower(auto.Settings.of(os.environ))
-    patches.install(follower.CURRENT, waiting.awaited)
+    settings = auto.Settings.of(os.environ)
+    if settings.seed is not None:
+        seeding.begin(settings.seed)
+    if settings.follows:
+        from entrenar_py.observing.auto import follower, patches
+
+        follower.CURRENT = follower.Follower(settings)
+        patches.install(follower.CURRENT, waiting.awaited)
