@@ -15,6 +15,7 @@ from functools import partial
 from entrenar_py.checks import (
     changed_sums,
     closeness,
+    combinations,
     evidence,
     factors,
     facts,
@@ -153,6 +154,8 @@ def _comparable(
     alike: set[int] = (
         steps_alike(model, trace) if tally.observed and (unknown or is_by_rows) else set()
     )
+    if tally.observed and is_by_rows:
+        alike |= steps_combined(model, trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         if step == apart or comparison.sensitivity.is_chaotic(step):
             return
@@ -210,6 +213,26 @@ def steps_alike(model: Trace, trace: Trace) -> set[int]:
         bound = bounds.gradient_moved if step else bounds.gradient
         if closeness.compare_close(tried, due, got, bound, "", bounds.gradient_floor):
             alike |= {step} if due and tried.broken is None else set()
+    return alike
+
+
+def steps_combined(model: Trace, trace: Trace) -> set[int]:
+    """Return the first steps in which the gradient of `model` is a sum of the micro-batches' of
+    `trace`, each times a number.
+
+    So their samples are the same ones, however `trace` adds up, if rows alone name them: padding is
+    in rows, and what is cut off for the longest. Gradients of other samples leave no such sum.
+    """
+    expected, shards = evidence.updates(model), evidence.shards(trace)
+    bounds = Bounds.of(expected, model, trace)
+    alike = set[int]()
+    for step in sorted(expected.keys() & shards.keys()):
+        goal = evidence.vectors(evidence.any_rank(expected[step]).gradient)
+        bound = bounds.gradient_moved if step else bounds.gradient
+        if step >= ROUNDING_STEPS or not goal:
+            break
+        if combinations.shares(goal, shards[step], bound) is not None:
+            alike.add(step)
     return alike
 
 
