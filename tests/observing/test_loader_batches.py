@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from entrenar_py.observing import loader_batches, mirrored_batches
 from entrenar_py.observing.loader_batches import Batches
-from entrenar_py.observing.seen_samples import CUT, STRANGE, SeenSamples
+from entrenar_py.observing.seen_samples import CUT, NO_ROWS, STRANGE, SeenSamples
 
 DATA = torch.arange(12.0).reshape(12, 1)
 
@@ -286,6 +286,20 @@ def test_without_a_loader() -> None:
     samples.end_step()
     assert given(DATA[1:4])[:2] == first[1:]
     assert samples.facts() == {"samples": "content"}
+
+
+def test_a_second_loss_of_the_same_rows() -> None:
+    """A backward pass without a forward pass has the samples that its step was given before."""
+    samples = SeenSamples(Batches())
+    unknown = []
+    for inputs in (DATA[:3], None, None):
+        if inputs is not None:
+            samples.given([inputs], trains=True)
+        samples.settle()
+        unknown.append(samples.take().unknown)
+        if len(unknown) == 2:
+            samples.end_step()
+    assert unknown == ["", "", NO_ROWS]
 
 
 @pytest.mark.parametrize(

@@ -123,8 +123,8 @@ class SeenSamples(Samples):
         if batch is not None:
             self._use(batch, batch.left)
             self._is_given = True
-        elif self._batches.loader is None and not self._ids:
-            self._unknown = NO_ROWS
+        elif self._batches.loader is None and not (self._ids or self._rows):
+            self._unknown = NO_ROWS  # else another loss of the rows that this step was given
 
     def repeat(self, ids: Ids) -> None:
         """Note that the next backward pass has the samples of the last one, `ids`, again."""
