@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,36 @@ def test_other_rows_with_the_same_gradients_are_the_same_samples(
     assert finding.verdict.value == verdict, finding.reason
 
 
+@pytest.mark.parametrize(("is_other", "verdict"), [(False, "falsified"), (True, "inconclusive")])
+def test_other_rows_whose_gradients_add_up_are_the_same_samples(
+    is_other: bool, verdict: str
+) -> None:
+    """One worker's gradient is a sum of the micro-batches' if it is given their samples."""
+    size = {"num_samples": 12, "batch_size": 4, "num_shards": 2}
+    subject = scenario(detail="values", world_size=2, **size)
+    alone, trace = (
+        traces.was(traces.run(subject.with_(world_size=size)), sample_ids="content")
+        for size in (1, 2)
+    )
+    weights = trace.of(Update)[0].weights
+    for shard in trace.of(Shard):
+        at = {"rank": shard.rank, "step": shard.step, "shard": shard.shard}
+        gradient = {n: weights[n] for n in shard.gradient} if is_other else shard.gradient
+        ids = tuple(id_ + 1000 for id_ in shard.ids)
+        trace = altered(trace, Shard, at, ids=ids, gradient=gradient)
+    for update in trace.of(Update):
+        at = {"rank": update.rank, "step": update.step}
+        parts = {"gradient": update.gradient, "weights": update.weights}
+        twice = {name: evidence.times(tensors, 2.0) for name, tensors in parts.items()}
+        trace = altered(trace, Update, at, **twice)
+    trace, alone = (
+        replace(run, scenario=run.scenario.with_(system=OBSERVED, workload="own"), promises=())
+        for run in (trace, alone)
+    )
+    finding = CHECKS["parity"].judge(traces.clause("parity"), Runs(trace, {ALONE: (alone,)}))
+    assert finding.verdict.value == verdict, finding.reason
+
+
 def test_rows_that_come_again_on_one_worker_too() -> None:
     """An epoch that grows, or draws with replacement: the order is the script's own."""
     alone, trace = (
@@ -130,6 +161,58 @@ def test_rows_that_come_again_on_one_worker_too() -> None:
     for runs, is_open in ((Runs(trace), True), (Runs(trace, witnesses={ALONE: (alone,)}), False)):
         finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
         assert ("rows come again in step 1" in finding.reason) is is_open, finding.reason
+
+
+PASS = ((0, 1, 2, 3), (4, 5, 6, 7))  # the rows of a pass through the data, by step
+
+
+def in_passes(size: int, batches: Sequence[tuple[int, ...]], **traits: Any) -> Trace:
+    """Return a script's run with these rows in its steps, over and over; each shard has a half."""
+    trace = traces.run(SUBJECT.with_(world_size=size))
+    for step in range(SUBJECT.num_steps):
+        rows = batches[step % len(batches)]
+        for shard, ids in enumerate((rows[:2], rows[2:])):
+            trace = altered(trace, Shard, {"step": step, "shard": shard}, ids=ids)
+    own = trace.scenario.with_(system=OBSERVED, workload="own", num_samples=4)
+    trace = replace(trace, scenario=own, promises=())
+    return traces.was(trace, sample_ids="content", **traits)
+
+
+@pytest.mark.parametrize(
+    ("batches", "verdict", "words"),
+    [
+        (PASS, "held", ""),
+        (PASS[::-1], "held", ""),
+        (((0, 1, 1, 2), PASS[1]), "falsified", "rank 1 is given 1 rows"),
+        ((PASS[0], (4, 5, 2, 7)), "falsified", "first to rank 1 in step 0"),
+        (((0, 1, 2, 13), PASS[1]), "inconclusive", "other rows"),
+    ],
+)
+def test_rows_that_one_worker_is_given_in_passes(
+    batches: tuple[tuple[int, ...], ...], verdict: str, words: str
+) -> None:
+    """If one worker is given each row once in a pass, so are several, in any order."""
+    alone, trace = in_passes(1, PASS), in_passes(2, batches)
+    runs = Runs(trace, {ALONE: (alone,)}, witnesses={ALONE: (alone,)})
+    finding = CHECKS["coverage"].judge(traces.clause("coverage"), runs)
+    assert finding.verdict.value == verdict, finding.reason
+    assert words in finding.reason
+    without = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    assert without.verdict is not Verdict.FALSIFIED, without.reason
+
+
+@pytest.mark.parametrize(("is_same", "verdict"), [(True, "falsified"), (False, "inconclusive")])
+def test_ranks_that_do_the_same_share_no_work(is_same: bool, verdict: str) -> None:
+    """Ranks with the same rows, losses and gradients do all of the work, each for itself."""
+    trace = in_passes(2, ((0, 1, 0, 1), (4, 5, 4, 5)), arranged="guessed")
+    for step in range(SUBJECT.num_steps):
+        mine, other = (traces.one(trace, Shard, step=step, shard=shard) for shard in range(2))
+        gradient = mine.gradient if is_same else other.gradient
+        at = {"step": step, "shard": other.shard}
+        trace = altered(trace, Shard, at, gradient=gradient, loss_sum=mine.loss_sum)
+    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    assert finding.verdict.value == verdict, finding.reason
+    assert "ranks 0, 1 are given the same rows in every step" in finding.reason
 
 
 def test_micro_batches_that_come_twice_on_one_worker_are_no_order() -> None:

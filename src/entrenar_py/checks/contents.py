@@ -1,8 +1,9 @@
 """F-DP-002 for samples that nobody named: digests of the rows that the model was given.
 
 A row may be something else than a sample, and a data set may have a row twice. So runs that were
-given the same rows hold the clause, and others leave it open. One thing is wrong whatever a row is:
-replicas that are given the same rows in every step, where these change from step to step.
+given the same rows hold the clause, and others leave it open. Two things are wrong whatever a row
+is: replicas that are given the same rows in every step, where these change from step to step; and a
+row that comes again within a pass, where one worker is given each row once in a pass.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
-from entrenar_py.checks import evidence, facts, missing, run_comparison
+from entrenar_py.checks import evidence, facts, missing, row_passes, run_comparison
 from entrenar_py.trace import Shard, Trace
 from entrenar_py.verdict import Tally
 from entrenar_py.wording import named
@@ -29,16 +31,22 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     _apart_in_groups(tally, trace, alone)
     owned = _own if trace.traits.shared else list[Shard]
     rows = {step: owned(of) for step, of in evidence.shards(trace).items()}
-    _rows_again(tally, rows, {} if alone is None else evidence.shards(alone))
-    steps = [_by_rank(owned(shards)) for shards in evidence.shards(trace).values()]
-    if trace.scenario.world_size < 2 or len(steps) < 2:
+    steps = [*map(_by_rank, rows.values())]
+    is_compared = trace.scenario.world_size > 1 and len(steps) > 1
+    alike = _given_the_same(steps) if is_compared else []
+    is_guessed = trace.traits.arranged == "guessed" and not do_the_same(trace, alike)
+    passes = {} if alike else row_passes.of(rows, alone)
+    if passes:
+        row_passes.judge(tally, trace, rows, passes)
+    elif not alike or is_guessed:
+        _rows_again(tally, rows, {} if alone is None else evidence.shards(alone))
+    if not is_compared:
         return
-    alike = _given_the_same(steps)
     if not alike:
         tally.check(True, "", step=0, scenario=trace.scenario)
         return
     what = f"{named('rank', alike)} are given the same rows in every step"
-    if trace.traits.arranged == "guessed":
+    if is_guessed:
         tally.miss(guessed(what))
         return
     tally.check(
@@ -107,6 +115,25 @@ def _are_doubled(shards: Mapping[int, Sequence[Shard]]) -> bool:
     return any(one == after for one, after in pairwise(given))
 
 
+def do_the_same(trace: Trace, ranks: Sequence[int]) -> bool:
+    """Return whether `ranks` are given the same in each micro-batch, with one loss and gradient.
+
+    Then they don't share the work on their samples: each does all of it.
+    """
+    first: dict[tuple[int, int], tuple[Any, ...]] = {}
+    numbers = dict.fromkeys(ranks, 0)
+    for shard in trace.standing.of(Shard):
+        if shard.rank not in numbers:
+            continue
+        place = shard.step, numbers[shard.rank]
+        numbers[shard.rank] += 1
+        digests = {name: one.digest for name, one in shard.gradient.items()}
+        mine = shard.loss_sum, shard.contents, digests
+        if None in mine or not shard.gradient or first.setdefault(place, mine) != mine:
+            return False
+    return len({*numbers.values()}) == 1 and len(numbers) > 1 and bool(first)
+
+
 def guessed(what: str) -> str:
     """Return the reason why it isn't known whether `what` is wrong."""
     return (
@@ -134,6 +161,12 @@ def compare(tally: Tally, model: Trace, trace: Trace) -> None:
                 f"the model is given other rows with {many} workers than with {few}, and they have "
                 "the same gradients in the first steps: they are the same samples"
             )
+        elif not is_same and row_passes.make_the_same(model, trace):
+            tally.note(
+                f"the model is given other rows in a step with {many} workers than with {few}: "
+                "each run is given all of them once in a pass, and steps were not compared"
+            )
+            return
         elif not is_same:
             why = (
                 f"the model is given other rows in step {step} with {many} workers than with {few}"

@@ -106,7 +106,8 @@ def _guessed_to_differ(trace: Trace) -> list[int]:
             drawn.setdefault(shard.rank, []).extend(shard.ids)
         same = {rank for rank, ids in drawn.items() if ids and list(drawn.values()).count(ids) > 1}
         alike = same if alike is None else alike & same
-    return sorted(alike or ())
+    ranks = sorted(alike or ())
+    return [] if contents.do_the_same(trace, ranks) else ranks
 
 
 def _disjoint_and_complete(tally: Tally, trace: Trace, alone: Trace | None) -> None:

@@ -1,0 +1,74 @@
+"""The passes that one worker makes through rows without ids, and those of several workers.
+
+If one worker is given each row once, then all of them again, and so on, rows are unlike, and they
+are the data set: what a row is tells its sample as well as an id does. Several workers are to be
+given each of these rows once in a pass, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from entrenar_py.checks import evidence
+from entrenar_py.rank_files import epochs
+from entrenar_py.trace import Shard, Trace
+from entrenar_py.verdict import Tally
+
+Passes = Mapping[int, int]  # number of the pass, by step
+Rows = Mapping[int, Sequence[Shard]]  # by step
+
+
+def of(rows: Rows, alone: Trace | None) -> Passes:
+    """Return the pass that each step belongs to, as in the run on one worker, `alone`.
+
+    Return nothing if that run makes no two passes, or if `rows` are others than its own, or of
+    other numbers in a step.
+    """
+    passes = {} if alone is None else _made(alone)
+    if not passes or alone is None:
+        return {}
+    whole = evidence.shards(alone)
+    common = passes.keys() & rows.keys()
+    is_alike = all(_count(whole[step]) == _count(rows[step]) for step in common)
+    mine = {row for shards in rows.values() for shard in shards for row in shard.ids}
+    return passes if is_alike and mine <= _rows(alone) else {}
+
+
+def make_the_same(one: Trace, other: Trace) -> bool:
+    """Return whether two runs are given the same rows, each once in every pass."""
+    return bool(_made(one) and _made(other)) and _rows(one) == _rows(other)
+
+
+def judge(tally: Tally, trace: Trace, rows: Rows, passes: Passes) -> None:
+    """Check that no row of a step's `rows` comes again within a pass."""
+    given: dict[tuple[int, int], Shard] = {}  # by pass and row
+    for step in sorted(rows.keys() & passes.keys()):
+        for shard in rows[step]:
+            keys = [(passes[step], row) for row in shard.ids]
+            again = [key for place, key in enumerate(keys) if key in given or key in keys[:place]]
+            first = given.get(again[0], shard) if again else shard
+            tally.check(
+                not again,
+                f"rank {shard.rank} is given {len(again)} rows that were given before in this pass "
+                f"(first to rank {first.rank} in step {first.step}): one worker is given each row "
+                "once in a pass, so samples are given twice, and others are left out",
+                sample_ids=tuple(row for _, row in again),
+                **evidence.place(trace, shard),
+            )
+            given.update(dict.fromkeys(keys, shard))
+
+
+def _made(trace: Trace) -> Passes:
+    """Return the pass that each step belongs to; nothing unless there are two, of two steps."""
+    derived = epochs.derived(trace.events, None) or ()
+    passes = {event.step: event.epoch for event in derived if isinstance(event, Shard)}
+    is_long = list(passes.values()).count(0) > 1
+    return passes if is_long and len({*passes.values()}) > 1 else {}
+
+
+def _rows(trace: Trace) -> set[int]:
+    return {row for shard in trace.of(Shard) for row in shard.ids}
+
+
+def _count(shards: Sequence[Shard]) -> int:
+    return sum(len(shard.ids) for shard in shards)
