@@ -9,11 +9,9 @@ import pytest
 
 from entrenar_py.errors import UsageError
 from entrenar_py.faults import (
-    CONTROLLED,
     KINDS,
+    LASTING,
     NEEDED,
-    OF_LOADERS,
-    OF_RECORDS,
     ON_THE_WAY,
     OPTIONAL,
     PLACES,
@@ -38,7 +36,7 @@ GIVEN: dict[str, Any] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "huge_gradient": {"value": "1e38"},
     "nudged_weights": {"value": "1e-6"},
-    **{kind: {"value": "2"} for kind in (*CONTROLLED, *OF_LOADERS, *OF_RECORDS)},
+    **{kind: {"value": "2"} for kind in LASTING},
     **{kind: {"value": "0.5"} for kind in SILENT},
     "lie": {"value": "twice", "at": "Staged"},
     "stranger": {"value": "taken_rank"},

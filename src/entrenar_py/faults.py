@@ -33,6 +33,7 @@ KINDS: dict[str, str] = {
     "replayed_in_turn": "the same, one after the other, as one worker has as many micro-batches",
     "shortened_epochs": "each epoch of a user's script ends after `value` batches of a rank; the "
     "last one counts as having the samples of all that are left out",
+    "more_steps": "a user's script is ended after `value` optimizer steps, more than others",
     "leave": "worker `rank` dies while it computes step `step`; its shards go to the others",
     "join": "worker `rank` comes (back) before step `step` with the full state",
     "kill": "worker `rank` is killed (SIGKILL) at message `at` of step `step`",
@@ -64,6 +65,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("nudged_weights", "merged_batches", "shortened_epochs"), ("step", "value")),
     **dict.fromkeys(("replayed_batches", "replayed_in_turn"), ("step", "value")),
     **dict.fromkeys(("common_numbers", "common_order"), ("step",)),
+    "more_steps": ("step", "value"),
     **dict.fromkeys(("mirrored_ranks", "repeated_share"), ("step", "value")),
     **dict.fromkeys(("leave", "join"), ("step", "rank")),
     **dict.fromkeys(("kill", "cut", "half_open"), ("step", "rank", "at")),
@@ -107,9 +109,13 @@ MERGED = "merged_batches"
 # The same where no loader can be told to: the script's own draws are replaced.
 REPLAYED, IN_TURN = OF_RECORDS = "replayed_batches", "replayed_in_turn"
 JOINED = (MERGED, *OF_RECORDS)
-# Runs with these only show how others can be compared, or what these are too short for.
 OF_LOADERS = (SHORTENED, MERGED)
-OF_WITNESSES = (NUDGED, *CONTROLLED, *OF_LOADERS, *OF_RECORDS)
+# In a user's script only: it is ended later, since it writes its first checkpoint later.
+LONGER = "more_steps"
+# What holds for a whole run.
+LASTING = (*CONTROLLED, *OF_LOADERS, *OF_RECORDS, LONGER)
+# Runs with these only show how others can be compared, or what these are too short for.
+OF_WITNESSES = (NUDGED, *LASTING)
 
 # Failures that a real adapter is made to report itself.
 OF_ADAPTERS = ("device_lost", "too_large", "shader_rejected")
@@ -266,6 +272,11 @@ def are_nudged(planned: Iterable[Fault]) -> bool:
 def are_of_witnesses(planned: Iterable[Fault]) -> bool:
     """Return whether a run with these faults is no run to be judged by itself: see OF_WITNESSES."""
     return any(fault.kind in OF_WITNESSES for fault in planned)
+
+
+def steps_of(planned: Iterable[Fault]) -> int | None:
+    """Return after how many steps a run with these faults is ended, None if as usual."""
+    return next((int(fault.value or 0) for fault in planned if fault.kind == LONGER), None)
 
 
 def are_shortened(planned: Iterable[Fault]) -> bool:

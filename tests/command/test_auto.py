@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.command import auto_twins, scripts, twins, zygote
 from tests.command.stripped import bare, stripped
 
 HELD = ("coverage", "replica_identity", "randomness", "step_rule", "weighting")
+NO_OPTIONS = "argparse.Namespace(epochs=3, dir='.')"
 ALTERNATING = """
 import torch
 from torch import nn
@@ -235,6 +237,37 @@ def test_what_comes_at_the_end_of_an_epoch_is_seen(tmp_path: Path) -> None:
     found = scripts.findings(recorded, wanted)
     assert {name: found[name].verdict for name in wanted} == dict.fromkeys(wanted, Verdict.HELD)
     assert {run.trace.scenario.num_steps for run in recorded.values()} == {24}
+
+
+@pytest.mark.parametrize(
+    ("line", "broken"),
+    [
+        ("", ""),
+        ('    optimizer.load_state_dict(saved["optimizer"])\n', "it has none, so none was loaded"),
+    ],
+)
+def test_a_first_checkpoint_after_the_tried_steps(line: str, broken: str, tmp_path: Path) -> None:
+    """A run goes on until an epoch's end, where the script saves, and is stopped and resumed."""
+    place = tmp_path / "place"
+    place.mkdir()
+    script = place / "train.py"
+    script.write_text(SAVING.replace(line, "").replace("cli.parse_args()", NO_OPTIONS))
+    recorded = scripts.record(
+        (*scripts.command(script)[:2], "1", script.name),
+        ("resume",),
+        tmp_path / "runs",
+        source=place,
+        world_sizes=(1,),
+        launch=partial(zygote.launch, cwd=place),
+        auto=True,
+    )
+    assert [path.stem for path in recorded if "longer" in path.stem] == [
+        "1-worker-longer",
+        "1-worker-longer-interrupted",
+    ]
+    found = scripts.findings(recorded, ("resume",))["resume"]
+    assert found.verdict is (Verdict.FALSIFIED if broken else Verdict.HELD), found.reason
+    assert broken in found.reason
 
 
 def test_what_belongs_to_the_line_is_stripped() -> None:

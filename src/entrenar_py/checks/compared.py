@@ -12,6 +12,7 @@ from entrenar_py.checks.explanations import Explanation
 from entrenar_py.checks.knob_pairs import pair_of
 from entrenar_py.checks.needs import ALONE, REPEATED, Traces
 from entrenar_py.checks.sensitivity import Sensitivity
+from entrenar_py.faults import OF_WITNESSES
 from entrenar_py.trace import Trace
 from entrenar_py.verdict import Counterexample, Tally
 from entrenar_py.wording import counted
@@ -100,5 +101,5 @@ def run_name(trace: Trace) -> str:
     stopped = ", stopped and resumed" if scenario.stops else ""
     kinds = {fault.kind for fault in scenario.faults}
     killed = ", a worker of which was killed" if "leave" in kinds else ""
-    planted = " with a planted value" if kinds - {"leave", "join"} else ""
+    planted = " with a planted value" if kinds - {"leave", "join", *OF_WITNESSES} else ""
     return f"the run {words}{stopped}{killed}{planted}"

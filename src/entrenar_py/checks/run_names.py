@@ -21,6 +21,7 @@ _DONE: Mapping[str, str] = {
     "replayed_batches": "which is given the batches that several workers had",
     "replayed_in_turn": "which is given the batches that several workers had, in turn",
     "shortened_epochs": "with epochs of two steps",
+    "more_steps": "with more steps",
     "repeated_share": "with the samples of one rank, repeated",
 }
 

@@ -17,7 +17,7 @@ from entrenar_py.checks.needs import (
     Need,
     Runs,
 )
-from entrenar_py.faults import Fault, are_nudged, are_of_witnesses
+from entrenar_py.faults import LONGER, Fault, are_nudged, are_of_witnesses
 from entrenar_py.scenario import Scenario
 
 
@@ -90,7 +90,12 @@ class Asked:
     @property
     def is_witness(self) -> bool:
         """True if the run shows whether others can be compared, and how closely."""
-        return self.is_plain or are_of_witnesses(self.faults)
+        return self.is_plain or (are_of_witnesses(self.faults) and not self.stops)
+
+    @property
+    def unstopped(self) -> Asked:
+        """The same settings without stops."""
+        return replace(self, stops=(), interrupted=False, option="")
 
 
 def judges(check: Check, asked: Asked) -> bool:
@@ -101,6 +106,7 @@ def judges(check: Check, asked: Asked) -> bool:
     struck = {fault.kind for fault in asked.faults}
     borne = {"non_finite_gradient" for need in check.needs if need is POISONED}
     borne |= {"leave" for need in check.needs if need is KILLED}
+    borne |= {LONGER} if asked.stops else set()
     takes_resumed = check.takes_resumed or bool({RESUMED, SAVED}.intersection(check.needs))
     stops = takes_resumed or not asked.stops
     return struck <= borne and stops and (check.takes_turned or asked.turn is None)
@@ -116,7 +122,7 @@ def beside(needs: Collection[Need], asked: Asked) -> Runs[Asked]:
         if need is KILLED:
             base = replace(asked, faults=())
         elif need in (RESUMED, SAVED):
-            base = replace(asked, stops=(), interrupted=False, option="")
+            base = asked.unstopped
         elif asked.turn is not None and need.knob == asked.turn.knob and not asked.stops:
             base = replace(asked, turn=None)
         if base != asked:

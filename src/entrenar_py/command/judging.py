@@ -26,7 +26,7 @@ from entrenar_py.command import asked
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.runs import Run
 from entrenar_py.contract import Invariant
-from entrenar_py.faults import MERGED, OF_RECORDS, are_of_witnesses, are_shortened
+from entrenar_py.faults import MERGED, OF_RECORDS, are_of_witnesses, are_shortened, steps_of
 from entrenar_py.harness import companions, plan, roles, stored
 from entrenar_py.harness.plan import Task
 from entrenar_py.harness.runner import Listener, ignore
@@ -250,7 +250,8 @@ def _witnesses(runs: Mapping[Path, Run]) -> dict[Need, tuple[Path, ...]]:
     moved = next((pair for pair in nudged if pair[0] in plain), ())
     alone = [run for run in plain if run.is_plain and run.world_size == 1 and not run.repeat]
     short = [run for run in plain if are_shortened(run.faults)]
-    controlled = [r for r in plain if not (r.is_plain or r.is_nudged or r in short)]
+    others = {run for run in plain if run.is_plain or run.is_nudged or steps_of(run.faults)}
+    controlled = [run for run in plain if run not in others and run not in short]
     witnesses = {
         REPEATED: twice,
         ALONE: alone,

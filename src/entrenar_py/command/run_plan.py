@@ -23,7 +23,7 @@ from entrenar_py.command import placeholders
 from entrenar_py.command.asked import Asked, Turn
 from entrenar_py.command.launch import Ended, launch
 from entrenar_py.errors import UsageError, did_you_mean
-from entrenar_py.faults import Fault
+from entrenar_py.faults import LONGER, Fault, steps_of
 from entrenar_py.observing import TOKENS
 from entrenar_py.observing.auto import Settings
 from entrenar_py.rank_files.arranged import Arrangement
@@ -35,6 +35,7 @@ WORLD_SIZES = (2,)  # and 1, where a check compares with one worker
 WIDER = 4  # ranks of two axes with two ranks each
 DEADLINE_S = 300.0
 NUM_STEPS = 8
+LONGER_MAX = 64  # steps: a script may write its first checkpoint at the end of an epoch
 NUM_EPOCHS = 2  # random streams and samples of two epochs are compared
 
 Launcher = Callable[..., Ended]  # takes what `launch.launch` takes
@@ -164,8 +165,8 @@ class Plan:
         cuts = [(size, int(KNOBS["accumulation"].usual)) for size in sizes]
         return sorted([*cuts, *((self.most, int(turn.value)) for turn in turns)])
 
-    def observing(self) -> dict[str, str]:
-        """Return the environment variables that say how a script is observed.
+    def observing(self, planned: Collection[Fault] = ()) -> dict[str, str]:
+        """Return the environment variables that say how a script is observed with these faults.
 
         Without a line, it is ended after the last step if the command can say neither {steps} nor
         {epochs}. After a resume it makes as many again, since nobody knows how old its checkpoint
@@ -175,7 +176,7 @@ class Plan:
         seed = None if self.can_say("seed") else self.seed
         if not self.auto and seed is None:
             return tokens
-        steps = self.num_steps if self._is_cut else None
+        steps = (steps_of(planned) or self.num_steps) if self._is_cut else None
         return {**tokens, **Settings(steps=steps, seed=seed, follows=self.auto).variables()}
 
     @property
@@ -208,6 +209,34 @@ class Plan:
         if len(axes) < 2 or not is_free or not placeholders.can_share(self.command, WIDER):
             return {}
         return {_name(WIDER): Asked(world_size=WIDER, seed=self.seed)}
+
+    def longer(self, usual: Trace) -> dict[str, Asked]:
+        """Return by name a run that goes on after some epochs' ends, if that is to be tried.
+
+        The first run, `usual`, wrote no checkpoint, and a line of the script may write one later.
+        """
+        like, traits = usual.scenario, usual.traits
+        wanted = {RESUMED, SAVED}.intersection(self.needs) and self._is_cut
+        may_go_on = self.can_say(placeholders.RESUME) or traits.loads != "nothing"
+        steps = _steps_per_epoch(usual)
+        told = self.can_say("workdir") or not self.source or traits.saved_after
+        if not (wanted and may_go_on and traits.unreached and 0 < steps <= LONGER_MAX) or told:
+            return {}
+        whole = LONGER_MAX // steps * steps
+        if whole < like.num_steps:
+            return {}
+        fault = Fault(kind=LONGER, step=0, value=str(whole + 3))
+        asked = Asked(world_size=self.most, seed=self.seed, faults=(fault,))
+        return {f"{_name(self.most)}-longer": asked}
+
+    def stopped(self, asked: Asked, recorded: Trace) -> dict[str, Asked]:
+        """Return by name the run `asked`, which goes on longer, stopped after its checkpoint."""
+        if steps_of(asked.faults) is None or asked.stops or not recorded.traits.saved_after:
+            return {}
+        stops = _stops(recorded, recorded.traits.saved_after)
+        name = f"{_name(self.most)}-longer-interrupted"
+        stopped = replace(asked, stops=stops, interrupted=True, option=self._option(recorded))
+        return {name: stopped} if stops else {}
 
     def others(self, usual: Trace) -> dict[str, Asked]:
         """Return by name the repeated, faulted and stopped runs that checks need.
@@ -313,15 +342,18 @@ def _stops(usual: Trace, saved: Sequence[int]) -> tuple[int, ...]:
     Two are in the middle of an epoch if possible. One is where an epoch ends: there a place in the
     data is that of the next one.
     """
-    like = usual.scenario
-    batches = like.num_samples / like.batch_size
-    per_epoch = int(batches) if usual.traits.drop_last else math.ceil(batches)
+    like, per_epoch = usual.scenario, _steps_per_epoch(usual)
     steps = range(min(saved, default=1), like.num_steps)
     inside = [step for step in steps if step % max(1, per_epoch)] or [*steps]
     # Where epochs are unknown, a third stop may be the one at an end.
     ends = [step for step in steps if per_epoch <= 1 or step % per_epoch == 0]
     places = {inside[len(inside) // 3], inside[2 * len(inside) // 3]} if inside else set()
     return tuple(sorted({*places, *ends[-1:]}))
+
+
+def _steps_per_epoch(usual: Trace) -> int:
+    batches = usual.scenario.num_samples / usual.scenario.batch_size
+    return int(batches) if usual.traits.drop_last else math.ceil(batches)
 
 
 def _name(world_size: int, turn: Turn | None = None) -> str:

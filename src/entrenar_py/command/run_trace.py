@@ -13,7 +13,7 @@ from entrenar_py.checks.knobs import KNOBS
 from entrenar_py.command import ending
 from entrenar_py.command.asked import Asked
 from entrenar_py.command.launch import Ended
-from entrenar_py.faults import JOINED
+from entrenar_py.faults import JOINED, LONGER
 from entrenar_py.rank_files import (
     assembly,
     checkpoints,
@@ -107,8 +107,8 @@ def _scenario(
 ) -> tuple[Scenario, Traits]:
     """Return scenario and traits as the ranks' files show them, or as in `like` if they can't."""
     # Whether one worker has merged batches is to be seen: a script may cut its batches itself.
-    is_merged = any(fault.kind in JOINED for fault in asked.faults)
-    disturbed = (asked.faults and not is_merged) or asked.stops or asked.repeat
+    is_shown = any(fault.kind in (*JOINED, LONGER) for fault in asked.faults)
+    disturbed = (asked.faults and not is_shown) or asked.stops or asked.repeat
     if like is not None and (disturbed or not any(isinstance(event, Update) for event in events)):
         traits = like.traits
         scenario = like.scenario.with_(
@@ -121,7 +121,7 @@ def _scenario(
         scenario, traits = shown_scenario.of(ranks, events, asked.world_size)
         if like is not None:  # the intended rate: a check tells if the run had another
             scenario = scenario.with_(learning_rate=like.scenario.learning_rate)
-        if is_merged:
+        if is_shown:
             scenario = scenario.with_(faults=asked.faults)
     scenario = scenario.with_(seed=asked.seed, repeat=asked.repeat)
     turn = asked.turn

@@ -20,7 +20,7 @@ from entrenar_py.checks import stopped_run
 from entrenar_py.checks.knobs import KNOBS, UNCLIPPED
 from entrenar_py.command import controlling, own_folder, placeholders, run_trace
 from entrenar_py.command.arranging import Arranging, Made
-from entrenar_py.command.asked import Asked, Turn
+from entrenar_py.command.asked import Asked
 from entrenar_py.command.beginnings import Beginnings, first_step
 from entrenar_py.command.controlling import Controlling
 from entrenar_py.command.launch import OUTPUT, Ended
@@ -28,7 +28,7 @@ from entrenar_py.command.nudging import Nudging
 from entrenar_py.command.run_plan import Plan
 from entrenar_py.command.shortening import Shortening
 from entrenar_py.errors import UsageError
-from entrenar_py.faults import JOINED
+from entrenar_py.faults import JOINED, steps_of
 from entrenar_py.harness import interrupts
 from entrenar_py.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
 from entrenar_py.rank_files import auto_notes, checkpoints
@@ -38,7 +38,7 @@ from entrenar_py.untrusted import printing
 
 SHORT_S = 15.0  # a run that takes less waits for most of it
 
-Likes = Mapping[Turn | None, Trace]  # by turn: completed runs without other changes
+Likes = Mapping[Asked, Trace]  # completed runs that others are like, the first run first
 Show = Callable[[str], None]  # is called with the name of each run before it is launched
 
 
@@ -93,7 +93,7 @@ def record(plan: Plan, show: Show) -> Iterator[tuple[Path, Run]]:
 
 def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run]]:
     base = plan.folder
-    likes: dict[Turn | None, Trace] = {}
+    likes: dict[Asked, Trace] = {}
     nudging, controls = Nudging(plan.needs), Controlling(plan.needs)
     shortening = Shortening(plan.needs)
     beginnings = Beginnings()
@@ -103,7 +103,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
         name = next(iter(planned))
         asked = planned.pop(name)
         interrupts.check()
-        if asked.stops and asked.turn not in likes:
+        if asked.stops and asked.unstopped not in likes:
             continue  # the run that it would be compared with has failed
         like = _like(asked, likes)
         if asked not in plan.made:
@@ -126,7 +126,8 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
         if controlling.source_of(asked) and recorded.end.status == "failed":
             continue  # the script hands on more than was kept
         is_tried = asked.world_size not in (1, *plan.world_sizes)
-        if is_tried and recorded.end.status == "failed":
+        is_longer = steps_of(asked.faults) is not None and not asked.stops
+        if (is_tried or is_longer) and recorded.end.status == "failed":
             continue
         recorded = beginnings.seen(name, recorded)
         base.mkdir(parents=True, exist_ok=True)  # the command may have removed it
@@ -141,12 +142,15 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
                 planned.clear()
             else:
                 planned |= plan.others(recorded) | plan.pairs(recorded)
-                planned |= plan.wider(arranging.layout(name))
+                planned |= plan.wider(arranging.layout(name)) | plan.longer(recorded)
             first = False
         if asked.is_unstruck and recorded.end.status == "completed":
             planned = {**nudging.after(asked, recorded), **planned}
             if not asked.repeat:
-                likes.setdefault(asked.turn, recorded)
+                likes[asked] = recorded
+        if is_longer:
+            likes[asked] = recorded
+            planned = {**plan.stopped(asked, recorded), **planned}
         if recorded.end.status == "completed":
             planned |= shortening.after(asked, recorded) | controls.after(asked, recorded)
         rest = tuple(planned.values())
@@ -155,7 +159,7 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
 
 
 def _read_again(
-    plan: Plan, made: Sequence[Made], likes: dict[Turn | None, Trace], ahead: tuple[Asked, ...]
+    plan: Plan, made: Sequence[Made], likes: dict[Asked, Trace], ahead: tuple[Asked, ...]
 ) -> Iterator[tuple[Path, Run]]:
     """Yield once more the runs `made`, read as it is known by now how ranks share the model.
 
@@ -166,8 +170,8 @@ def _read_again(
         if plan.made[asked].end.status != recorded.end.status:
             continue
         plan.made[asked] = recorded
-        if asked.is_unstruck and not asked.repeat and asked.turn in likes:
-            likes[asked.turn] = recorded
+        if asked in likes:
+            likes[asked] = recorded
         trace.save(recorded, plan.folder / f"{name}.jsonl")
         yield plan.folder / f"{name}.jsonl", Run(asked=asked, trace=recorded, ahead=ahead)
 
@@ -204,7 +208,7 @@ class _Ahead:
         if self._may:
             others = ((n, a) for n, a in planned.items() if a not in self._plan.made)
             for after, other in islice(others, 1):
-                if other not in self._begun and not (other.stops and other.turn not in likes):
+                if other not in self._begun and not (other.stops and other.unstopped not in likes):
                     self._begun[other] = self._begin(after, other, likes)
         ended = running.result()
         if self._may is None:
@@ -219,7 +223,7 @@ class _Ahead:
 
 def _like(asked: Asked, likes: Likes) -> Trace | None:
     """Return the run that `asked` is like but for what is done to it, if it was made already."""
-    return likes.get(asked.turn if asked.stops else None)
+    return likes.get(asked.unstopped) if asked.stops else next(iter(likes.values()), None)
 
 
 def _is_light(ended: Ended, asked: Asked) -> bool:
@@ -262,7 +266,7 @@ def _launched(
                 variables={
                     FAULTS: json.dumps([fault.to_dict() for fault in asked.faults]),
                     **_batches(asked, folder.parent),
-                    **plan.observing(),
+                    **plan.observing(asked.faults),
                     **_rates(asked, folder, like),
                     **stop,
                 },

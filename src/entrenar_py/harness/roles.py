@@ -104,7 +104,8 @@ def _witnesses(subject: Scenario, scenarios: Mapping[K, Scenario]) -> dict[Need,
         still = _nearest(subject, meant, ALONE, others)
         moved = () if still is None else (still[0], key)
     short = tuple(key for key, one in scenarios.items() if faults.are_shortened(one.faults))
-    controlled = tuple(key for key in scenarios if key not in {*nudged, *others, *short})
+    longer = (key for key, one in scenarios.items() if faults.steps_of(one.faults))
+    controlled = tuple(key for key in scenarios if key not in {*nudged, *others, *short, *longer})
     once = () if alone is None else (alone[0],)
     return {
         ALONE: once,

@@ -259,6 +259,7 @@ class Observer(Observation):
         if self._entrances.is_first(model, called):
             self._start()  # else wrapped since: parameters are back by the step at the latest
             self._faults.perhaps_nudge()
+        self._faults.note_lasting()
         for hooks in self._step_hooks:
             hooks.come_last()
         self._write_late()

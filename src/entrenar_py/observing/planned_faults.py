@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from entrenar_py import hook_calls, trace
-from entrenar_py.faults import CONTROLLED, NUDGED, OF_LOADERS, OF_RECORDS, Fault
+from entrenar_py.faults import LASTING, NUDGED, Fault
 from entrenar_py.observing import (
     FAULTS,
     dtensors,
@@ -80,18 +80,22 @@ class PlannedFaults:
     def perhaps_nudge(self) -> None:
         """Move the weights by some roundings if a fault plans that for this step.
 
-        Record that random numbers, or samples, are made alike, if they are.
-
         Copies of a weight on several ranks are moved alike. Generators of the script stay as they
         are.
         """
         for fault in self._faults:
-            # Since this record was made, or earlier.
-            if fault.kind in (*CONTROLLED, *OF_LOADERS, *OF_RECORDS):
-                self._strikes(fault)
             if fault.kind == NUDGED and self._strikes(fault):
                 for name, weights in self._subject.own_weights().items():
                     _nudge(name, weights, float(fault.value or 0))
+
+    def note_lasting(self) -> None:
+        """Record what was changed before training began: draws, samples, the number of steps.
+
+        Where an optimizer steps copies of the weights, the record begins in the first step.
+        """
+        for fault in self._faults:
+            if fault.kind in LASTING and fault not in self._struck:
+                self._record(fault)
 
     def _strikes(self, fault: Fault) -> bool:
         """Return whether `fault` strikes now: once, in its step and shard. Record it if it does.
@@ -101,10 +105,13 @@ class PlannedFaults:
         step, shard = self._place()
         if fault.step != step or fault.shard not in (None, shard) or fault in self._struck:
             return False
-        self._struck.add(fault)
-        fields, rank = fault.to_dict(), self._subject.rank
-        self._write([trace.Injected(fault=fields, step=step, rank=rank, shard=shard)])
+        self._record(fault)
         return True
+
+    def _record(self, fault: Fault) -> None:
+        self._struck.add(fault)
+        (step, shard), fields, rank = self._place(), fault.to_dict(), self._subject.rank
+        self._write([trace.Injected(fault=fields, step=step, rank=rank, shard=shard)])
 
     def _spoil_gradient(self, fault: Fault) -> list[Any]:
         """Plant a value in this rank's own gradient of a tensor, before it is reduced."""
