@@ -22,6 +22,9 @@ its verdicts is right. `make field` does it again, and fails if a verdict differ
 not copied into this project: a recipe in `tests/field/recipes/` names repository and commit, the
 lines to add, the data and the command.
 
+No contract is named, as in a plain call, so a break of F-DP-003 is advice: torch steps with a NaN
+by default. Rows of a language model name `language-model-v1.yaml`.
+
 Each verdict that is not "held" is explained as one of these:
 
 - **defect**: the script does what nobody wants. It is reproduced in at most thirty lines without
@@ -40,8 +43,9 @@ def page() -> str:
         [
             HEAD,
             "## All scripts\n",
-            "| script | how | on | held | not applied | falsified | inconclusive | exit | s |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| script | how | on | held | not applied | advice | falsified | inconclusive | exit "
+            "| s |",
+            "|---|---|---|---|---|---|---|---|---|---|",
             *(line for recipe in everything for line in _rows(recipe)),
             "",
             *(line for recipe in everything for line in _section(recipe)),
@@ -64,7 +68,7 @@ def _rows(recipe: Recipe) -> Iterator[str]:
         anchor = re.sub(r"[^\w-]", "", recipe.name)
         link = f"[{recipe.title}](#{anchor})"
         if result is None:
-            yield _line(link, trial.name, trial.hardware, "not run yet", *[""] * 5)
+            yield _line(link, trial.name, trial.hardware, "not run yet", *[""] * 6)
             continue
         yield _line(
             link,
@@ -72,6 +76,7 @@ def _rows(recipe: Recipe) -> Iterator[str]:
             result["device"],
             str(len(_of(result, "held"))),
             ", ".join(_of(result, run.ABSENT)) or "none",
+            ", ".join(_of(result, run.ADVICE)) or "none",
             _kinds(trial, result, "falsified"),
             _kinds(trial, result, "inconclusive"),
             str(_exit_code(result)),

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 HERE = Path(__file__).parent
-CONTRACTS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
 LANGUAGE_MODEL = "language-model-v1.yaml"
 
 
@@ -60,7 +59,7 @@ class Expected:
     """A verdict that is not "held", and why it is right."""
 
     clause: str
-    verdict: Literal["falsified", "inconclusive"]
+    verdict: Literal["falsified", "inconclusive", "advice"]
     kind: Kind
     words: str  # part of the reason that is reported
     because: str
@@ -79,7 +78,7 @@ class Trial:
     edits: tuple[Edit, ...] = ()
     options: tuple[str, ...] = ()  # of entrenar-check
     configuration: str = ""  # text of its entrenar-check.toml
-    contracts: tuple[str, ...] = CONTRACTS
+    contracts: tuple[str, ...] = ()  # those that are named; none: as a plain call judges
     gpus: int = 0  # 0: runs on the CPU, and sees no GPU
 
     @property

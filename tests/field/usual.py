@@ -6,7 +6,7 @@ from tests.field.recipe import Expected, Kind
 
 STEPS_AT_NAN = Expected(
     clause="F-DP-003",
-    verdict="falsified",
+    verdict="advice",
     kind=Kind.DEFAULT,
     words="after a non-finite value",
     because="A NaN was planted in one gradient of one rank. The all-reduce gives it to all ranks, "
@@ -27,10 +27,17 @@ UNSEEDED = Expected(
     words="are not seeded alike",
     because="The script sets no seed, so two runs of it can't be compared.",
 )
-STATELESS = Expected(
-    clause="F-TI-002",
-    verdict="inconclusive",
-    kind=Kind.PROPERTY,
-    words="keeps no state",
-    because="Plain SGD keeps no state.",
+IN_PIECES = tuple(
+    Expected(
+        clause=clause,
+        verdict="inconclusive",
+        kind=Kind.LIMIT,
+        words=words,
+        because="Weights in pieces are brought together for the script's own passes only, so the "
+        "model is passed nothing again.",
+    )
+    for clause, words in (
+        ("F-LM-001", "weights are in pieces"),
+        ("F-LM-003", "no padding is known"),
+    )
 )

@@ -68,16 +68,6 @@ def pairs(folder: Path) -> None:
     (folder / "glue/glue.py").write_text(_METRIC, encoding="utf-8")
 
 
-_BATCHES = tuple(
-    Expected(
-        clause=clause,
-        verdict="inconclusive",
-        kind=Kind.PROPERTY,
-        words="one worker trains on batches of 16 samples, 2 on 32",
-        because="The examples' batch of 16 samples is that of each process, and no option.",
-    )
-    for clause in ("F-DP-005", "F-TI-001")
-)
 _SCHEDULE = Expected(
     clause="F-TI-008",
     verdict="inconclusive",
@@ -94,7 +84,7 @@ _SAME_MASKS = Expected(
     "on each. `device_specific=True` would not.",
     reproduction="same_dropout_on_all_ranks.py",
 )
-_USUAL = (STEPS_AT_NAN, *_BATCHES, _SCHEDULE, _SAME_MASKS)
+_USUAL = (STEPS_AT_NAN, _SCHEDULE, _SAME_MASKS)
 RECIPES = (
     Recipe(
         name="accelerate-examples",

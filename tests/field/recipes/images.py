@@ -43,9 +43,10 @@ _OTHER_SAMPLES = Expected(
     clause="F-DP-002",
     verdict="inconclusive",
     kind=Kind.PROPERTY,
-    words="no step has the samples on 1 worker that it has on 2",
+    words="the model is given other rows in step 0 with 1 workers than with 2",
     because="One process shuffles by torch's own sampler, several by `DistributedSampler`: these "
-    "draw in another order.",
+    "draw in another order. Samples are known by their rows alone, which are changed and fetched "
+    "ahead.",
 )
 _TORCHRUN = ("torchrun", "--standalone", "--nproc_per_node={world_size}")
 _TIMM = Recipe(
@@ -63,6 +64,7 @@ _TIMM = Recipe(
                 *("train.py", "--data-dir=images", "--device=cpu", "--model=test_vit"),
                 *("--img-size=32", "--num-classes=2", "--batch-size={share:8}", "--workers=1"),
                 *("--epochs=2", "--warmup-epochs=0", "--opt=sgd", "--lr=0.1", "--no-aug"),
+                "{resume:--resume output/train/*/last.pth.tar}",
             ),
             edits=(
                 Edit(
@@ -76,9 +78,6 @@ _TIMM = Recipe(
             expected=(
                 _OTHER_SAMPLES,
                 STEPS_AT_NAN,
-                replace(_OTHER_SAMPLES, clause="F-DP-005", words="draws other samples"),
-                replace(_OTHER_SAMPLES, clause="F-TI-001", words="draws other samples"),
-                SAVES_LATER,
             ),
         ),
     ),
@@ -149,7 +148,7 @@ _OPEN_CLIP = Recipe(
     trials=(
         Trial(
             name="auto",
-            command=_CLIP_COMMAND,
+            command=(*_CLIP_COMMAND, "{resume:--resume latest}"),
             edits=_CLIP_ON_CPU,
             options=("--steps", "6"),
             expected=(

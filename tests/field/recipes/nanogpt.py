@@ -69,7 +69,7 @@ _OTHER_SAMPLES = Expected(
     clause="F-DP-002",
     verdict="inconclusive",
     kind=Kind.PROPERTY,
-    words="no step has the samples on 1 worker that it has on 2",
+    words="the model is given other rows in step 0 with 1 workers than with 2",
     because="Each rank draws places in the text at random, by a seed of its own. There are no "
     "epochs that could be covered, and two workers draw other places than one.",
 )
@@ -77,7 +77,7 @@ _OTHER_BATCHES = Expected(
     clause="F-DP-005",
     verdict="inconclusive",
     kind=Kind.PROPERTY,
-    words="draws other samples than the single device's",
+    words="step 0 gives the model other rows than the single device's",
     because="Each rank draws its batches by a seed of its own. So a run on one worker trains on "
     "other samples, and can't be compared.",
 )

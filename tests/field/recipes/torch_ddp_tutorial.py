@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, on_gpus
-from tests.field.usual import SAVES_LATER, STATELESS, STEPS_AT_NAN, UNSEEDED
+from tests.field.usual import SAVES_LATER, STEPS_AT_NAN, UNSEEDED
 
 EXAMPLES = "pytorch/examples"
 COMMIT = "77f55b912142e11fcfdf5b530231fb9c52f181e8"
@@ -68,7 +68,6 @@ _AUTO = Trial(
         _NOT_SEEDED,
         replace(_NOT_SEEDED, clause="F-TI-001"),
         _NOTHING_MOVES,
-        STATELESS,
         _NEVER_RESUMED,
         UNSEEDED,
     ),

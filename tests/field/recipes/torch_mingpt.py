@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, of_tokens, on_gpus
 from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
-from tests.field.usual import SAVES_LATER, UNSEEDED
+from tests.field.usual import UNSEEDED
 
 _ON_CPU = (
     Edit(file="main.py", line="return has_gpu and gpu_count >= min_gpus", instead="return True"),
@@ -69,12 +71,13 @@ _EXPECTED = (
     Expected(
         clause="F-TI-001",
         verdict="inconclusive",
-        kind=Kind.UNDECLARED,
-        words="have no loss",
-        because="`backward` is called on a loss that the scaler has multiplied.",
+        kind=Kind.DEFECT,
+        words="give all runs the same data",
+        because="Follows from the split, too.",
+        reproduction="split_by_every_rank.py",
     ),
-    SAVES_LATER,
     UNSEEDED,
+    replace(UNSEEDED, clause="F-TI-003", words="two plain runs of the command differ"),
 )
 
 _NOT_CAUSAL = Expected(

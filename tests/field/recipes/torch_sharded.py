@@ -47,7 +47,7 @@ _SP = (
         clause="F-DP-002",
         verdict="inconclusive",
         kind=Kind.UNDECLARED,
-        words="step 0 draws other samples: seed the script alike",
+        words="share the work on a batch and are given different rows in step 0",
         because="Each rank draws rows of its own, and only `obs.samples` tells whether they are "
         "parts of one batch. Besides, the script sets no seed, so two runs draw other inputs.",
     ),
@@ -105,6 +105,7 @@ _FSDP2 = Trial(
     expected=(
         replace(
             STEPS_AT_NAN,
+            verdict="falsified",
             because="With such weights gradients are not finite in the first step, and neither "
             "`clip_grad_norm_` nor the optimizer stops at that.",
         ),
@@ -119,9 +120,9 @@ _FSDP2 = Trial(
         ),
         Expected(
             clause="F-TI-005",
-            verdict="inconclusive",
+            verdict="falsified",
             kind=Kind.DEFECT,
-            words="look uninitialised",
+            words="weights are not finite from step 0 on",
             because="`Transformer.reset_parameters` leaves its layers out, after `to_empty` has "
             "given them memory that nobody wrote. Here new memory is filled with large numbers; "
             "NaN and zeros were seen in it, too.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.field.recipe import Expected, Kind, Recipe, Trial
-from tests.field.usual import STATELESS, STEPS_AT_NAN
+from tests.field.usual import STEPS_AT_NAN
 
 _LAUNCH = ("torchrun", "--standalone", "--nproc_per_node={world_size}")
 _IN_PLACE = tuple(
@@ -30,7 +30,7 @@ RECIPES = (
             Trial(
                 name="auto",
                 command=(*_LAUNCH, "sparse_ddp.py", "--batch", "{share:16}"),
-                expected=(*_IN_PLACE, STEPS_AT_NAN, STATELESS),
+                expected=(*_IN_PLACE, STEPS_AT_NAN),
             ),
         ),
     ),
