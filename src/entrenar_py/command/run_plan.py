@@ -213,14 +213,18 @@ class Plan:
     def longer(self, usual: Trace) -> dict[str, Asked]:
         """Return by name a run that goes on after some epochs' ends, if that is to be tried.
 
-        The first run, `usual`, wrote no checkpoint, and a line of the script may write one later.
+        The first run, `usual`, wrote no checkpoint, and a line of the script may write one later;
+        or it wrote one in the end only.
         """
         like, traits = usual.scenario, usual.traits
         wanted = {RESUMED, SAVED}.intersection(self.needs) and self._is_cut
         may_go_on = self.can_say(placeholders.RESUME) or traits.loads != "nothing"
         steps = _steps_per_epoch(usual)
-        told = self.can_say("workdir") or not self.source or traits.saved_after
-        if not (wanted and may_go_on and traits.unreached and 0 < steps <= LONGER_MAX) or told:
+        told = self.can_say("workdir") or not self.source
+        is_late = min(traits.saved_after, default=0) >= like.num_steps or (
+            traits.unreached and not traits.saved_after
+        )
+        if not (wanted and may_go_on and is_late and 0 < steps <= LONGER_MAX) or told:
             return {}
         whole = LONGER_MAX // steps * steps
         if whole < like.num_steps:

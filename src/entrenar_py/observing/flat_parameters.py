@@ -72,7 +72,8 @@ class Part:
 
     @property
     def _num_owned(self) -> int:
-        return self.numel if self.owner is not self.flat else math.prod(self.flat._sharded_size)
+        flat = self.flat
+        return math.prod(flat._sharded_size) if self.owner is flat else self.numel
 
     def _cut(self, flat: Tensor) -> Tensor:
         own = flat.reshape(-1)[self.first : self.first + self.numel]
