@@ -72,8 +72,8 @@ class Part:
 
     @property
     def _num_owned(self) -> int:
-        flat = self.flat
-        return math.prod(flat._sharded_size) if self.owner is flat else self.numel
+        size: tuple[int, ...] = getattr(self.flat, "_sharded_size", ())
+        return math.prod(size) if self.owner is self.flat else self.numel
 
     def _cut(self, flat: Tensor) -> Tensor:
         own = flat.reshape(-1)[self.first : self.first + self.numel]
