@@ -21,7 +21,9 @@ def planned(
 ) -> PlannedRates:
     """Return rates of two steps, of which `1.weight` has its own, for these optimizers."""
     file = folder / "rates.json"
-    file.write_text(json.dumps({"0": [0.5, {"1.weight": 2.0}], "1": [0.25, {"1.weight": 1.0}]}))
+    moved = {"0.weight": {"momentum": 0.75}}
+    steps = {"0": [0.5, {"1.weight": 2.0}, {}], "1": [0.25, {"1.weight": 1.0}, moved]}
+    file.write_text(json.dumps(steps))
     monkeypatch.setenv(RATES, str(file))
     subject = Subject(MODEL, [*optimizers], declared=None, rank=0, world_size=1)
     subject.look_up()
@@ -40,14 +42,16 @@ def test_each_group_has_the_rate_of_its_tensors(
     """A schedule that multiplies the rate goes on from the script's own, not from the planned."""
     optimizer = stepping("0.weight", "1.weight")
     rates, schedule = planned(tmp_path, monkeypatch, optimizer), ExponentialLR(optimizer, 0.5)
-    seen = []
+    seen, momentum = [], []
     for number in range(3):
         rates.begin_step(number)
         seen.append([group["lr"] for group in optimizer.param_groups])
+        momentum.append([group["momentum"] for group in optimizer.param_groups])
         optimizer.step()
         rates.end_step()
         schedule.step()
     assert seen == [[0.5, 2.0], [0.25, 1.0], [2.0, 2.0]]
+    assert momentum == [[0, 0], [0.75, 0], [0, 0]]
 
 
 def test_several_optimizers_keep_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from threading import Event
-from typing import Self
+from typing import Any, Self
 
 from entrenar_py import trace
 from entrenar_py.checks import stopped_run
@@ -33,9 +33,10 @@ from entrenar_py.harness import interrupts
 from entrenar_py.observing import BATCHES, BATCHES_KEPT, FAULTS, RATES, STOP
 from entrenar_py.rank_files import auto_notes, checkpoints
 from entrenar_py.scenario import OBSERVED
-from entrenar_py.trace import Trace, Update
+from entrenar_py.trace import Ruled, Trace, Update
 from entrenar_py.untrusted import printing
 
+CHANGING = ("betas", "momentum", "weight_decay")  # constants that schedules change, as rates
 SHORT_S = 15.0  # a run that takes less waits for most of it
 
 Likes = Mapping[Asked, Trace]  # completed runs that others are like, the first run first
@@ -302,10 +303,22 @@ def _rates(asked: Asked, folder: Path, like: Trace | None) -> dict[str, str]:
     if like is None or like.scenario.world_size not in several:
         return {}
     by_step = {update.step: update for update in reversed(like.of(Update))}
-    rates = {step: [made.learning_rate, {**made.rates}] for step, made in by_step.items()}
+    rates = {
+        step: [made.learning_rate, {**made.rates}, _constants(like, step)]
+        for step, made in by_step.items()
+    }
     file = folder / "rates.json"
     file.write_text(json.dumps(rates), encoding="utf-8")
     return {RATES: str(file)}
+
+
+def _constants(like: Trace, step: int) -> dict[str, dict[str, Any]]:
+    """Return what rank 0 stepped each group with, by the group's first tensor."""
+    return {
+        event.names[0]: {key: event.constants[key] for key in CHANGING if key in event.constants}
+        for event in like.of(Ruled)
+        if event.step <= step and not event.rank and event.names
+    }
 
 
 def _trace(plan: Plan, asked: Asked, folder: Path, ended: Ended, like: Trace | None) -> Trace:

@@ -3,9 +3,10 @@
 A script that has the size of a worker's batch may rightly derive its learning rate, or the length
 of its schedule, from the number of workers. One worker that loads the batches of all would then be
 another training. Its steps are made with the rates of the run on several workers, so that the rest
-can be compared. The harness writes them to a file: by step the first group's rate, and a mapping of
-those tensors that have others. What the script has set is put back after each step: a schedule may
-go on from it.
+can be compared, and with what else a schedule may change (the momentum of a cycle). The harness
+writes to a file by step the first group's rate, those of tensors that have others, and constants by
+the first tensor of a group. What the script has set is put back after each step: a schedule may go
+on from it.
 """
 
 from __future__ import annotations
@@ -30,26 +31,29 @@ class PlannedRates:
         file = os.environ.get(RATES) if len(subject.optimizers) == 1 else None
         self._rates = json.loads(Path(file).read_text("utf-8")) if file else {}
         self._subject = subject
-        self._own: list[tuple[dict[str, Any], Any]] = []
+        self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def begin_step(self, number: int) -> None:
         """Set the rates planned for step `number`, if each group has one."""
         self.end_step()
         if str(number) not in self._rates:
             return
-        first, others = self._rates[str(number)]
+        first, others, constants = self._rates[str(number)]
         for group in self._groups():
             if (rate := self._rate(group, first, others)) is None:
                 self.end_step()
                 return
+            self._own.append((group, {**group}))
             own = group["lr"]
-            self._own.append((group, own))
             group["lr"] = torch.full_like(own, rate) if isinstance(own, Tensor) else rate
+            for key, value in constants.get(self._names(group)[0], {}).items():
+                if key in group and not isinstance(group[key], Tensor):
+                    group[key] = tuple(value) if isinstance(value, list) else value
 
     def end_step(self) -> None:
-        """Put back the rates that the script has set."""
-        for group, rate in self._own:
-            group["lr"] = rate
+        """Put back what the script has set."""
+        for group, own in self._own:
+            group.update(own)
         self._own = []
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -59,6 +63,8 @@ class PlannedRates:
         self, group: Mapping[str, Any], first: float, others: Mapping[str, float]
     ) -> float | None:
         """Return the rate of a group's tensors; None if they have several, or none of their own."""
-        names = (name for p in group["params"] for name in self._subject.names_of(p))
-        rates = {others.get(name, first) for name in names}
+        rates = {others.get(name, first) for name in self._names(group)}
         return rates.pop() if len(rates) == 1 and "lr" in group else None
+
+    def _names(self, group: Mapping[str, Any]) -> list[str]:
+        return [name for p in group["params"] for name in self._subject.names_of(p)]
