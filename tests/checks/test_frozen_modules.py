@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -77,3 +78,30 @@ def test_a_copy_of_the_model_may_be_renewed_later() -> None:
     tally = judged(run([1, 1, 1], [0, 0.5, 0.7], name="teacher/a"))
     assert tally.broken is None
     assert "or run until the script renews it" in tally.missing[0]
+
+
+MASKS = "masks of teacher/num_masks"
+
+
+def test_dropout_of_a_teacher() -> None:
+    """It draws masks, whether it has the model's form or not; none, or on its way, it is right."""
+    for name in (WEIGHT, "teacher/a"):
+        broken = judged(renamed(run([1, 1, 1], [0, 2, 4], name=name))).broken
+        assert broken is not None
+        assert (broken.step, broken.rank, broken.tensor) == (0, 0, "teacher")
+        assert broken.message.startswith("dropout of teacher draws masks, and nothing of it trains")
+    still = judged(renamed(run([1, 1, 1], [0, 0, 0])))
+    moving = judged(renamed(run([1, 2, 3], [0, 2, 4])))
+    assert (still.broken, still.compared) == (None, 1)
+    assert (moving.broken, moving.compared) == (None, 0)
+
+
+def renamed(trace: Trace) -> Trace:
+    """Return a run whose statistics are the numbers of masks."""
+
+    def changed(event: Start | Update) -> Start | Update:
+        extra = {MASKS if name == MEAN else name: one for name, one in event.extra.items()}
+        return replace(event, extra=extra)
+
+    events = (changed(e) if isinstance(e, Start | Update) else e for e in trace.events)
+    return replace(trace, events=tuple(events))

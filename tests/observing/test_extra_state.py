@@ -124,6 +124,20 @@ def test_a_frozen_module_with_running_statistics() -> None:
     assert ExtraState(subject, {}).records() == {}
 
 
+def test_masks_of_a_frozen_module_are_counted() -> None:
+    """While it is in training mode; it has no hooks of its own, with which it can't be pickled."""
+    subject = subject_of(trained())
+    teacher = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5)).requires_grad_(False)
+    state, digests = ExtraState(subject, {}), []
+    for is_training in (True, False, True):
+        digests.append(state.records()["masks of Sequential/num_masks"].digest)
+        teacher.train(is_training)(torch.ones(2))
+    digests.append(state.records()["masks of Sequential/num_masks"].digest)
+    assert digests[1] == digests[2]
+    assert len({*digests}) == 3
+    assert not teacher[1]._forward_hooks
+
+
 def test_averages_are_recorded_with_each_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,8 @@
 """Find modules beside the model that train nothing and move all the same, as a teacher may.
 
-In training mode its normalisations compute with a batch's statistics, so its outputs change from
-step to step. A copy of the model may be renewed after the last step that was seen, as a target
-network is.
+In training mode its normalisations compute with a batch's statistics, and its dropout draws masks,
+so its outputs change from step to step. A copy of the model may be renewed after the last step that
+was seen, as a target network is.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from entrenar_py.trace import Start, Trace, Update
 from entrenar_py.verdict import Tally
 
 STATISTICS = ("running_mean", "running_var")
+_MASKS = "masks of "  # the beginning of the names of their numbers
 Event = Start | Update
 _EVAL = "it is in training mode, call eval() on it, also after train() on a module that holds it"
 
@@ -24,6 +25,7 @@ def compare(tally: Tally, trace: Trace) -> None:
     names = {name for start in trace.of(Start) for name in start.weights}
     for rank, lives in _lives(trace).items():
         moved = _moved(lives)
+        _drawn_masks(tally, trace, rank, moved)
         for label in dict.fromkeys(name.partition("/")[0] for name in moved):
             parts = {name.partition("/")[2]: name for name in moved if name.startswith(f"{label}/")}
             statistics = [name for part, name in parts.items() if _is_statistic(part)]
@@ -40,6 +42,20 @@ def compare(tally: Tally, trace: Trace) -> None:
                     tally.check(False, told, tensor=name, **{**place, "rank": rank})
                 else:
                     tally.compared += 1
+
+
+def _drawn_masks(tally: Tally, trace: Trace, rank: int, moved: Mapping[str, Event | None]) -> None:
+    """Check that a module whose weights stay draws no dropout masks."""
+    for name, event in moved.items():
+        label, _, counted = name.removeprefix(_MASKS).partition("/")
+        own = [at for other, at in moved.items() if other.startswith(f"{label}/")]
+        if not name.startswith(_MASKS) or counted != "num_masks" or not own or any(own):
+            continue
+        if event is None:
+            tally.compared += 1
+            continue
+        told = f"dropout of {label} draws masks, and nothing of it trains: {_EVAL}"
+        tally.check(False, told, tensor=label, **{**evidence.place(trace, event), "rank": rank})
 
 
 def _is_statistic(name: str) -> bool:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from entrenar_py import trace
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import dtensors, tensors
+from entrenar_py.observing.frozen_dropout import FrozenDropout, may_draw
 from entrenar_py.observing.subject import Subject
 
 Named = Mapping[str, Tensor]
@@ -49,6 +50,7 @@ class ExtraState:
         self._num_looks = 0
         self._copies: dict[str, ref[Tensor]] = {}  # by `label/tensor`
         self._frozen: dict[str, ref[Tensor]] = {}
+        self._dropout = FrozenDropout()
         for label, average in declared.items():
             if _declared_copy(average, _orders(subject)) is None:
                 raise UsageError(
@@ -71,6 +73,7 @@ class ExtraState:
         declared = [(n, _declared_copy(one, orders) or {}) for n, one in self._declared.items()]
         copies = {**_alive(self._copies), **_labelled(declared)}
         frozen = _alive(self._frozen)
+        frozen |= self._dropout.counts()
         return {**self._subject.record_placed(copies), **self._subject.digests(frozen)}
 
     def _look(self) -> None:
@@ -83,13 +86,17 @@ class ExtraState:
             statistics = _statistics(module)
             if (copy := _copy_in_module(module, orders)) is not None:
                 copies.append((module, {**copy, **statistics}))
-            elif statistics and not any(p.requires_grad for p in module.parameters()):
+            elif may_draw(module) or (
+                statistics and not any(p.requires_grad for p in module.parameters())
+            ):
                 frozen.append((module, {**_parameters(module), **statistics}))
         containers = (thing for thing in things if not isinstance(thing, nn.Module))
         copies += _copies_in_containers(containers, orders, self._known(modules))
         labels = _labels([*copies, *frozen], {*self._declared})
         self._copies = _refs(copies, labels)
         self._frozen = _refs(frozen, labels[len(copies) :])
+        named = zip(labels, (thing for thing, _ in [*copies, *frozen]), strict=True)
+        self._dropout.watch((n, thing) for n, thing in named if isinstance(thing, nn.Module))
 
     def _known(self, modules: Iterable[nn.Module]) -> set[int]:
         """Return the identities of tensors that modules and optimizers hold, and of gradients."""
