@@ -168,7 +168,7 @@ def test_a_line_that_loads(line: str, loads: bool) -> None:
             'add("--load-data")\nadd("--resume-from-checkpoint", type=str)',
             "--resume-from-checkpoint PATH",
         ),
-        ('add("--no-resume", action="store_true")\nadd("--ckpt")', "--no-resume"),
+        ('add("--no-resume", action="store_true")\nadd("--ckpt")', "--ckpt PATH"),
         ("resume = True", ""),
     ],
 )

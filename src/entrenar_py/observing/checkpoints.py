@@ -41,6 +41,7 @@ _LOADS = re.compile(  # of a file: load_state_dict may copy one model to another
 # only by lines that `_SAVES` finds.
 _WRITES = re.compile(r"\bopen\(|\.write|h5py|create_dataset|subprocess|\.put\w*\(|upload")
 _DEFINED = re.compile(r"^\s*(?:async\s+)?def\s+(\w+)", re.MULTILINE)
+_RESUMING = ("resume", "restore", "load", "ckpt", "checkpoint")  # the surest word first
 # An option, and the rest of the call that declares it.
 _OPTION = re.compile(
     r"""["'](--[\w-]*(?:resume|restore|ckpt|checkpoint|load)[\w-]*)["']"""
@@ -202,10 +203,15 @@ def _own_functions(texts: Mapping[str, str]) -> frozenset[str]:
 def _option(texts: Mapping[str, str]) -> str:
     """Return the option that sounds most like a resume, with PATH if it takes one; "" if none."""
     found = [match for text in texts.values() for match in _OPTION.finditer(text)]
-    resumes = [one for one in found if "resume" in one[1] and not one[1].startswith("--no-")]
-    for one in resumes or found:
-        return one[1] if _FLAG.search(one[2]) else f"{one[1]} PATH"
-    return ""
+
+    def is_less_sure(one: re.Match[str]) -> tuple[bool, int]:
+        words = (n for n, word in enumerate(_RESUMING) if word in one[1])
+        return one[1].startswith("--no-"), next(words)
+
+    surest = min(found, key=is_less_sure, default=None)
+    if surest is None:
+        return ""
+    return surest[1] if _FLAG.search(surest[2]) else f"{surest[1]} PATH"
 
 
 def _first(
