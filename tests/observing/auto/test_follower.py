@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ from entrenar_py.observing import FOLDER
 from entrenar_py.observing.auto import Settings
 from entrenar_py.observing.auto.follower import Follower
 from entrenar_py.observing.auto.recorder import Recorder
-from entrenar_py.rank_files import auto_notes
+from entrenar_py.rank_files import auto_notes, rank_trace
+from entrenar_py.rank_files.rank_trace import RankTrace
+from entrenar_py.trace import Shard
 
 
 def test_a_step_of_what_no_pass_knew_is_noted(
@@ -74,3 +77,53 @@ def test_an_error_of_a_hook_ends_the_observation() -> None:
         recorder._after_forward(torch.nn.Linear(1, 1), (), None)  # lacks everything that it needs
     assert len(told) == 1
     assert "the observation failed (AttributeError: " in told[0]
+
+
+def recorded(follower: Follower, folder: Path) -> RankTrace:
+    """End the observation, and return the record of the rank."""
+    recorder = follower._recorder
+    assert recorder is not None
+    recorder.close()
+    (path,) = folder.glob("*.rank.jsonl")
+    return rank_trace.load(path)
+
+
+def test_an_optimizer_of_copies_is_the_outer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DiLoCo's steps a copy of the model, which requires gradients and is never called."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    follower, model = Follower(Settings()), torch.nn.Linear(3, 2)
+    shared = copy.deepcopy(model)
+    inner = torch.optim.AdamW(model.parameters())
+    outer = torch.optim.SGD(shared.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for optimizer in (outer, inner):
+        follower.built(optimizer)
+    follower.forward(model, (torch.ones(4, 3),))
+    assert follower._recorder is not None
+    assert follower._recorder.optimizers == (inner,)
+    follower.step_begins(outer)
+    assert recorded(follower, tmp_path).outer == {"rule": "nesterov", "lr": 0.7, "momentum": 0.9}
+
+
+def test_the_first_batch_of_a_model_whose_copies_are_stepped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its forward pass comes before anything shows that it is trained."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    follower, model = Follower(Settings()), torch.nn.Linear(3, 2)
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.1)
+    follower.built(optimizer)
+    rows = torch.arange(12.0).reshape(4, 3)
+    follower.forward(model, (rows,))
+    loss = model(rows).sum()
+    follower.backward_begins(loss, is_plain=True)
+    loss.backward()
+    follower.backward_ended()
+    follower.step_begins(optimizer)
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        master.grad = parameter.grad
+    optimizer.step()
+    (shard,) = [e for e in recorded(follower, tmp_path).events if isinstance(e, Shard)]
+    assert (shard.weight, len(shard.ids), shard.unknown) == (4.0, 4, "")
