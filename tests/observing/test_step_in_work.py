@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from entrenar_py.observing import tensors
 from entrenar_py.observing.step_in_work import StepInWork
 from entrenar_py.observing.subject import Subject
 
@@ -51,3 +52,20 @@ def test_an_overflow_is_no_gradient(subject: Subject) -> None:
     step.excuse()
     made = step.end()
     assert (made.gradient, made.grad_norm) == ({}, None)
+
+
+def test_weights_of_a_large_model_that_change_between_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are sketched where they have changed; nothing is recorded of those that haven't."""
+    monkeypatch.setattr(tensors, "VALUES_MAX", 8)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = StepInWork(Subject(model, [optimizer], declared=None, rank=0, world_size=1), 0, {})
+    step.start({})
+    assert step.edited_weights(["weight", "bias"]) == {}
+    with torch.no_grad():
+        model.weight *= 2
+    edited = step.edited_weights(["weight", "bias"])
+    assert [*edited] == ["weight"]
+    assert edited["weight"].sketch is not None

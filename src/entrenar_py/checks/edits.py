@@ -73,7 +73,8 @@ def judge(tally: Tally, trace: Trace) -> None:
     steps = sorted({edit.update.step for edit in edits})
     names = listed([*edits[0].after], most=2)
     told = f"{names} changed outside of the optimizer before {counted(len(steps), 'step')}"
-    if len(steps) >= num_steps - 1:
+    is_large = any(record.sketch is not None for edit in edits for record in edit.after.values())
+    if len(steps) >= num_steps - 1 or is_large:
         tally.note(f"{told}, first step {steps[0]}: the steps are judged from there")
         return
     if benign := _explained(edits, _BENIGN):
@@ -142,7 +143,8 @@ def _explained(edits: Sequence[Edit], explanations: Sequence[Explanation]) -> st
 
 def _is_rounding(edit: Edit) -> bool:
     """Return whether weights are as before but for rounding: they were swapped out and back."""
-    return all(_are_near(was, now, edit.after[name]) for name, was, now in edit.values())
+    near = [_are_near(was, now, edit.after[name]) for name, was, now in edit.values()]
+    return len(near) == len(edit.after) and all(near)
 
 
 def _constrained(edit: Edit) -> str:

@@ -41,6 +41,7 @@ from entrenar_py.verdict import Finding, Tally
 # Relative bound on the weights, 16 u with u = 2^-24, for up to about ten workers: one rounding of
 # each worker's distance from the outer weights, some of their mean, and one of the final sum.
 BOUND = 2.0**-20
+SKETCHED = 2.0**-14  # of large models, whose sketches are projections in float32
 ROUNDINGS = 16  # of weights in 16 bits, whose outer copy may have more
 # A pseudo-gradient's error when it is sent in bfloat16 and added there, relative to its length.
 SENT_IN_16_BITS = 2.0**-7
@@ -209,6 +210,8 @@ def _compare(tally: Tally, trace: Trace, event: Synchronised, round_: Round, sta
     weights, kept = _outer(trace, round_)
     expected, got = _records(weights), _trained(event.weights, start)
     bound = max(BOUND, ROUNDINGS * precision.unit_of(event.weights))
+    if any(record.sketch is not None for record in got.values()):
+        got, bound = _records(evidence.vectors(got) or {}), max(bound, SKETCHED)
     message = _not_followed(trace)
     values = evidence.vectors(got)
     if values is not None and not _are_close(weights, values, bound):

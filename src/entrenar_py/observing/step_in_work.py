@@ -147,20 +147,20 @@ class StepInWork:
         self._weights = {}
 
     def edited_weights(self, names: Iterable[str]) -> dict[str, trace.TensorRecord]:
-        """Return the weights that were changed since they were recorded; all if any is a piece.
-
-        Models that are recorded without values are not looked at, which would take time.
-        """
-        if not (self._subject.values and self._weights):
+        """Return the weights that were changed since they were recorded; all if any is a piece."""
+        if not self._weights:
             return {}
         parameters = self._subject.parameters
-        now = dict(self._subject.record({n: parameters[n] for n in names if n in parameters}))
+        held = {n: parameters[n] for n in names if n in parameters}
+        # Of large models only what has changed is sketched, which takes longer than a digest.
+        now = self._subject.record(held) if self._subject.values else self._subject.digests(held)
         edited = {
-            name: record
+            name
             for name, record in now.items()
             if name in self._weights and self._weights[name].digest != record.digest
         }
-        return now if edited and self._subject.pieces else edited
+        wanted = held if edited and self._subject.pieces else {n: held[n] for n in edited}
+        return dict(self._subject.record(wanted)) if wanted else {}
 
 
 def look_before_step(
