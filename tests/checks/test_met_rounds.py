@@ -91,12 +91,17 @@ def body_alone(_: Vectors, inner: Sequence[Vectors]) -> Sequence[Vectors]:
 
 
 def ran(
-    outer: Outer, *, samples: Sequence[int] = (4, 4), shared: Sequence[str] = (), warm: int = 0
+    outer: Outer,
+    *,
+    samples: Sequence[int] = (4, 4),
+    shared: Sequence[str] = (),
+    warm: int = 0,
+    **options: float,
 ) -> Trace:
     """Return the run of two ranks with SGD and rounds of two steps; `outer` ends each round.
 
     The gradients of the tensors `shared` are the ranks' mean, and those of all tensors in the first
-    `warm` steps.
+    `warm` steps. `options` are those of an outer optimizer that was seen.
     """
     drawn = np.random.default_rng(5)
     begun = {n: drawn.standard_normal(size).astype(np.float32) for n, size in SIZES.items()}
@@ -158,7 +163,7 @@ def ran(
             held, before = [*after], after[0]
     subject = traces.scenario(
         world_size=2, num_steps=NUM_STEPS, optimizer="sgd", learning_rate=0.1, num_shards=2
-    ).with_(system="command", workload="own")
+    ).with_(system="command", workload="own", options=options)
     return met_rounds.seen(traces.hand_written(*events, subject=subject))
 
 
@@ -227,6 +232,14 @@ def test_a_wrong_round_is_falsified(outer: Outer, check: str, words: str) -> Non
     place = traces.broken(judged(check, ran(outer)))
     assert place.step == 1
     assert words in place.message
+
+
+def test_an_error_of_a_rule_that_was_seen_is_no_other_rate() -> None:
+    """Pseudo-gradients that are added look like a rate of 1.4, where the optimizer's is 0.7."""
+    rule = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    right, wrong = (ran(Nesterov(0.7, 0.9, factor=by), **rule) for by in (1.0, 2.0))
+    assert judged("weighting", right).verdict is Verdict.HELD
+    assert "are added, and not divided" in traces.broken(judged("weighting", wrong)).message
 
 
 def test_what_may_be_meant_is_left_open() -> None:

@@ -176,15 +176,19 @@ def _with_rule(trace: Trace) -> Trace:
     """
     is_known = "outer_momentum" in trace.scenario.options and trace.traits.outer != "other"
     known = [trace] if is_known else []
-    fitted = [rule.of(trace) for rule in _fitted(trace)]
-    candidates = [*known, _MEAN.of(trace), *fitted]
-    for candidate in candidates:
+    for candidate in (*known, _MEAN.of(trace)):
         if _follows(candidate) is None:
             return candidate
     unknown = replace(trace, traits=replace(trace.traits, outer="other"))
     if _is_a_choice(trace) or (not is_known and _is_a_multiple(trace)):
         return unknown
-    return next((one for one in (*known, _MEAN.of(trace), *fitted) if _follows(one)), unknown)
+    # An error of the rule that was seen comes before another rule: it may be a factor of the rate.
+    if is_known and _follows(trace):
+        return trace
+    fitted = [rule.of(trace) for rule in _fitted(trace)]
+    right = (one for one in fitted if _follows(one) is None)
+    wrong = (one for one in (_MEAN.of(trace), *fitted) if _follows(one))
+    return next(right, None) or next(wrong, unknown)
 
 
 def _follows(trace: Trace) -> bool | None:
