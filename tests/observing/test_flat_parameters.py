@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from entrenar_py.errors import UsageError
-from entrenar_py.observing import first_look, flat_parameters
+from entrenar_py.observing import first_look, flat_parameters, reduced_gradients
 from entrenar_py.observing.flat_parameters import WithinPass
 from entrenar_py.observing.subject import Subject
 from entrenar_py.rank_files import assembly
@@ -161,6 +161,15 @@ def test_how_ranks_are_arranged(strategy: str, axes: dict[str, int]) -> None:
     assert shown.axes == axes
     with pytest.raises(UsageError, match="does not show how all 8 ranks"):
         flat_parameters.layout_of(model, 8)
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_gradients_that_are_computed_in_16_bits() -> None:
+    """They are rounded before ranks add them, whatever the format is in which that is done."""
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = _wrapped(nn.Linear(2, 2), mixed_precision=policy)
+    assert reduced_gradients.compression(model) == "bfloat16"
+    assert reduced_gradients.compression(_wrapped(nn.Linear(2, 2))) == ""
 
 
 def test_a_hook_sees_a_parameters_own_part() -> None:

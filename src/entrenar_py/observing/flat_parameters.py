@@ -72,8 +72,8 @@ class Part:
 
     @property
     def _num_owned(self) -> int:
-        size: tuple[int, ...] = getattr(self.flat, "_sharded_size", ())
-        return math.prod(size) if self.owner is self.flat else self.numel
+        is_flat = self.owner is self.flat
+        return math.prod(self.flat._sharded_size) if is_flat else self.numel
 
     def _cut(self, flat: Tensor) -> Tensor:
         own = flat.reshape(-1)[self.first : self.first + self.numel]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -55,17 +55,18 @@ class ReducedGradients:
 
 
 def compression(model: nn.Module) -> str:
-    """Return the format to which gradients are rounded on the way between ranks.
+    """Return the format to which gradients are rounded before ranks add them.
 
     That is `float16`, `bfloat16`, the name of another communication hook of torch's, or "" without
-    rounding. DistributedDataParallel's hook says so, or the policy of `fully_shard`.
+    rounding. DistributedDataParallel's hook says so, or the policy of a sharded module, which may
+    compute in 16 bits and add in 32.
     """
     wrapper = _wrapper(model)
     for hook, _ in getattr(wrapper, "_comm_hooks", ()):
         name = str(getattr(hook, "__name__", ""))
         if getattr(hook, "__module__", "").startswith(_HOOKS) and name not in _EXACT:
             return {"fp16": "float16", "bf16": "bfloat16"}.get(name.partition("_")[0], name)
-    formats = {_policy_format(module) for module in model.modules()}
+    formats = {name for module in model.modules() for name in _policy_formats(module)}
     return next((name for name in ("bfloat16", "float16") if name in formats), "")
 
 
@@ -76,12 +77,13 @@ def _wrapper(called: nn.Module) -> DistributedDataParallel | None:
     return next(parts, None) if active is None else active
 
 
-def _policy_format(module: nn.Module) -> str:
-    """Return the format in which a sharded module reduces gradients, "" for others."""
+def _policy_formats(module: nn.Module) -> set[str]:
+    """Return the formats in which a sharded module computes and reduces gradients."""
+    formats: tuple[Any, ...] = ()
     if isinstance(module, FullyShardedDataParallel):
-        handle = module._handle
-        return "" if handle is None else str(handle._reduce_dtype).removeprefix("torch.")
-    if not isinstance(cast(object, module), FSDPModule):
-        return ""
-    policy = cast(FSDPModule, module)._get_fsdp_state()._mp_policy
-    return str(policy.reduce_dtype or policy.param_dtype).removeprefix("torch.")
+        if (handle := module._handle) is not None:
+            formats = handle._fwd_bwd_param_dtype, handle._reduce_dtype
+    elif isinstance(cast(object, module), FSDPModule):
+        policy = cast(FSDPModule, module)._get_fsdp_state()._mp_policy
+        formats = policy.param_dtype, policy.reduce_dtype
+    return {str(name).removeprefix("torch.") for name in formats}
