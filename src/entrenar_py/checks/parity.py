@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from entrenar_py.checks import (
     controlled,
     evidence,
-    first_shares,
     knobs,
     missing,
     oracles,
@@ -50,10 +49,6 @@ def compare_with_oracle(tally: Tally, runs: Traces, tolerance: float | None) -> 
     with a turned knob is compared with the base. Return the number of averaged gradients compared
     in each run that made a step.
     """
-    model = first_shares.model_of(runs)
-    shared = 0 if model is None else first_shares.compare(tally, runs, model)
-    if shared:
-        return [shared, *knobs.compare(tally, runs)]
     first = _Followed.of(tally, runs, tolerance)
     second = _Followed()
     if runs.undropped is not None:
