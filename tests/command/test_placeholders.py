@@ -162,9 +162,11 @@ def test_a_run_is_stopped_where_it_has_a_checkpoint(
 
 
 def test_a_run_that_the_command_says_how_to_resume() -> None:
-    """It is stopped whether its checkpoint was seen or not."""
+    """It is stopped whether its checkpoint was seen or not, unless it comes later."""
     told = plan("{resume:--resume last.pt}", source=Path("/home"))
     assert any(one.stops for one in told.others(usual(num_steps=8)).values())
+    late = usual(num_steps=8, saves="nothing", unreached="train.py:7")
+    assert not any(one.stops for one in told.others(late).values())
 
 
 def test_options_of_a_resume_are_filled_in_after_a_stop(tmp_path: Path) -> None:

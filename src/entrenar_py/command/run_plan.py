@@ -279,9 +279,8 @@ class Plan:
         its own, if the script may load it; or if the command says how to ({resume:...}).
         """
         like, is_told = usual.scenario, self.can_say("workdir")
-        if not is_told and not (
-            self.source and (self.can_say(placeholders.RESUME) or _resumes(usual))
-        ):
+        says_how = self.can_say(placeholders.RESUME) and not usual.traits.unreached
+        if not is_told and not (self.source and (says_how or _resumes(usual))):
             return ()
         if is_told and not (self.can_say("steps") or self._cuts_off(like)):
             return tuple(range(0, like.num_steps, like.num_steps // self.num_epochs))[1:]
