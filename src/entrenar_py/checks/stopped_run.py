@@ -201,6 +201,13 @@ def _tell_anew(
         if is_enough:
             tally.note(f"{why}: it had written no checkpoint by then")
             return
+        if trace.traits.read_back and not _moves(trace, first):
+            why = (
+                f"the script read a checkpoint ({trace.traits.read_back}), and steps leave its "
+                "first weights as they are: at which step it goes on can't be told"
+            )
+            tally.miss(why)
+            return
         tally.miss(f"{why}: {_how_to_resume(trace)}")
         return
     tally.miss(
