@@ -236,7 +236,7 @@ def test_a_wrong_round_is_falsified(outer: Outer, check: str, words: str) -> Non
 
 def test_an_error_of_a_rule_that_was_seen_is_no_other_rate() -> None:
     """Pseudo-gradients that are added look like a rate of 1.4, where the optimizer's is 0.7."""
-    rule = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    rule: dict[str, Any] = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
     right, wrong = (ran(Nesterov(0.7, 0.9, factor=by), **rule) for by in (1.0, 2.0))
     assert judged("weighting", right).verdict is Verdict.HELD
     assert "are added, and not divided" in traces.broken(judged("weighting", wrong)).message
