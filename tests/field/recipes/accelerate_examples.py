@@ -68,13 +68,6 @@ def pairs(folder: Path) -> None:
     (folder / "glue/glue.py").write_text(_METRIC, encoding="utf-8")
 
 
-_SCHEDULE = Expected(
-    clause="F-TI-008",
-    verdict="inconclusive",
-    kind=Kind.DEFAULT,
-    words="the learning rate of step 1 is 4e-07 in the run on 2 workers and 2e-07",
-    because="A prepared schedule advances once for every process, unless `split_batches` is set.",
-)
 _SAME_MASKS = Expected(
     clause="F-TI-005",
     verdict="falsified",
@@ -84,7 +77,7 @@ _SAME_MASKS = Expected(
     "on each. `device_specific=True` would not.",
     reproduction="same_dropout_on_all_ranks.py",
 )
-_USUAL = (STEPS_AT_NAN, _SCHEDULE, _SAME_MASKS)
+_USUAL = (STEPS_AT_NAN, _SAME_MASKS)
 RECIPES = (
     Recipe(
         name="accelerate-examples",

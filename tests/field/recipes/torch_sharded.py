@@ -38,7 +38,6 @@ _TP = (
     _NEEDS_TWO,
     replace(_NEEDS_TWO, clause="F-DP-005"),
     replace(_NEEDS_TWO, clause="F-TI-005"),
-    UNSEEDED,
 )
 _SP = (
     STEPS_AT_NAN,
