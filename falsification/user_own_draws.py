@@ -143,17 +143,6 @@ BUGS = (
         check="parity",
         words="half",
     ),
-    _turns(
-        "each rank clips its own gradient before the reduction",
-        ("net = DDP(", "net = ("),
-        (
-            "    nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)\n",
-            "    nn.utils.clip_grad_norm_(net.parameters(), 0.1)\n"
-            "    for p in net.parameters():\n        dist.all_reduce(p.grad)\n"
-            "        p.grad /= world\n",
-        ),
-        check="parity",
-    ),
 )
 
 VARIANTS = (

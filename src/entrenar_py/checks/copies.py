@@ -210,15 +210,16 @@ def summed_parts(compared: Compared) -> str:
 def not_given(compared: Compared) -> str:
     """Return why one worker was maybe not given all that several workers train on; "" if it was.
 
-    Something in the loss that was not replaced makes the first one differ.
+    Something that was not replaced may make the runs differ.
     """
-    if not is_given(compared.model) or have_one_loss(compared) or compared.difference is None:
+    if not is_given(compared.model) or compared.difference is None:
         return ""
     workers = compared.trace.scenario.world_size
     return (
-        f"one worker draws other samples than {workers} workers, and something in its loss follows "
-        "from these though its model was given theirs: divide the global batch by the number of "
-        "workers ({share:GLOBAL} in the command does), and draw it alike"
+        f"one worker draws other samples than {workers} workers, and trains otherwise though its "
+        "model was given theirs: the script may be wrong, or something else follows from its "
+        "samples; divide the global batch by the number of workers ({share:GLOBAL} in the command "
+        "does), and draw it alike"
     )
 
 

@@ -286,7 +286,8 @@ class _Divisions:
             off, why = self._explained(update, total, mean, divisor, off)
         if off and self._is_open(why, update):
             if why is None:
-                self.changed.append(_has_one_part(shards) or self._is_scaled(total, mean))
+                is_plain = _has_one_part(shards) or self._is_scaled(total, mean)
+                self.changed.append(is_plain and not update.kept)
             return
         for name in mean:
             message = (

@@ -7,8 +7,8 @@ run on one worker they are put in the place of what the script has drawn: the ro
 rank after the other. What has no rows is alike on all ranks.
 
 The tensors are changed in place, since a script may look at them once more (to count hits, say).
-Where something else depends on a script's own rows, it fails, or its first loss is another one:
-then nothing is compared.
+Where something else depends on a script's own rows, it fails, or trains otherwise: then nothing is
+decided (`checks.copies.not_given`).
 """
 
 from __future__ import annotations
