@@ -49,3 +49,5 @@ def test_gradients_that_are_asked_for_are_no_micro_batches() -> None:
     drawn = {shard.step: {*shard.ids} for shard in last.of(Shard) if shard.rank == 0}
     kept = {shard.step: {*shard.ids} for shard in seen.of(Shard) if shard.rank == 0}
     assert all(drawn[step] <= kept[step] for step in drawn)
+    weights = {(s.step, s.weight, s.loss_sum) for s in seen.of(Shard) if s.step}
+    assert weights == {(step, 2.0, 2.0) for step in range(1, STEPS)}

@@ -59,11 +59,13 @@ def _without_returned(trace: Trace) -> Trace:
 
 
 def _joined(shards: Sequence[Shard]) -> Shard:
-    """Return the last of `shards` with the samples of all, each once."""
+    """Return the last of `shards` with the samples of all, each once, and their weight."""
     contents = [zip(s.ids, s.contents or [None] * len(s.ids), strict=False) for s in shards]
     by_id = dict(pair for one in contents for pair in one)
     known = tuple(content for content in by_id.values() if content is not None)
-    return replace(shards[-1], ids=tuple(by_id), contents=known)
+    last, weight = shards[-1], sum(shard.weight for shard in shards)
+    loss = last.loss_sum and last.loss_sum * weight / (last.weight or 1.0)
+    return replace(last, ids=tuple(by_id), contents=known, weight=weight, loss_sum=loss)
 
 
 def are_applied(trace: Trace, steps: Collection[int]) -> bool:
