@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +96,7 @@ def ran(
     samples: Sequence[int] = (4, 4),
     shared: Sequence[str] = (),
     warm: int = 0,
-    **options: float,
+    options: Mapping[str, float] | None = None,
 ) -> Trace:
     """Return the run of two ranks with SGD and rounds of two steps; `outer` ends each round.
 
@@ -164,7 +163,7 @@ def ran(
             held, before = [*after], after[0]
     subject = traces.scenario(
         world_size=2, num_steps=NUM_STEPS, optimizer="sgd", learning_rate=0.1, num_shards=2
-    ).with_(system="command", workload="own", options=options)
+    ).with_(system="command", workload="own", options=options or {})
     return met_rounds.seen(traces.hand_written(*events, subject=subject))
 
 
@@ -237,8 +236,8 @@ def test_a_wrong_round_is_falsified(outer: Outer, check: str, words: str) -> Non
 
 def test_an_error_of_a_rule_that_was_seen_is_no_other_rate() -> None:
     """Pseudo-gradients that are added look like a rate of 1.4, where the optimizer's is 0.7."""
-    rule: dict[str, Any] = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
-    right, wrong = (ran(Nesterov(0.7, 0.9, factor=by), **rule) for by in (1.0, 2.0))
+    rule = {"outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    right, wrong = (ran(Nesterov(0.7, 0.9, factor=by), options=rule) for by in (1.0, 2.0))
     assert judged("weighting", right).verdict is Verdict.HELD
     assert "are added, and not divided" in traces.broken(judged("weighting", wrong)).message
 
