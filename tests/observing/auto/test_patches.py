@@ -32,6 +32,9 @@ ARGUMENTS = {
     "safetensors.torch.serialize_file": ["tensor_dict", "filename"],
     "torch.nn.utils.clip_grad_norm_": ["parameters", "max_norm", "norm_type"],
     "torch.nn.utils.clip_grad.clip_grad_norm_": ["parameters", "max_norm", "norm_type"],
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel.clip_grad_norm_": [
+        *("self", "max_norm", "norm_type")
+    ],
     "torch._dynamo.eval_frame.OptimizedModule.__call__": ["self", "args", "kwargs"],
 }
 
