@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, dataloader
 
-from entrenar_py import hook_calls, trace
+from entrenar_py import trace
 from entrenar_py.observing import generators, loader_draws, loader_iterators
 from entrenar_py.observing.generators import Generators
 from entrenar_py.observing.loader_draws import LoaderDraws
@@ -39,7 +39,10 @@ class Recorded:
     def __init__(self, data: Noisy) -> None:
         self.data, self.events = data, list[Any]()
         found = Generators(nn.Identity(), objects={"data": data})
-        self.draws = RandomNumbers(found, 0, lambda: (3, 1), self.events.extend)
+        # Nothing is looked at in a process that has compiled, as another test may have done here.
+        self.draws = RandomNumbers(
+            found, 0, lambda: (3, 1), self.events.extend, compiles=lambda: False
+        )
         self.hooks = LoaderDraws(self.draws, trained=data)
 
     @property
@@ -48,9 +51,7 @@ class Recorded:
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
-    # Nothing is looked at in a process that has compiled, as another test may have done here.
-    monkeypatch.setattr(hook_calls, "has_compiled", lambda: False)
+def recorded() -> Iterator[Recorded]:
     made = Recorded(Noisy())
     yield made
     made.hooks.remove()
