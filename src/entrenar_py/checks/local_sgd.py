@@ -122,7 +122,9 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
             )
     runs = replace(runs, base=base)
     if base is not None and base.scenario.workload == "own":
-        alone = tuple(map(_in_steps, runs.witnesses.get(ALONE, ())))
+        last = max(evidence.updates(base), default=-1)
+        witnesses = runs.witnesses.get(ALONE, ())
+        alone = tuple(_until(_in_steps(witness), last) for witness in witnesses)
         runs = replace(runs, beside={ALONE: alone} if base.scenario.world_size > 1 else {})
     if base is not None:
         parity.compare_with_oracle(tally, runs, None)
@@ -134,6 +136,12 @@ def judge_parity(invariant: Invariant, runs: Traces) -> Finding:
 def _in_steps(trace: Trace) -> Trace:
     """Return a run as one in common steps; a user's run on one worker is in rounds, too."""
     return rounds.as_steps(trace) if rounds.are_in(trace) else trace
+
+
+def _until(trace: Trace, last: int) -> Trace:
+    """Return a run without the steps after `last`: a meeting after the last step is not seen."""
+    kept = (event for event in trace.events if (getattr(event, "step", None) or 0) <= last)
+    return replace(trace, events=tuple(kept))
 
 
 def judge_finiteness(invariant: Invariant, traces: Traces) -> Finding:

@@ -58,6 +58,13 @@ def _judge_step(tally: Tally, trace: Trace, update: Update, *, is_bad: bool, res
         tally.compared += 1
         tally.note(f"rank {update.rank} left out its step {update.step}, whose value is not finite")
         return
+    if is_bad and update.finite and trace.traits.losses == "backward":
+        tally.miss(
+            f"rank {update.rank} went on after a value that is not finite in step {update.step}, "
+            "and whether it left that step out is unknown: call obs.synchronised() where a round "
+            "ends"
+        )
+        return
     message = f"rank {update.rank} updated its own weights with a value that is not finite"
     found = evidence.non_finite(update.weights) or (None, None)
     shown = {"tensor": found[0], "element": found[1]}

@@ -81,7 +81,8 @@ def _divisor(whole: Vectors, applied: Vectors) -> float | None:
     """Return the number that most elements of a sum were divided by, None if there is none."""
     sums = np.concatenate([whole[name] for name in applied])
     means = np.concatenate([value.astype(np.float64) for value in applied.values()])
-    ratios = sums[means != 0] / means[means != 0]
+    with np.errstate(invalid="ignore"):  # of gradients that are not finite there is none
+        ratios = sums[means != 0] / means[means != 0]
     number = float(np.median(ratios)) if ratios.size else 0.0
     return number if number and math.isfinite(number) else None
 
