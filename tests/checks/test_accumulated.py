@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.checks import CHECKS
+from entrenar_py.checks import CHECKS, accumulated
 from entrenar_py.checks.needs import ALONE, Runs
 from entrenar_py.trace import Event, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
@@ -234,3 +234,12 @@ def _on_one_worker(applied: list[Vectors]) -> Trace:
     ]
     subject = trace.scenario.with_(world_size=1, accumulation=4)
     return replace(trace, scenario=subject, events=tuple(events))
+
+
+def test_a_gradient_that_may_have_been_kept() -> None:
+    """It is the one before plus this step's. One that was overwritten is another one."""
+    later: list[Vectors] = [plus(FIRST, summed(1)), {n: np.sign(v) for n, v in FIRST.items()}]
+    for applied, is_kept in zip(later, (True, False), strict=True):
+        trace = trace_of([FIRST, applied], kept={"a": 0, "b": 0})
+        update = traces.one(trace, Update, step=1, rank=0)
+        assert accumulated.is_kept(trace, update, summed(1), applied, 1e-4) is is_kept

@@ -161,6 +161,22 @@ def moved_without_pass(trace: Trace, update: Update) -> tuple[str, str] | None:
     return None
 
 
+def is_kept(trace: Trace, update: Update, total: Vectors, mean: Vectors, bound: float) -> bool:
+    """Return whether some tensor's applied gradient may be the one before plus this step's.
+
+    `total` are the sums over the step's micro-batches, and `mean` what was applied.
+    """
+    before = _before(trace, update)
+    known = None if before is None else evidence.vectors(before.gradient)
+    if not update.kept or known is None:
+        return bool(update.kept)
+    added = {name: mean[name] - known[name] for name in mean if name in known}
+    return any(
+        vector.size >= _TELLING_MIN and factors.ratio(total[name], vector, bound) is not None
+        for name, vector in added.items()
+    )
+
+
 def of_evaluation(
     by_rank: Mapping[int, Update], shards: Sequence[Shard], bound: float
 ) -> tuple[str, Explanation] | None:

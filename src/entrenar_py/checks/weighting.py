@@ -287,7 +287,8 @@ class _Divisions:
         if off and self._is_open(why, update):
             if why is None:
                 is_plain = _has_one_part(shards) or self._is_scaled(total, mean)
-                self.changed.append(is_plain and not update.kept)
+                earlier = accumulated.is_kept(self.trace, update, total, mean, self.bound)
+                self.changed.append(is_plain and not earlier)
             return
         for name in mean:
             message = (
