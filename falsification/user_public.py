@@ -239,7 +239,7 @@ BUGS = (
         changes=((_REDUCED, "        dist.all_reduce(p.grad)\n"),),
         check="parity",
         step=0,
-        words="2 times as large as one worker's, for the same rows",
+        words="twice as large",
     ),
     Twin(
         name="public: an inner loop whose outer gradients are not reduced",
