@@ -105,8 +105,8 @@ def read(folder: Path) -> Saved:
 def newest(folder: Path) -> Path | None:
     """Return what a script that is started again would be given: its newest checkpoint.
 
-    That is the file with the weights and more, or the only one; or the folder of several, if one
-    process has saved all of them. Return None if it isn't clear.
+    That is the file with the weights and more, or the only one; or the folder of several, to which
+    other ranks may have added their own. Return None if it isn't clear.
     """
     saves = [
         (path.name, int(note["after"]), Path(str(note["path"])), bool(note.get("is_whole")))
@@ -116,16 +116,18 @@ def newest(folder: Path) -> Path | None:
     ]
     if not saves:
         return None
-    process, after, last, _ = max(saves, key=lambda save: save[2].stat().st_mtime_ns)
-    beside = {save for save in saves if save[:2] == (process, after)}
-    others = {save for save in saves if save[0] != process and save[1] == after}
-    whole = {file for _, _, file, is_whole in beside if is_whole}
-    files_of = {file for _, _, file, _ in beside}
-    if {file for _, _, file, _ in others} - files_of:
-        return None  # each rank has its own
-    if len(whole) == 1 or len(files_of) == 1:
-        return (whole or files_of).pop()
-    return last.parent if {file.parent for file in files_of} == {last.parent} else None
+    after = max(saves, key=lambda save: save[2].stat().st_mtime_ns)[1]
+    by_process: dict[str, dict[Path, bool]] = {}
+    for process, when, file, is_whole in saves:
+        if when == after:
+            by_process.setdefault(process, {})[file] = is_whole
+    own = max(by_process.values(), key=len)
+    whole = [file for file, is_whole in own.items() if is_whole]
+    others = {file for files in by_process.values() for file in files} - own.keys()
+    if not others and (len(whole) == 1 or len(own) == 1):
+        return [*whole, *own][0]
+    folders = {file.parent for file in (*own, *others)}
+    return folders.pop() if len(own) > 1 and len(folders) == 1 else None
 
 
 def _read(by_process: list[list[dict[str, Any]]], *, trains: bool) -> str:
