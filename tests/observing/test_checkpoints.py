@@ -205,3 +205,9 @@ def test_ranks_with_files_of_their_own(folder: Path) -> None:
         own = folder / notes.NOTES.replace("*", str(os.getpid()))
         own.rename(folder / notes.NOTES.replace("*", f"{rank}-of-2"))
     assert notes.newest(folder) is None
+
+
+def test_tensors_without_a_place_are_saved_all_the_same(folder: Path) -> None:
+    """A sparse tensor has no pointer, and a script that saves one goes on."""
+    torch.save({"model": STATE, "graph": torch.eye(9).to_sparse()}, folder / "a.pt")
+    assert notes.newest(folder) == folder / "a.pt"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from entrenar_py import hook_calls
@@ -51,14 +52,14 @@ _FLAG = re.compile(r"store_true|is_flag=True|BooleanOptionalAction")
 
 
 class _Watch:
-    """What is looked for in this process: saves of a part of the bytes of `weights`."""
+    """Looks for saves, in this process, of a part of the bytes of `weights`."""
 
     def __init__(
         self, folder: Path, weights: Sequence[Tensor], num_bytes: int, made: Callable[[], int]
     ) -> None:
         self._folder, self._made = folder, made
         self._num_bytes, self._least = num_bytes, max(1, num_bytes // checkpoints.LEAST_SHARE)
-        self._places = {weight.data_ptr() for weight in weights} - {0}
+        self._places = {*map(_place, weights)} - {0}
 
     def written(self, values: Any, file: object) -> None:
         parts = [*_parts(values)]
@@ -70,9 +71,9 @@ class _Watch:
         known: dict[str, Any] = {}
         if isinstance(file, str | os.PathLike) and (at := _changed_at(file)):
             known = {"file": at, "path": str(Path(file).absolute())}
-            shown = {part.data_ptr() for part in parts if isinstance(part, Tensor)}
+            shown = {_place(part) for part in parts if isinstance(part, Tensor)}
             # Beside the weights it holds the optimizer's state, say.
-            if num_bytes > self._num_bytes and shown >= self._places:
+            if num_bytes > self._num_bytes and self._places and shown >= self._places:
                 known["is_whole"] = True
         checkpoints.write(self._folder, after=self._made(), behind=behind, **known)
 
@@ -88,9 +89,9 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
     folder = os.environ.get(FOLDER)
     if not folder:
         return
-    held = [*weights]
-    num_bytes = sum(map(_size, held))
-    _CURRENT[:] = [_Watch(Path(folder), held, num_bytes, made)]
+    trained = [*weights]
+    num_bytes = sum(map(_size, trained))
+    _CURRENT[:] = [_Watch(Path(folder), trained, num_bytes, made)]
     own, libraries = _texts()  # a library may save at a step that the harness doesn't let it reach
     checkpoints.write(
         Path(folder),
@@ -139,6 +140,11 @@ def _parts(values: Any) -> Iterator[Any]:
         yield value
         if depth < _DEPTH_MAX:
             left += [(inner, depth + 1) for inner in _inside(value)]
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where a tensor's numbers lie in memory, 0 if it has no one place (a sparse one)."""
+    return tensor.data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _size(value: Any) -> int:
@@ -202,13 +208,13 @@ def _own_functions(texts: Mapping[str, str]) -> frozenset[str]:
 
 def _option(texts: Mapping[str, str]) -> str:
     """Return the option that sounds most like a resume, with PATH if it takes one; "" if none."""
-    found = [match for text in texts.values() for match in _OPTION.finditer(text)]
+    options = [match for text in texts.values() for match in _OPTION.finditer(text)]
 
     def is_less_sure(one: re.Match[str]) -> tuple[bool, int]:
         words = (n for n, word in enumerate(_RESUMING) if word in one[1])
         return one[1].startswith("--no-"), next(words)
 
-    surest = min(found, key=is_less_sure, default=None)
+    surest = min(options, key=is_less_sure, default=None)
     if surest is None:
         return ""
     return surest[1] if _FLAG.search(surest[2]) else f"{surest[1]} PATH"
