@@ -72,10 +72,10 @@ class Controlling:
                     continue
             for one in self._next(size, asked):
                 made = _asked(asked, size, *one)
-                how = self._joined[size][0] if size in self._joined else None
-                is_any = one[1] in _OF_ANY_SIZE or (how is not None and how.kind == MERGED)
-                if how is not None and made.world_size == 1 and is_any:
-                    made = replace(made, faults=(*made.faults, how))
+                fault = self._joined[size][0] if size in self._joined else None
+                is_any = one[1] in _OF_ANY_SIZE or (fault is not None and fault.kind == MERGED)
+                if fault is not None and made.world_size == 1 and is_any:
+                    made = replace(made, faults=(*made.faults, fault))
                 runs[_name(size, *one)] = made
         fresh = {name: run for name, run in runs.items() if run not in self._planned}
         self._planned.update(fresh.values())
@@ -95,14 +95,14 @@ class Controlling:
         drawn = [sum(len(s.ids) for s in shards) for shards in evidence.shards(runs[1]).values()]
         are_uneven = few < many and len({*drawn[:-1]}) > 1
         is_short = few * size == many or are_uneven
-        found = [run.traits.sample_ids == "content" for run in runs]
-        if all(found):
+        by_content = [run.traits.sample_ids == "content" for run in runs]
+        if all(by_content):
             alone, several = map(_micro_batches, runs)
             if is_short or (alone == several and controlled.has_other_rows(*runs)):
                 return _fault(REPLAYED, size)
             in_turn = alone == size * several and controlled.has_other_rows(*runs)
             return _fault(IN_TURN, size) if in_turn else None
-        return _fault(MERGED, size) if is_short and not any(found) else None
+        return _fault(MERGED, size) if is_short and not any(by_content) else None
 
     def _next(self, size: int, last: Asked) -> list[tuple[int, str]]:
         """Return the numbers of workers, and the kind of control, of the next runs."""

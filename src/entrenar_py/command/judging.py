@@ -195,9 +195,9 @@ def _beside(check: Check, file: Path, runs: Mapping[Path, Run]) -> Runs[Path]:
     chosen = asked.beside(check.needs, runs[file].asked).chosen(files.get)
     chosen = replace(chosen, witnesses=_witnesses(runs))
     if CONTROLLED in check.witnesses and chosen.of(ALONE):
-        given = _joined(runs, runs[file].trace, *OF_RECORDS)
-        if given is not None:
-            return replace(chosen, beside={**chosen.beside, ALONE: (given,)})
+        replayed = _joined(runs, runs[file].trace, *OF_RECORDS)
+        if replayed is not None:
+            return replace(chosen, beside={**chosen.beside, ALONE: (replayed,)})
     for alone in chosen.of(ALONE):
         meant = companions.plain(runs[file].trace.scenario, world_size=1)
         fields = roles.differences(runs[alone].trace.scenario, meant)

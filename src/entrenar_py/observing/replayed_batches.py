@@ -17,6 +17,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,10 @@ class Keeping:
         self.keep(_BESIDE, _beside(tensors))
 
     def keep(self, what: str, tensors: Named) -> None:
-        """Add the tensors of one call; nothing more is kept once there were too many."""
+        """Add the tensors of one call; nothing more is kept once there were too many.
+
+        A script goes on where the file can't be written: then it has too few, and isn't given.
+        """
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._left -= size + 1
         if self._left < 0:
@@ -62,7 +66,7 @@ class Keeping:
             [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]]
             for name, tensor in tensors.items()
         ]
-        with self._path.open("ab") as file:
+        with suppress(OSError), self._path.open("ab") as file:
             file.write(json.dumps([what, shown]).encode() + b"\n")
             for tensor in tensors.values():
                 flat = tensor.detach().cpu().contiguous().reshape(-1)
