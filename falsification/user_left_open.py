@@ -29,11 +29,6 @@ LEFT_OPEN = (
         ("style: right, per_sample.py",),
     ),
     Open("the samples of each step are unknown", ("parity",), ("style: right, per_sample.py",)),
-    Open(
-        "the model is given other rows in step 0",
-        ("coverage",),
-        ("own draws: windows of a text, by a rank's seed", "own draws: under dropout"),
-    ),
     Open("if an epoch has to draw every sample", ("coverage",), ("advice: growing epochs",)),
     Open(
         "the single-device run alone skipped step",

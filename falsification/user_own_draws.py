@@ -94,6 +94,80 @@ obs.close()
 dist.destroy_process_group()
 """
 
+# As nanoGPT evaluates: rank 0 alone, on windows that it draws from the generator of the training.
+MEASURED = """\
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+import entrenar_py
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+signal = torch.sin(torch.arange(50000) * 0.37) + torch.sin(torch.arange(50000) * 0.0123)
+
+
+def windows():
+    begins = torch.randint(0, len(signal) - 9, (6,))
+    rows = torch.stack([signal[b : b + 9] for b in begins])
+    return rows[:, :8], rows[:, 8:]
+
+
+torch.manual_seed(3)
+net = DistributedDataParallel(nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 1)))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+torch.manual_seed(40 + rank)
+obs = entrenar_py.observe(net, optimizer)
+for step in range(7):
+    if step % 3 == 0 and rank == 0:
+        with torch.no_grad():
+            x, y = windows()
+            print("loss", mse_loss(net.module(x), y).item())
+    x, y = windows()
+    optimizer.zero_grad()
+    mse_loss(net(x), y).backward()
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+    optimizer.step()
+obs.close()
+dist.destroy_process_group()
+"""
+
+# As PPO trains: several times through what a rank has played itself, and then it plays again.
+PLAYED = """\
+import numpy as np
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import entrenar_py
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+random = np.random.RandomState(7 + rank)
+
+
+def play(rounds=10):
+    seen = torch.tensor(random.rand(rounds, 5), dtype=torch.float32)
+    return seen, (seen.sum(1, keepdim=True) > 2.5).float()
+
+
+torch.manual_seed(3)
+net = DistributedDataParallel(nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 1)))
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+obs = entrenar_py.observe(net, optimizer)
+for _ in range(3):
+    seen, won = play()
+    for _ in range(2):
+        order = random.permutation(len(seen))
+        for rows in (order[:5], order[5:]):
+            optimizer.zero_grad()
+            scores = net(seen[rows])
+            nn.functional.binary_cross_entropy_with_logits(scores, won[rows]).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
+obs.close()
+dist.destroy_process_group()
+"""
+
 _DIVIDED = "        p.grad /= world\n"
 
 
@@ -119,7 +193,36 @@ def _turns(name: str, *changes: tuple[str, str], check: str = "", words: str = "
     )
 
 
+def _by_rank(
+    script: str, text: str, name: str, *changes: tuple[str, str], check: str = "", words: str = ""
+) -> Twin:
+    return Twin(
+        name=f"own draws: {name}",
+        script=script,
+        text=text,
+        changes=changes,
+        check=check,
+        words=words,
+    )
+
+
 BUGS = (
+    _by_rank(
+        "measured.py",
+        MEASURED,
+        "one seed for all ranks, of which the first one draws more",
+        ("40 + rank", "40"),
+        check="coverage",
+        words="by the same random numbers",
+    ),
+    _by_rank(
+        "played.py",
+        PLAYED,
+        "all ranks play the same rounds",
+        ("7 + rank", "7"),
+        check="coverage",
+        words="the same rows in every step",
+    ),
     _windows(
         "gradients are added and not divided",
         (_DIVIDED, ""),
@@ -146,6 +249,8 @@ BUGS = (
 )
 
 VARIANTS = (
+    _by_rank("measured.py", MEASURED, "rank 0 alone draws windows to measure"),
+    _by_rank("played.py", PLAYED, "several times through what was played"),
     _windows("windows of a text, by a rank's seed"),
     _windows("under dropout", ("nn.Dropout(0.0)", "nn.Dropout(0.3)")),
     _windows("one micro-batch", ("PASSES = 4 // world", "PASSES = 1")),

@@ -168,8 +168,9 @@ PASS = ((0, 1, 2, 3), (4, 5, 6, 7))  # the rows of a pass through the data, by s
 
 def in_passes(size: int, batches: Sequence[tuple[int, ...]], **traits: Any) -> Trace:
     """Return a script's run with these rows in its steps, over and over; each shard has a half."""
-    trace = traces.run(SUBJECT.with_(world_size=size))
-    for step in range(SUBJECT.num_steps):
+    subject = SUBJECT.with_(world_size=size, num_steps=max(SUBJECT.num_steps, len(batches)))
+    trace = traces.run(subject)
+    for step in range(subject.num_steps):
         rows = batches[step % len(batches)]
         for shard, ids in enumerate((rows[:2], rows[2:])):
             trace = altered(trace, Shard, {"step": step, "shard": shard}, ids=ids)
@@ -230,3 +231,62 @@ def test_micro_batches_that_come_twice_on_one_worker_are_no_order() -> None:
         traces.clause("coverage"), Runs(trace, witnesses={ALONE: (alone,)})
     )
     assert "rows come again in step 1" in finding.reason
+
+
+BLOCK = ((50, 51, 52, 53), (54, 55, 56, 57))  # the rows of another block, by step
+
+
+@pytest.mark.parametrize(
+    ("batches", "is_open"),
+    [
+        ((*PASS, *PASS[::-1], *BLOCK, *BLOCK), False),
+        ((*PASS, (0, 1, 2, 13), PASS[1], *BLOCK), True),  # a row of another block
+        ((*PASS, PASS[0], *BLOCK), True),  # the second pass is cut
+        ((PASS[0], PASS[0], PASS[1], PASS[1], *BLOCK), True),  # each batch twice
+        ((*PASS, (0, 1, 1, 2), *BLOCK), True),  # a row twice within a batch
+    ],
+)
+def test_rows_that_come_again_in_whole_passes(
+    batches: tuple[tuple[int, ...], ...], is_open: bool
+) -> None:
+    """A trainer may go several times through what it has played, and then play again."""
+    trace = in_passes(2, (*batches, (90, 91, 92, 93)))
+    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    assert ("before all others came" in finding.reason) is is_open, finding.reason
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict"),
+    [((20, 21), "falsified"), ((21, 20), "held"), ((20, 29), "held")],
+)
+def test_ranks_that_select_rows_by_the_same_random_numbers(
+    other: tuple[int, ...], verdict: str
+) -> None:
+    """Many micro-batches of rows that hardly come again are alike by no chance, in any step."""
+    subject = SUBJECT.with_(num_samples=400, num_steps=40)
+    trace = traces.was(traces.run(subject), sample_ids="content", selects="train.py:9")
+    for step in range(subject.num_steps):
+        for shard in range(2):
+            first = 10 * step + 4 * shard
+            at = {"step": step, "shard": shard}
+            trace = altered(trace, Shard, at, ids=(first, first + 1))
+        behind = 10 * (step - 2) - 20
+        again = tuple(behind + row for row in other)
+        if step > 2:  # rank 1 is two steps behind rank 0
+            trace = altered(trace, Shard, {"step": step, "shard": 1}, ids=again)
+    finding = CHECKS["coverage"].judge(traces.clause("coverage"), Runs(trace))
+    assert finding.verdict.value == verdict, finding.reason
+    if verdict == "falsified":
+        assert "rank 1 selects for step 3 the rows that rank 0 selects for step 1" in finding.reason
+
+
+def test_rows_that_are_selected_at_random_come_as_often_as_they_do() -> None:
+    """No pass is meant: other rows on one worker, and rows that come again, are no error."""
+    trace = in_passes(2, (*PASS, (0, 1, 2, 13), *BLOCK))
+    alone = in_passes(1, (*BLOCK, *PASS))
+    for selects, verdict in (("train.py:9", "held"), ("", "inconclusive")):
+        model, other = (traces.was(one, selects=selects) for one in (trace, alone))
+        finding = CHECKS["coverage"].judge(
+            traces.clause("coverage"), Runs(model, {ALONE: (other,)})
+        )
+        assert finding.verdict.value == verdict, finding.reason

@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from entrenar_py.observing import FOLDER, checkpoints, torch_calls
+from entrenar_py.observing import FOLDER, checkpoints, script_text, torch_calls
 from entrenar_py.rank_files import checkpoints as notes
 
 MODEL = nn.Linear(16, 4)
@@ -123,7 +123,7 @@ def test_a_checkpoint_that_is_read_before_training(
 )
 def test_a_line_that_saves(line: str, first: str) -> None:
     """The first line of a script that calls a function to save tensors, where there is one."""
-    assert checkpoints._first(checkpoints._SAVES, {"/a/train.py": f"import x\n{line}\n"}) == first
+    assert script_text.first(checkpoints._SAVES, {"/a/train.py": f"import x\n{line}\n"}) == first
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_function_of_the_script_saves_what_its_body_saves(body: str, first: st
     """Averaged weights that are put in for a save are none, if nothing is written after that."""
     text = {"train.py": f"def save_state(net):\n    {body}\nsave_state(net)\n"}
     own = checkpoints._own_functions(text)
-    assert checkpoints._first(checkpoints._SAVES, text, own) == first
+    assert script_text.first(checkpoints._SAVES, text, own) == first
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_function_of_the_script_saves_what_its_body_saves(body: str, first: st
 )
 def test_a_line_that_loads(line: str, loads: bool) -> None:
     """What is loaded for other reasons than to go on is left out, as far as it shows."""
-    assert bool(checkpoints._first(checkpoints._LOADS, {"train.py": line})) is loads
+    assert bool(script_text.first(checkpoints._LOADS, {"train.py": line})) is loads
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ row that comes again within a pass, where one worker is given each row once in a
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -19,6 +20,7 @@ from entrenar_py.verdict import Tally
 from entrenar_py.wording import named
 
 Rows = Mapping[int, Counter[int]]  # by rank
+_SURE_DIGITS = 5  # of a chance below 10^-5
 
 
 def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
@@ -34,11 +36,14 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     steps = [*map(_by_rank, rows.values())]
     is_compared = trace.scenario.world_size > 1 and len(steps) > 1
     alike = _given_the_same(steps) if is_compared else []
+    twice = _by_the_same_numbers(rows) if trace.traits.selects and not alike else None
+    if twice is not None:
+        alike = sorted(shard.rank for shard in twice)
     is_guessed = trace.traits.arranged == "guessed" and not do_the_same(trace, alike)
     passes = {} if alike else row_passes.of(rows, alone)
     if passes:
         row_passes.judge(tally, trace, rows, passes)
-    elif not alike or is_guessed:
+    elif not trace.traits.selects and (not alike or is_guessed):
         _rows_again(tally, rows, {} if alone is None else evidence.shards(alone))
     if not is_compared:
         return
@@ -46,13 +51,19 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
         tally.check(True, "", step=0, scenario=trace.scenario)
         return
     what = f"{named('rank', alike)} are given the same rows in every step"
+    if twice is not None:
+        one, other = twice
+        what = (
+            f"rank {other.rank} selects for step {other.step} the rows that rank {one.rank} "
+            f"selects for step {one.step}, by the same random numbers"
+        )
     if is_guessed:
         tally.miss(guessed(what))
         return
     tally.check(
         False,
         f"{what}, though each is to train on samples of its own",
-        step=min(evidence.shards(trace)),
+        step=min(evidence.shards(trace)) if twice is None else twice[1].step,
         rank=alike[1],
         scenario=trace.scenario,
     )
@@ -98,6 +109,9 @@ def _rows_again(
         again = {row for row in given if given[row] > 1 or row in seen}
         seen |= given.keys()
         if again and seen < every:
+            if row_passes.are_whole(owned):
+                tally.note("rows come again in whole passes through each block of them")
+                return
             what = f"rows come again in step {step} before all others came"
             is_same = all(_together(whole.get(at, ())) == _together(owned[at]) for at in owned)
             if is_same and not _are_doubled(whole):
@@ -191,6 +205,25 @@ def _by_rank(shards: Sequence[Shard]) -> dict[int, Counter[int]]:
 
 def _together(shards: Sequence[Shard]) -> Counter[int]:
     return Counter(id_ for shard in shards for id_ in shard.ids)
+
+
+def _by_the_same_numbers(rows: Mapping[int, Sequence[Shard]]) -> tuple[Shard, Shard] | None:
+    """Return two micro-batches of two ranks that have the same rows in the same order.
+
+    They may have them by chance where few rows are known, and are not returned then.
+    """
+    shards = [shard for step in sorted(rows) for shard in rows[step]]
+    known = {id_ for shard in shards for id_ in shard.ids}
+    first: dict[tuple[int, ...], Shard] = {}
+    peers = [(first.setdefault(shard.ids, shard), shard) for shard in shards]
+    alike = [(peer, shard) for peer, shard in peers if peer.rank != shard.rank]
+    if not alike:
+        return None
+    least = min(len({*shard.ids}) for _, shard in alike)
+    # How many pairs are alike by chance, on average, and the chance that so many are (Poisson's).
+    expected = (len(shards) / 2) ** 2 / len(known) ** least
+    digits = (math.lgamma(len(alike) + 1) - len(alike) * math.log(expected)) / math.log(10)
+    return alike[0] if digits > _SURE_DIGITS else None
 
 
 def _given_the_same(steps: Sequence[Rows]) -> list[int]:

@@ -46,6 +46,12 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
                 "samples are drawn with replacement: they must belong to the data set and be the "
                 "same when it is run again; how often each comes was not judged"
             )
+        if trace.traits.selects:
+            tally.note(
+                f"rows are selected by random numbers in each step ({trace.traits.selects}): how "
+                "often each comes was not judged, nor was it compared between runs on other "
+                "numbers of workers"
+            )
         if trace.traits.population == "varied":
             tally.note(
                 "samples are drawn from several data sets, or from other parts of one: whether a "
@@ -286,7 +292,7 @@ def _stable(tally: Tally, runs: Traces) -> None:
     group = [trace for trace in runs.own if evidence.is_as_trained(trace)]
     for first, trace in ((group[0], trace) for trace in group[1:]):
         is_again = first.scenario.world_size == trace.scenario.world_size
-        if trace.traits.replacement and not is_again:
+        if (trace.traits.replacement or trace.traits.selects) and not is_again:
             continue  # with replacement, each rank draws its own
         if not is_again and (has_parts(first) or has_parts(trace)):
             tally.note(

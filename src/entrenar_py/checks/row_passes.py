@@ -39,6 +39,35 @@ def make_the_same(one: Trace, other: Trace) -> bool:
     return bool(_made(one) and _made(other)) and _rows(one) == _rows(other)
 
 
+def are_whole(rows: Rows) -> bool:
+    """Return whether rows come again in whole passes alone, each through all rows of a block.
+
+    So does a trainer that goes several times through what it has played, then through new rows. A
+    block takes two steps at least: a batch that is handed out twice is no pass.
+    """
+    block, current, steps = set[int](), set[int](), 0  # the last pass, and the one that goes on
+    has_again = False
+    for step in sorted(rows):
+        given = [row for shard in rows[step] for row in shard.ids]
+        fresh = {*given}
+        if len(fresh) < len(given):
+            return False
+        if block and current == block:
+            current = set()  # and the next pass goes through the same rows, or through a new block
+        is_again = bool(block) and fresh <= block
+        if not current and (not block or fresh.isdisjoint(block)):
+            block, current, steps = set(), fresh, 1  # a new block
+        elif not block and fresh.isdisjoint(current):
+            current, steps = current | fresh, steps + 1
+        elif not block and fresh <= current and steps > 1:
+            block, current, has_again = current, fresh, True  # its second pass
+        elif is_again and fresh.isdisjoint(current):
+            current |= fresh
+        else:
+            return False
+    return has_again
+
+
 def judge(tally: Tally, trace: Trace, rows: Rows, passes: Passes) -> None:
     """Check that no row of a step's `rows` comes again within a pass."""
     given: dict[tuple[int, int], Shard] = {}  # by pass and row

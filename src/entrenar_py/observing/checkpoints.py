@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from entrenar_py import hook_calls
-from entrenar_py.observing import FOLDER, call_sites
+from entrenar_py.observing import FOLDER, call_sites, script_text
 from entrenar_py.rank_files import checkpoints
 
 _VALUES_MAX = 2**16  # looked at in what is saved
 _DEPTH_MAX = 12
-_TEXT_BYTES_MAX = 2**22
 _MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"  # set by torchrun, and what is built on it
 # Calls that save something other than tensors are not meant.
 _SAVES = re.compile(
@@ -92,13 +90,15 @@ def watch(weights: Iterable[Tensor], made: Callable[[], int]) -> None:
     trained = [*weights]
     num_bytes = sum(map(_size, trained))
     _CURRENT[:] = [_Watch(Path(folder), trained, num_bytes, made)]
-    own, libraries = _texts()  # a library may save at a step that the harness doesn't let it reach
+    own, libraries = (
+        script_text.texts()
+    )  # a library may save at a step that the harness doesn't let it reach
     checkpoints.write(
         Path(folder),
         weights=num_bytes,
-        unreached=_first(_SAVES, own, _own_functions(own)),
-        library=_first(_SAVES, libraries),
-        loads=bool(_first(_LOADS, own)),
+        unreached=script_text.first(_SAVES, own, _own_functions(own)),
+        library=script_text.first(_SAVES, libraries),
+        loads=bool(script_text.first(_LOADS, own)),
         option=_option(own),
         restarts=os.environ.get(_MAX_RESTARTS) != "0",
     )
@@ -173,33 +173,6 @@ def _inside(value: Any) -> Iterable[Any]:
 # --- the text of the script -------------------------------------------------------------------
 
 
-def _texts() -> tuple[dict[str, str], dict[str, str]]:
-    """Return by file the text of the script's modules, and of the library that calls the step."""
-    loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    files = {*filter(None, loaded), *_calling()}
-    own = {file for file in files if call_sites.is_own(file)}
-    return _read(own), _read({*_calling()} - own)
-
-
-def _calling() -> Iterator[str]:
-    """Yield the files of the functions that run now, without Python's own, torch's and ours."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if f"{os.sep}torch{os.sep}" not in file and not call_sites.is_ours(file):
-            yield file
-        frame = frame.f_back  # type: ignore[assignment]
-
-
-def _read(files: Iterable[str]) -> dict[str, str]:
-    texts = {}
-    for file in sorted(files):
-        path = Path(file)
-        if path.suffix == ".py" and path.is_file() and path.stat().st_size <= _TEXT_BYTES_MAX:
-            texts[file] = path.read_text(encoding="utf-8", errors="replace")
-    return texts
-
-
 def _own_functions(texts: Mapping[str, str]) -> frozenset[str]:
     """Return the names of functions whose text shows whether they save something."""
     whole = "\n".join(texts.values())
@@ -218,20 +191,3 @@ def _option(texts: Mapping[str, str]) -> str:
     if surest is None:
         return ""
     return surest[1] if _FLAG.search(surest[2]) else f"{surest[1]} PATH"
-
-
-def _first(
-    pattern: re.Pattern[str], texts: Mapping[str, str], without: frozenset[str] = frozenset()
-) -> str:
-    """Return the first line that fits, as `train.py:12`; "" if there is none.
-
-    Calls of functions `without` don't count, but for those of a base class.
-    """
-    for file, text in texts.items():
-        for number, line in enumerate(text.splitlines(), start=1):
-            found = pattern.search(line.partition("#")[0])
-            if found is None or line.lstrip().startswith("def "):
-                continue
-            if found[1] not in without or "super()" in line:
-                return f"{Path(file).name}:{number}"
-    return ""

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from entrenar_py import trace
-from entrenar_py.observing import call_sites, checkpoints, surroundings
+from entrenar_py.observing import call_sites, checkpoints, script_text, surroundings
 from entrenar_py.observing.call_sites import CallSites
 from entrenar_py.observing.loader_batches import Batches, Pass
 from entrenar_py.observing.loader_iterators import LoaderHooks
@@ -58,6 +58,7 @@ class ScriptFacts:
         self._replicas: bool | None = None
         self._ear: Ear | None = None
         self._exchanges = Exchanges()
+        self._selects = ""  # the line of the script that may select rows at random
 
     def listen(
         self, recording: Recording, micro_batches: MicroBatches, skipped: Callable[[], object]
@@ -83,6 +84,7 @@ class ScriptFacts:
             self._replicas = surroundings.are_replicas(subject.model)
         if self._scheduler is None:
             self._scheduler = surroundings.schedule_of(subject.optimizers)
+        self._selects = script_text.selecting_line()
         checkpoints.watch(dict.fromkeys(subject.trained.values()), made)  # some share a flat one
 
     def schedule_place(self) -> int | None:
@@ -115,6 +117,8 @@ class ScriptFacts:
         facts = {**self.samples.facts(), **self._exchanges.facts(), **known}
         if "samples" in facts and self._replicas is not None:
             facts["replicas"] = self._replicas
+        if self._selects:
+            facts["selects"] = self._selects
         if micro_batches.has_backward_losses:
             facts["losses"] = "backward"
         if facts != self._written:

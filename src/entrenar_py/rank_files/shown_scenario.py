@@ -13,12 +13,14 @@ from entrenar_py.errors import UsageError
 from entrenar_py.rank_files import assembly, epochs, outer_rounds, population
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.scenario import OBSERVED, Scenario
-from entrenar_py.trace import End, Event, Shard, Synchronised, Trace, Traits, Update
+from entrenar_py.trace import Drawn, End, Event, Shard, Synchronised, Trace, Traits, Update
 from entrenar_py.trace.traits import CONSTANTS
 
 SYSTEM = OBSERVED
 # How samples were found, where numbers are no samples' own: of some or all they are digests.
 _CONTENT = ("content", "unknown")
+# Where a script draws the numbers by which it selects rows.
+_SELECTING = ("batch", "loss", "gradient", "between")
 # torch.optim's optimizers whose rule the checks know -> the name of that rule in a scenario.
 _KINDS = {"SGD": "momentum", "Adam": "adamw", "AdamW": "adamw"}
 
@@ -63,6 +65,8 @@ def of(
     )
     if not population.is_known(ranks, samples):
         traits["population"] = "varied" if population.vary(ranks) else "guessed"
+    if selects := _selecting_line(ranks, events):
+        traits["selects"] = selects
     return scenario, Traits.from_dict({**_of_the_data(ranks, header), **traits, **outer})
 
 
@@ -139,6 +143,23 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     if header.get("batch_norm") and any(rank.local for rank in ranks):
         traits["batch_norm"] = True  # whose statistics forward passes changed
     return traits
+
+
+def _selecting_line(ranks: Sequence[RankTrace], events: Sequence[Event]) -> str:
+    """Return the line that selects rows by random numbers, if each rank draws some in each step.
+
+    They are drawn outside of the passes of the model, where masks are drawn. What is drawn before
+    the first pass is not always recorded.
+    """
+    lines = [str(rank.header.get("selects", "")) for rank in ranks]
+    if not lines or not all(lines):
+        return ""
+    draws = (event for event in events if isinstance(event, Drawn) and event.where in _SELECTING)
+    drawn = {(event.step, event.rank) for event in draws}
+    shards = [event for event in events if isinstance(event, Shard) and event.ids]
+    first = min((shard.step for shard in shards), default=0)
+    needed = {(shard.step, shard.rank) for shard in shards if shard.step > first}
+    return lines[0] if needed and needed <= drawn else ""
 
 
 def _of_found_samples(ranks: Sequence[RankTrace]) -> dict[str, Any]:

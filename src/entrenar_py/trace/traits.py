@@ -61,6 +61,7 @@ class Traits:
     - `batch_norm`: batch normalisation uses each rank's own samples.
     - `drop_last`: the last batch of an epoch is left out if it would be short.
     - `replacement`: a sample may be drawn again within an epoch.
+    - `selects`: the line of a script that selects rows by random numbers, for each step anew.
     - `seeded`: the run was given the seed that its scenario states. `unseeded`: the script seeds
       nothing, and the harness has seeded each rank.
     - `epochs`: `untold` if it is not known to which epoch a sample belongs.
@@ -113,6 +114,7 @@ class Traits:
     batch_norm: bool = False
     drop_last: bool = False
     replacement: bool = False
+    selects: str = ""
     seeded: bool = False
     unseeded: bool = False
     epochs: str = "told"

@@ -1,0 +1,72 @@
+"""The text of a script, searched for what a run may not reach, or what no hook can hear."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from entrenar_py.observing import call_sites
+
+_TEXT_BYTES_MAX = 2**22
+# Calls that select rows by random numbers, so that one may come again before all others came ...
+_SELECTS = re.compile(
+    r"\b(randint|random_integers|randrange|integers|choices?|multinomial)\s*\(|\bsample\([^()]*,"
+)
+# ... and what goes through rows in a random order, each once.
+_ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted|\w*Sampler|set_epoch)\b")
+
+
+def texts() -> tuple[dict[str, str], dict[str, str]]:
+    """Return by file the text of the script's modules, and of the library that calls the step."""
+    loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
+    files = {*filter(None, loaded), *_calling()}
+    own = {file for file in files if call_sites.is_own(file)}
+    return _read(own), _read({*_calling()} - own)
+
+
+def first(
+    pattern: re.Pattern[str], texts: Mapping[str, str], without: frozenset[str] = frozenset()
+) -> str:
+    """Return the first line that fits, as `train.py:12`; "" if there is none.
+
+    Calls of functions `without` don't count, but for those of a base class.
+    """
+    for file, text in texts.items():
+        for number, line in enumerate(text.splitlines(), start=1):
+            match = pattern.search(line.partition("#")[0])
+            if match is None or line.lstrip().startswith("def "):
+                continue
+            if match[1] not in without or "super()" in line:
+                return f"{Path(file).name}:{number}"
+    return ""
+
+
+def selecting_line() -> str:
+    """Return the first line of the script that may select its rows by random numbers.
+
+    Return "" if there is none, or if the script orders anything at random: it may be its rows.
+    """
+    own, _ = texts()
+    return "" if first(_ORDERS, own) else first(_SELECTS, own)
+
+
+def _calling() -> Iterator[str]:
+    """Yield the files of the functions that run now, without Python's own, torch's and ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if f"{os.sep}torch{os.sep}" not in file and not call_sites.is_ours(file):
+            yield file
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _read(files: Iterable[str]) -> dict[str, str]:
+    texts = {}
+    for file in sorted(files):
+        path = Path(file)
+        if path.suffix == ".py" and path.is_file() and path.stat().st_size <= _TEXT_BYTES_MAX:
+            texts[file] = path.read_text(encoding="utf-8", errors="replace")
+    return texts
