@@ -158,3 +158,49 @@ def test_a_rate_that_follows_from_the_number_of_workers() -> None:
     assert tally.missing[0].startswith(
         "one worker steps with learning rate 0.02 in step 0, 2 with 0.04: if it follows from"
     )
+
+
+def in_bfloat16(values: np.ndarray[Any, np.dtype[Any]]) -> Vector:
+    """Return numbers rounded to bfloat16."""
+    bits = values.astype(np.float32).view(np.uint32) + np.uint32(0x8000)
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def one_step(num_ranks: int, *, times: float = 1.0) -> Trace:
+    """Return a step of a training in bfloat16, whose bias gets two terms that nearly cancel.
+
+    One worker rounds its sums elsewhere. The applied gradient is `times` as large as it should be.
+    """
+    whole = regression(num_ranks)
+    drawn = np.random.default_rng(1).normal(size=(3, 64))
+    terms = {"w": (drawn[0], drawn[1]), "bias": (drawn[2], -0.95 * drawn[2])}
+    if num_ranks == 1:
+        rounding = 1 + 0.01 * np.sign(np.random.default_rng(2).normal(size=64))
+        terms = {name: (first * rounding, other) for name, (first, other) in terms.items()}
+    events: list[Event] = []
+    for event in whole.events:
+        if isinstance(event, Shard | Update) and event.step > 0:
+            continue
+        if isinstance(event, Shard):
+            summed = {
+                name: in_bfloat16(parts[event.rank] if num_ranks == 2 else sum(parts) / 2)
+                for name, parts in terms.items()
+            }
+            gradient = {n: record_tensor(value, values=True) for n, value in summed.items()}
+            event = replace(event, gradient=gradient)
+        if isinstance(event, Update):
+            mean = {name: times * sum(map(in_bfloat16, parts)) / 2 for name, parts in terms.items()}
+            gradient = {
+                n: record_tensor(v.astype(np.float32), values=True) for n, v in mean.items()
+            }
+            event = replace(event, gradient=gradient, weights={})
+        events.append(event)
+    return replace(whole, scenario=whole.scenario.with_(num_steps=1), events=tuple(events))
+
+
+def test_rounding_to_16_bits_is_a_share_of_terms_and_not_of_their_sum() -> None:
+    """Terms that cancel leave it as large as their sum. A wrong factor is seen in other tensors."""
+    assert judged(one_step(2), one_step(1)).broken is None
+    found = judged(one_step(2, times=2.0), one_step(1)).broken
+    assert found is not None
+    assert (found.tensor, "twice" in found.message) == ("w", True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +54,7 @@ def compare_close(
     *,
     explain: Callable[[], str] = str,
     of_gradients: bool = False,
+    cancelled: Mapping[str, float] | None = None,
     **place: Any,
 ) -> bool:
     """Count one comparison per tensor: |got - expected| <= bound |expected| + floor, in L2 norms.
@@ -61,7 +62,8 @@ def compare_close(
     |expected| is the tensor's own norm, so that a small tensor can't hide behind a large one. It is
     taken to be at least 1 / NOISE_SHARE of the norm over all tensors, so that a tensor of rounding
     noise does not fail. The distance of tensors with sketches is that of their projections, which
-    may be PROJECTED times as large. `explain` says why a tensor is off if it is no simple multiple
+    may be PROJECTED times as large. A tensor's terms may be many times as large as their sum: by how
+    much is `cancelled`, and as much more is allowed. `explain` says why a tensor is off if it is no simple multiple
     of the right one. Return False, and count nothing, if a tensor has neither values
     nor a sketch, or if one side alone has a sketch of it.
     """
@@ -77,6 +79,7 @@ def compare_close(
         gap = gaps[name]
         sketched = record.sketch is not None
         allowed = PROJECTED * bound if sketched else bound
+        allowed *= (cancelled or {}).get(name, 1.0)
         near = gap.distance <= allowed * gap.size + (PROJECTED * floor if sketched else floor)
         words = ""
         if not near:

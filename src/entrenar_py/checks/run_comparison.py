@@ -26,6 +26,7 @@ from entrenar_py.checks import (
     shares,
     skips,
     step_shape,
+    step_sums,
 )
 from entrenar_py.checks.sensitivity import UNKNOWN, Sensitivity
 from entrenar_py.faults import MERGED
@@ -61,6 +62,9 @@ ADAM_LOSS_BOUND = 1e-3
 # scripts in bfloat16, with autocast and without: 5 for a gradient, 1.1 for a loss.
 COARSE_GRADIENT_UNITS = 16
 COARSE_LOSS_UNITS = 4
+# That is a share of a gradient's terms. Where these are so many times as large as their sum, the
+# same rounding is so much more of the sum.
+CANCELLED_MIN = 8
 
 # The parts of an update that are compared if values were recorded, with the words of a finding.
 _PARTS = {
@@ -388,11 +392,23 @@ class _Comparison:
             place["of_gradients"] = part == "gradient"
             if part == "gradient" and self.trace.scenario.workload == "own":
                 place["explain"] = partial(shares.explain, self.trace, update, mine, bound)
+                place["cancelled"] = self.cancelled(update)
             if closeness.compare_close(self.tally, mine, theirs, bound, what, floor, **place):
                 done.add(part)
             if "explain" in place and bound > GRADIENT_BOUND:
                 self.sums(model, update, what)
         return done
+
+    def cancelled(self, update: Update) -> dict[str, float]:
+        """Return how many times terms are as large as their sum, of tensors that lose most of them.
+
+        In float32 the bound has room for that.
+        """
+        if self.bounds.gradient <= GRADIENT_BOUND:
+            return {}
+        by_rank, shards = (of(self.trace) for of in (evidence.updates, evidence.shards))
+        times = step_sums.cancelled(by_rank[update.step], shards.get(update.step, ()))
+        return {name: size for name, size in times.items() if size > CANCELLED_MIN}
 
     def sums(self, model: Update, update: Update, message: str) -> None:
         """Check, where much is allowed, that no tensor's gradient was changed beyond its terms."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -48,6 +50,19 @@ def total(
                 return None
             sums[name] = sums.get(name, 0) + value.astype(np.float64)
     return sums or None
+
+
+def cancelled(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> dict[str, float]:
+    """Return by tensor how many times its micro-batches' gradients are as large as their sum.
+
+    It is the sum of their norms, over the norm of their sum. Return {} if values are unknown.
+    """
+    sums, norms = total(by_rank, shards) or {}, defaultdict[str, float](float)
+    for shard in held(by_rank, shards):
+        for name, record in summed(by_rank, shard).items():
+            norms[name] += math.sqrt(record.square() or 0.0)
+    sizes = {name: float(np.linalg.norm(vector)) for name, vector in sums.items()}
+    return {name: norms[name] / size for name, size in sizes.items() if size}
 
 
 def held(by_rank: Mapping[int, Update], shards: Collection[Shard]) -> list[Shard]:
