@@ -63,9 +63,9 @@ def compare_close(
     taken to be at least 1 / NOISE_SHARE of the norm over all tensors, so that a tensor of rounding
     noise does not fail. The distance of tensors with sketches is that of their projections, which
     may be PROJECTED times as large. A tensor's terms may be many times as large as their sum: by
-    how much is `cancelled`, and as much more is allowed. `explain` says why a tensor is off if it is no
-    simple multiple of the right one. Return False, and count nothing, if a tensor has neither values
-    nor a sketch, or if one side alone has a sketch of it.
+    how much is `cancelled`, and as much more is allowed. `explain` says why a tensor is off if it
+    is no simple multiple of the right one. Return False, and count nothing, if a tensor has neither
+    values nor a sketch, or if one side alone has a sketch of it.
     """
     gaps = distances(expected, got)
     if gaps is None:
