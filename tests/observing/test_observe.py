@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import entrenar_py
 from entrenar_py.errors import TraceError
-from entrenar_py.observing import FAULTS, FOLDER, Observation
+from entrenar_py.observing import FAULTS, FOLDER, Observation, process_rank
 from entrenar_py.observing.sources import InOrder
 from entrenar_py.rank_files import rank_trace
 from entrenar_py.rank_files.rank_trace import RankTrace
@@ -55,6 +58,20 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     obs.close()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_group_that_the_script_lets_go_of_is_not_taken_down(
+    is_kept: bool, tmp_path: Path
+) -> None:
+    """It would wait for its thread, which may wait for the lock of Python's that this one has."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/s", rank=0, world_size=1)
+    group = weakref.ref(dist.group.WORLD)
+    if is_kept:
+        process_rank.keep_groups()
+    dist.destroy_process_group()
+    gc.collect()
+    assert (group() is not None) == is_kept
 
 
 def observed(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:

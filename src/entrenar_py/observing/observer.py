@@ -436,6 +436,7 @@ class Observer(Observation):
         if self._started:
             return
         self._started = True
+        process_rank.keep_groups()
         self._facts.begin(self._subject, lambda: self._step.number)
         start = self._step.start(self._facts.progress())
         self._recording.write([start, *self._first_look.events(start.step)])
