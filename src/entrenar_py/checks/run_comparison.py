@@ -406,8 +406,9 @@ class _Comparison:
         """
         if self.bounds.gradient <= GRADIENT_BOUND:
             return {}
-        by_rank, shards = (of(self.trace) for of in (evidence.updates, evidence.shards))
-        times = step_sums.cancelled(by_rank[update.step], shards.get(update.step, ()))
+        by_rank = evidence.updates(self.trace)[update.step]
+        shards = evidence.shards(self.trace).get(update.step, ())
+        times = step_sums.cancelled(by_rank, shards)
         return {name: size for name, size in times.items() if size > CANCELLED_MIN}
 
     def sums(self, model: Update, update: Update, message: str) -> None:
