@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             monkeypatch.setattr(owner, patch.name, getattr(owner, patch.name))
     files = (torch_calls._saved, torch_calls._loaded)
     saves = [patch for patch in torch_calls.TABLE if patch.wrap in files]
-    torch_calls.apply(saves, torch_calls._EARS)
+    torch_calls.apply(saves, torch_calls.EARS)
     checkpoints.watch(MODEL.parameters(), lambda: 5)
     return tmp_path
 

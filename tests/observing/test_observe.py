@@ -82,6 +82,29 @@ def observed(folder: Path, model: nn.Module, num_steps: int = 2) -> RankTrace:
     return rank_trace.load(path)
 
 
+@pytest.mark.parametrize(("declared", "clips"), [(None, 0.5), (2.0, None)])
+def test_the_norm_that_a_line_does_not_say_is_that_of_the_calls(
+    folder: Path, declared: float | None, clips: float | None
+) -> None:
+    """The gradients are recorded before a call that clips them, too, and not for other tensors."""
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    obs = entrenar_py.observe(model, optimizer, clip_norm=declared)
+    for step in range(2):
+        model(torch.full((2, 1), 3.0)).square().mean().backward()
+        nn.utils.clip_grad_norm_((model if step else other).parameters(), 0.5)
+        if not step:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    obs.close()
+    (path,) = folder.glob("*.rank.jsonl")
+    record = rank_trace.load(path)
+    assert (record.header["clip_norm"], record.header.get("clips")) == (declared, clips)
+    updates = [event for event in record.events if isinstance(event, Update)]
+    assert all(one.unclipped.keys() == one.gradient.keys() for one in updates)
+
+
 def of(kind: type, record: RankTrace) -> Sequence[object]:
     """Return the events of one kind."""
     return [event for event in record.events if isinstance(event, kind)]

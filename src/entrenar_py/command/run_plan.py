@@ -174,8 +174,6 @@ class Plan:
         """
         tokens = {TOKENS: "1"} if PROBED in self.needs else {}
         seed = None if self.can_say("seed") else self.seed
-        if not self.auto and seed is None:
-            return tokens
         steps = (steps_of(planned) or self.num_steps) if self._is_cut else None
         return {**tokens, **Settings(steps=steps, seed=seed, follows=self.auto).variables()}
 

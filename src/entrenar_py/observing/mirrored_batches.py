@@ -31,8 +31,8 @@ from typing import Any
 
 from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter, _DatasetKind
 
-from entrenar_py.faults import MERGED, MIRRORED, ORDERED, REPEATED, SHORTENED, Fault
-from entrenar_py.observing import process_rank
+from entrenar_py.faults import MERGED, MIRRORED, OF_LOADERS, ORDERED, REPEATED, SHORTENED, Fault
+from entrenar_py.observing import planned_faults, process_rank
 from entrenar_py.observing.sources import positions_of
 
 _num_batches = DataLoader.__len__  # as torch counts them
@@ -43,6 +43,11 @@ class LastBatch(list[Any]):
     """The positions of a pass's last batch; `rest` are those of the batches that are left out."""
 
     rest: tuple[int, ...] = ()
+
+
+def begin_if_planned() -> None:
+    """Have this process's loaders fetch other samples, if the harness has planned that for it."""
+    begin(fault for fault in planned_faults.planned() if fault.kind in OF_LOADERS)
 
 
 def begin(planned: Iterable[Fault]) -> None:

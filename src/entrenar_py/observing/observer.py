@@ -31,6 +31,7 @@ from entrenar_py.observing import (
 )
 from entrenar_py.observing.auto import seeding
 from entrenar_py.observing.backward_hooks import BackwardHooks
+from entrenar_py.observing.clips import Clips
 from entrenar_py.observing.generators import Generators
 from entrenar_py.observing.loader_draws import LoaderDraws
 from entrenar_py.observing.micro_batches import MicroBatches
@@ -97,6 +98,7 @@ class Observer(Observation):
             rank=rank,
         )
         self._gradients = ReducedGradients()
+        self._clips = None if said.clip_norm else Clips()
         self._synchronisations = OuterSynchronisations()
         self._recording = Recording(
             self._subject,
@@ -129,7 +131,7 @@ class Observer(Observation):
         self._rates = PlannedRates(self._subject)
         self._stop = PlannedStop(rank, world_size, begins=self._step.number)
         self._hook()
-        self._facts.listen(self._recording, self._micro_batches, self.skipped)
+        self._facts.listen(self._recording, self._micro_batches, self.skipped, self.clipped)
         # After how many passes of a step the script clears gradients that are finite.
         self._cleared: set[int] = set()
 
@@ -147,6 +149,8 @@ class Observer(Observation):
 
     @hook_calls.outside
     def skipped(self) -> None:
+        if self._clips is not None:
+            self._clips.forget()
         if self._micro_batches.done:
             self._skip_step()
 
@@ -216,6 +220,16 @@ class Observer(Observation):
     def note_limit(self) -> None:
         """Note that the harness ends the run here, and not the script."""
         self._recording.note_limit()
+
+    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
+        """Note that the gradients of `parameters` are about to be clipped by their norm."""
+        held = [parameters] if isinstance(parameters, Tensor) else [*parameters]
+        own = {id(parameter) for parameter in self._subject.trained.values()}
+        if own.isdisjoint(map(id, held)):
+            return
+        if self._clips is not None:
+            self._clips.note(held, max_norm, norm_type)
+        self._step.before_clipping()
 
     def _remove_hooks(self) -> None:
         self._entrances.remove()
@@ -364,7 +378,7 @@ class Observer(Observation):
         self._start()
         self._random.mark("gradient")
         if index in self._step.stepped:
-            self._end_step()
+            self._complete_step()
         optimizer, due = self._subject.optimizers[index], list[str]()
         if step_in_work.has_overflowed(optimizer):
             self._excuse()
@@ -385,9 +399,15 @@ class Observer(Observation):
         self._step.applied()
         self._step.stepped.add(index)
         if len(self._step.stepped) == len(self._subject.optimizers):
-            self._end_step()
+            self._complete_step()
             self._rates.end_step()
             self._language.stepped(self._step.number - 1)
+
+    def _complete_step(self) -> None:
+        """Record the state after a step that optimizers have made, and how it clipped."""
+        if self._clips is not None:
+            self._clips.end_step(self._subject.trained.values())
+        self._end_step()
 
     def _end_step(self) -> None:
         """Record the state after the step, if an optimizer has stepped."""
@@ -426,7 +446,8 @@ class Observer(Observation):
 
     def _note_facts(self) -> None:
         """Write what has become known of the script."""
-        self._facts.write(self._recording, self._micro_batches)
+        seen = {} if self._clips is None else {"clips": self._clips.limit}
+        self._facts.write(self._recording, self._micro_batches, **seen)
 
     def _start(self) -> None:
         """Record the initial state of this rank, once; look up parameters that were replaced."""

@@ -61,12 +61,16 @@ class ScriptFacts:
         self._selects = ""  # the line of the script that may select rows at random
 
     def listen(
-        self, recording: Recording, micro_batches: MicroBatches, skipped: Callable[[], object]
+        self,
+        recording: Recording,
+        micro_batches: MicroBatches,
+        skipped: Callable[[], object],
+        clipped: Callable[[Any, float, float], None],
     ) -> None:
-        """Hear the script's losses, checkpoints and skipped steps, if it has a line."""
+        """Hear the script's losses, checkpoints, clipping and skipped steps, if it has a line."""
         self._recording = recording
         if self._is_line:
-            self._ear = Ear(micro_batches, skipped=skipped, saved=self.saved)
+            self._ear = Ear(micro_batches, skipped=skipped, saved=self.saved, clipped=clipped)
             self._ear.listen()
 
     def saved(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol
@@ -44,6 +44,9 @@ class Listener(Protocol):
 
     def saved(self) -> None:
         """Hear that the script saves a file."""
+
+    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
+        """Hear that the gradients of `parameters` are about to be clipped by their norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,23 +95,26 @@ class Ear:
     """Listens for one observer from `listen` on until `stop`."""
 
     def __init__(
-        self, passes: Passes, *, skipped: Callable[[], object], saved: Callable[[], None]
+        self,
+        passes: Passes,
+        *,
+        skipped: Callable[[], object],
+        saved: Callable[[], None],
+        clipped: Callable[[Any, float, float], None],
     ) -> None:
-        self._passes, self.skipped, self.saved = passes, skipped, saved
+        self._passes, self.skipped, self.saved, self.clipped = passes, skipped, saved, clipped
         self._losses = Losses()
         self._depth = 0  # backward passes that have begun: one may run inside of another
 
     def listen(self) -> None:
         """Begin to listen."""
-        if not _EARS.was_applied:
-            _EARS.was_applied = True
-            apply(TABLE, _EARS)
-        _EARS.all.append(self)
+        apply(heard(), EARS)
+        EARS.all.append(self)
 
     def stop(self) -> None:
         """Listen no longer."""
-        if self in _EARS.all:
-            _EARS.all.remove(self)
+        if self in EARS.all:
+            EARS.all.remove(self)
 
     def backward_begins(self, tensors: Any, *, is_plain: bool) -> None:
         """Tell the loss of a backward pass; passes inside of it belong to it."""
@@ -143,7 +149,14 @@ class _Ears:
         return tell
 
 
-_EARS = _Ears()
+EARS = _Ears()
+
+
+def heard() -> tuple[Patch, ...]:
+    """Return the rows of TABLE that are still to be replaced for lines' observers; none again."""
+    rows = () if EARS.was_applied else TABLE
+    EARS.was_applied = True
+    return rows
 
 
 # --- the replacements -------------------------------------------------------------------------
@@ -207,6 +220,33 @@ def _loaded(original: Function, _: Listener) -> Function:
     return load
 
 
+def _clipped(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def clip(
+        parameters: Any, max_norm: float, norm_type: float = 2.0, *given: Any, **named: Any
+    ) -> Any:
+        if isinstance(parameters, Iterator):  # which can be gone through once
+            kept = [*parameters]
+            listener.clipped(kept, max_norm, norm_type)
+            parameters = (parameter for parameter in kept)
+        else:
+            listener.clipped(parameters, max_norm, norm_type)
+        return original(parameters, max_norm, norm_type, *given, **named)
+
+    return clip
+
+
+def _clipped_in_pieces(original: Function, listener: Listener) -> Function:
+    @wraps(original)
+    def clip(self: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        # Whole copies are clipped by the function that is patched above.
+        if any(handle.uses_sharded_strategy for handle in self._all_handles):
+            listener.clipped([*self.parameters()], max_norm, norm_type)
+        return original(self, max_norm, norm_type)
+
+    return clip
+
+
 _SCALER = "torch.amp.grad_scaler"
 TABLE = (
     Patch(
@@ -240,6 +280,23 @@ TABLE = (
         name="load",
         reason="a script that reads its checkpoint and trains from the beginning restores nothing",
         wrap=_loaded,
+    ),
+    *(
+        Patch(
+            module=module,
+            name="clip_grad_norm_",
+            reason="a gradient doesn't show the norm that it was clipped to",
+            wrap=_clipped,
+        )
+        for module in ("torch.nn.utils", "torch.nn.utils.clip_grad")
+    ),
+    Patch(
+        module="torch.distributed.fsdp.fully_sharded_data_parallel",
+        owner="FullyShardedDataParallel",
+        name="clip_grad_norm_",
+        optional=True,
+        reason="it adds up the pieces of all ranks by itself",
+        wrap=_clipped_in_pieces,
     ),
     *(
         Patch(

@@ -88,6 +88,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
     "replacement": (False, _is_flag, "true or false"),
     "selects": (False, _is_text, "a line, as train.py:12"),
     "clip_norm": (False, _is_norm, "a number above 0, or null where none was declared"),
+    "clips": (False, _is_norm, "a number above 0, or null where no calls show one norm"),
     "reduction": (False, _is_text, "the name of a number format"),
     "loss_over": (False, CHOICES["loss_over"].__contains__, "batch, micro-batch, or nothing"),
     "splits": (False, _is_flag, "true or false"),
@@ -102,7 +103,7 @@ _KEYS: Mapping[str, tuple[bool, Test, str]] = {
 # The keys that a later line may give, since what the script doesn't declare is met later.
 OF_THE_DATA = (
     *("num_samples", "drop_last", "replacement", "thorough", "varied", "samples", "replicas"),
-    *("losses", "clip_norm", "alone", "selects"),
+    *("losses", "clips", "alone", "selects"),
 )
 
 

@@ -136,10 +136,10 @@ def _of_the_data(ranks: Sequence[RankTrace], header: Mapping[str, Any]) -> dict[
     if compressed := header.get("reduction") or sent:
         traits["compressed"] = compressed
     traits["loss_over"] = header.get("loss_over", "")
-    is_declared = not header.get("auto")
-    if header.get("clip_norm") is not None and (is_declared or traits.get("arranged") != "guessed"):
-        traits["clip_norm"] = float(header["clip_norm"])
-        traits["clip_source"] = "line" if is_declared else "calls"
+    if header.get("clip_norm") is not None:
+        traits |= {"clip_norm": float(header["clip_norm"]), "clip_source": "line"}
+    elif header.get("clips") is not None and traits.get("arranged") != "guessed":
+        traits |= {"clip_norm": float(header["clips"]), "clip_source": "calls"}
     if header.get("batch_norm") and any(rank.local for rank in ranks):
         traits["batch_norm"] = True  # whose statistics forward passes changed
     return traits

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from entrenar_py.observing import torch_calls
 from entrenar_py.observing.auto import patches
 from entrenar_py.observing.auto.patches import TABLE
 from entrenar_py.observing.torch_calls import Patch
@@ -58,7 +59,7 @@ def test_a_module_that_is_not_imported_is_patched_when_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The finder is asked to call back for a module that isn't imported yet."""
-    monkeypatch.setattr(patches, "_apply", lambda module, follower: None)
+    monkeypatch.setattr(torch_calls, "apply", lambda rows, listener: None)
     for name in ("pre", "post"):
         monkeypatch.setattr(patches, f"register_optimizer_step_{name}_hook", lambda hook: None)
     for patch in TABLE:
@@ -67,6 +68,22 @@ def test_a_module_that_is_not_imported_is_patched_when_it_is(
     awaited: dict[str, Any] = {}
     patches.install(_Nobody(), awaited)  # type: ignore[arg-type]
     assert list(awaited) == ["torch.amp.grad_scaler"]
+
+
+def test_what_a_line_hears_is_patched_before_the_script_imports_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`from torch.nn.utils import clip_grad_norm_` comes before the line. It is patched once."""
+    patched: list[Patch] = []
+    monkeypatch.setattr(torch_calls, "apply", lambda rows, listener: patched.extend(rows))
+    monkeypatch.setattr(torch_calls.EARS, "was_applied", False)
+    for row in torch_calls.TABLE:
+        importlib.import_module(row.module)
+    patches.install_for_line({})
+    names = [_path(row) for row in patched]
+    assert "torch.nn.utils.clip_grad_norm_" in names
+    assert "torch.utils.data.dataloader.DataLoader.__init__" in names
+    assert torch_calls.heard() == ()
 
 
 class _Nobody:

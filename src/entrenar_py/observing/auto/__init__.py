@@ -25,7 +25,7 @@ class Settings:
     - `every`: the training is watched every so many steps, and not recorded; None for a record.
     - `contract`: the contract whose clauses are watched; None for all clauses.
     - `seed`: of what the script doesn't seed itself; None to leave that as it is.
-    - `follows`: the script is observed without a line; else it is only seeded.
+    - `follows`: the script is observed without a line; else what its line can't see is heard.
     """
 
     steps: int | None = None

@@ -27,8 +27,10 @@ def begin(waiting: Waiting) -> None:
     settings = auto.Settings.of(os.environ)
     if settings.seed is not None:
         seeding.begin(settings.seed)
-    if settings.follows:
-        from entrenar_py.observing.auto import follower, patches
+    from entrenar_py.observing.auto import follower, patches
 
-        follower.CURRENT = follower.Follower(settings)
-        patches.install(follower.CURRENT, waiting.awaited)
+    if not settings.follows:
+        patches.install_for_line(waiting.awaited)
+        return
+    follower.CURRENT = follower.Follower(settings)
+    patches.install(follower.CURRENT, waiting.awaited)

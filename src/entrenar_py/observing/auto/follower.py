@@ -293,17 +293,6 @@ class Follower:
             self._recorder.backward_ended()
 
     @guarded
-    def loading(self) -> None:
-        """Have loaders yield other batches from the first one on, if that is planned."""
-        if os.environ.get(FAULTS, "[]") != "[]":
-            from entrenar_py import faults
-            from entrenar_py.observing import mirrored_batches, planned_faults
-
-            mirrored_batches.begin(
-                f for f in planned_faults.planned() if f.kind in faults.OF_LOADERS
-            )
-
-    @guarded
     def iterated(self, loader: Any, iterator: Any) -> None:
         """Note that a pass over a DataLoader begins."""
         call_sites.Samples.drawn()

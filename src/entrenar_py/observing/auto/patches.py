@@ -8,7 +8,7 @@ tries each row against the installed torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from entrenar_py import hook_calls
-from entrenar_py.observing import torch_calls
+from entrenar_py.observing import mirrored_batches, torch_calls
 from entrenar_py.observing.torch_calls import Function, Patch
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ def _built(original: Function, follower: Follower) -> Function:
     return init
 
 
-def _loading(original: Function, follower: Follower) -> Function:
+def _loading(original: Function, _: object) -> Function:
     @wraps(original)
     def init(self: Any, *given: Any, **named: Any) -> None:
-        follower.loading()
+        mirrored_batches.begin_if_planned()
         original(self, *given, **named)
 
     return init
@@ -74,33 +74,6 @@ def _yielded(original: Function, follower: Follower) -> Function:
         return batch
 
     return next_batch
-
-
-def _clipped(original: Function, follower: Follower) -> Function:
-    @wraps(original)
-    def clip(
-        parameters: Any, max_norm: float, norm_type: float = 2.0, *given: Any, **named: Any
-    ) -> Any:
-        if isinstance(parameters, Iterator):  # which can be gone through once
-            kept = [*parameters]
-            follower.clipped(kept, max_norm, norm_type)
-            parameters = (parameter for parameter in kept)
-        else:
-            follower.clipped(parameters, max_norm, norm_type)
-        return original(parameters, max_norm, norm_type, *given, **named)
-
-    return clip
-
-
-def _clipped_in_pieces(original: Function, follower: Follower) -> Function:
-    @wraps(original)
-    def clip(self: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        # Whole copies are clipped by the function that is patched above.
-        if any(handle.uses_sharded_strategy for handle in self._all_handles):
-            follower.clipped([*self.parameters()], max_norm, norm_type)
-        return original(self, max_norm, norm_type)
-
-    return clip
 
 
 def _compiled(original: Function, follower: Follower) -> Function:
@@ -161,22 +134,6 @@ TABLE = (
         reason="with workers, indices are drawn batches before the batch is yielded",
         wrap=_yielded,
     ),
-    *(
-        Patch(
-            module=module,
-            name="clip_grad_norm_",
-            reason="a gradient doesn't show the norm that it was clipped to",
-            wrap=_clipped,
-        )
-        for module in ("torch.nn.utils", "torch.nn.utils.clip_grad")
-    ),
-    Patch(
-        module="torch.distributed.fsdp.fully_sharded_data_parallel",
-        owner="FullyShardedDataParallel",
-        name="clip_grad_norm_",
-        reason="it adds up the pieces of all ranks by itself",
-        wrap=_clipped_in_pieces,
-    ),
     Patch(
         module="torch._dynamo.eval_frame",
         owner="OptimizedModule",
@@ -185,6 +142,12 @@ TABLE = (
         wrap=_compiled,
     ),
 )
+
+
+def install_for_line(awaited: dict[str, Callable[[], None]]) -> None:
+    """Set the patches that a line's observer hears, before the script imports their functions."""
+    _await(torch_calls.heard(), torch_calls.EARS, awaited)
+    _await((patch for patch in TABLE if patch.wrap is _loading), None, awaited)
 
 
 def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
@@ -198,13 +161,26 @@ def install(follower: Follower, awaited: dict[str, Callable[[], None]]) -> None:
     if follower.settings.every is not None:
         return  # the watch needs no more than a step
     follower.look_at_calls(True)
-    for module in dict.fromkeys(patch.module for patch in TABLE):
-        apply = partial(_apply, module, follower)
+    _await(TABLE, follower, awaited)
+
+
+def _await(table: Iterable[Patch], listener: Any, awaited: dict[str, Callable[[], None]]) -> None:
+    """Replace the functions of `table`, each once its module is imported."""
+    by_module: dict[str, list[Patch]] = {}
+    for patch in table:
+        by_module.setdefault(patch.module, []).append(patch)
+    for module, patches in by_module.items():
+        apply = partial(torch_calls.apply, patches, listener)
         if module in sys.modules:
             apply()
         else:
-            awaited[module] = apply
+            awaited[module] = _both(awaited.get(module), apply)
 
 
-def _apply(module: str, follower: Follower) -> None:
-    torch_calls.apply((patch for patch in TABLE if patch.module == module), follower)
+def _both(first: Callable[[], None] | None, second: Callable[[], None]) -> Callable[[], None]:
+    def call() -> None:
+        if first is not None:
+            first()
+        second()
+
+    return call

@@ -12,7 +12,6 @@ from torch import nn
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import batches, surroundings
 from entrenar_py.observing.auto.guard import guarded
-from entrenar_py.observing.clips import Clips
 from entrenar_py.observing.generators import States
 from entrenar_py.observing.loader_batches import Batches
 from entrenar_py.observing.loss_terms import Begun
@@ -42,8 +41,7 @@ class Recorder(Observer):
     ) -> None:
         self._is_off, self._tell_why = False, give_up
         self.optimizers = tuple(optimizers)
-        self._seen, self.clips = SeenSamples(loader_batches), Clips()
-        self._noted_steps = 0
+        self._seen = SeenSamples(loader_batches)
         super().__init__(
             model,
             self.optimizers,
@@ -94,11 +92,6 @@ class Recorder(Observer):
         """Note that the script saves a file."""
         self._facts.saved()
 
-    def clipped(self, parameters: Any, max_norm: float, norm_type: float) -> None:
-        """Note that the gradients of `parameters` are about to be clipped by their norm."""
-        self.clips.note(parameters, max_norm, norm_type)
-        self._step.before_clipping()
-
     def closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
         """Note that a step's closure ran, and that the step had begun before this record."""
         if again:
@@ -128,17 +121,7 @@ class Recorder(Observer):
 
     def step_ended(self) -> None:
         """Note that an optimizer has stepped; write what is known of the script, if that is new."""
-        if self.num_steps > self._noted_steps:
-            self._noted_steps = self.num_steps
-            self.clips.end_step(self._subject.trained.values())
         self._note_facts()
-
-    def _note_facts(self) -> None:
-        self._facts.write(self._recording, self._micro_batches, clip_norm=self.clips.limit)
-
-    def skipped(self) -> None:
-        self.clips.forget()
-        super().skipped()
 
     def fail(self, why: str) -> None:
         """End the record with a problem: what comes after it is unknown."""
