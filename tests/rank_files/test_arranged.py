@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.rank_files import arranged, assembly
+from entrenar_py.rank_files.layout import Layout
 from entrenar_py.rank_files.rank_trace import RankTrace
 from entrenar_py.trace import Noticed, Shard, Start, TensorRecord, Update, record_tensor
 
@@ -106,6 +107,29 @@ def test_pieces_of_layers_are_put_together_in_each_step() -> None:
     (shard,) = (event for event in events if isinstance(event, Shard))
     assert elements(shard.gradient) == listed(MODEL)
     assert {start.shapes["up"] for start in events if isinstance(start, Start)} == {(4, 2)}
+
+
+def test_pieces_in_plain_tensors_are_found_beside_a_declared_layout() -> None:
+    """It says which ranks share samples. Ranks without such pieces have no need of another one."""
+    layout = Layout(axes={"dp": 2, "tp": 2}, tied=(("norm", "other.norm"),))
+    ids = [(0,), (0,), (1,), (1,)]
+    ranks = [
+        replace(recorded(rank, HALVES[rank % 2], ids[rank], size=4), layout=layout)
+        for rank in range(4)
+    ]
+    arrangement = arranged.shown(ranks, [ALONE])
+    assert arrangement is not None
+    assert [arrangement.layout.data(rank) for rank in range(4)] == [(0,), (0,), (1,), (1,)]
+    assert (arrangement.layout.axes, arrangement.layout.tied) == (layout.axes, layout.tied)
+    updates = [e for e in assembly.ordered(arrangement.of(ranks)) if isinstance(e, Update)]
+    assert [elements(update.weights)["down"] for update in updates] == [
+        listed(MODEL, 0.5)["down"]
+    ] * 4
+    stages = [
+        replace(recorded(rank, {name: MODEL[name]}), layout=Layout(axes={"pp": 2}))
+        for rank, name in enumerate(("up", "down"))
+    ]
+    assert arranged.shown(stages, [ALONE]) is None
 
 
 def test_a_copy_is_the_rank_s_own() -> None:

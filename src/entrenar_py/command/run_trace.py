@@ -40,14 +40,14 @@ def of(
 ) -> trace.Trace:
     """Return the trace of the run whose ranks' files are in `folder`.
 
-    If its ranks declare no layout, `arrangement` says how they share the model.
+    If its ranks hold no DTensors, `arrangement` says how they share the model.
 
     A run may end too early to show its number of steps or its data. These are then taken from
     `like`, a run without faults or stops. `unclipped`: the command was told to clip nothing.
     `seeded`: it was told its seed. `starts` is that trait.
     """
     ranks, problems = assembly.load(folder)
-    if arrangement is not None and all(rank.layout is None for rank in ranks):
+    if arrangement is not None and not any(rank.pieces for rank in ranks):
         ranks = arrangement.of(ranks)
     events = assembly.ordered(ranks)
     scenario, traits = _scenario(ranks, events, asked, like, unclipped=unclipped)

@@ -140,17 +140,22 @@ class Arrangement:
 def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement | None:
     """Return how `ranks` share the model, as the run on one worker, `alone`, shows.
 
-    Return None if ranks declare a layout or all hold the whole model, and if it isn't clear where a
-    tensor lies.
+    Return None if ranks hold DTensors or all hold the whole model, and if it isn't clear where a
+    tensor lies. A layout that is declared says which ranks share samples; it is enough by itself
+    where no rank holds a piece in a plain tensor.
     """
     starts = {rank.rank: start for rank in reversed(ranks) if (start := _first(rank)) is not None}
     whole = next((start for rank in alone if (start := _first(rank)) is not None), None)
-    if whole is None or len(starts) < 2 or any(rank.layout is not None for rank in ranks):
+    if whole is None or len(starts) < 2 or any(rank.pieces for rank in ranks):
         return None
     if sorted(starts) != [*range(len(starts))] or not all(s.weights for s in starts.values()):
         return None
     places = placement.of(starts, whole)
     if not all(_is_clear(places[rank], start) for rank, start in starts.items()):
+        return None
+    declared = next((rank.layout for rank in ranks if rank.layout is not None), None)
+    held = [place for of_rank in places.values() for place in of_rank.values()]
+    if declared is not None and all(place.indices is None for place in held):
         return None
     one = next((shared_rows.of(rank) for rank in alone if not rank.life), {})
     are_parts = shared_rows.are_parts(ranks, one)
@@ -158,13 +163,16 @@ def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement
         return None
     drawn = {} if are_parts else shared_rows.drawn(ranks, one)
     groups = (0,) * len(starts) if are_parts else shared_rows.groups(drawn, len(starts))
+    if declared is not None:
+        groups = _numbers([declared.data(rank) for rank in sorted(starts)])
     if groups is None:
         return None
     buffers = {rank: placement.of_buffers(starts[rank], places[rank]) for rank in places}
     axis = "pp" if _are_stages(places, groups) else "dp"
     return Arrangement(
         layout=Arranged(
-            axes={axis: len(starts)},
+            axes={axis: len(starts)} if declared is None else declared.axes,
+            tied=() if declared is None else declared.tied,
             groups=groups,
             is_partial=are_parts,
             owned=_owned(places) if len({*groups}) > 1 else frozenset(),
@@ -181,6 +189,12 @@ def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement
 
 def _first(rank: RankTrace) -> Start | None:
     return next((event for event in rank.events if isinstance(event, Start)), None)
+
+
+def _numbers(keys: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return a number for each key, the same for equal ones."""
+    distinct = [*dict.fromkeys(keys)]
+    return tuple(map(distinct.index, keys))
 
 
 def _is_whole(places: Mapping[str, Placed], whole: Start) -> bool:
