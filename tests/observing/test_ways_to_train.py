@@ -216,6 +216,37 @@ def test_two_models_at_once(folder: Path) -> None:
     assert "called observe() again, from step 1 on, after 4 steps" in problem
 
 
+class Agent(nn.Module):
+    """A model whose methods are called, and which has no forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network, self.actor, self.critic = nn.Linear(2, 3), nn.Linear(3, 2), nn.Linear(3, 1)
+
+    def value(self, seen: torch.Tensor) -> Any:
+        """Return the value of some rows, with what an actor does."""
+        hidden = self.network(seen)
+        return self.critic(hidden) + self.actor(hidden).sum()
+
+
+def test_a_model_without_a_forward_pass(folder: Path) -> None:
+    """Its samples are the rows of what is called of it first, in training. Others are inside."""
+    agent = Agent()
+    optimizer = torch.optim.SGD(agent.parameters(), lr=0.01)
+    obs = entrenar_py.observe(agent, optimizer)
+    for _ in range(2):
+        with torch.no_grad():
+            agent.value(torch.rand(5, 2))
+        agent.value(torch.rand(3, 2)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    obs.close()
+    rank, events = read(folder)
+    assert rank.header["samples"] == "content"
+    assert [len(event.ids) for event in events if isinstance(event, Shard)] == [3, 3]
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
 class Checkpointed(nn.Module):
     """A model with parts that are computed again by a nested pass in the backward pass.
 

@@ -9,7 +9,9 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from entrenar_py import hook_calls
 
@@ -43,6 +45,9 @@ class Entrances:
     other hooks, and `after(model, inputs, output)` after it. The script calls the module `called`:
     the model, or a compiled module that contains it, where hooks of the model itself are compiled
     away. `inputs` are the positional and the named arguments.
+
+    A model without a forward pass (an agent with an actor and a critic) can't be called itself. The
+    script calls methods of it, and the first of its modules that one calls is what is being called.
     """
 
     def __init__(
@@ -57,7 +62,25 @@ class Entrances:
         self._was_entered, self._are_new, self._num_looks = False, False, LOOKS_MAX
         for own in self.models:
             self._hook(own, own)
+        self._silent = [own for own in self.models if type(own).forward is nn.Module.forward]
+        self._calls = register_module_forward_pre_hook(self._begins) if self._silent else None
         self._look_up()
+
+    def _begins(self, module: nn.Module, inputs: Any) -> None:
+        """Take a module in training for what is called of a model without a forward pass."""
+        if hook_calls.is_traced() or not (module.training and torch.is_grad_enabled()):
+            return
+        model = next((own for own in self._silent if module in {*own.modules()}), None)
+        if model is not None:
+            self._hook(model, module)  # hooks that are set now aren't called before this pass
+            self.enter(model, module, inputs, {})
+
+    def _heard(self, called: nn.Module) -> None:
+        """Note that a module is called: models without a forward pass that have it are known."""
+        self._silent = [own for own in self._silent if called not in {*own.modules()}]
+        if self._calls is not None and not self._silent:
+            self._calls.remove()
+            self._calls = None
 
     def _look_up(self) -> bool:
         """Hook the compiled modules that contain a model; return whether there are new ones."""
@@ -79,6 +102,7 @@ class Entrances:
         """Note that a forward pass begins, unless it is part of one that is known."""
         if self._called.get(model, called) is called:
             self._called[model], self._was_entered = called, True
+            self._heard(called)
             self._before(model, called, inputs)
 
     def settle(self) -> None:
@@ -111,7 +135,8 @@ class Entrances:
 
     def remove(self) -> None:
         """Remove all hooks."""
-        for handle in [*self._firsts.values(), *self._handles]:
+        calls = [] if self._calls is None else [self._calls]
+        for handle in [*self._firsts.values(), *self._handles, *calls]:
             handle.remove()
 
     def _leave(self, model: nn.Module, called: nn.Module, *passed: Any) -> None:
