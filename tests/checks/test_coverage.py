@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -154,6 +155,16 @@ def test_an_epoch_whose_end_was_not_seen_is_open(traits: dict[str, str]) -> None
     assert finding.reason.startswith("no run came to the end of an epoch")
     replaced = traces.was(trace, replacement=True)
     assert traces.judge("coverage", [replaced]).verdict is Verdict.HELD
+
+
+def test_a_shuffled_epoch_of_all_numbers_from_0_on_has_ended() -> None:
+    """A part of it would lack some of them. In order they may be the first ones of a data set."""
+    order = random.Random(0).sample(range(24), 24)
+    for ids, verdict in ((order, Verdict.HELD), (sorted(order), Verdict.INCONCLUSIVE)):
+        steps = [[ids[at : at + 2], ids[at + 2 : at + 4]] for at in range(0, 24, 4)]
+        trace = sampled(steps, six_samples(steps, num_samples=24))
+        guessed = traces.was(trace, population="guessed")
+        assert traces.judge("coverage", [guessed]).verdict is verdict
 
 
 def test_empty_shards_are_no_alarm() -> None:

@@ -189,7 +189,10 @@ def one_step(num_ranks: int, *, times: float = 1.0) -> Trace:
             gradient = {n: record_tensor(value, values=True) for n, value in summed.items()}
             event = replace(event, gradient=gradient)
         if isinstance(event, Update):
-            mean = {name: times * sum(map(in_bfloat16, parts)) / 2 for name, parts in terms.items()}
+            mean = {
+                name: times * np.mean([*map(in_bfloat16, parts)], axis=0)
+                for name, parts in terms.items()
+            }
             gradient = {
                 n: record_tensor(v.astype(np.float32), values=True) for n, v in mean.items()
             }

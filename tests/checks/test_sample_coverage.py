@@ -166,6 +166,19 @@ def test_a_data_set_that_is_guessed() -> None:
     assert "6 of 8 samples" in found.reason
 
 
+def test_a_stream_that_is_numbered_from_step_to_step() -> None:
+    """It has no epochs. It is held beside one worker with the same samples in each step."""
+    trace = run([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+    alone = run([[[0, 1, 2, 3]], [[4, 5, 6, 7]]])
+    assert beside(trace, alone).verdict is Verdict.HELD
+    larger = run([[[0, 1, 2, 3, 4]], [[5, 6, 7, 8, 9]]])
+    assert beside(trace, larger).verdict is not Verdict.HELD
+    found = judged(was(trace, population="guessed"))
+    assert found.verdict is Verdict.INCONCLUSIVE
+    again = run([[[0, 1], [2, 3]], [[4, 5], [4, 5]]])
+    assert beside(again, alone).verdict is Verdict.FALSIFIED
+
+
 def test_epochs_that_grow() -> None:
     """A curriculum is left open, unless an epoch has more on one worker."""
     growing = [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]

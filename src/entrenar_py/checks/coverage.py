@@ -23,6 +23,7 @@ from entrenar_py.checks.needs import ALONE, REPEATED, SHORTENED, Traces
 from entrenar_py.checks.population import (
     Population,
     compare_selections,
+    count_on,
     has_ended_epoch,
     has_parts,
     in_epochs,
@@ -78,7 +79,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         _stable(tally, runs)
         _none_left_out(tally, runs)
     epochal = in_epochs(runs)
-    if epochal and not any(map(has_ended_epoch, epochal)):
+    if count_on(epochal):
+        tally.note("samples are numbered from step to step, and no run draws one again: no epochs")
+    elif epochal and not any(map(has_ended_epoch, epochal)):
         why = "no run came to the end of an epoch, so it is open whether one has every sample"
         missing.ask(tally, why, facts.EPOCH_END)
     why = "no samples are known"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from entrenar_py.checks.needs import ALONE, REPEATED, SHORTENED, Traces
 from entrenar_py.trace import Selection, Shard, Trace
 from entrenar_py.verdict import Tally
+
+TELLING_MIN = 16  # fewer samples of a shuffled epoch may be the first ones by chance
 
 
 class Population:
@@ -113,17 +115,57 @@ def in_epochs(runs: Traces) -> list[Trace]:
 def has_ended_epoch(trace: Trace) -> bool:
     """Return whether `trace` shows an epoch up to its end: all its samples, or the next one's.
 
-    If the script reports no epochs, a sample that comes again begins the next one.
+    If the script reports no epochs, a sample that comes again begins the next one. Where only the
+    samples that were drawn say how many there are, and they are shuffled, all numbers from 0 on are
+    an epoch: within one, some would be lacking.
     """
-    drawn: dict[int, list[int]] = defaultdict(list)
+    drawn: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for shard in trace.of(Shard):
         if shard.ids:
-            drawn[shard.epoch].extend(shard.ids)
+            drawn[shard.epoch][shard.step].extend(shard.ids)
     if len(drawn) > 1:
         return True
     population = Population(trace)
-    return any(
-        (trace.traits.epochs == "untold" and len(ids) > len({*ids}))
-        or not (population.is_guessed or population.num_lacking({*ids}))
-        for ids in drawn.values()
+    for by_step in drawn.values():
+        ids = [id_ for of_step in by_step.values() for id_ in of_step]
+        if trace.traits.epochs == "untold" and len(ids) > len({*ids}):
+            return True
+        is_known = not population.is_guessed or (len(ids) >= TELLING_MIN and not _blocks(by_step))
+        if is_known and not population.num_lacking({*ids}):
+            return True
+    return False
+
+
+def count_on(traces: Collection[Trace]) -> bool:
+    """Return whether samples are numbered from step to step, in runs on several numbers of workers.
+
+    They are those of a stream (tasks, games, noise), which has no epochs: nobody says how many
+    samples there are, each step has the next ones, and the same ones whatever draws them.
+    """
+    by_run = []
+    for trace in traces:
+        drawn: dict[int, list[int]] = defaultdict(list)
+        for shard in trace.of(Shard):
+            drawn[shard.step].extend(shard.ids)
+        if trace.traits.population != "guessed" or len(drawn) < 2:
+            return False
+        by_run.append(_blocks(drawn))
+    are_alike = all(
+        one[step] == other[step]
+        for one in by_run
+        for other in by_run
+        for step in one.keys() & other.keys()
     )
+    return all(by_run) and are_alike and len({trace.scenario.world_size for trace in traces}) > 1
+
+
+def _blocks(by_step: Mapping[int, Sequence[int]]) -> dict[int, range]:
+    """Return the samples of each step, if they follow on those of the step before; else {}."""
+    blocks: dict[int, range] = {}
+    begin = 0
+    for step, ids in sorted(by_step.items()):
+        blocks[step] = range(begin, begin + len(ids))
+        if sorted(ids) != [*blocks[step]]:
+            return {}
+        begin += len(ids)
+    return blocks
