@@ -46,6 +46,17 @@ def test_powers_of_two_show_nothing(numbers: list[float]) -> None:
     assert precision.unit_of_values(few) == 2.0**-24
 
 
+def test_what_cancellation_leaves_is_no_precision() -> None:
+    """A gradient that is zero but for float32's rounding has few bits, in any precision.
+
+    That of a key's bias is: the softmax takes it away.
+    """
+    left = np.array([-41, -31, -17, -14, -13, -10, -7, -6, -5, -4, -2, 8, 12], np.float32)
+    assert precision.unit_of_values(left * np.float32(2.0**-38)) == 2.0**-24
+    ones = 1 + np.arange(1, 100, dtype=np.float32) * np.float32(2.0**-7)  # in one binade of bfloat16
+    assert precision.unit_of_values(ones) == 2.0**-8
+
+
 def test_the_coarsest_tensor_counts() -> None:
     """Under autocast norms stay in float32, so the coarsest tensor decides."""
     tensors = {

@@ -21,6 +21,9 @@ BFLOAT16 = 2.0**-8
 SIXTEEN = {"bfloat16": (BFLOAT16, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
 # A few numbers may be round by nature. So many don't all end in zeros by chance (2^-16 each).
 _NUMBERS_MIN = 8
+# Numbers of n bits with a leading one are multiples of their last by 2^(n - 1) or more: half of the
+# inverse of their error.
+_FULL = 0.5
 
 
 def unit(*traces: Trace) -> float:
@@ -69,6 +72,19 @@ def _units(values: Iterable[NDArray[Any]]) -> Iterable[float]:
     telling = bits[(bits & 0x7FFFFF) != 0]
     if np.unique(telling).size < _NUMBERS_MIN:
         return
+    multiple = _largest_multiple(telling.view(np.float32))
     for error, cut_off in SIXTEEN.values():
-        if not (telling & cut_off).any():
+        if not (telling & cut_off).any() and multiple >= _FULL / error:
             yield error
+
+
+def _largest_multiple(values: NDArray[Any]) -> float:
+    """Return the largest of `values` as a multiple of the last bit that any of them has.
+
+    What float32 leaves of numbers that cancel (the gradient of a key's bias) are few such bits: it
+    looks like 16 bits, but is much smaller than what was added.
+    """
+    fractions, exponents = np.frexp(np.abs(values, dtype=np.float64))
+    whole = (fractions * 2.0**24).astype(np.int64)
+    last = np.ldexp((whole & -whole).astype(np.float64), exponents - 24)
+    return float(np.abs(values).max() / last.min())
