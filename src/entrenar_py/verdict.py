@@ -233,6 +233,13 @@ class Tally:
         """Return whether a comparison that fails in `step` would be the counterexample."""
         return self.broken is None or step < _step(self.broken)
 
+    def take(self, other: Tally) -> None:
+        """Add the comparisons that `other` has made, and not what it lacked."""
+        self.compared += other.compared
+        broken = other.broken
+        if broken is not None and (self.broken is None or _step(broken) < _step(self.broken)):
+            self.broken = broken
+
     def miss(self, reason: str) -> None:
         """Record that a comparison could not be made, and why."""
         if reason not in self.missing:

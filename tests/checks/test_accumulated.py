@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.checks import CHECKS, accumulated
-from entrenar_py.checks.needs import ALONE, Runs
+from entrenar_py.checks.needs import ALONE, SHORTENED, Runs
 from entrenar_py.trace import Event, Shard, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -101,6 +101,24 @@ def test_a_step_without_a_backward_pass() -> None:
     broken = traces.broken(traces.judge("weighting", [replace(trace, events=tuple(events))]))
     assert broken.step == 1
     assert "stepped without a backward pass since step 0" in broken.message
+
+
+def test_a_step_without_a_backward_pass_at_the_end_of_an_epoch() -> None:
+    """A run with short epochs shows it, if the others don't come to the end of one.
+
+    What is open in it alone leaves nothing open.
+    """
+    usual = trace_of([FIRST, summed(1), summed(2)])
+    invariant = traces.clause("weighting", None)
+    judge = CHECKS["weighting"].judge
+    right = judge(invariant, Runs(usual))
+    short = trace_of([FIRST, FIRST, summed(2)])
+    events = [e for e in short.events if not isinstance(e, Shard) or e.step != 1]
+    short = replace(short, events=tuple(events))
+    broken = traces.broken(judge(invariant, Runs(usual, witnesses={SHORTENED: (short,)})))
+    assert "stepped without a backward pass since step 0" in broken.message
+    open_alone = Runs(usual, witnesses={SHORTENED: (trace_of([FIRST, MEANS]),)})
+    assert judge(invariant, open_alone).reason == right.reason
 
 
 def test_a_step_that_only_makes_the_optimizers_state() -> None:

@@ -53,7 +53,7 @@ def test_what_cancellation_leaves_is_no_precision() -> None:
     """
     left = np.array([-41, -31, -17, -14, -13, -10, -7, -6, -5, -4, -2, 8, 12], np.float32)
     assert precision.unit_of_values(left * np.float32(2.0**-38)) == 2.0**-24
-    ones = 1 + np.arange(1, 100, dtype=np.float32) * np.float32(2.0**-7)  # in one binade of bfloat16
+    ones = 1 + np.arange(1, 100, dtype=np.float32) * np.float32(2.0**-7)  # of one size
     assert precision.unit_of_values(ones) == 2.0**-8
 
 

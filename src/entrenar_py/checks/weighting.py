@@ -34,7 +34,15 @@ from entrenar_py.checks import (
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
 from entrenar_py.checks.explanations import Explanation
-from entrenar_py.checks.needs import ALONE, CONTROLLED, NUDGED, ORACLE, REPEATED, Traces
+from entrenar_py.checks.needs import (
+    ALONE,
+    CONTROLLED,
+    NUDGED,
+    ORACLE,
+    REPEATED,
+    SHORTENED,
+    Traces,
+)
 from entrenar_py.contract import Invariant
 from entrenar_py.trace import Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Finding, Tally
@@ -60,6 +68,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             _weighted_loss(tally, left.trace, relative, unknown)
             changed += _summed_gradient(tally, left.trace, unknown)
             loss_factors.judge(tally, left.trace)
+    for trace in runs.witnesses.get(SHORTENED, ()):
+        _at_epochs_ends(tally, runs, trace)
     loss_terms.require_other_numbers(tally, judged)
     oracle = runs.of(ORACLE)
     shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
@@ -73,6 +83,19 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         tally.miss(f"the gradient's weighting is unknown: {why}")
     why = "no loss with its weight was recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.LOSS_AND_WEIGHT))
+
+
+def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
+    """Check the gradients of a run whose epochs are short, with what a script does between them.
+
+    Whatever is open there is open in the longer runs, too.
+    """
+    trial = Tally(tally.invariant, observed=tally.observed)
+    compared = Compared(runs=runs, model=trace, trace=trace)
+    is_whole = trace.end.status == "completed"
+    if is_whole and presuppositions.comparable(trial, presuppositions.SUMS, compared) is not None:
+        _summed_gradient(trial, trace, missing.unknown_steps(trace))
+        tally.take(trial)
 
 
 def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collection[int]) -> None:
@@ -432,7 +455,7 @@ ROWS = (
         plan=plans.weightings,
         explores=True,
         needs=(ALONE, ORACLE, *knobs.TURNED),
-        witnesses=(REPEATED, NUDGED, CONTROLLED),
+        witnesses=(REPEATED, NUDGED, CONTROLLED, SHORTENED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         in_step=True,
