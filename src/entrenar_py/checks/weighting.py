@@ -25,6 +25,7 @@ from entrenar_py.checks import (
     parity,
     plans,
     presuppositions,
+    rank_means,
     reduction_format,
     run_comparison,
     skips,
@@ -74,6 +75,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     oracle = runs.of(ORACLE)
     shared = any(trace.of(Update) and not any(trace is one for one in oracle) for trace in runs.own)
     gradients = parity.compare_with_oracle(tally, runs, tolerance=None)
+    _by_own_elements(tally, runs)
     if changed:
         _changed_gradient(tally, is_one_workers=bool(gradients) and all(gradients) and all(changed))
     is_told = tally.observed and bool(tally.missing)
@@ -96,6 +98,14 @@ def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
     if is_whole and presuppositions.comparable(trial, presuppositions.SUMS, compared) is not None:
         _summed_gradient(trial, trace, missing.unknown_steps(trace))
         tally.take(trial)
+
+
+def _by_own_elements(tally: Tally, runs: Traces) -> None:
+    """Check by the run on one worker that ranks divide by the elements of all of them."""
+    model = oracles.model_of(runs)
+    for trace in runs.own:
+        if model is not None and trace is not model and evidence.is_as_trained(trace):
+            rank_means.judge(tally, trace, model)
 
 
 def _weighted_loss(tally: Tally, trace: Trace, relative: float, unknown: Collection[int]) -> None:
