@@ -129,6 +129,25 @@ def test_inputs_that_were_changed(seen: Seen) -> None:
     assert seen.given(seen.yields(3, 1, 0, 2).double()) == [3, 1, 0, 2]
 
 
+@pytest.mark.parametrize("is_mask", [False, True])
+def test_texts_that_lost_their_last_token_in_batches_read_ahead(seen: Seen, is_mask: bool) -> None:
+    """The source tells which batch a target was cut from; a mask would not."""
+    sources = [torch.tensor([[5, 6, 7], [8, 9, 7]]), torch.tensor([[4, 3, 5], [6, 6, 2]])]
+    if is_mask:
+        sources = [torch.tensor([[1, 1, 1], [1, 1, 0]]), torch.tensor([[1, 0, 0], [1, 1, 0]])]
+    seen.iterator = iter(seen.loader)
+    for positions in ([0, 1], [2, 3]):
+        seen.batches.drew(seen.iterator, positions)
+    for source in sources:
+        seen.batches.yielded(seen.iterator, (source, torch.cat((source, source), 1)))
+    told = []
+    for source in sources:
+        seen.samples.given([source, torch.cat((source, source), 1)[:, :-1]], trains=True)
+        seen.samples.settle()
+        told.append([*seen.samples.take().ids])
+    assert (told == [[0, 1], [2, 3]]) is not is_mask
+
+
 @pytest.mark.parametrize("is_same", [True, False])
 def test_changed_inputs_of_an_epochs_own_loader(seen: Seen, is_same: bool) -> None:
     """A new loader goes on if it draws from the same data, as where each epoch has its own."""

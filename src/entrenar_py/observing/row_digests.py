@@ -70,6 +70,17 @@ def rows_of(tensor: Tensor) -> list[Row] | None:
     return [blake3(head + _unpadded(row.numpy().tobytes(), ignored)).digest(16) for row in flat]
 
 
+def telling_rows(tensor: Tensor) -> list[Row] | None:
+    """Return what `rows_of` does if no other tensor is likely to have these rows; else None.
+
+    Rows that are alike, and masks, tell little.
+    """
+    rows = rows_of(tensor)
+    if not rows or len({*rows}) < len(rows) or len(torch.unique(tensor.detach())) <= 2:
+        return None
+    return rows
+
+
 def _unpadded(row: bytes, ignored: bytes) -> bytes:
     """Return a row without zeros at its end, nor elements that are `ignored` behind these."""
     end, size = len(row), len(ignored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from entrenar_py.observing import row_digests
@@ -74,7 +75,8 @@ class SeenSamples(Samples):
     def _by_content(self, inputs: Any) -> bool:
         """Look the inputs up in the pending batches, the oldest first.
 
-        The largest of them counts: other batches may have the same labels, or masks.
+        The largest of them counts: other batches may have the same labels, or masks. If that was
+        changed, a text without its last token, another one counts that only one batch has.
         """
         tensors = [
             tensor for tensor in row_digests.tensors_in(inputs) if tensor.dim() and len(tensor)
@@ -84,12 +86,23 @@ class SeenSamples(Samples):
         distinct = max((len(set(rows)) for rows in found if rows), default=0)
         columns = [rows for rows in found if rows and len(set(rows)) == distinct]
         for rows in columns:
-            for batch in [batch for batch in self._batches.pending if batch.ids is not None]:
-                places = batch.find(rows)
-                if places is not None:
-                    self._use(self._batches.newest(batch), places)
-                    return True
+            for batch, places in self._holding(rows):
+                self._use(self._batches.newest(batch), places)
+                return True
+        others = [tensor for tensor in tensors if largest / 2 <= tensor[0].numel() < largest]
+        for rows in filter(None, map(row_digests.telling_rows, others)):
+            holding = [*self._holding(rows)]
+            if len({batch.ids for batch, _ in holding}) == 1:
+                self._use(self._batches.newest(holding[0][0]), holding[0][1])
+                return True
         return False
+
+    def _holding(self, rows: list[Row]) -> Iterator[tuple[Batch, list[int]]]:
+        """Yield the pending batches that have `rows`, with their places, the oldest first."""
+        for batch in [batch for batch in self._batches.pending if batch.ids is not None]:
+            places = batch.find(rows)
+            if places is not None:
+                yield batch, places
 
     def _by_count(self, inputs: Any, batch: Batch, *, is_again: bool) -> None:
         """Take the whole of `batch`; if the inputs have fewer rows, note that samples are unknown.
