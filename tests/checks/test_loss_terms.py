@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -166,3 +167,39 @@ def test_means_over_other_numbers_of_tokens_stay_open() -> None:
     assert "those of 5, 7 elements count alike" in finding.reason
     declared = traces.was(run(*means), loss_over="micro-batch")
     assert "count alike" not in reason(declared)
+
+
+def of_tokens(counts: Mapping[int, Sequence[int]], divisors: Mapping[int, Sequence[int]]) -> Trace:
+    """Return a run with smoothed labels, whose sums are over tokens, by step and micro-batch."""
+    trace = run(((1.0, 1.0),))
+    for step, shard in product(counts, range(4)):
+        count, number = float(counts[step][shard]), float(divisors[step][shard])
+        terms: Terms = ((count, 1.8 / number, number), (count, 0.2 / 30 / number, number))
+        trace = traces.altered(trace, Shard, {"step": step, "shard": shard}, terms=terms)
+    return trace
+
+
+TOKENS = {0: (7, 5, 6, 9), 1: (8, 8, 4, 3), 2: (5, 6, 7, 8)}
+
+
+def test_sums_divided_by_the_tokens_of_the_step_are_known_under_smoothed_labels() -> None:
+    """Two terms count as much in each step, of however many tokens; without a change it is open."""
+    of_step = {step: [sum(counts)] * 4 for step, counts in TOKENS.items()}
+    right = other_size(of_tokens(TOKENS, of_step), 1)
+    short = {0: TOKENS[0], 1: (8, 0, 4, 0), 2: TOKENS[2]}
+    own = other_size(of_tokens(short, {s: [sum(c)] * 4 for s, c in short.items()}), 1)
+    assert "steps have" not in reason(own)
+    assert "steps have 2 or 4 micro-batches" in reason(right)  # divided by tokens that are left out
+
+
+def test_each_rank_that_divides_by_its_own_tokens_is_wrong() -> None:
+    """Micro-batches of unlike numbers of tokens are one mean on each rank; ranks count alike."""
+    own = {s: [c[0] + c[1]] * 2 + [c[2] + c[3]] * 2 for s, c in TOKENS.items()}
+    trace = of_tokens(TOKENS, own)
+    broken = traces.broken(traces.judge("weighting", [trace]))
+    assert (broken.step, broken.rank) == (0, 0)
+    assert "count 1.12 times as much as its 12 of 27 elements" in broken.message
+    declared = traces.was(trace, loss_over="micro-batch")
+    assert traces.judge("weighting", [declared]).verdict is not Verdict.FALSIFIED
+    one_each = {s: [*c] for s, c in TOKENS.items()}
+    assert traces.judge("weighting", [of_tokens(TOKENS, one_each)]).verdict is not Verdict.FALSIFIED

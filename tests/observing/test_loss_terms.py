@@ -34,6 +34,10 @@ def _masked(x: Tensor) -> Tensor:
         (lambda x: 0.25 * F.cross_entropy(x, LABELS), ((5.0, 0.05, 5.0),)),
         (lambda x: F.cross_entropy(x, LABELS, reduction="sum") / 10, ((5.0, 0.1, 10.0),)),
         (lambda x: F.cross_entropy(x, LABELS, reduction="none").sum(), ((5.0, 1.0),)),
+        (
+            lambda x: F.cross_entropy(x, LABELS, reduction="sum", label_smoothing=0.1) / 5,
+            ((5.0, 0.18, 5.0), (5.0, 0.1 / 25, 5.0)),
+        ),
         (_masked, ((5.0, 0.2, 5.0),)),
         (lambda x: F.mse_loss(x, torch.zeros(6, 5)), ((30.0, 1 / 30, 30.0),)),
         (lambda x: (x - 1).abs().mean(), ((30.0, 1 / 30, 30.0),)),

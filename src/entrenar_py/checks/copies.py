@@ -197,7 +197,10 @@ def summed_parts(compared: Compared) -> str:
             "the rows"
         )
     is_merged = any(fault.kind in JOINED for fault in compared.model.scenario.faults)
-    is_mean = loss_terms.are_all(shards, means=True)
+    runs = (compared.model, trace)
+    is_mean = loss_terms.are_all(shards, means=True) or all(
+        map(loss_terms.are_means_of_steps, runs)
+    )
     if is_merged and _is_near(factor, 1 / num_workers) and not is_mean:
         return (
             f"{num_workers} workers take the mean of their losses, each of which may be a sum over "

@@ -77,6 +77,12 @@ class _Step:
         """How much all means together count."""
         return sum(term.whole for column in self.columns for term in column)
 
+    @property
+    def num_elements(self) -> float:
+        """How many elements the first terms have together, 0 if that is unknown."""
+        counts = [term.count for term in self.columns[0]]
+        return sum(counts) if all(counts) else 0.0
+
     def is_divided(self) -> bool:
         """Return whether each term is divided by the number of its rank's micro-batches."""
         columns = self.columns
@@ -112,6 +118,12 @@ class _Step:
         terms = [term for column in self.columns for term in column]
         return self.sizes == {2} and not any(term.divisors or not term.is_mean for term in terms)
 
+    def wholes(self, rank: int | None = None) -> list[float]:
+        """Return how much the means of each term together count, of one rank or of all."""
+        own = self.by_rank.values() if rank is None else [self.by_rank[rank]]
+        every = [terms for micro_batches in own for terms in micro_batches]
+        return [sum(term.whole for term in column) for column in zip(*every, strict=True)]
+
     def shares_of_sum(self) -> list[float] | None:
         """Return how much an element of each term counts, if all of them are sums; else None."""
         columns = self.columns
@@ -136,6 +148,7 @@ def judge(tally: Tally, trace: Trace) -> None:
         steps = [*_steps(parts)]
         for step in steps:
             _rows(tally, trace, step)
+        _own_elements(tally, trace, steps)
         _short_steps(tally, trace, steps)
         counts = {len(held) for _, held in parts}
         if len(counts) > 1 and not _is_known(tally, trace, parts):
@@ -195,11 +208,85 @@ def _is_known(tally: Tally, trace: Trace, parts: Parts) -> bool:
     )
     divided = all(step.is_divided() for step in steps)
     is_mean = divided or bool(set.intersection(*(step.parts() for step in steps)))
+    is_mean = is_mean or _are_of_step(steps)
     is_even = trace.traits.loss_over == "micro-batch" or all(step.is_even() for step in steps)
     if is_sum or (is_mean and is_even):
         tally.compared += len(steps)
         return True
     return False
+
+
+def are_means_of_steps(trace: Trace) -> bool:
+    """Return whether all losses are known to be divided by the elements of their step."""
+    networks = [(parts, [*_steps(parts)]) for parts in _networks(trace).values()]
+    return bool(networks) and all(
+        len(steps) == len(parts) and _are_of_step(steps) for parts, steps in networks
+    )
+
+
+def _are_of_step(steps: Sequence[_Step]) -> bool:
+    """Return whether elements count the less the more of them a step has."""
+    return (
+        len({step.num_elements for step in steps}) > 1
+        and all(step.num_elements and step.is_even() for step in steps)
+        and all(
+            len(step.wholes()) == len(steps[0].wholes())
+            and all(map(_alike, step.wholes(), steps[0].wholes()))
+            for step in steps
+        )
+    )
+
+
+def _own_elements(tally: Tally, trace: Trace, steps: Sequence[_Step]) -> None:
+    """Check that ranks which add up micro-batches by their elements don't count alike as wholes.
+
+    A rank that does so with its own micro-batches, of unlike numbers, has each element count alike.
+    """
+    if trace.traits.loss_over == "micro-batch" or not _are_of_ranks(steps):
+        return
+    for step in steps:
+        counts = {rank: _count(own) for rank, own in step.by_rank.items()}
+        total = sum(counts.values())
+        for rank, count in counts.items():
+            due, got = count / total, 1 / len(counts)
+            shard = next(shard for shard in step.shards if shard.rank == rank)
+            tally.check(
+                _alike(got, due),
+                f"the losses of rank {rank} count {got / due:.3g} times as much as its {count:g} "
+                f"of {total:g} elements: each rank divides by the number of its own; divide by "
+                "that of all ranks, which an all-reduce adds up",
+                expected=f"{due:.6g} of the step",
+                got=f"{got:.6g} of the step",
+                **evidence.place(trace, shard),
+            )
+
+
+def _are_of_ranks(steps: Sequence[_Step]) -> bool:
+    """Return whether each rank takes one mean over micro-batches of unlike numbers of elements."""
+    first = steps[0].wholes(min(steps[0].by_rank)) if steps else []
+    ranks = [(step.by_rank[rank], step.wholes(rank)) for step in steps for rank in step.by_rank]
+    return (
+        bool(first)
+        and any(len({terms[0].count for terms in own}) > 1 for own, _ in ranks)
+        and all(
+            _is_even(own) and len(wholes) == len(first) and all(map(_alike, wholes, first))
+            for own, wholes in ranks
+        )
+    )
+
+
+def _is_even(micro_batches: Sequence[Sequence[_Term]]) -> bool:
+    """Return whether all elements of a term are known, and count alike."""
+    return all(
+        term.count and _alike(term.share, column[0].share)
+        for column in zip(*micro_batches, strict=True)
+        for term in column
+    )
+
+
+def _count(micro_batches: Sequence[Sequence[_Term]]) -> float:
+    """Return the number of elements of the first term."""
+    return sum(terms[0].count for terms in micro_batches)
 
 
 def _rows(tally: Tally, trace: Trace, step: _Step) -> None:

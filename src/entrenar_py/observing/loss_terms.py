@@ -170,6 +170,8 @@ def _counted(node: Any, size: float) -> float:
         mask = next((m for m in (node._saved_self, node._saved_other) if m is not None), None)
         if isinstance(mask, Tensor) and mask.numel() == size and _is_mask(mask):
             return float(mask.detach().sum())
+    if _kind(node) == "MaskedFill" and node._saved_mask.numel() == size:  # smoothed labels
+        return float((~node._saved_mask).sum())
     if _kind(node).startswith("NllLoss") and node._saved_reduction not in (_MEAN, _SUM):
         ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # torch shows it unsigned
         return float((node._saved_target != ignored).sum())
