@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,11 +172,36 @@ def test_a_line_that_loads(line: str, loads: bool) -> None:
         ),
         ('add("--no-resume", action="store_true")\nadd("--ckpt")', "--ckpt PATH"),
         ("resume = True", ""),
+        ('start = os.environ.get("START", "new")\nif start == "resume":', "START=resume"),
+        ('start: str = os.getenv("START")\nif "resume" in x or start == "resume":', "START=resume"),
+        ('add("--init-from")\nif args.init_from == "resume":', "--init-from=resume"),
+        ("mode = 'new'\nexec(open('conf.py').read())\nif mode == 'resume':", "--mode=resume"),
+        ("mode = 'new'\nif mode == 'resume':", ""),
+        ('path = os.environ.get("RESUME_FROM")', "RESUME_FROM=PATH"),
+        ('if int(os.environ.get("RESUME", 0)):', "RESUME=1"),
+        ('if os.environ["RESUME"] == "1":', "RESUME=1"),
+        ('add("--load-data")\nos.getenv("RESUME")', "RESUME=PATH"),
     ],
 )
 def test_the_option_that_resumes(lines: str, option: str) -> None:
     """One that sounds most like a resume, with the path that it takes."""
     assert checkpoints._option({"train.py": lines}) == option
+
+
+@pytest.mark.parametrize(("folder", "is_own"), [("here", True), ("elsewhere", False)])
+def test_modules_that_a_machine_adds_are_not_the_scripts(
+    folder: str, is_own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a start file of the machine imports loads no checkpoint of the script."""
+    file = tmp_path / folder / "helping.py"
+    file.parent.mkdir()
+    file.write_text("state = torch.load(path)\n")
+    module = types.ModuleType("helping")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "helping", module)
+    (tmp_path / "here").mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert (str(file) in script_text.texts()[0]) is is_own
 
 
 STEPPED = {"model": STATE, "optimizer": torch.ones(90)}

@@ -232,7 +232,8 @@ def _how_to_resume(trace: Trace) -> str:
         )
     option = trace.traits.resume_option
     named = f"{option}, say, in the form" if option else "an option of it, say,"
+    before = "" if option.startswith("-") or not option else "env "
     return (
-        f"it saved its weights, and loads none by itself; tell it to go on by {named} "
+        f"it saved its weights, and loads none by itself; tell it to go on by {named} {before}"
         f"{{resume:{option or '--resume PATH'}}} in the command: it is filled in after a stop only"
     )

@@ -291,7 +291,7 @@ class Plan:
         name = option.partition(" ")[0]
         is_told = self.can_say("workdir") or self.can_say(placeholders.RESUME)
         is_given = any(word.partition("=")[0] == name for word in self.command)
-        is_resume = placeholders.RESUME.removesuffix(":") in name
+        is_resume = placeholders.RESUME.removesuffix(":") in name and name.startswith("--")
         return "" if is_told or is_given or not is_resume else option
 
     def _cuts_off(self, like: Scenario) -> bool:

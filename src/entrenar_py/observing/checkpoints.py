@@ -47,6 +47,14 @@ _OPTION = re.compile(
     r"""((?:[^()]|\([^()]*\))*)"""
 )
 _FLAG = re.compile(r"store_true|is_flag=True|BooleanOptionalAction")
+# A setting of which "resume" is one value, and the two ways to set it from outside.
+_SETTING = re.compile(r"""\b(\w+)\s*==\s*["'](resume)["']""")
+_VARIABLE = r"""(?:environ(?:\.get\(|\[)|getenv\()\s*["']({})["']"""
+_RUN_AS_SETTINGS = re.compile(r"\bexec\(\s*open\(")  # of options --NAME=VALUE, as nanoGPT has them
+_SWITCHES = re.compile(  # a variable that is a number, or compared with one
+    r"""\b(?:int|bool)\(\s*(?:os\.)?(?:environ|getenv)[^\n]*RESUME|RESUME\w*["'],\s*["']?[01]\b"""
+    r"""|RESUME\w*["'][^\n]*==\s*["']1["']"""
+)
 
 
 class _Watch:
@@ -180,7 +188,10 @@ def _own_functions(texts: Mapping[str, str]) -> frozenset[str]:
 
 
 def _option(texts: Mapping[str, str]) -> str:
-    """Return the option that sounds most like a resume, with PATH if it takes one; "" if none."""
+    """Return the option that sounds most like a resume, with PATH if it takes one; "" if none.
+
+    It may be a value of a setting, or an environment variable: `INIT=resume`.
+    """
     options = [match for text in texts.values() for match in _OPTION.finditer(text)]
 
     def is_less_sure(one: re.Match[str]) -> tuple[bool, int]:
@@ -188,6 +199,29 @@ def _option(texts: Mapping[str, str]) -> str:
         return one[1].startswith("--no-"), next(words)
 
     surest = min(options, key=is_less_sure, default=None)
+    if surest is None or _RESUMING[0] not in surest[1]:
+        return _setting("\n".join(texts.values())) or _of_option(surest)
+    return _of_option(surest)
+
+
+def _of_option(surest: re.Match[str] | None) -> str:
     if surest is None:
         return ""
     return surest[1] if _FLAG.search(surest[2]) else f"{surest[1]} PATH"
+
+
+def _setting(text: str) -> str:
+    """Return how a script is told to resume by a value, or by an environment variable."""
+    for name, value in _SETTING.findall(text):
+        line = re.search(rf"\b{name}\s*(?::\s*\w+\s*)?=[^=\n]*" + _VARIABLE.format(r"\w+"), text)
+        if line is not None:
+            return f"{line[1]}={value}"
+        declared = re.search(rf"""["']--({name}|{name.replace("_", "-")})["']""", text)
+        if declared is not None:
+            return f"--{declared[1]}={value}"
+        if _RUN_AS_SETTINGS.search(text) and re.search(rf"^{name}\s*=", text, re.MULTILINE):
+            return f"--{name}={value}"
+    variable = re.search(_VARIABLE.format(r"\w*RESUME\w*"), text)
+    if variable is None:
+        return ""
+    return f"{variable[1]}={1 if _SWITCHES.search(text) else 'PATH'}"

@@ -20,11 +20,16 @@ _ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted|\w*Sampler|set_e
 
 
 def texts() -> tuple[dict[str, str], dict[str, str]]:
-    """Return by file the text of the script's modules, and of the library that calls the step."""
+    """Return by file the text of the script's modules, and of the library that calls the step.
+
+    A machine may start each Python with modules of its own, so a module is the script's only if it
+    lies where the script does, or where it runs.
+    """
     loaded = [getattr(module, "__file__", None) for module in [*sys.modules.values()]]
-    files = {*filter(None, loaded), *_calling()}
-    own = {file for file in files if call_sites.is_own(file)}
-    return _read(own), _read({*_calling()} - own)
+    calling = {*_calling()}
+    files = filter(call_sites.is_own, {*filter(None, loaded), *calling})
+    own = {file for file in files if file in calling or _is_near(file)}
+    return _read(own), _read(calling - own)
 
 
 def first(
@@ -51,6 +56,13 @@ def selecting_line() -> str:
     """
     own, _ = texts()
     return "" if first(_ORDERS, own) else first(_SELECTS, own)
+
+
+def _is_near(file: str) -> bool:
+    """Return whether a file is in the folder of the script, or in the one where it runs."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    folders = [Path.cwd(), *([] if script is None else [Path(script).absolute().parent])]
+    return any(Path(file).absolute().is_relative_to(folder) for folder in folders)
 
 
 def _calling() -> Iterator[str]:
