@@ -83,8 +83,8 @@ class Traits:
       would have saved some if the run had come there.
     - `loads`: `nothing` if no line of the script loads what it may have saved. `resume_option` is
       the first of its options that has such a name, as `--resume PATH`, or a setting
-      (`--start=resume`, or an environment variable, `START=resume`). `read_back` is the line that has loaded such a
-      file before training.
+      (`--start=resume`, or an environment variable, `START=resume`). `read_back` is the line that
+      has loaded such a file before training.
     - `restarts`: `nothing` if the launcher starts no worker again.
     - `starts`: `one` if the command starts one worker and can't be told to start more.
 
