@@ -54,6 +54,41 @@ def test_a_loss_that_couples_samples_is_not_compared() -> None:
     assert 'observe(..., loss_over="batch")' in finding.reason
 
 
+def over_elements(trace: Trace, counts: dict[frozenset[int], int]) -> Trace:
+    """Return the run whose micro-batches of these samples have losses over so many elements."""
+    events: list[Event] = []
+    for event in trace.events:
+        if isinstance(event, Shard) and (count := counts.get(frozenset(event.ids))):
+            event = replace(event, terms=((float(count), 0.1),))
+        events.append(event)
+    return replace(trace, events=tuple(events))
+
+
+@pytest.mark.parametrize(("whole", "is_padded"), [(7, True), (4 + 7, False), (None, False)])
+def test_a_loss_over_padding_is_found(whole: int | None, is_padded: bool) -> None:
+    """Samples that are batched with longer ones have more elements; pairs of them are no padding.
+
+    `whole` is the number of elements a sample in the run on one worker, where ranks have 4 and 7.
+    """
+    several, alone = own(2), coupled(own(1), 0, loss=99.0)
+    parts = [shard for shard in several.of(Shard) if shard.step == 0]
+    counts = {frozenset(p.ids): w * len(p.ids) for p, w in zip(parts, (4, 7), strict=False)}
+    counts |= {frozenset(p.ids): 7 * len(p.ids) for p in parts[2:]}
+    ids = frozenset(id_ for part in parts for id_ in part.ids)
+    counts[ids] = (whole or 0) * len(ids)
+    steps = [
+        replace(run, events=tuple(e for e in run.events if getattr(e, "step", 0) < 1))
+        for run in (several, alone)
+    ]
+    finding = parity(*(over_elements(run, counts) for run in steps))
+    if not is_padded:
+        assert finding.verdict is Verdict.INCONCLUSIVE, finding
+        return
+    broken = traces.broken(finding)
+    assert broken.step == 0
+    assert "padding up to the longest sample counts" in broken.message
+
+
 def declared(trace: Trace, over: str) -> Trace:
     """Return the run of a script that declares of which samples its loss is."""
     return replace(trace, traits=replace(trace.traits, loss_over=over))

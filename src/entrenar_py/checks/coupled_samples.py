@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from entrenar_py.checks import (
     changed_sums,
@@ -51,6 +53,62 @@ def lacking(compared: Compared) -> str:
         "load-balancing term, negatives from the batch, advantages normalised in it), or ranks "
         f"compute another one: {_advice(model, trace)}"
     )
+
+
+def broken(compared: Compared) -> Mapping[str, Any] | None:
+    """Return the counterexample of a loss over padding, None if samples act on each other.
+
+    Its batches have as many elements a sample as the longest one of them, so a sample that is
+    batched with longer ones has more.
+    """
+    model, trace = compared.model, compared.trace
+    both = [evidence.shards(run) for run in (model, trace)]
+    pairs = [
+        pair for step in sorted(both[0].keys() & both[1].keys()) for pair in _joined(step, *both)
+    ]
+    first = next((pair for pair in pairs if len(_widths(pair[1])) > 1), None)
+    if first is None or not all(_is_padded(whole, parts) for whole, parts in pairs):
+        return None
+    whole, parts = first
+    counts = " + ".join(f"{part.terms[0][0]:g}" for part in parts)
+    return {
+        "message": (
+            f"the loss of {len(whole.ids)} samples is over {whole.terms[0][0]:g} elements if they "
+            f"are one batch, and over {counts} if they are {len(parts)}: padding up to the longest "
+            "sample counts; leave it out of the loss, say by ignore_index, and of the number that "
+            "divides it"
+        ),
+        **evidence.place(trace, parts[0]),
+    }
+
+
+def _joined(
+    step: int, model: Mapping[int, Sequence[Shard]], trace: Mapping[int, Sequence[Shard]]
+) -> Iterator[tuple[Shard, list[Shard]]]:
+    """Yield the micro-batches of a step that are several ones in the other run, with these."""
+    for whole in model[step]:
+        parts = [part for part in trace[step] if part.ids and {*part.ids} <= {*whole.ids}]
+        if len(parts) > 1 and sum(len(part.ids) for part in parts) == len(whole.ids):
+            yield whole, parts
+
+
+def _is_padded(whole: Shard, parts: Sequence[Shard]) -> bool:
+    """Return whether each term has as many elements a sample as the longest of the parts."""
+    numbers = [len(shard.terms) for shard in (whole, *parts)]
+    if len({*numbers}) > 1 or not numbers[0]:
+        return False
+    return all(
+        whole.terms[at][0] == len(whole.ids) * max(_widths(parts, at)) > 0
+        and all(width.is_integer() for width in _widths(parts, at))
+        for at in range(numbers[0])
+    )
+
+
+def _widths(parts: Sequence[Shard], at: int = 0) -> set[float]:
+    """Return how many elements a sample a term has in each of the micro-batches; {0} if unknown."""
+    if not all(len(part.terms) > at for part in parts):
+        return {0.0}
+    return {part.terms[at][0] / len(part.ids) for part in parts}
 
 
 def _is_declared_equal(model: Trace, trace: Trace, step: int) -> bool:

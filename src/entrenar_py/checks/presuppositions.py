@@ -153,6 +153,7 @@ SUM_OVER_SAMPLES = Presupposition(
     says="the loss of a batch is a sum over its samples, which don't act on each other",
     lacking=coupled_samples.lacking,
     is_explained=True,
+    broken=coupled_samples.broken,
 )
 THEIR_BATCHES = Presupposition(
     name="their batches",

@@ -172,6 +172,11 @@ def _counted(node: Any, size: float) -> float:
             return float(mask.detach().sum())
     if _kind(node) == "MaskedFill" and node._saved_mask.numel() == size:  # smoothed labels
         return float((~node._saved_mask).sum())
+    if _kind(node) == "Where" and node._saved_condition.numel() == size:
+        kept = node._saved_condition
+        branches = [edge is not None for edge, _ in node.next_functions[:2]]
+        if branches.count(True) == 1:
+            return float((kept if branches[0] else ~kept).sum())
     if _kind(node).startswith("NllLoss") and node._saved_reduction not in (_MEAN, _SUM):
         ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63  # torch shows it unsigned
         return float((node._saved_target != ignored).sum())
