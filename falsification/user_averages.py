@@ -191,6 +191,20 @@ BUGS = (
         words="became what the average average was",
     ),
     _twin(
+        "the weights follow their average, not the average the weights",
+        TRAINER,
+        (
+            "                self.average.update_parameters(self.net)\n",
+            "                with torch.no_grad():\n"
+            "                    pairs = zip(self.net.parameters(), self.average.parameters())\n"
+            "                    for weight, other in pairs:\n"
+            "                        weight.lerp_(other, 0.2)\n",
+        ),
+        source="classic (lerp_'s arguments exchanged)",
+        check="step_rule",
+        words="of the way to average, which stays as it was",
+    ),
+    _twin(
         "an average's count of updates is not restored",
         TRAINER,
         (

@@ -170,6 +170,26 @@ def test_a_change_in_every_step_is_noted() -> None:
     assert "a, b changed outside of the optimizer before 5 steps, first step 1" in tally.notes[0]
 
 
+def drawn_back(rank: Averaged, step: int) -> Vectors | None:
+    """Return weights a tenth of the way to the average, before each step but the first ones."""
+    part = np.float32(0.1)
+    weights = {n: v + part * (rank.average[n] - v) for n, v in rank.weights.items()}
+    return weights if step > 1 else None
+
+
+@pytest.mark.parametrize(
+    ("label", "share", "is_swapped"),
+    [("model_ema", 0.0, True), ("model_ema", 0.5, False), ("slow", 0.0, False)],
+)
+def test_weights_that_follow_their_average(label: str, share: float, is_swapped: bool) -> None:
+    """An average that stays while the weights come to it was to move; other copies may be slow."""
+    tally = judged(Averaged(edit=drawn_back, label=label, share=lambda _: share))
+    assert (tally.broken is not None) is is_swapped
+    if tally.broken is not None:
+        assert (tally.broken.step, tally.broken.tensor) == (2, "a")
+        assert "a, b went 0.1 of the way to model_ema, which stays" in tally.broken.message
+
+
 @pytest.mark.parametrize("edit", [each(lambda v: v + drawn(7)["b"][0]), rolled_back])
 def test_a_change_that_nothing_explains_is_open(edit: Callable[[Averaged], Any]) -> None:
     """Noise may be added on purpose, and a run that diverged may go back with its optimizer."""

@@ -6,6 +6,7 @@ steps needs an explanation, each an exact one of all tensors that changed. Benig
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrenar_py.checks import evidence, precision, weight_averages
-from entrenar_py.trace import Start, TensorRecord, Tensors, Trace, Update
+from entrenar_py.trace import Declared, Start, TensorRecord, Tensors, Trace, Update
 from entrenar_py.verdict import Tally
 from entrenar_py.wording import counted, listed, named
 
 Values = NDArray[np.float64]
 _TELLING_MIN = 4  # numbers that are all a multiple of others, and not by chance
 _ROUND_SHARE = 1e-3  # of a distance, that rounding may look like
+_AVERAGE = re.compile(r"ema|average|avg|shadow|polyak|teacher", re.IGNORECASE)
 _ROUNDINGS = 16.0  # of a tensor's norm: weights that were swapped out and back, or averaged
 
 
@@ -69,6 +71,9 @@ def judge(tally: Tally, trace: Trace) -> None:
     edits = [edit for edit in edits if edit.update.step not in begun]
     if not edits:
         return
+    if harm := _explained(edits, (_drawn_to_an_average,)):
+        _tell_harm(tally, trace, edits, harm)
+        return
     num_steps = len({update.step for update in trace.standing.of(Update)})
     steps = sorted({edit.update.step for edit in edits})
     names = listed([*edits[0].after], most=2)
@@ -80,10 +85,7 @@ def judge(tally: Tally, trace: Trace) -> None:
     if benign := _explained(edits, _BENIGN):
         tally.note(f"{told}, first step {steps[0]}: {benign}")
     elif harm := _explained(_with_averages(edits, trace), _HARMFUL):
-        update = edits[0].update
-        message = f"before step {update.step} {names} {harm}"
-        place = evidence.place(trace, update)
-        tally.check(False, message, tensor=next(iter(edits[0].after)), **place)
+        _tell_harm(tally, trace, edits, harm)
     elif trace.scenario.world_size == 1 and trace.traits.starts != "one":
         # What brings ranks together is seen where there are several, in the run on these.
         tally.note(f"{told}, first step {steps[0]}: the run on several workers tells how")
@@ -93,6 +95,13 @@ def judge(tally: Tally, trace: Trace) -> None:
             "writes to the weights there (a save, an evaluation), and whether it puts back what it "
             "took out"
         )
+
+
+def _tell_harm(tally: Tally, trace: Trace, edits: Sequence[Edit], harm: str) -> None:
+    update, names = edits[0].update, listed([*edits[0].after], most=2)
+    message = f"before step {update.step} {names} {harm}"
+    place = evidence.place(trace, update)
+    tally.check(False, message, tensor=next(iter(edits[0].after)), **place)
 
 
 def _edits(trace: Trace) -> list[Edit]:
@@ -269,6 +278,34 @@ def _left_in(edit: Edit) -> str:
             return (
                 f"became what the average {label} was: it was put into the model, to save or to "
                 "evaluate it, and not taken out again"
+            )
+    return ""
+
+
+def _drawn_to_an_average(edit: Edit) -> str:
+    """Explain an edit that goes a part of the way to what is called an average, and stays.
+
+    What a script keeps to go back to (a lookahead's slow weights) moves, too, or has another name.
+    """
+    made = evidence.updates(edit.trace).get(edit.update.step - 1, {})
+    earlier = made[edit.update.rank].extra if edit.update.rank in made else {}
+    declared = {label for event in edit.trace.of(Declared) for label in event.averages}
+    extra = edit.update.extra
+    for label in {name.partition("/")[0] for name in extra}:
+        if label not in declared and not _AVERAGE.search(label):
+            continue
+        copy = {n: extra[f"{label}/{n}"] for n in edit.after if f"{label}/{n}" in extra}
+        stays = all(
+            f"{label}/{name}" in earlier and earlier[f"{label}/{name}"].digest == record.digest
+            for name, record in copy.items()
+        )
+        if not stays or copy.keys() != edit.after.keys():
+            continue
+        part = weight_averages.share({n: edit.before[n] for n in copy}, edit.after, [copy])
+        if part and part < 1:
+            return (
+                f"went {part:.3g} of the way to {label}, which stays as it was: the weights follow "
+                "their average in place of the average the weights; exchange the two"
             )
     return ""
 
