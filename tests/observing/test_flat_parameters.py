@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from entrenar_py.errors import UsageError
 from entrenar_py.observing import first_look, flat_parameters, reduced_gradients
 from entrenar_py.observing.flat_parameters import WithinPass
+from entrenar_py.observing.flat_parts import Part
 from entrenar_py.observing.subject import Subject
 from entrenar_py.rank_files import assembly
 from entrenar_py.rank_files.layout import Layout
@@ -175,7 +176,7 @@ def test_gradients_that_are_computed_in_16_bits() -> None:
 def test_a_hook_sees_a_parameters_own_part() -> None:
     """A hook is given the part of a flat gradient, and may change it, and nothing else."""
     flat = torch.zeros(6, requires_grad=True)
-    part = flat_parameters.Part(flat=flat, owner=flat, shape=(2, 2), begin=2, first=2, piece=None)
+    part = Part(flat=flat, owner=flat, shape=(2, 2), begin=2, first=2, piece=None)
     seen = []
 
     def double(gradient: torch.Tensor) -> torch.Tensor:

@@ -39,4 +39,5 @@ def test_the_line_that_selects_rows(
         script_text.call_sites, "is_own", lambda name: name == str(file) and own(name)
     )
     monkeypatch.setitem(sys.modules, "selected", module)
+    monkeypatch.chdir(tmp_path)
     assert script_text.selecting_line() == line

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from entrenar_py.errors import UsageError
-from entrenar_py.observing import tensors
+from entrenar_py.observing import tensors, zero_partitions
 from entrenar_py.observing.outer_synchronisation import OuterOptimizer
 
 _log = logging.getLogger("entrenar_py")
@@ -34,10 +34,10 @@ def optimizers(model: object, given: Any) -> tuple[torch.optim.Optimizer, ...]:
             f"optimizer={_shown(given)}: give the torch.optim.Optimizer of the model, or several: "
             "observe(model, [first, second])"
         )
-    parameters = set(model.parameters())
+    zero, parameters = zero_partitions.optimizer_of(model), set(model.parameters())
     for optimizer in stepping:
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if parameters.isdisjoint(stepped):
+        if getattr(zero, "optimizer", None) is not optimizer and parameters.isdisjoint(stepped):
             _log.warning(
                 "observe: %s steps no parameter of the model: it was made for another model, or "
                 "before the parameters were replaced (by a copy, or a move to a device)",

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from entrenar_py.errors import UsageError
+from entrenar_py.observing import zero_partitions
 from entrenar_py.rank_files import layout
 from entrenar_py.rank_files.layout import Layout, Piece
 
@@ -86,10 +87,11 @@ def piece_of(tensor: Tensor) -> Piece | None:
 def is_fully_sharded(model: nn.Module) -> bool:
     """Return whether torch shards `model` or a part of it, and brings it together for passes.
 
-    `fully_shard` does, and `FullyShardedDataParallel`.
+    `fully_shard` does, `FullyShardedDataParallel`, and DeepSpeed with what it steps (ZeRO).
     """
     kinds = (FSDPModule, FullyShardedDataParallel)
-    return any(isinstance(module, kinds) for module in model.modules())
+    sharded = any(isinstance(module, kinds) for module in model.modules())
+    return sharded or zero_partitions.optimizer_of(model) is not None
 
 
 def reshard(model: nn.Module) -> None:

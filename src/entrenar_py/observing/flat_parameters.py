@@ -1,17 +1,17 @@
-"""The parameters of a model that `FullyShardedDataParallel` keeps in flat ones.
+"""The parameters of a model that `FullyShardedDataParallel` or DeepSpeed's ZeRO keep in flat ones.
 
 A FlatParameter has the elements of several parameters, one after another, and each rank has an
 equal part of it. What a rank has of one parameter is a piece of its elements in C order. Optimizers
 step these pieces (`use_orig_params=True`), or the rank's part of the FlatParameter.
 
-Torch documents the attributes that are read here as those of a FlatParameter.
+Torch documents the attributes that are read here as those of a FlatParameter. Those of DeepSpeed
+are read in `zero_partitions`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -21,63 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from entrenar_py.errors import UsageError
-from entrenar_py.observing import dtensors, tensors
+from entrenar_py.observing import dtensors, tensors, zero_partitions
+from entrenar_py.observing.flat_parts import Part, piece_of
+from entrenar_py.observing.zero_partitions import Partition
 from entrenar_py.rank_files import layout
 from entrenar_py.rank_files.layout import Layout, Piece
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """A parameter in the FlatParameter `flat`, where it begins at element `begin`.
-
-    `owner` is the tensor that optimizers step. `shape` is that of the whole parameter. This rank
-    has its `piece`, from element `first` of the rank's part of `flat` on; None for all of it.
-    """
-
-    flat: Any
-    owner: Tensor
-    shape: tuple[int, ...]
-    begin: int
-    first: int
-    piece: Piece | None
-
-    @property
-    def numel(self) -> int:
-        """The number of elements that this rank has."""
-        return math.prod(self.shape if self.piece is None else self.piece.shape)
-
-    def weights(self) -> Tensor:
-        """Return this rank's elements, also while a pass computes with whole parameters."""
-        held: Tensor = getattr(self.flat, "_local_shard", self.flat)
-        return self._cut(held.detach())
-
-    def gradient(self) -> Tensor | None:
-        """Return this rank's elements of the gradient; None if there is none that was reduced."""
-        gradient: Tensor | None = self.owner.grad
-        if self.owner is self.flat and gradient is None:
-            gradient = getattr(self.flat, "_saved_grad_shard", None)  # while a pass adds to it
-        return self.of(gradient) if gradient is not None and self.fits(gradient) else None
-
-    def fits(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` has a number for each element that the optimizer steps."""
-        return tensor.numel() == self._num_owned and (tensor.ndim > 0 or self._num_owned == 0)
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's elements of a gradient or of optimizer state that `fits`."""
-        return self._cut(tensor) if self.owner is self.flat else tensor
-
-    def of_whole(self, flat: Tensor) -> Tensor:
-        """Return the whole parameter's elements in a whole FlatParameter, or in its gradient."""
-        return flat[self.begin : self.begin + math.prod(self.shape)].view(self.shape)
-
-    @property
-    def _num_owned(self) -> int:
-        is_flat = self.owner is self.flat
-        return math.prod(self.flat._sharded_size) if is_flat else self.numel
-
-    def _cut(self, flat: Tensor) -> Tensor:
-        own = flat.reshape(-1)[self.first : self.first + self.numel]
-        return own.view(self.shape) if self.piece is None else own
 
 
 class WithinPass:
@@ -103,8 +51,10 @@ class WithinPass:
 
 
 def of(model: nn.Module) -> dict[str, Part]:
-    """Return by name the parameters of `model` that are parts of FlatParameters."""
-    parts: dict[str, Part] = {}
+    """Return by name the parameters of `model` that are parts of flat tensors."""
+    parts: dict[str, Part] = {
+        tensors.plain_name(name): part for name, part in zero_partitions.of(model).items()
+    }
     for prefix, module in _wrappers(model):
         parts.update(_of_handle(prefix, module._handle))
     return parts
@@ -116,7 +66,11 @@ def when_whole(model: nn.Module, found: Callable[[str, Any], Any]) -> list[Any]:
     Return what `found` returns.
     """
     parts = of(model).items()
-    return [found(name, WithinPass(part)) for name, part in parts if part.flat.requires_grad]
+    return [
+        found(name, part.parameter if isinstance(part, Partition) else WithinPass(part))
+        for name, part in parts
+        if part.owner.requires_grad
+    ]
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -140,20 +94,21 @@ def beside(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple
 
 
 def layout_of(model: nn.Module, world_size: int) -> Layout | None:
-    """Return the arrangement of the ranks that `FullyShardedDataParallel` shows; None without it.
+    """Return the arrangement of the ranks that flat parameters show; None without these.
 
     Raises UsageError if it doesn't arrange all ranks.
     """
-    shown = [_axes(module) for _, module in _wrappers(model)]
+    zero = zero_partitions.axes_of(model)
+    shown = [zero] if zero is not None else [_axes(module) for _, module in _wrappers(model)]
     if not shown:
         return None
+    where = "FullyShardedDataParallel" if zero is None else "DeepSpeed's ZeRO"
     axes = next((one for one in shown if "dp" not in one), shown[0])
     if math.prod(axes.values()) != world_size:
         raise UsageError(
-            f"FullyShardedDataParallel does not show how all {world_size} ranks are arranged: "
-            f"{dtensors.DECLARE}"
+            f"{where} does not show how all {world_size} ranks are arranged: {dtensors.DECLARE}"
         )
-    return Layout(axes=layout.require(axes, world_size, "FullyShardedDataParallel"))
+    return Layout(axes=layout.require(axes, world_size, where))
 
 
 def _wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -199,22 +154,13 @@ def _piece(handle: Any, begin: int, size: int) -> tuple[Piece | None, int]:
     """
     if not handle.uses_sharded_strategy:
         return None, begin
-    num_held = math.prod(handle.flat_param._sharded_size)
-    own = handle.rank * num_held
-    at, end = (min(max(place - begin, 0), size) for place in (own, own + num_held))
     ranks = dist.get_process_group_ranks(handle.process_group)
-    last = max(begin, begin + size - 1)
-    piece = Piece(
-        offset=(at,),
-        shape=(end - at,),
-        whole=(size,),
-        ranks=tuple(ranks[begin // num_held : last // num_held + 1]),
-    )
-    return piece, max(begin - own, 0)
+    return piece_of(begin, size, math.prod(handle.flat_param._sharded_size), handle.rank, ranks)
 
 
 def _shared(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield each further name of a parameter in a FlatParameter, with its first one."""
+    """Yield each further name of a parameter in a flat tensor, with its first one."""
+    yield from zero_partitions.shared(model)
     for prefix, module in _wrappers(model):
         for info in module._handle.flat_param._shared_param_infos:
             other, first = (

@@ -28,6 +28,7 @@ from entrenar_py.observing import (
     step_in_work,
     surroundings,
     tensors,
+    zero_partitions,
 )
 from entrenar_py.observing.auto import seeding
 from entrenar_py.observing.backward_hooks import BackwardHooks
@@ -237,15 +238,24 @@ class Observer(Observation):
             hooks.remove()
         for step_hooks in self._step_hooks:
             step_hooks.remove()
+        if self._zero is not None:
+            self._zero.remove()
 
     # --- called by torch's hooks ------------------------------------------------------------------
 
     def _hook(self) -> None:
         self._entrances = Entrances(self._subject.model, self._before_forward, self._after_forward)
         self._step_hooks: list[step_in_work.StepHooks] = []
+        self._zero: zero_partitions.Steps | None = None
         for index, optimizer in enumerate(self._subject.optimizers):
             begins, ends = partial(self._step_begins, index), partial(self._after_step, index)
             self._step_hooks.append(step_in_work.StepHooks(optimizer, begins, ends))
+            if self._subject.steps_partitions(optimizer):
+                self._zero = zero_partitions.Steps(
+                    self._subject.zero,
+                    begins=partial(self._before_partitions, index),
+                    ends=partial(self._after_partitions, index),
+                )
         self._backward = BackwardHooks(
             self._subject,
             self._faults,
@@ -360,6 +370,11 @@ class Observer(Observation):
         self._step.excuse()
 
     def _step_begins(self, index: int, _: Any, *called: Any) -> step_in_work.Arguments | None:
+        optimizer = self._subject.optimizers[index]
+        if self._subject.steps_partitions(optimizer):
+            if self._trains():
+                self._step.apply_changed(optimizer, self._subject.in_step_of(optimizer))
+            return None
         return step_in_work.look_before_step(
             partial(self._before_step, index), self._micro_batches.clear, *called
         )
@@ -393,9 +408,28 @@ class Observer(Observation):
     def _after_step(self, index: int, *_: Any) -> None:
         if not self._trains():
             return
-        self._random.mark("step")
-        if hook_calls.is_nested(self._subject.optimizers[index]):
+        optimizer = self._subject.optimizers[index]
+        if self._subject.steps_partitions(optimizer):
             return
+        self._random.mark("step")
+        if not hook_calls.is_nested(optimizer):
+            self._end_step_of(index)
+
+    def _before_partitions(self, index: int) -> None:
+        """Begin a step in which DeepSpeed's optimizer has partitions stepped, one by one."""
+        self._before_step(index)
+
+    def _after_partitions(self, index: int, skipped: bool) -> None:
+        """End a step in which DeepSpeed's optimizer has had all partitions stepped, or none."""
+        if not self._trains():
+            return
+        self._random.mark("step")
+        if skipped:
+            self._skip_step()
+        else:
+            self._end_step_of(index)
+
+    def _end_step_of(self, index: int) -> None:
         self._step.applied()
         self._step.stepped.add(index)
         if len(self._step.stepped) == len(self._subject.optimizers):

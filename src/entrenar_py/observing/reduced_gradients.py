@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from entrenar_py.observing import tensors
+from entrenar_py.observing import tensors, zero_partitions
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 _EXACT = {"allreduce_hook", "noop_hook"}
@@ -67,6 +67,7 @@ def compression(model: nn.Module) -> str:
         if getattr(hook, "__module__", "").startswith(_HOOKS) and name not in _EXACT:
             return {"fp16": "float16", "bf16": "bfloat16"}.get(name.partition("_")[0], name)
     formats = {name for module in model.modules() for name in _policy_formats(module)}
+    formats |= zero_partitions.formats_of(model)
     return next((name for name in ("bfloat16", "float16") if name in formats), "")
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from entrenar_py import trace
-from entrenar_py.observing import dtensors, flat_parameters, tensors
+from entrenar_py.observing import dtensors, flat_parameters, tensors, zero_partitions
 from entrenar_py.observing.buffers import Buffers
-from entrenar_py.observing.flat_parameters import Part
+from entrenar_py.observing.flat_parts import Part
 from entrenar_py.observing.sketch_records import Sketches
 from entrenar_py.rank_files.layout import Layout, Piece, plain
 
@@ -47,6 +47,8 @@ class Subject:
         self.pieces: dict[str, Piece] = {}
         self._told: dict[str, Any] = {}
         self._sketches = Sketches()
+        # DeepSpeed's optimizer that has an observed one step partitions, None if there is none.
+        self.zero = zero_partitions.optimizer_of(self.model)
         dtensors.reshard(self.model)
         self.look_up()
 
@@ -238,8 +240,11 @@ class Subject:
         return self.gradients() | own
 
     def has_gradients(self) -> bool:
-        """Return whether any parameter has a gradient that is not all zeros."""
-        return any(
+        """Return whether any parameter has a gradient that is not all zeros.
+
+        DeepSpeed's optimizer, which shows none before the last pass of a step, clears none.
+        """
+        return self.zero is not None or any(
             gradient is not None and dtensors.local(gradient).any()
             for gradient in self.gradients().values()
         )
@@ -249,12 +254,17 @@ class Subject:
 
         With `alone`, parameters that no optimizer steps are included.
         """
-        stepped = [{p for g in opt.param_groups for p in g["params"]} for opt in self.optimizers]
+        stepped = [*map(self._tensors_of, self.optimizers)]
         return [
             name
             for name, p in self.trained.items()
             if p in stepped[index] or (alone and not any(p in own for own in stepped))
         ]
+
+    def in_step_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Return the names of the parameters in the partitions that `optimizer` steps now."""
+        current = {p for group in optimizer.param_groups for p in group["params"]}
+        return [name for name, p in self.trained.items() if p in current]
 
     @property
     def is_stepped_as_copies(self) -> bool:
@@ -270,7 +280,7 @@ class Subject:
         return not self._stepped().issuperset(self.trained.values())
 
     def _stepped(self) -> set[Tensor]:
-        return {parameter for group in self._groups() for parameter in group["params"]}
+        return {parameter for opt in self.optimizers for parameter in self._tensors_of(opt)}
 
     def first_held(self) -> str:
         """Return the name of the first trained parameter of which this rank has a non-empty piece.
@@ -327,7 +337,20 @@ class Subject:
         return {**layout, "pieces": fresh}
 
     def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self.optimizers for group in self._groups_of(optimizer)]
+
+    def steps_partitions(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether DeepSpeed's optimizer has `optimizer` step partitions, one by one."""
+        return self.zero is not None and self.zero.optimizer is optimizer
+
+    def _groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        is_inside = self.steps_partitions(optimizer)
+        return zero_partitions.groups(self.zero) if is_inside else optimizer.param_groups
+
+    def _tensors_of(self, optimizer: torch.optim.Optimizer) -> set[Tensor]:
+        if self.steps_partitions(optimizer):
+            return {*zero_partitions.partitions(self.zero)}
+        return {p for group in optimizer.param_groups for p in group["params"]}
 
     def _layout(self) -> Layout | None:
         """Return the layout that was declared, else the one that the parameters' meshes show."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
-from entrenar_py.observing import dtensors, tensors
+from entrenar_py.observing import dtensors, tensors, zero_partitions
 from entrenar_py.rank_files import layout
 
 _Object = TypeVar("_Object")
@@ -41,7 +41,7 @@ def model_of(
     own = [] if called is None else [tensors.unwrapped(called)]
     for module in own:
         dtensors.reshard(module)
-    lacking = parameters.difference(*(module.parameters() for module in own))
+    lacking = parameters.difference(*map(zero_partitions.parameters_of, own))
     if lacking:
         own += _outermost(lacking)
         lacking = lacking.difference(*(module.parameters() for module in own))

@@ -170,11 +170,17 @@ class Follower:
 
         A module is not trained yet if no optimizer holds any of its parameters.
         """
+        from entrenar_py.observing import zero_partitions
+
         optimizers = self.optimizers()
         if called is not None:
             optimizers = [o for o in optimizers if not _steps_a_copy(o, called, optimizers)]
+            zero = getattr(zero_partitions.optimizer_of(called), "optimizer", None)
+            if zero is not None and not any(zero is opt for opt in optimizers):
+                optimizers.append(zero)  # between its steps it has no tensors
+        own = set() if called is None else zero_partitions.parameters_of(called)
         parameters = {p for opt in optimizers for g in opt.param_groups for p in g["params"]}
-        if called is not None and parameters.isdisjoint(called.parameters()):
+        if called is not None and zero is None and parameters.isdisjoint(own):
             if self._untrained is None and any(p.requires_grad for p in called.parameters()):
                 self._untrained = weakref.ref(called)
             if self._untrained is not None and self._untrained() is called:
@@ -197,6 +203,7 @@ class Follower:
             called,
             drawn_since=self._at_batch,
             give_up=self.give_up,
+            stepped=self.step_ended,
         )
         self.observation = self._recorder
         for given in before:

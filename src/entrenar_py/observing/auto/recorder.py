@@ -26,7 +26,8 @@ class Recorder(Observer):
     Samples are found by what the model is given, and losses are what `backward` is called on.
     `called` is the module whose forward pass is about to begin, None in a backward pass. What was
     drawn since the generators had the states `drawn_since` belongs to the first batch. `give_up` is
-    told why, if something goes wrong later on. Raises UsageError where `observe` would.
+    told why, if something goes wrong later on. `stepped` is called after a step that no hook of
+    torch's tells of. Raises UsageError where `observe` would.
     """
 
     def __init__(
@@ -38,8 +39,9 @@ class Recorder(Observer):
         *,
         drawn_since: States,
         give_up: Callable[[str], None],
+        stepped: Callable[[], object],
     ) -> None:
-        self._is_off, self._tell_why = False, give_up
+        self._is_off, self._tell_why, self._partitions_stepped = False, give_up, stepped
         self.optimizers = tuple(optimizers)
         self._seen = SeenSamples(loader_batches)
         super().__init__(
@@ -91,6 +93,18 @@ class Recorder(Observer):
     def saved(self) -> None:
         """Note that the script saves a file."""
         self._facts.saved()
+
+    @guarded
+    def _before_partitions(self, index: int) -> None:
+        limit = getattr(self._subject.zero, "clip_grad", 0.0)
+        if limit > 0:
+            self.clipped(self._subject.trained.values(), limit, 2.0)
+        super()._before_partitions(index)
+
+    @guarded
+    def _after_partitions(self, index: int, skipped: bool) -> None:
+        super()._after_partitions(index, skipped)
+        self._partitions_stepped()
 
     def closure_ran(self, optimizer: torch.optim.Optimizer, *, again: bool) -> None:
         """Note that a step's closure ran, and that the step had begun before this record."""
