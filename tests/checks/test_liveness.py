@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from entrenar_py.scenario import OBSERVED
 from entrenar_py.trace import Declared, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
@@ -188,6 +189,34 @@ def test_a_gradient_that_never_came_to_the_optimizer() -> None:
     ]
     found = broken(traces.judge("liveness", [replace(trace, events=(*shards, *trace.events))]))
     assert (found.step, found.tensor) == (2, "w")
+
+
+@pytest.mark.parametrize(("size", "is_open"), [(1, False), (2, True)])
+def test_a_gradient_that_a_script_takes_away_on_one_worker(size: int, is_open: bool) -> None:
+    """It may do so for an epoch, which is longer there; the run on several is judged."""
+    trace = moving([1, 1, 1, 1])
+    events = [
+        replace(event, gradient={"e": values(0.5)}) if isinstance(event, Update) else event
+        for event in trace.events
+    ]
+    shards = [
+        Shard(
+            step=step,
+            epoch=0,
+            rank=0,
+            shard=0,
+            ids=(0,),
+            loss_sum=1.0,
+            weight=1.0,
+            finite=True,
+            gradient={"w": values(0.5)},
+        )
+        for step in range(3)
+    ]
+    own = trace.scenario.with_(system=OBSERVED, workload="own", world_size=size)
+    run = replace(trace, scenario=own, events=(*shards, *events))
+    finding = traces.judge("liveness", [run])
+    assert (finding.verdict is Verdict.FALSIFIED) is is_open, finding.reason
 
 
 def test_weights_that_were_not_recorded() -> None:

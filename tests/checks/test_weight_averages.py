@@ -148,6 +148,21 @@ def test_ranks_whose_averages_agree_or_rest(share: Callable[[int], float]) -> No
     assert bool(tally.compared) is (share is averaged_traces.shares)
 
 
+def test_statistics_in_averages_are_those_of_each_rank() -> None:
+    """An average of the whole state follows the statistics of a rank's own batches, too."""
+    trace = trained(Averaged(), Averaged(rank=1))
+    held = (
+        replace(event, extra={**event.extra, "ema/1.running_mean": one})
+        if isinstance(event, Update) and (one := records(drawn(event.rank))["b"])
+        else event
+        for event in trace.events
+    )
+    tally = Tally("F-DP-001")
+    weight_averages.compare_ranks(tally, replace(trace, events=(*held,)))
+    assert (tally.broken, tally.missing) == (None, [])
+    assert tally.compared
+
+
 def test_a_frozen_tensor_that_follows_a_trained_one() -> None:
     """An average within the model, as AveragedModel keeps it: nothing else moves so."""
     trace = trained(Averaged())

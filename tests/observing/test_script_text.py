@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from entrenar_py.observing import script_text
+from entrenar_py.observing import call_sites, script_text
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,8 @@ def test_the_line_that_selects_rows(
     file.write_text(text)
     module = ModuleType("selected")
     module.__file__ = str(file)
-    own = script_text.call_sites.is_own
-    monkeypatch.setattr(
-        script_text.call_sites, "is_own", lambda name: name == str(file) and own(name)
-    )
+    own = call_sites.is_own
+    monkeypatch.setattr(call_sites, "is_own", lambda name: name == str(file) and own(name))
     monkeypatch.setitem(sys.modules, "selected", module)
     monkeypatch.chdir(tmp_path)
     assert script_text.selecting_line() == line

@@ -264,6 +264,12 @@ def _may_rest(
     """
     weight = start.weights[name].elements()
     some_gradient, num_known = False, 0
+    if tally.observed and trace.scenario.world_size == 1 and _is_taken_away(name, rest, local):
+        tally.note(
+            f"{name} did not move on one worker: the script takes its gradient away before each "
+            "step, for an epoch, say; it is judged by the runs on several workers"
+        )
+        return True
     for update in rest:
         record = update.gradient.get(name)
         if record is None and update.gradient and (moved or update.step not in local):
@@ -300,6 +306,11 @@ def _may_rest(
             "observe(..., frozen=(...))"
         )
     return True
+
+
+def _is_taken_away(name: str, rest: Sequence[Update], local: Mapping[int, Any]) -> bool:
+    """Return whether a backward pass gave `name` a gradient in each step, which has only others."""
+    return all(u.gradient and name not in u.gradient and u.step in local for u in rest)
 
 
 def _cancels(trace: Trace, rank: int, name: str) -> bool:

@@ -7,7 +7,7 @@ the average before its move after that step. Lists of gradients, and snapshots, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -150,19 +150,21 @@ def compare_ranks(tally: Tally, trace: Trace) -> None:
     """Compare averages between ranks that hold the same weights.
 
     Other ones are a counterexample only where the script declares the average: often just one
-    rank's is saved and used. After a resume only that one may be restored.
+    rank's is saved and used. After a resume only that one may be restored. Statistics of batches
+    that an average follows, too, are those of each rank's own samples.
     """
     if any(start.resumed for start in trace.of(Start)):
         return
     averages = of(trace)
     declared = {label for event in trace.of(Declared) for label in event.averages}
+    trained = {name for start in trace.of(Start) for name in start.trainable}
     for label in dict.fromkeys(label for label, _ in averages):
         ranks = [rank for other, rank in averages if other == label]
         for step, by_rank in evidence.ranks_by_step(trace):
             held = [rank for rank in ranks if rank in by_rank]
             for rank in held[1:]:
                 first, update = by_rank[held[0]], by_rank[rank]
-                due, got = (_held(one.extra, label) for one in (first, update))
+                due, got = (_trained(_held(one.extra, label), trained) for one in (first, update))
                 if not _same(first.weights, update.weights):
                     continue
                 told = f"rank {rank} keeps another average of the weights, {label}, than rank"
@@ -175,6 +177,20 @@ def compare_ranks(tally: Tally, trace: Trace) -> None:
                     f'observe(..., averages={{"{label}": ...}}); if one does, keep it on that rank'
                 )
                 break
+
+
+def _trained(average: Tensors, trained: Set[str]) -> Tensors:
+    """Return the tensors of an average that follow those of the model that are `trained`.
+
+    Where names don't tell them, that is all of them.
+    """
+    ends = {_last_parts(name) for name in trained}
+    known = {name: one for name, one in average.items() if _last_parts(name) in ends}
+    return known or average
+
+
+def _last_parts(name: str) -> str:
+    return ".".join(name.rpartition("/")[2].split(".")[-2:])
 
 
 # --- how averages move ----------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +21,11 @@ from entrenar_py.observing.numbering import Numbering
 
 _DEPTH_MAX = 8
 _DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True
+# What a sampler of the script's calls to draw samples again.
+_REPLACES = re.compile(
+    r"\bmultinomial\([^#]*?(True|replacement=)|\bchoices\(|\brandint\(|\.integers\("
+    r"|\brandom\.choice\((?![^#]*replace=False)"
+)
 # Libraries whose samplers draw every sample of a data set in each epoch.
 _THOROUGH = ("torch", "torchdata", "accelerate", "transformers", "lightning", "pytorch_lightning")
 
@@ -72,7 +79,7 @@ class Source:
         parts = [part for each in loaders or [given] for part in _parts(each, _DEPTH_MAX)]
         self._concerned = {id(part): _Weakly(part) for part in parts}
         self.drop_last = any(bool(_attribute(part, "drop_last")) for part in parts)
-        self.replacement = any(_attribute(part, "replacement") is True for part in parts)
+        self.replacement = any(map(_replaces, parts))
         self.splits = any(_splits(part) for part in parts)
         self.numbering = Numbering(_data_of(parts))
         samplers = [part for part in parts if not isinstance(part, DataLoader)]
@@ -174,6 +181,16 @@ def _data_of(parts: list[Any]) -> Any:
 def _splits(part: Any) -> bool:
     ranks = [_attribute(part, name) for name in ("num_replicas", "num_processes")]
     return any(isinstance(number, int) and number > 1 for number in ranks)
+
+
+def _replaces(part: Any) -> bool:
+    """Return whether a sampler draws samples again, as it says or as its text shows."""
+    said = _attribute(part, "replacement")
+    if said is not None or isinstance(part, DataLoader) or _is_thorough(part):
+        return said is True
+    with suppress(Exception):  # a class may have no text
+        return bool(_REPLACES.search(inspect.getsource(type(part))))
+    return False
 
 
 def _is_dispatcher(loader: Any) -> bool:
