@@ -41,16 +41,6 @@ LEFT_OPEN = (
         ("noise on the gradients, the same on all ranks",),
     ),
     Open(
-        "made 3 steps",
-        ("liveness",),
-        ("unusual tensors and optimizers",),
-    ),
-    Open(
-        "the optimizer's rule is not one that is known here",
-        ("step_rule",),
-        ("muon, as it is",),
-    ),
-    Open(
         "gradients before they were clipped",
         ("step_rule",),
         ("reduce_dtype: of fully_shard's policy",),
