@@ -41,6 +41,11 @@ LEFT_OPEN = (
         ("noise on the gradients, the same on all ranks",),
     ),
     Open(
+        "draws its masks per rank",  # what each rank draws for its piece moves the later draws
+        ("parity", "weighting"),
+        ("together: a block cut by hand, with dropout",),
+    ),
+    Open(
         "gradients before they were clipped",
         ("step_rule",),
         ("reduce_dtype: of fully_shard's policy",),
