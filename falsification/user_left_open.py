@@ -46,11 +46,6 @@ LEFT_OPEN = (
         ("together: a block cut by hand, with dropout",),
     ),
     Open(
-        "gradients before they were clipped",
-        ("step_rule",),
-        ("reduce_dtype: of fully_shard's policy",),
-    ),
-    Open(
         "seed the script alike",
         ("coverage", "determinism", "parity", "weighting"),
         ("a script with seeded weights, and an order of its own in every run",),

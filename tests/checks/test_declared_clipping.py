@@ -275,14 +275,14 @@ def test_a_verdict() -> None:
     assert "longer than clip_norm" in finding.reason
 
 
-def called(made: Trace, unclipped: Callable[[Update], Tensors]) -> Trace:
-    """Return the run as seen without a line, and without the gradients of its micro-batches."""
+def called(made: Trace, unclipped: Callable[[Update], Tensors], *, source: str = "calls") -> Trace:
+    """Return the run with what was given to torch's clipping, and without its micro-batches."""
     events = tuple(
         replace(event, unclipped=unclipped(event)) if isinstance(event, Update) else event
         for event in made.events
         if not isinstance(event, Shard)
     )
-    return replace(made, events=events, traits=replace(made.traits, clip_source="calls"))
+    return replace(made, events=events, traits=replace(made.traits, clip_source=source))
 
 
 def whole_of(update: Update) -> Tensors:
@@ -290,9 +290,11 @@ def whole_of(update: Update) -> Tensors:
     return recorded(mean(batches(update.step)))
 
 
-def test_a_gradient_that_was_seen_before_it_was_clipped_needs_no_micro_batches() -> None:
+@pytest.mark.parametrize("source", ["calls", "line"])
+def test_a_gradient_that_was_seen_before_it_was_clipped_needs_no_micro_batches(source: str) -> None:
     """What ranks give to torch's clipping decides, where pieces hide what micro-batches gave."""
-    tally = judged(called(run(lambda ranks: clipped(mean(ranks))), whole_of))
+    made = run(lambda ranks: clipped(mean(ranks)))
+    tally = judged(called(made, whole_of, source=source))
     assert tally.finding(nothing="").verdict is Verdict.HELD
     assert tally.compared >= 4
 
@@ -313,9 +315,11 @@ def in_halves(vectors: Vectors) -> Vectors:
     return dict(zip(vectors, np.split(halves, sizes), strict=True))
 
 
-def test_pieces_that_each_rank_clips_by_their_own_norm() -> None:
+@pytest.mark.parametrize("source", ["calls", "line"])
+def test_pieces_that_each_rank_clips_by_their_own_norm(source: str) -> None:
     """They are found by what torch was given to clip: elements of one tensor have two factors."""
-    tally = judged(called(run(lambda ranks: in_halves(mean(ranks))), whole_of))
+    made = run(lambda ranks: in_halves(mean(ranks)))
+    tally = judged(called(made, whole_of, source=source))
     finding = tally.finding(nothing="")
     assert finding.verdict is Verdict.FALSIFIED
     assert "each rank clips its pieces by their own norm" in finding.reason
