@@ -306,6 +306,16 @@ def test_a_gradient_that_is_not_what_clipping_left_of_it_is_not_held(factor: flo
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE
 
 
+def test_gradients_that_are_zeros_when_they_are_clipped() -> None:
+    """They were cleared just before, and what is applied came after that: nothing to divide by."""
+
+    def cleared(update: Update) -> Tensors:
+        return recorded(times(mean(batches(update.step)), 0.0))
+
+    tally = judged(called(run(mean), cleared))
+    assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE
+
+
 def in_halves(vectors: Vectors) -> Vectors:
     """Return a gradient of which two ranks have the halves, and clip these by their own norms."""
     flat = np.concatenate([*vectors.values()])

@@ -95,6 +95,8 @@ def in_pieces(clipped: Clipped) -> Explanation | None:
         return None
     before, after = _flat(given), _flat(applied)
     telling = before != 0
+    if not telling.any():
+        return None  # it was cleared when it was clipped
     factors = np.divide(after, before, out=np.zeros_like(after), where=telling)
     groups = _alike(factors[telling])
     cut = [factor for factor in groups if factor < 1 - _ALIKE]
