@@ -78,3 +78,29 @@ def test_without_another_run_it_is_open() -> None:
             "the learning rate changes by a schedule that is not known here, and there is no other "
             "run to compare it with"
         ]
+
+
+def following(*metrics: float | None) -> Tally:
+    """Return the tally on a run whose ranks' schedules follow these metrics from step 1 on."""
+    ran = traces.run(traces.scenario(world_size=len(metrics)))
+    events = tuple(
+        replace(event, metric=metrics[event.rank])
+        if isinstance(event, Update) and event.step >= 1
+        else event
+        for event in ran.events
+    )
+    tally = Tally("F-TI-008", observed=True)
+    own_schedule.compare_metrics(tally, replace(ran, events=events))
+    return tally
+
+
+def test_ranks_follow_one_metric() -> None:
+    """Ranks that follow metrics of their own share a rate until one of them doesn't improve."""
+    broken = following(0.5, 0.6, 0.5).broken
+    assert broken is not None
+    assert (broken.step, broken.rank) == (1, 1)
+    assert "0.6 at best, and 0.5 on rank 0" in broken.message
+    tally = following(0.5, 0.5 + 1e-7, 0.5)
+    assert tally.broken is None
+    assert tally.compared > 0
+    assert following(0.5, None, 0.6).compared == 0  # the last of a pipeline alone has a loss

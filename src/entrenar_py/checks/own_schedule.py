@@ -1,7 +1,7 @@
 """Test whether the learning rate of a script's own schedule is a function of the step alone.
 
 Its closed form is unknown here. Its values are compared with those of the same steps in the same
-run made again, and on one worker.
+run made again, and on one worker. A schedule that follows a metric must get the same on all ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from entrenar_py.trace import Trace
 from entrenar_py.verdict import Tally
 
 RATE_BOUND = 1e-6  # relative: the product of a few float64 numbers
+METRIC_BOUND = 1e-3  # relative: an evaluation of the same samples differs by rounding
 
 
 def compare(tally: Tally, runs: Traces) -> None:
@@ -40,6 +41,31 @@ def compare(tally: Tally, runs: Traces) -> None:
             continue
         divided = divided_inside.in_rate(Compared(runs=runs, model=other, trace=base))
         _compare(tally, base, other, divided)
+
+
+def compare_metrics(tally: Tally, trace: Trace) -> None:
+    """Check that the schedules of all ranks follow one metric, as their rates part otherwise.
+
+    They may part much later: where the metric of one rank still improves, and another's does not.
+    """
+    for _, by_rank in evidence.ranks_by_step(trace):
+        known = {rank: u.metric for rank, u in sorted(by_rank.items()) if u.metric is not None}
+        if len(known) < trace.scenario.world_size or len(known) < 2:
+            continue
+        first = min(known)
+        for rank, metric in known.items():
+            if rank == first:
+                continue
+            place = evidence.place(trace, by_rank[rank])
+            tally.check(
+                math.isclose(metric, known[first], rel_tol=METRIC_BOUND),
+                f"the schedule of rank {rank} follows a metric that is {metric:.4g} at best, and "
+                f"{known[first]:.4g} on rank {first}: once one of them reduces its learning rate, "
+                "ranks step apart; take the mean over ranks before scheduler.step(metric)",
+                expected=repr(known[first]),
+                got=repr(metric),
+                **place,
+            )
 
 
 def _compare(tally: Tally, base: Trace, other: Trace, divided: float) -> None:

@@ -36,7 +36,7 @@ from entrenar_py.checks import (
 )
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.compared import Compared
-from entrenar_py.checks.needs import ALONE, REPEATED, Traces, turned
+from entrenar_py.checks.needs import ALONE, REPEATED, SHORTENED, Traces, turned
 from entrenar_py.contract import Invariant
 from entrenar_py.scenario import Scenario
 from entrenar_py.trace import Ruled, Tensors, Trace, Update
@@ -55,6 +55,8 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     knobs.compare(tally, runs)
     if tally.observed:
         own_schedule.compare(tally, runs)
+        for trace in (*runs, *runs.witnesses.get(SHORTENED, ())):
+            own_schedule.compare_metrics(tally, trace)
     for trace in runs:
         for update in trace.of(Update):
             place = evidence.place(trace, update)
@@ -376,7 +378,7 @@ ROWS = (
         plan=plans.step_rules,
         explores=True,
         needs=(turned("clip"),),
-        witnesses=(REPEATED, ALONE),
+        witnesses=(REPEATED, ALONE, SHORTENED),
         tolerance_kinds=("relative",),
         takes_tolerance=True,
         takes_turned=True,

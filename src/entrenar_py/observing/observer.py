@@ -449,7 +449,8 @@ class Observer(Observation):
             return
         self._write_shards()
         self._recording.look_at_optimizers(self._step.number)
-        update = replace(self._step.end(), schedule=self._facts.schedule_place())
+        place, metric = self._facts.schedule_place(), self._facts.best_metric()
+        update = replace(self._step.end(), schedule=place, metric=metric)
         if self._subject.is_written_back:
             self._late = update
         else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
+
+from torch import Tensor
 
 from entrenar_py import trace
 from entrenar_py.observing import call_sites, checkpoints, script_text, surroundings
@@ -95,6 +98,12 @@ class ScriptFacts:
         """Return the position of the learning rate's schedule; None if it is unknown."""
         place = getattr(self._scheduler, "last_epoch", None)
         return None if place is None else int(place)
+
+    def best_metric(self) -> float | None:
+        """Return the best value that a schedule was given which follows it; None without any."""
+        best = getattr(self._scheduler, "best", None)
+        known = float(best) if isinstance(best, int | float | Tensor) else math.nan
+        return known if math.isfinite(known) else None
 
     def progress(self) -> dict[str, int]:
         """Return the position that a checkpoint must restore, as far as it is known."""

@@ -111,7 +111,8 @@ class Update(Event):
     that something other than the optimizer has changed since the update before. `schedule` is the
     position of the learning rate's schedule. `extra` is state beside the model, as in Start. An
     average that is moved after the step has the value of the step before.
-    `unclipped` is the gradient that the script gave to torch\'s `clip_grad_norm_`.
+    `unclipped` is the gradient that the script gave to torch\'s `clip_grad_norm_`. `metric` is the
+    best value so far that the worker gave to a schedule which follows it (`ReduceLROnPlateau`).
     """
 
     step: int
@@ -134,6 +135,7 @@ class Update(Event):
     schedule: int | None = None
     extra: Tensors = field(default_factory=lambda: _NONE)
     unclipped: Tensors = field(default_factory=lambda: _NONE)
+    metric: float | None = None
 
     def rate_of(self, name: str) -> float:
         """Return the learning rate of the tensor `name`."""
