@@ -271,6 +271,10 @@ def test_evaluation_mode() -> None:
         "the model is in evaluation mode from step 1 on, with dropout off: call model.train() "
         "after model.eval()"
     ]
+    left = judged([*TWO, *(replace(one, evaluated=True) for one in off)], dropout=0.1).broken
+    assert left is not None, "an evaluation is no reason to train on without dropout"
+    assert (left.step, left.rank) == (1, 0)
+    assert "as the evaluation before it left it" in left.message
     always = judged([*off, *(replace(one, step=2) for one in off)], dropout=0.1)
     assert (always.broken, always.missing) == (None, [])
     assert judged([*TWO, *off]).missing == [], "nothing depends on the mode"

@@ -51,6 +51,9 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
     for trace in runs.witnesses.get(SHORTENED, ()):
         if trace.traits.population != "varied":
             _orders_differ(tally, trace)
+        between = Tally(tally.invariant, observed=tally.observed)
+        script_streams.modes_alike(between, trace)  # an evaluation comes between epochs
+        tally.take(between)
     _same_for_any_worker_count(tally, runs)
     if lacks_second_epoch(runs):
         why = "no two epochs were seen, so it is open whether each has an order of its own"

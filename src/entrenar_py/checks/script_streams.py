@@ -7,7 +7,7 @@ ranks, and must be if each takes its own part of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from entrenar_py.checks import evidence
 from entrenar_py.checks.random_draws import CONTENTS_BOUND_MOVED, PLACES, are_alike, named
@@ -26,7 +26,7 @@ _Place = tuple[int, int | None, str, str]  # step, micro-batch, where, generator
 def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """Judge the streams of a run; `alone` is the same training on one worker, if there is one."""
     _masks_on_every_rank(tally, trace)
-    _modes_alike(tally, trace)
+    modes_alike(tally, trace)
     _recomputed_alike(tally, trace)
     drawn = [event for event in trace.standing.of(Drawn) if event.where in _JUDGED]
     main = [event for event in drawn if event.worker is None]
@@ -55,15 +55,15 @@ def _masks_on_every_rank(tally: Tally, trace: Trace) -> None:
         )
 
 
-def _modes_alike(tally: Tally, trace: Trace) -> None:
+def modes_alike(tally: Tally, trace: Trace) -> None:
     """Check that dropout is on or off on all ranks alike, as `train()` and `eval()` say."""
     if not trace.scenario.dropout:
         return
-    off: dict[int, dict[int, Shard]] = {}  # step -> rank -> a micro-batch in evaluation mode
+    off: dict[int, dict[int, Shard]] = {}  # step -> rank -> the first one in evaluation mode
     trained: dict[int, set[int]] = {}
     for shard in trace.standing.of(Shard):
         if shard.evaluating:
-            off.setdefault(shard.step, {})[shard.rank] = shard
+            off.setdefault(shard.step, {}).setdefault(shard.rank, shard)
         else:
             trained.setdefault(shard.step, set()).add(shard.rank)
     for step, by_rank in sorted(off.items()):
@@ -77,9 +77,26 @@ def _modes_alike(tally: Tally, trace: Trace) -> None:
                 **evidence.place(trace, shard),
             )
     if off and trained and min(off) > min(trained):
-        words = f"the model is in evaluation mode from step {min(off)} on, with dropout off"
-        if max(trained) < min(off):
-            tally.miss(f"{words}: call model.train() after model.eval()")
+        _mode_left(tally, trace, off, max(trained))
+
+
+def _mode_left(
+    tally: Tally, trace: Trace, off: Mapping[int, Mapping[int, Shard]], last: int
+) -> None:
+    """Judge a model that is in evaluation mode in all steps after step `last`.
+
+    A script may turn dropout off at some step on purpose. It doesn't do so by an evaluation.
+    """
+    first = min(off)
+    if first <= last:
+        return
+    words = f"the model is in evaluation mode from step {first} on, with dropout off"
+    if all(shard.evaluated for shard in off[first].values()):
+        shard = off[first][min(off[first])]
+        message = f"{words}, as the evaluation before it left it: call model.train() after it"
+        tally.check(False, message, **evidence.place(trace, shard))
+    else:
+        tally.miss(f"{words}: call model.train() after model.eval()")
 
 
 def _recomputed_alike(tally: Tally, trace: Trace) -> None:

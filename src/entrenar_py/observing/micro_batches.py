@@ -57,6 +57,7 @@ class MicroBatches:
         self.has_backward_losses = False  # whether any was written
         # Whether the last forward pass that may be trained was one in evaluation mode.
         self._is_evaluating = False
+        self._has_evaluated = False  # since the last micro-batch
         self._num_written = 0
         self._draws: str | None = None
         self._is_in_forward = False
@@ -100,6 +101,10 @@ class MicroBatches:
         self.samples.aside(blocks, trains=trains)
         self._is_evaluating |= trains
 
+    def evaluated(self) -> None:
+        """Note a pass in evaluation mode that trains nothing."""
+        self._has_evaluated = True
+
     def after_forward(self, given: Any, *, is_training: bool) -> None:
         """Note what a forward pass was `given`, and if it trains whether it drew random numbers."""
         grown = torch.is_grad_enabled()
@@ -132,10 +137,11 @@ class MicroBatches:
                 gradient=gradient,
                 unknown=drawn.unknown,
                 evaluating=self._is_evaluating,
+                evaluated=self._has_evaluated,
                 terms=self._begun.terms,
             )
         )
-        self._draws, self._given = None, []
+        self._draws, self._given, self._has_evaluated = None, [], False
 
     def within_backward(self, gradient: trace.Tensors, *, finite: bool) -> None:
         """Add the gradient of a nested pass to the last micro-batch done."""

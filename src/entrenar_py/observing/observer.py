@@ -277,6 +277,8 @@ class Observer(Observation):
             self._micro_batches.aside(blocks, trains=torch.is_grad_enabled())
             if not torch.is_grad_enabled():
                 self._language.aside(model)
+                if not model.training:
+                    self._micro_batches.evaluated()
             return
         if self._entrances.are_new():
             self._backward.set()  # a planned fault may be one of outputs

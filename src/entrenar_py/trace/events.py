@@ -64,9 +64,11 @@ class Shard(Event):
     to a factor common to all shards, if revealed. `finite` is true if loss and gradient hold no NaN
     or Inf. If the samples are not known, `unknown` says why, and `ids` are empty. `slope` is the
     derivative of what the backward pass began at, by the mean loss; None if unknown. `evaluating`
-    is true if the model was in evaluation mode, with dropout off. `terms` are the sums and means
-    that the backward pass began at, as the graph shows them: the number of elements (0: unknown),
-    how much each of them counts, and the numbers that it was divided by, one after the other.
+    is true if the model was in evaluation mode, with dropout off, and `evaluated` if a pass without
+    gradient was made in that mode since the rank's micro-batch before. `terms` are the sums and
+    means that the backward pass began at, as the graph shows them: the number of elements (0:
+    unknown), how much each of them counts, and the numbers that it was divided by, one after the
+    other.
     """
 
     step: int
@@ -83,6 +85,7 @@ class Shard(Event):
     unknown: str = ""
     slope: float | None = None
     evaluating: bool = False
+    evaluated: bool = False
     terms: tuple[tuple[float, ...], ...] = ()
 
 
