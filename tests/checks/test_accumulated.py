@@ -38,6 +38,11 @@ SHORT = times(0.1, plus(FIRST, summed(1)))
         (SHORT, {"kept": {"a": 0, "b": 0}}, "gradients not cleared since step 0"),
         (FIRST, {}, "is that of step 0 once more"),
         (times(0.3, FIRST), {}, "is that of step 0's samples"),
+        (
+            plus(summed(1, which=slice(None, 1)), LAST),
+            {},
+            "all but the last of 2 micro-batches, and of the last of step 0",
+        ),
         (summed(1, which=slice(-1, None)), {}, "is that of the last of 2 micro-batches"),
         (summed(1, which=slice(None, 1)), {}, "is that of the first of 2 micro-batches"),
         (summed(1, ranks=[1]), {}, "is that of rank 1's samples alone"),

@@ -291,6 +291,23 @@ def _left(step: Applied) -> Explanation | None:
     return None
 
 
+def _carried(step: Applied) -> Explanation | None:
+    """The last micro-batches come in with the next step's, in place of its own last ones."""
+    number = step.update.step - 1
+    before, own = _by_rank(step.shards_of(number)), _by_rank(step.shards)
+    most = max(map(len, own.values()), default=0)
+    for count in range(1, most):
+        tail = [shard for shards in before.values() for shard in shards[-count:]]
+        head = [shard for shards in own.values() for shard in shards[:-count]]
+        if tail and step.is_times(step.sum_of([*tail, *head])):
+            last = "the last" if count == 1 else f"the last {count}"
+            return Explanation(
+                f"is that of all but {last} of {most} micro-batches, and of {last} of step "
+                f"{number}, which could mean: {last} of a step come after the reduction"
+            )
+    return None
+
+
 def _is_natural(step: Applied, kept: float, own: float) -> bool:
     """Return whether a gradient that was applied before is in this one without another factor.
 
@@ -406,6 +423,16 @@ def _by_rank(shards: Iterable[Shard]) -> dict[int, list[Shard]]:
     return by_rank
 
 
-LIST = (_again, _kept, _late, _left, _some_micro_batches, _one_rank, _uneven_parts, own_factor)
+LIST = (
+    _again,
+    _kept,
+    _late,
+    _left,
+    _carried,
+    _some_micro_batches,
+    _one_rank,
+    _uneven_parts,
+    own_factor,
+)
 # Those that hold of tensors whatever others are divided by: these may be clipped apart on purpose.
 LEFT_IN = (_kept, _left)

@@ -203,7 +203,7 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
             for names in _apart(by_rank, shards[step], mean):
                 sums, applied = ({n: vectors[n] for n in names} for vectors in (total, mean))
                 divisions.add(update, by_rank, shards[step], sums, applied)
-        elif valued:
+        elif valued and not (trace.traits.shared and not all(s.gradient for s in shards[step])):
             fact = facts.values_of("Shard.gradient and Update.gradient of all tensors")
             missing.ask(tally, f"the gradients of step {step} could not be added", fact)
     return divisions.changed

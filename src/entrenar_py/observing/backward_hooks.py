@@ -31,9 +31,10 @@ class BackwardHooks:
     """Calls `begun` before a backward pass adds to any gradient, and `ended` with what it added.
 
     `recorded` returns the records of gradients, and whether these are finite, or None. `added` is
-    called with what a nested pass adds, and `summed` when all parameters have their gradients. For
-    a sharded model `ended` is only told whether what this rank added is finite: the gradients that
-    remain are pieces of sums over all ranks.
+    called with what a nested pass adds, and `summed` when all parameters have their gradients. Of a
+    sharded model `ended` is told no names: the gradients that remain are pieces of sums over all
+    ranks. It gets the records of what this rank's pass gave to whole parameters, if values are
+    recorded, and each parameter was seen, and once.
     """
 
     def __init__(
@@ -51,8 +52,11 @@ class BackwardHooks:
         self._begun, self._ended, self._added, self._summed = begun, ended, added, summed
         self._recorded = recorded
         self._whole: GradientHooks[_Given] | None = None
-        # For a sharded model: whether a pass's end is queued, and its gradients are finite so far.
+        # For a sharded model: whether a pass's end is queued, its gradients are finite so far, and
+        # what it gave. `_seen` are the parameters that were whole by now.
         self._ending, self._finite = False, True
+        self._seen: set[str] = set()
+        self._given: list[tuple[str, trace.TensorRecord]] = []
         self._handles: list[Any] = []
         self.set()
 
@@ -62,10 +66,9 @@ class BackwardHooks:
         # Before the recording hooks, which then see the gradients with the planted faults.
         self._handles = self._faults.hooks()
         if self._subject.is_fully_sharded:
-            self._handles += unsharded_parameters.when_whole(
-                self._subject.model,
-                lambda _, whole: whole.register_hook(self._look),
-            )
+            self._seen.clear()
+            model = self._subject.model
+            self._handles += unsharded_parameters.when_whole(model, self._hook_whole)
             self._whole = None
             return
         trained = list(self._subject.trained.values())
@@ -103,18 +106,30 @@ class BackwardHooks:
 
     # --- a sharded model --------------------------------------------------------------------------
 
+    def _hook_whole(self, name: str, whole: Any) -> Any:
+        self._seen.add(name)
+        handle = whole.register_hook(partial(self._look, name))
+        self._handles.append(handle)
+        return handle
+
     @hook_calls.ours
-    def _look(self, gradient: Tensor) -> None:
+    def _look(self, name: str, gradient: Tensor) -> None:
         self._finite &= tensors.is_finite([gradient])
+        if self._subject.values:
+            self._given.append((name, tensors.record(gradient, values=True)))
 
     @hook_calls.ours
     def _begin(self, _: Tensor) -> None:
         if not self._ending:
             self._ending = True
+            self._given.clear()
             self._begun()
             call_last(self._end)
 
     def _end(self) -> None:
         finite, self._ending, self._finite = self._finite, False, True
-        self._ended((), {}, finite)
+        given, self._given = self._given, []
+        known = dict(given)
+        is_known = len(known) == len(given) and self._seen == self._subject.trained.keys()
+        self._ended((), known if is_known else {}, finite)
         self._summed()

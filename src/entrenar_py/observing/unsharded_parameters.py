@@ -39,8 +39,8 @@ def when_whole(model: nn.Module, found: Found) -> list[Any]:
                 found(tensors.plain_name(f"{prefix}.{name}" if prefix else name), parameter)
 
     hooked = flat_parameters.when_whole(model, found)
-    return hooked + [
-        module.register_forward_pre_hook(partial(look, prefix))
-        for prefix, module in model.named_modules()
-        if isinstance(cast(object, module), FSDPModule)
-    ]
+    for prefix, module in model.named_modules():
+        if isinstance(cast(object, module), FSDPModule):
+            look(prefix, module)  # the pass that has just begun has gathered some
+            hooked.append(module.register_forward_pre_hook(partial(look, prefix)))
+    return hooked

@@ -133,6 +133,8 @@ def _whole(name: str, rank: int, held: Held, ranks: Ranks) -> TensorRecord | Non
         return held[rank][name]
     if held[rank][name].data is None:
         return _whole_sketch(name, piece, held, ranks)
+    if held[rank][name].size == math.prod(piece.whole):
+        return held[rank][name]  # the gradient that a rank's own pass gave to the whole parameter
     parts = []
     for holder in piece.ranks:
         record = held.get(holder, {}).get(name)
