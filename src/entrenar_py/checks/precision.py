@@ -72,9 +72,9 @@ def _units(values: Iterable[NDArray[Any]]) -> Iterable[float]:
     telling = bits[(bits & 0x7FFFFF) != 0]
     if np.unique(telling).size < _NUMBERS_MIN:
         return
-    multiple = _largest_multiple(telling.view(np.float32))
     for error, cut_off in SIXTEEN.values():
-        if not (telling & cut_off).any() and multiple >= _FULL / error:
+        is_rounded = not (telling & cut_off).any()
+        if is_rounded and _largest_multiple(telling.view(np.float32)) >= _FULL / error:
             yield error
 
 
