@@ -203,6 +203,15 @@ def test_a_model_that_shifts_its_inputs_has_its_own_tokens_as_targets() -> None:
     assert judged("label_shift", TOKENS, own).verdict is Verdict.INCONCLUSIVE
 
 
+def test_rows_that_are_restored_have_no_next_token() -> None:
+    """An autoencoder sees all of its row, and its targets are the row's own tokens."""
+    own = replace(SCORED, matches=(12, 1, 2))
+    for check in ("label_shift", "causality"):
+        finding = judged(check, TOKENS, own, replace(LATER, still=0.3))
+        assert is_not_applied(finding), check
+        assert "may be trained to restore its rows" in finding.reason
+
+
 def test_a_further_loss_may_be_of_later_tokens() -> None:
     """A second head predicts the token after the next."""
     ahead = replace(SCORED, call=1, matches=(0, 1, 12))

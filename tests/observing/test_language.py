@@ -175,6 +175,35 @@ def test_later_tokens_move_no_earlier_output() -> None:
             assert reread.noise == 0.0
 
 
+def test_a_row_that_depends_on_other_rows_is_told() -> None:
+    """Experts that are full leave out tokens of the rows that come last."""
+
+    class Full(Summed):
+        def mix(self, x: Tensor) -> Tensor:
+            return x.flatten(0, 1).cumsum(0).view_as(x)
+
+    assert all(one.noise > 0.01 for one in of(trace.Reread, recorded(Full())))
+
+
+def _of_decoder(scores: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(scores[:, :-1].flatten(0, 1), IDS[:, 2:].flatten())
+
+
+@pytest.mark.parametrize(("name", "is_known"), [("tgt", True), ("other", False)])
+def test_a_decoder_s_tokens_are_those_that_are_probed(name: str, is_known: bool) -> None:
+    """An encoder sees all of its row, which may be the same text."""
+
+    class Decoder(Summed):
+        def forward(self, ids: Tensor, **given: Any) -> Tensor:
+            seen = self.table(ids).sum(1, keepdim=True)
+            scores: Tensor = self.head(self.table(given[name]).cumsum(1) + seen)
+            return scores
+
+    events = recorded(Decoder(), given={name: IDS[:, 1:]}, loss=_of_decoder)
+    assert bool(of(trace.Reread, events)) is is_known
+    assert all(one.still == 0.0 for one in of(trace.Reread, events))
+
+
 def test_outputs_whose_targets_are_ignored_may_move() -> None:
     """A prompt may be seen from both sides."""
 
@@ -250,6 +279,10 @@ def _same(scores: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), ids.flatten())
 
 
+def _twice(scores: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(scores[:, :-2].flatten(0, 1), ids[:, 2:].flatten())
+
+
 def _summed(scores: Tensor, ids: Tensor) -> Tensor:
     logs = scores[:, :-1].log_softmax(-1).flatten(0, 1)
     return F.nll_loss(logs, ids[:, 1:].flatten(), reduction="sum", ignore_index=0) / 5
@@ -268,6 +301,7 @@ def _by_token(scores: Tensor, ids: Tensor) -> Tensor:
         (_same, (12, 0, 0), 1 / 16, 1 / 16),
         (_summed, (0, 12, 0), 1 / 5, 1 / 5),
         (_by_token, (0, 12, 0), 0.0, 1 / 4),
+        (_twice, (0, 0, 12), 1 / 12, 1 / 12),
     ],
 )
 def test_targets_and_shares_of_a_loss(

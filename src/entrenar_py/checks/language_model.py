@@ -126,6 +126,16 @@ def _shifts(trace: Trace) -> dict[int, list[Scored]]:
     return found
 
 
+def _restores(trace: Trace) -> bool:
+    """Return whether targets are the tokens at their own places, all of which an output sees.
+
+    An autoencoder is trained so. A model that sees no later tokens would only copy.
+    """
+    sees_all = any(not _is_still(one) for one in _moving(trace, "later"))
+    return sees_all and [*_shifts(trace)] == [0] and bool(_sees_own(trace))
+
+
+_RESTORED = "targets are the tokens at their own places: it may be trained to restore its rows"
 _NO_TARGETS = "no cross-entropy was seen whose targets are the tokens of its rows"
 
 
@@ -133,6 +143,8 @@ def _shifted(tally: Tally, trace: Trace) -> str:
     shifts = _shifts(trace)
     if not shifts:
         return _NO_TARGETS
+    if _restores(trace):
+        return _RESTORED
     shift = 1 if 1 in shifts else min(shifts)  # further losses may be of later tokens
     losses, sees = shifts[shift], _sees_own(trace)
     if shift == 1 or (shift == 0 and sees is False):  # the latter: the model shifts its inputs
@@ -188,8 +200,8 @@ def _stays(tally: Tally, trace: Trace, rereads: Iterable[Reread], message: str) 
         judged = True
         if not one.noise <= _bound(one, SILENT):
             tally.miss(
-                f"outputs change by {one.noise:.2g} though the rank's tokens stay: they depend on "
-                "other ranks' tokens, or on numbers that no known generator draws"
+                f"outputs change by {one.noise:.2g} though the row's tokens stay: they depend on "
+                "other rows' or other ranks' tokens, or on numbers that no known generator draws"
             )
         elif (is_still := _is_still(one)) or one.still > _bound(one, ROUNDINGS):
             tally.check(
@@ -211,6 +223,8 @@ def _causal(tally: Tally, trace: Trace) -> str:
     later = _moving(trace, "later")
     if not _shifts(trace) and not all(map(_is_still, later)):
         return f"{_NO_TARGETS}: it may be trained to see both sides"
+    if _restores(trace):
+        return _RESTORED
     for cut in sorted({one.cut or 0 for one in later}):
         what = (
             f"an output changes if tokens from position {cut} on are replaced: it sees later ones"

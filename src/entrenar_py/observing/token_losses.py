@@ -189,11 +189,12 @@ _Grid = tuple[Tensor, Tensor, Tensor, int]
 def _grids(loss: Loss, ids: Tensor) -> Iterator[_Grid]:
     """Yield targets and which are counted as [rows, positions], and the ids, for each layout.
 
-    The last position may be left out. Positions may be the second dimension or the first.
+    The last position may be left out, or the last two. Positions may be the second dimension or the
+    first.
     """
     for dimension in (1, 0):
         length, rows = ids.shape[dimension], ids.shape[1 - dimension]
-        for width in (length, length - 1):
+        for width in range(length, length - SHIFTS, -1):
             if width < 1 or loss.targets.numel() != width * rows:
                 continue
             shape = (rows, width) if dimension else (width, rows)

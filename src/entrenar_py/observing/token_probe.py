@@ -86,13 +86,20 @@ class Probe:
     special: Collection[int]
 
     def table(self) -> Table | None:
-        """Return the first table that looks an argument up; None if none does."""
+        """Return the first table that looks an argument up; None if none does.
+
+        A decoder's tokens may follow an encoder's: then only the argument's name tells which these
+        are.
+        """
         calls = _Calls()
         self._run(calls)
+        tables: dict[int, Table] = {}
         for ids, padding_id in calls.looked_up:
             if (place := self.arguments.place_of(ids)) is not None:
-                return Table(place, padding_id)
-        return None
+                tables.setdefault(place, Table(place, padding_id))
+        first = next(iter(tables), None)
+        chosen = first if len(tables) < 2 else self.arguments.of_decoder([*tables])
+        return None if chosen is None else tables[chosen]
 
     def events(
         self, rows: Rows, place: int, dimension: int, counted: Tensor, **where: int
@@ -104,6 +111,7 @@ class Probe:
         """
         before = self._pass(rows.ids, place)
         noise = self._noise(rows.ids, place, before)
+        noise = max(noise, self._of_other_rows(rows.ids, place, dimension, before))
         for trial in _trials(rows, dimension, counted):
             other = self._replaced(rows, trial.wanted)
             after = self._pass(other, place)
@@ -136,6 +144,19 @@ class Probe:
             if keeps and before.scores is not None and after.scores is not None:
                 found = _most(_change(before.scores, after.scores))
         return found
+
+    def _of_other_rows(self, ids: Tensor, place: int, dimension: int, before: _Output) -> float:
+        """Return how much outputs of the last row change if all other rows' tokens are replaced.
+
+        Experts that take no more than so many tokens give the last row what the others leave.
+        """
+        at = 1 - dimension
+        last, others = ids.shape[at] - 1, _next(ids, self.special).clone()
+        others.select(at, last).copy_(ids.select(at, last))
+        after = self._pass(others, place)
+        if before.scores is None or after.scores is None:
+            return 0.0
+        return _most(_change(before.scores, after.scores).select(at, last))
 
     def _replaced(self, rows: Rows, wanted: Tensor) -> Tensor:
         other = _next(rows.ids, self.special)

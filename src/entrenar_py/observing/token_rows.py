@@ -23,6 +23,7 @@ _DOCUMENT_NAMES = frozenset(
 )
 
 
+_OF_DECODER, _OF_PARTS = ("decoder", "tgt", "trg", "target"), ("seg", "lang", "speaker")
 _TOKEN_NAMES = ("input_ids", "ids", "idx", "tokens", "token_ids", "input", "inputs", "x")
 
 
@@ -67,6 +68,18 @@ class Arguments:
             if _are_equal(leaf, looked_up, shift)
         }
         return found.get(0, found.get(1))
+
+    def of_decoder(self, places: Sequence[int]) -> int | None:
+        """Return the place of a decoder's tokens, or else the first one that may be tokens.
+
+        None if that is not the only one.
+        """
+        named = {at: self._names[at] for at in places}
+        decoders = [at for at, name in named.items() if any(word in name for word in _OF_DECODER)]
+        tokens = [at for at, name in named.items() if not any(word in name for word in _OF_PARTS)]
+        if decoders:
+            return decoders[0]
+        return tokens[0] if len(tokens) == 1 else None
 
     def guessed(self) -> int | None:
         """Return the place of the token ids as the arguments' names tell it."""

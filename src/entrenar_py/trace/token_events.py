@@ -76,8 +76,8 @@ class Reread(Event):
     (all but the last in each row). `still` is the largest change of an output that must stay, at
     `position` of `row`; `moved` that of the other outputs, and `own` that of the outputs at the
     first replaced position. `loss` is the change of the loss that the model returned, None if it
-    returned none. `noise` is the largest change without another token, `scale` the largest output,
-    and `unit` the rounding of the format that was computed in.
+    returned none. `noise` is the largest change of a row that keeps its tokens, `scale` the largest
+    output, and `unit` the rounding of the format that was computed in.
     """
 
     step: int
