@@ -13,6 +13,9 @@ from entrenar_py.errors import UsageError, did_you_mean
 PACKAGE = Path(__file__).resolve().parent
 # Either one alone misses bugs that the other finds: a forgotten set_epoch, a sampler that pads.
 FOR_SCRIPTS = ("distributed-training-v1.yaml", "training-integrity-v1.yaml")
+# What nobody means who trains a language model. Where no contract was named, these clauses are
+# looked at, too, and reported if they are broken.
+OF_LANGUAGE, NEVER_MEANT = "language-model-v1.yaml", ("F-LM-001", "F-LM-002")
 
 
 def contract_path(name: str) -> Path:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from entrenar_py.checks.needs import PROBED
 from entrenar_py.cli.reporting import Work
 from entrenar_py.command import (
     declarations,
@@ -67,6 +68,7 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     contradicts the declaration, and is reported. Raises UsageError if the command can't be run.
     """
     tasks = judging.tasks(standing.selected)
+    probed = {PROBED} if names_no_contract(options) else set()
     usual = launchers.usual_variables(options.command)
     make_plan = partial(
         run_plan.Plan,
@@ -76,7 +78,8 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
             for one in tasks
             if one.check is not None
             for need in (*one.check.needs, *one.check.witnesses)
-        },
+        }
+        | probed,
         world_sizes=options.world_size or run_plan.WORLD_SIZES,
         seed=options.seed,
         num_steps=options.steps,
@@ -138,6 +141,11 @@ def work(options: argparse.Namespace, standing: Standing, shared: Shared) -> Wor
     )
 
 
+def names_no_contract(options: argparse.Namespace) -> bool:
+    """Return whether a command is checked by the contracts that are for any script."""
+    return "contract" not in (*options.typed, *options.used)
+
+
 def stored_work(
     options: argparse.Namespace, standing: Standing, kept: Mapping[Path, runs.Run]
 ) -> Work:
@@ -163,7 +171,7 @@ def stored_work(
 
 def _advice(options: argparse.Namespace, tasks: Iterable[Task]) -> dict[str, str]:
     """Return by id why a break is only advice, for clauses that neither contract nor id named."""
-    if "contract" in (*options.typed, *options.used):
+    if not names_no_contract(options):
         return {}
     return {
         one.invariant.id: one.check.advice

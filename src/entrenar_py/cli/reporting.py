@@ -60,12 +60,16 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The work on one contract, with the options that are its own."""
+    """The work on one contract, with the options that are its own.
+
+    What is looked at `is_aside` is reported only if something of it is broken.
+    """
 
     options: argparse.Namespace
     contract: Contract
     work: Work
     standing: exclusions.Standing
+    is_aside: bool = False
 
 
 def run_all(
@@ -80,24 +84,38 @@ def run_all(
     style = terminal.Style(quiet=options.quiet and not options.verbose, verbose=options.verbose)
     begun = [_begun(job, command) for job in jobs]
     streams = any(job.work.streams for job in jobs)
-    terminal.begin(begun, output, style=style, foreseen=_foreseen(jobs))
+    asked = [(job, report) for job, report in zip(jobs, begun, strict=True) if not job.is_aside]
+    told = [report for _, report in asked]
+    terminal.begin(told, output, style=style, foreseen=_foreseen([job for job, _ in asked]))
     reports: list[Report] = []
     ending = None
     try:
         with runs:
             for job, report in zip(jobs, begun, strict=True):
-                reports.append(_finished(job, report, output, rows=streams and style.verbose))
+                rows = streams and style.verbose and not job.is_aside
+                finished = _finished(job, report, output, rows=rows)
+                if job.is_aside:
+                    finished = _broken(finished)
+                    if not finished.entries:
+                        continue
+                reports.append(finished)
                 _write(reports[-1], job.options, output)
                 if reports[-1].interrupted:
                     break
-        if left := len(jobs) - len(reports):
-            told = "1 other contract was" if left == 1 else f"{left} other contracts were"
-            printing.warn(f"entrenar-check: interrupted: {told} not begun")
+        if (left := len(asked) - len(reports)) > 0:
+            others = "1 other contract was" if left == 1 else f"{left} other contracts were"
+            printing.warn(f"entrenar-check: interrupted: {others} not begun")
         ending = end(reports, allow_inconclusive=options.allow_inconclusive)
     finally:
         if reports:
             terminal.render(reports, output, style=style, ending=ending, streamed=streams)
     return ending.code
+
+
+def _broken(report: Report) -> Report:
+    """Return the report without what holds, is open or doesn't apply: nobody asked for it."""
+    broken = [entry for entry in report.entries if entry.verdict is Verdict.FALSIFIED]
+    return replace(report, entries=tuple(broken), not_applying=())
 
 
 def _foreseen(jobs: Sequence[Job]) -> list[str]:

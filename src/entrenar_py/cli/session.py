@@ -60,6 +60,9 @@ def prepare(options: argparse.Namespace, arguments: Sequence[str]) -> Callable[[
         return lambda: max([_list(_standing(own, loaded), output) for own, loaded in chosen])
     shared = commanded.Shared()
     jobs = [_prepared(own, loaded, shared) for own, loaded in chosen]
+    is_free = not (options.only or options.severity) and commanded.names_no_contract(options)
+    if options.mode == "command" and is_free:
+        jobs.append(_of_language(options, shared, trace_dir=jobs[0].options.trace_dir))
     return partial(reporting.run_all, jobs, called, output, runs=shared.stack)
 
 
@@ -121,6 +124,17 @@ def _prepared(
         work = _falsifying(options, standing.selected)
     _make_trace_folder(options.trace_dir)
     return reporting.Job(options=options, contract=loaded, work=work, standing=standing)
+
+
+def _of_language(
+    options: argparse.Namespace, shared: commanded.Shared, *, trace_dir: Path | None
+) -> reporting.Job:
+    """Return the job that looks at what a language model learns, in the runs of other contracts."""
+    wider = argparse.Namespace(**vars(options))
+    wider.contract = (*options.contract, shipped.OF_LANGUAGE)
+    own = early.each_contract(wider)[-1]
+    own.trace_dir, own.only, own.exclude = trace_dir, shipped.NEVER_MEANT, ()
+    return replace(_prepared(own, _load(own), shared), is_aside=True)
 
 
 def _loaded(options: argparse.Namespace) -> list[tuple[argparse.Namespace, Contract]]:
