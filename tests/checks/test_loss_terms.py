@@ -63,6 +63,40 @@ def test_means_that_are_added_stay_open(terms: Terms) -> None:
     assert COUNTED in reason(run(terms))
 
 
+def four(terms: Terms) -> Trace:
+    """Return a run whose ranks have four micro-batches with these terms."""
+    events: list[Event] = []
+    for event in run(terms).events:
+        events.append(event)
+        if isinstance(event, Shard):
+            ids = tuple(number + 1000 for number in event.ids)
+            events.append(replace(event, shard=event.shard + 4, ids=ids))
+    return replace(run(terms), events=tuple(events))
+
+
+def test_a_loss_that_is_divided_by_the_micro_batches_twice() -> None:
+    """The script divides, and an engine divides what it is given: the step is a quarter of one."""
+    broken = traces.broken(traces.judge("weighting", [four(((8.0, 1 / 128, 4.0, 4.0, 8.0),))]))
+    assert broken.step == 0
+    assert "4 micro-batches has its loss divided by 4 twice" in broken.message
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        four(((8.0, 1 / 32, 4.0, 8.0),)),
+        four(((4.0, 1 / 16, 4.0, 4.0),)),  # a mean over four elements
+        four(((16.0, 1 / 64, 4.0, 4.0, 4.0),)),  # over four rows of four elements
+        four(((8.0, 1 / 64, 4.0, 2.0, 8.0),)),  # half of a squared error
+        run(((8.0, 1 / 32, 2.0, 2.0, 8.0),)),  # half of one, or divided twice
+    ],
+    ids=["once", "elements", "rows", "half", "two"],
+)
+def test_other_divisions_by_that_number(trace: Trace) -> None:
+    """The number may be that of elements or rows, and two micro-batches may be halves."""
+    assert traces.judge("weighting", [trace]).verdict is not Verdict.FALSIFIED
+
+
 def test_without_terms_the_number_is_unknown() -> None:
     assert UNKNOWN in reason(run(()))
     assert UNKNOWN in reason(run(((8.0, float("nan")),)))

@@ -6,6 +6,7 @@ those of one sum. A mean is also shown by a division by the number of micro-batc
 may be the weight of one of several losses.
 
 A script that divides by nothing may mean the sum of its micro-batches' means. So that stays open.
+One that divides by the number of micro-batches, though its engine does so by itself, divides twice.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from entrenar_py.verdict import Tally
 from entrenar_py.wording import listed
 
 Parts = list[tuple[Mapping[int, Update], list[Shard]]]  # of each step: updates, micro-batches
+_NO_HALF = 3  # micro-batches; by 2 a loss may be divided for itself (half of a squared error)
 _BOUND = 1e-3  # numbers are Python's, or a float32's; counts that differ do so by more
 
 
@@ -95,6 +97,14 @@ class _Step:
             for term, number in zip(column, numbers, strict=True)
         )
 
+    def is_divided_twice(self) -> bool:
+        """Return whether each loss is divided by the number of micro-batches once too often."""
+        (number, *others), (terms, *further) = self.sizes, self.columns
+        if others or further or number < _NO_HALF or self.parts():
+            return False
+        twice = (t.count and t.is_mean and t.is_divided_by(number, times=2) for t in terms)
+        return all(twice) and bool(self._parts_of(number * self.total))
+
     def parts(self) -> set[str]:
         """Return over what the micro-batches together are one mean: all ranks, each rank, or both.
 
@@ -102,8 +112,11 @@ class _Step:
         """
         if self._is_weight():
             return set()
+        return self._parts_of(self.total)
+
+    def _parts_of(self, total: float) -> set[str]:
         known = {"all": 1, "each": len(self.by_rank), "applied": self.divisor or math.nan}
-        return {name for name, number in known.items() if _alike(self.total, number)}
+        return {name for name, number in known.items() if _alike(total, number)}
 
     def is_even(self) -> bool:
         """Return whether all elements of a term count alike, as far as their numbers are known."""
@@ -160,6 +173,9 @@ def judge(tally: Tally, trace: Trace) -> None:
 def require_other_numbers(tally: Tally, runs: Sequence[Trace]) -> None:
     """Count as missing how much losses count, if ranks add up as many micro-batches in all runs."""
     known = [(run, _networks(run)) for run in runs if run.traits.losses == "backward"]
+    for run, networks in known:
+        for parts in networks.values():
+            _divided_twice(tally, run, parts)
     for name in dict.fromkeys(name for _, networks in known for name in networks):
         own = [(run, networks[name]) for run, networks in known if name in networks]
         counts = {
@@ -287,6 +303,20 @@ def _is_even(micro_batches: Sequence[Sequence[_Term]]) -> bool:
 def _count(micro_batches: Sequence[Sequence[_Term]]) -> float:
     """Return the number of elements of the first term."""
     return sum(terms[0].count for terms in micro_batches)
+
+
+def _divided_twice(tally: Tally, trace: Trace, parts: Parts) -> None:
+    """Check that no step's losses are divided by the number of its micro-batches once too often."""
+    for step in filter(_Step.is_divided_twice, _steps(parts)):
+        number = max(step.sizes)
+        tally.check(
+            False,
+            f"each of a rank's {number} micro-batches has its loss divided by {number} twice, "
+            "which could mean: the script divides it, and what calls backward does so by itself",
+            expected="1",
+            got=f"{1 / number:.6g}",
+            **evidence.place(trace, step.update),
+        )
 
 
 def _rows(tally: Tally, trace: Trace, step: _Step) -> None:
