@@ -191,6 +191,17 @@ def test_the_place_of_each_parameter_at_stage_3() -> None:
     assert [g if g is None else g.tolist() for g in gradients] == [None, [9.0], None]
 
 
+def test_a_gradient_that_no_optimizer_applies() -> None:
+    """Each rank has the whole gradient of a parameter in no group; its part of that is recorded."""
+    model: Any = _at_stage_3()
+    model.frozen.requires_grad_()
+    model.frozen.data = torch.zeros(3)
+    model.frozen.grad = torch.tensor([1.0, 2.0, 3.0])
+    gradient = flat_parameters.of(model)["frozen"].gradient()
+    assert gradient is not None
+    assert gradient.tolist() == [3.0]
+
+
 def test_groups_have_their_tensors_between_two_steps() -> None:
     """Rates and names are known of what the optimizer is only given within a step."""
     subject = _subject(_at_stage_3())

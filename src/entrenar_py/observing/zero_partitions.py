@@ -47,6 +47,8 @@ class Partition(Part):
     def gradient(self) -> Tensor | None:
         """Return this rank's elements of the gradient that is applied, or was reduced last."""
         applied: Tensor | None = self.owner.grad
+        if self.group is None and applied is not None and self.piece is not None:
+            return applied.reshape(-1)[self.piece.offset[0] :][: self.numel]  # whole, and its own
         if applied is not None:
             return self.of(applied) if self.fits(applied) else None
         reduced = self._reduced()
