@@ -14,45 +14,6 @@ _NO_RATE = Expected(
     reproduction="deepspeed_warmup_begins_twice.py",
     known="https://github.com/deepspeedai/DeepSpeed/pull/5287",
 )
-_COPIES = "The optimizer steps flat shards of the weights in float32, which nothing relates to the "
-_SHARDS = (
-    Expected(
-        clause="F-TI-001",
-        verdict="inconclusive",
-        kind=Kind.LIMIT,
-        words="the optimizer steps copies of the model's weights",
-        because=_COPIES + "model's parameters. Their gradients aren't compared.",
-    ),
-    Expected(
-        clause="F-TI-002",
-        verdict="inconclusive",
-        kind=Kind.LIMIT,
-        words="that of copies of the weights",
-        because=_COPIES + "model's parameters. Their state isn't compared.",
-    ),
-    Expected(
-        clause="F-TI-008",
-        verdict="inconclusive",
-        kind=Kind.LIMIT,
-        words="the optimizer steps copies of the model's weights",
-        because=_COPIES + "model's parameters. Their steps aren't recomputed.",
-    ),
-    _NO_RATE,
-)
-_UNSEEN = tuple(
-    Expected(
-        clause=clause,
-        verdict="inconclusive",
-        kind=Kind.LIMIT,
-        words="got after the forward and backward passes",
-        because="At stage 3 parameters are empty outside of the passes, and the optimizer gets "
-        "shards of them within its step. Neither is observed.",
-    )
-    for clause in (
-        *("F-DP-001", "F-DP-002", "F-DP-003", "F-DP-005", "F-DP-006", "F-TI-001", "F-TI-002"),
-        *("F-TI-003", "F-TI-004", "F-TI-005", "F-TI-007", "F-TI-008"),
-    )
-)
 
 
 def _command(stage: int, *options: str) -> tuple[str, ...]:
@@ -117,7 +78,5 @@ _RESUMED = Trial(
 )
 RECIPES = (
     _zero(0, (STEPS_AT_NAN, _NO_RATE, _RATE_AHEAD, _SAME_ORDER), _RESUMED),
-    _zero(1, (*_SHARDS, _RATE_AHEAD, _SAME_ORDER)),
-    _zero(2, (*_SHARDS, _RATE_AHEAD, _SAME_ORDER)),
-    _zero(3, _UNSEEN),
+    *(_zero(stage, (_NO_RATE, _RATE_AHEAD, _SAME_ORDER)) for stage in (1, 2, 3)),
 )
