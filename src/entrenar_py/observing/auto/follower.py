@@ -416,7 +416,7 @@ class Follower:
             auto_notes.write(
                 Path(folder),
                 f"{type(optimizer).__name__} stepped tensors that it got after the forward and "
-                "backward passes, as shards of ZeRO-3 are: that is not observed yet",
+                "backward passes: that is not observed",
             )
 
     @guarded
