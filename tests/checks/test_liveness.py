@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from entrenar_py.scenario import OBSERVED
-from entrenar_py.trace import Declared, Shard, Start, Trace, Update
+from entrenar_py.trace import Declared, Ruled, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Verdict
 from tests.checks import traces
 from tests.checks.traces import broken, scenario, values
@@ -51,6 +51,16 @@ def test_a_weight_that_never_moves() -> None:
     found = broken(traces.judge("liveness", [trace]))
     assert (found.step, found.rank, found.tensor) == (2, 0, "w")
     assert found.got == values(1).digest
+
+
+@pytest.mark.parametrize(("names", "is_told"), [(("e",), True), (("e", "w"), False), ((), False)])
+def test_a_weight_that_is_in_no_group(names: tuple[str, ...], is_told: bool) -> None:
+    """That no optimizer has it is the cause, if it is known what they have."""
+    trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
+    rule = Ruled(step=0, rank=0, rule="SGD", names=names, constants={})
+    trace = replace(trace, events=(rule, *trace.events))
+    message = broken(traces.judge("liveness", [trace])).message
+    assert ("no optimizer has it in a group" in message) == is_told
 
 
 def test_a_rate_of_its_own() -> None:

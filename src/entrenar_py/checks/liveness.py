@@ -24,7 +24,7 @@ from entrenar_py.checks import (
 from entrenar_py.checks.check import Check
 from entrenar_py.checks.needs import Traces
 from entrenar_py.contract import Invariant
-from entrenar_py.trace import Declared, Shard, Start, Trace, Update
+from entrenar_py.trace import Declared, Ruled, Shard, Start, Trace, Update
 from entrenar_py.verdict import Finding, Tally
 
 # A trainable tensor may stay unchanged while its gradient is exactly zero (LoRA's A while B is
@@ -212,6 +212,8 @@ def _moving(
                     ": the optimizer steps other tensors than the model's: make it after the model "
                     "is wrapped, copied or converted"
                 )
+            elif _is_in_no_group(trace, start.rank, name):
+                message += ": no optimizer has it in a group of parameters"
             elif precision.unit_of({name: start.weights[name]}) == precision.BFLOAT16:
                 message += (
                     ": it is in bfloat16, where a step below half of a weight's last bit is lost: "
@@ -220,6 +222,12 @@ def _moving(
             _dead(tally, trace, name, rest, message)
         elif moved:
             tally.compared += 1
+
+
+def _is_in_no_group(trace: Trace, rank: int, name: str) -> bool:
+    """Return whether the optimizers of a rank are known, and none of them steps a tensor."""
+    stepped = {held for event in trace.of(Ruled) if event.rank == rank for held in event.names}
+    return bool(stepped) and name not in stepped
 
 
 def _rest(start: Start, name: str, live: Sequence[Update]) -> list[Update]:
