@@ -52,9 +52,11 @@ def test_what_cancellation_leaves_is_no_precision() -> None:
     That of a key's bias is: the softmax takes it away.
     """
     left = np.array([-41, -31, -17, -14, -13, -10, -7, -6, -5, -4, -2, 8, 12], np.float32)
-    assert precision.unit_of_values(left * np.float32(2.0**-38)) == 2.0**-24
-    ones = 1 + np.arange(1, 100, dtype=np.float32) * np.float32(2.0**-7)  # of one size
-    assert precision.unit_of_values(ones) == 2.0**-8
+    tensors = {
+        "key.bias": record_tensor(left * np.float32(2.0**-38), values=True),
+        "key.weight": record_tensor(NUMBERS, values=True),
+    }
+    assert precision.unit_of(tensors) == 2.0**-24
 
 
 def test_the_coarsest_tensor_counts() -> None:

@@ -21,9 +21,8 @@ BFLOAT16 = 2.0**-8
 SIXTEEN = {"bfloat16": (BFLOAT16, 0xFFFF), "float16": (2.0**-11, 0x1FFF)}
 # A few numbers may be round by nature. So many don't all end in zeros by chance (2^-16 each).
 _NUMBERS_MIN = 8
-# Numbers of n bits with a leading one are multiples of their last by 2^(n - 1) or more: half of the
-# inverse of their error.
-_FULL = 0.5
+# A tensor that is smaller by this, compared with the largest one, may be what cancellation left.
+_NOISE = 2.0**-20
 
 
 def unit(*traces: Trace) -> float:
@@ -42,9 +41,16 @@ def _unit(trace: Trace) -> float:
 
 
 def unit_of(tensors: Tensors) -> float:
-    """Return the largest relative error of one rounding in the coarsest of `tensors`."""
-    known = (record.elements() for record in tensors.values())
-    return max(map(unit_of_values, (one for one in known if one is not None)), default=FLOAT32)
+    """Return the largest relative error of one rounding in the coarsest of `tensors`.
+
+    What float32 leaves of numbers that cancel (the gradient of a key's bias) is a few last bits,
+    which look like 16. It is much smaller than other tensors.
+    """
+    known = [one for one in (record.elements() for record in tensors.values()) if one is not None]
+    sizes = [float(np.abs(one[np.isfinite(one)]).max(initial=0.0)) for one in known]
+    least = _NOISE * max(sizes, default=0.0)
+    telling = (one for one, size in zip(known, sizes, strict=True) if size >= least)
+    return max(map(unit_of_values, telling), default=FLOAT32)
 
 
 def unit_of_values(*tensors: NDArray[Any]) -> float:
@@ -73,18 +79,5 @@ def _units(values: Iterable[NDArray[Any]]) -> Iterable[float]:
     if np.unique(telling).size < _NUMBERS_MIN:
         return
     for error, cut_off in SIXTEEN.values():
-        is_rounded = not (telling & cut_off).any()
-        if is_rounded and _largest_multiple(telling.view(np.float32)) >= _FULL / error:
+        if not (telling & cut_off).any():
             yield error
-
-
-def _largest_multiple(values: NDArray[Any]) -> float:
-    """Return the largest of `values` as a multiple of the last bit that any of them has.
-
-    What float32 leaves of numbers that cancel (the gradient of a key's bias) are few such bits: it
-    looks like 16 bits, but is much smaller than what was added.
-    """
-    fractions, exponents = np.frexp(np.abs(values, dtype=np.float64))
-    whole = (fractions * 2.0**24).astype(np.int64)
-    last = np.ldexp((whole & -whole).astype(np.float64), exponents - 24)
-    return float(np.abs(values).max() / last.min())
