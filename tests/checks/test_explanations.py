@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from entrenar_py.checks import evidence, explanations
+from entrenar_py.faults import OF_RECORDS, Fault
 from entrenar_py.trace import Drawn, Shard, Tensors, Trace, Update
 from entrenar_py.verdict import Verdict
 from tests.checks import traces
@@ -142,3 +143,24 @@ def test_few_elements_are_multiples_by_chance() -> None:
     assert explanations.difference(small[1], small[0], 0, 1e-4) is None
     whole = explanations.difference(alone, applied(trace, all_halved), 0, 1e-4)
     assert whole is not None
+
+
+@pytest.mark.parametrize(
+    ("factor", "faults", "is_told"),
+    [
+        (0.516, (Fault(kind=OF_RECORDS[0], step=0, value="2"),), False),
+        (0.516, (), True),
+        (0.5, (Fault(kind=OF_RECORDS[0], step=0, value="2"),), True),
+    ],
+)
+def test_a_number_of_one_workers_own_samples_explains_nothing(
+    factor: float, faults: tuple[Fault, ...], is_told: bool
+) -> None:
+    """A worker that is given others' batches may divide by a number of those that it drew itself.
+
+    Then one factor is left that nobody chooses.
+    """
+    alone, many = own(1), own(2)
+    alone = replace(alone, scenario=alone.scenario.with_(faults=faults))
+    many = applied(many, lambda gradient, _: evidence.times(gradient, factor))
+    assert bool(explanations.difference(alone, many, 0, 1e-4)) is is_told

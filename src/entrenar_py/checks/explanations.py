@@ -17,6 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from entrenar_py.checks import closeness, combinations, evidence, factors, step_sums
+from entrenar_py.faults import OF_RECORDS
 from entrenar_py.trace import Tensors, Trace
 from entrenar_py.wording import listed
 
@@ -64,7 +65,25 @@ def difference(model: Trace, trace: Trace, step: int, bound: float) -> Explanati
     is_off = any(gap.distance > bound * gap.size for gap in gaps.values())
     if not is_off or sum(gap.expected.size for gap in gaps.values()) < _ELEMENTS_MIN:
         return None
-    return _by_factor(gaps, trace, bound) or _by_shares(due, got, trace, step, bound)
+    if (factor := _by_factor(gaps, trace, bound)) is not None:
+        return factor
+    if _is_given(model) and _is_one_factor(due, got, bound):
+        return None  # one worker may divide by a number of its own samples, which was not replaced
+    return _by_shares(due, got, trace, step, bound)
+
+
+def _is_given(model: Trace) -> bool:
+    """Return whether one worker was given the batches of several in place of its own."""
+    return any(fault.kind in OF_RECORDS for fault in model.scenario.faults)
+
+
+def _is_one_factor(due: Tensors, got: Tensors, bound: float) -> bool:
+    """Return whether one gradient is a multiple of the other, by whichever number."""
+    right, applied = evidence.vectors(due), evidence.vectors(got)
+    if right is None or applied is None:
+        return False
+    expected, made = step_sums.joined(right, due), step_sums.joined(applied, due)
+    return expected.shape == made.shape and factors.ratio(expected, made, bound) is not None
 
 
 def _by_factor(gaps: dict[str, closeness.Gap], trace: Trace, bound: float) -> Explanation | None:
