@@ -49,6 +49,7 @@ from falsification import (
     user_styles,
     user_together,
     user_unseeded,
+    user_zero,
 )
 from falsification.user_trainers import TWINS, Twin
 from tests.command import scripts, side_by_side, zygote
@@ -127,6 +128,7 @@ EVERY: tuple[Twin, ...] = (
     *user_unseeded.VARIANTS,
     *user_scalers.ROUNDED,
     *user_large.TWINS,
+    *user_zero.tried(),
 )
 
 
