@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from entrenar_py.rank_files import arranged, assembly
@@ -148,8 +149,12 @@ def test_a_copy_is_the_rank_s_own() -> None:
     assert norms == [(0.5 * NORM).tolist(), (NORM + 1).tolist()]
 
 
-def test_stages_have_the_union_of_names_and_add_up_what_is_tied() -> None:
-    """A stage that counts from zero is renamed; a tensor of both has both terms of its gradient."""
+@pytest.mark.parametrize("layout", [None, Layout(axes={"pp": 2})])
+def test_stages_have_the_union_of_names_and_add_up_what_is_tied(layout: Layout | None) -> None:
+    """A stage that counts from zero is renamed; a tensor of both has both terms of its gradient.
+
+    So is one whose ranks declare that they are stages.
+    """
     alone = recorded(0, {"0": UP, "1": DOWN, "norm": NORM}, (5, 6), size=1, samples="content")
     ranks = [
         recorded(0, {"0": UP, "norm": NORM}, (5, 6), samples="content"),
@@ -157,6 +162,7 @@ def test_stages_have_the_union_of_names_and_add_up_what_is_tied() -> None:
             1, {"0": DOWN, "head": NORM}, (8, 9), samples="content", gradient={"head": NORM * 2}
         ),
     ]
+    ranks = [replace(rank, layout=layout) for rank in ranks]
     events = whole_of(alone, *ranks)
     starts = [elements(event.weights) for event in events if isinstance(event, Start)]
     assert starts == [listed({"0": UP, "norm": NORM, "1": DOWN})] * 2

@@ -142,7 +142,7 @@ def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement
 
     Return None if ranks hold DTensors or all hold the whole model, and if it isn't clear where a
     tensor lies. A layout that is declared says which ranks share samples; it is enough by itself
-    where no rank holds a piece in a plain tensor.
+    where no rank holds a piece in a plain tensor, or a tensor under another name (of its stage).
     """
     starts = {rank.rank: start for rank in reversed(ranks) if (start := _first(rank)) is not None}
     whole = next((start for rank in alone if (start := _first(rank)) is not None), None)
@@ -154,8 +154,10 @@ def shown(ranks: Sequence[RankTrace], alone: Sequence[RankTrace]) -> Arrangement
     if not all(_is_clear(places[rank], start) for rank, start in starts.items()):
         return None
     declared = next((rank.layout for rank in ranks if rank.layout is not None), None)
-    held = [place for of_rank in places.values() for place in of_rank.values()]
-    if declared is not None and all(place.indices is None for place in held):
+    held = [item for of_rank in places.values() for item in of_rank.items()]
+    if declared is not None and all(
+        place.indices is None and place.name == name for name, place in held
+    ):
         return None
     one = next((shared_rows.of(rank) for rank in alone if not rank.life), {})
     are_parts = shared_rows.are_parts(ranks, one)
