@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
@@ -66,7 +67,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             contents.judge(tally, trace, compared.alone)
         elif ranks := _guessed_to_differ(trace):
             tally.miss(contents.guessed(f"{named('rank', ranks)} draw the same samples"))
-        elif trace.traits.epochs == "untold" and not trace.traits.replacement:
+        elif _has_untold_epochs(trace):
             missing.require_ids(tally, trace)
             untold_epochs.judge(tally, trace, compared.alone)
         else:
@@ -94,10 +95,25 @@ def _in_short_epochs(tally: Tally, runs: Traces, trace: Trace) -> None:
     is_known = trace.end.status == "completed" and trace.traits.sample_ids != "content"
     if not is_known or presuppositions.comparable(tally, presuppositions.SAMPLES, compared) is None:
         return
-    if trace.traits.epochs == "untold" and not trace.traits.replacement:
+    if _has_untold_epochs(trace):
         untold_epochs.judge(tally, trace, None)
     elif not _guessed_to_differ(trace):
         _disjoint_and_complete(tally, trace, None)
+
+
+def _has_untold_epochs(trace: Trace) -> bool:
+    """Return whether an epoch's end isn't told: by a sampler of the script's that never ends, too.
+
+    A pass through its loader has more samples than the data set.
+    """
+    if trace.traits.replacement:
+        return False
+    drawn = Counter[int]()
+    for shard in trace.of(Shard):
+        drawn[shard.epoch] += len(shard.ids)
+    is_endless = max(drawn.values(), default=0) > trace.scenario.num_samples
+    is_own = trace.scenario.workload == "own" and trace.traits.population == "guessed"
+    return trace.traits.epochs == "untold" or (is_own and is_endless)
 
 
 def _guessed_to_differ(trace: Trace) -> list[int]:

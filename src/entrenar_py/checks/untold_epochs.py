@@ -15,12 +15,14 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """Check that no sample is drawn again before all were drawn, by an error or a cut epoch.
 
     A sample that is drawn again may be an error, or the first of the next epoch. Which it is takes
-    epochs if less than a batch was left to draw. It also does if the samples of an epoch are a
-    guess, unless the run on one worker (`alone`) goes on with samples that were not drawn yet.
+    epochs if less than a batch was left to draw, but for a sampler that never ends. It also does if
+    the samples of an epoch are a guess, unless the run on one worker (`alone`) goes on with samples
+    that were not drawn yet.
     """
     population = Population(trace)
     slack = trace.scenario.batch_size
     by_step = {} if alone is None else evidence.shards(alone)
+    is_endless = trace.traits.epochs == "told"  # as the one pass of a loader that never ends
     is_first = any(start.step > 0 for start in trace.of(Start))  # the epoch may have begun before
     seen: dict[int, int] = {}  # sample -> step that drew it, in the epoch as it seems
     for step, shards in sorted(evidence.shards(trace).items()):
@@ -35,6 +37,7 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
             not population.is_guessed or _goes_on(by_step, step, seen)
         )
         is_used_up = not any(True for _ in population.surely_lacking(drawn.union(seen)))
+        is_over = is_endless and is_used_up and num_lacking == len(drawn - seen.keys())
         fresh: dict[int, int] = {}
         for shard in shards:
             again = tuple(i for n, i in enumerate(shard.ids) if i in fresh or i in shard.ids[:n])
@@ -44,11 +47,13 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
                 _drawn_again(tally, trace, shard, again, fresh)
             elif repeated and is_cut and not (is_used_up or is_first):
                 _drawn_again(tally, trace, shard, repeated, seen)
-            elif again or (repeated and (num_lacking or is_first)):
+            elif again or (repeated and (num_lacking or is_first) and not is_over):
                 _ask(tally, step)
             else:
                 tally.check(True, "")
         if not seen.keys().isdisjoint(fresh):
+            if is_over:  # the samples that were lacking are the last ones, the rest the first
+                fresh = {id_: step for id_ in fresh if id_ in seen}
             is_first, seen = False, {}
         seen.update(fresh)
 
