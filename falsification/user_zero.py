@@ -135,6 +135,7 @@ BUGS = (
         2,
         ("ACCUMULATION, SHORT, CLIP = 2, 2,", "ACCUMULATION, SHORT, CLIP = 2, 4,"),
         ("engine.backward(loss)", "engine.backward(loss / ACCUMULATION)"),
+        ("        obs.loss(loss, len(labels))\n", ""),  # else what it reports counts
         check="weighting",
     ),
     _twin(
