@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -304,6 +305,17 @@ def test_a_gradient_that_is_not_what_clipping_left_of_it_is_not_held(factor: flo
     """Something else came between, or the norm was another one."""
     tally = judged(called(run(lambda ranks: times(clipped(mean(ranks)), factor)), whole_of))
     assert tally.finding(nothing="").verdict is Verdict.INCONCLUSIVE
+
+
+def test_a_gradient_that_is_taken_away_after_clipping() -> None:
+    """A layer may be frozen for an epoch; what the script applies is the rest of what it clipped."""
+
+    def rest(ranks: Any) -> Vectors:
+        left = clipped(mean(ranks))
+        return {name: left[name] for name in [*left][1:]}
+
+    tally = judged(called(run(rest), whole_of))
+    assert tally.finding(nothing="").verdict is Verdict.HELD
 
 
 def test_gradients_that_are_zeros_when_they_are_clipped() -> None:
