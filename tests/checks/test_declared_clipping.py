@@ -308,7 +308,7 @@ def test_a_gradient_that_is_not_what_clipping_left_of_it_is_not_held(factor: flo
 
 
 def test_a_gradient_that_is_taken_away_after_clipping() -> None:
-    """A layer may be frozen for an epoch; what the script applies is the rest of what it clipped."""
+    """A layer may be frozen for an epoch: what is applied is the rest of what was clipped."""
 
     def rest(ranks: Any) -> Vectors:
         left = clipped(mean(ranks))
