@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from entrenar_py.checks import evidence
 from entrenar_py.faults import NEEDED, ON_THE_WAY, Fault
-from entrenar_py.trace import Shard, TensorRecord, Update, record_tensor
+from entrenar_py.trace import Shard, Start, TensorRecord, Update, record_tensor
 from entrenar_py.verdict import Tally
 from tests.checks import traces
 from tests.checks.test_closeness import found, sketched
@@ -150,3 +151,18 @@ def test_equal_tensors_count_and_missing_ones_are_named() -> None:
 def test_a_sketch_shows_that_an_element_is_not_finite() -> None:
     """By its norm; the element is unknown."""
     assert evidence.non_finite({"v": sketched(1), "w": sketched(math.nan)}) == ("w", None)
+
+
+def test_passes_that_are_followed_from_within() -> None:
+    """The first pass of each life of a rank, where a model is sharded; no other pass."""
+    trace = traces.run(scenario(workload="linear", world_size=2, num_steps=4))
+    assert evidence.passes_begun_late(trace) == set()
+    first = {rank: one.shard for one in reversed(trace.of(Shard)) for rank in (one.rank,)}.values()
+    again = [replace(start, step=2) for start in trace.of(Start)]
+    place = next(n for n, e in enumerate(trace.events) if isinstance(e, Shard) and e.step == 2)
+    events = (*trace.events[:place], *again, *trace.events[place:])
+    bare = (replace(event, gradient={}) if isinstance(event, Shard) else event for event in events)
+    sharded = traces.was(replace(trace, events=(*bare,)), shared=True)
+    assert evidence.passes_begun_late(sharded) == {(s, n) for s in (0, 2) for n in first}
+    whole = traces.was(replace(trace, events=events), shared=True)
+    assert evidence.passes_begun_late(whole) == set()

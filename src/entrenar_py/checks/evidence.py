@@ -285,3 +285,20 @@ def unseen_gradients(trace: Trace) -> str:
     if not seen or not moved:
         return ""
     return f"the norm of the gradient is unknown: that of {min(moved)} was not recorded"
+
+
+def passes_begun_late(trace: Trace) -> set[tuple[int, int]]:
+    """Return step and shard of the passes of a sharded model that lack their gradient, rightly.
+
+    Without a line a model is followed from within the first pass of each life of a rank on.
+    """
+    late: set[tuple[int, int]] = set()
+    begun = set[int]()  # ranks whose first pass has come
+    for event in trace.events if trace.traits.shared else ():
+        if isinstance(event, Start):
+            begun.discard(event.rank)
+        elif isinstance(event, Shard) and event.rank not in begun:
+            begun.add(event.rank)
+            if not event.gradient:
+                late.add((event.step, event.shard))
+    return late

@@ -203,23 +203,16 @@ def _summed_gradient(tally: Tally, trace: Trace, unknown: Collection[int]) -> li
             for names in _apart(by_rank, shards[step], mean):
                 sums, applied = ({n: vectors[n] for n in names} for vectors in (total, mean))
                 divisions.add(update, by_rank, shards[step], sums, applied)
-        elif valued and not _lacks_first_pass(trace, shards[step]):
+        elif valued and not _lacks_first_passes(trace, shards[step]):
             fact = facts.values_of("Shard.gradient and Update.gradient of all tensors")
             missing.ask(tally, f"the gradients of step {step} could not be added", fact)
     return divisions.changed
 
 
-def _lacks_first_pass(trace: Trace, shards: Sequence[Shard]) -> bool:
-    """Return whether a step of a sharded model lacks the gradient of a rank's first pass alone.
-
-    Without a line a model is followed from within that pass on.
-    """
-    first: dict[int, Shard] = {}
-    for shard in trace.of(Shard):
-        first.setdefault(shard.rank, shard)
-    lacking = [shard for shard in shards if not shard.gradient]
-    is_first = bool(lacking) and all(shard is first[shard.rank] for shard in lacking)
-    return trace.traits.shared and is_first
+def _lacks_first_passes(trace: Trace, shards: Sequence[Shard]) -> bool:
+    """Return whether all that a step lacks are gradients of passes that were begun late."""
+    lacking = {(shard.step, shard.shard) for shard in shards if not shard.gradient}
+    return bool(lacking) and lacking <= evidence.passes_begun_late(trace)
 
 
 def _apart(

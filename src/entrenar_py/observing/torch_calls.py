@@ -310,6 +310,8 @@ TABLE = (
             ("numpy", ("save", "savez", "savez_compressed")),
             ("pickle", ("dump",)),
             ("safetensors.torch", ("serialize_file",)),  # of save_file and save_model
+            ("torch.distributed.checkpoint", ("save", "async_save")),
+            ("torch.distributed.checkpoint.state_dict_saver", ("save", "async_save")),
         )
         for name in names
     ),
