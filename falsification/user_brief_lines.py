@@ -23,8 +23,8 @@ class ActorCritic(nn.Module):
         self.body = nn.Sequential(nn.Linear(3, 8), nn.Tanh())
         self.policy, self.value = nn.Linear(8, 2), nn.Linear(8, 1)
 
-    def evaluate(self, obs, action):
-        hidden = self.body(obs)
+    def evaluate(self, seen, action):
+        hidden = self.body(seen)
         pi = torch.distributions.Categorical(logits=self.policy(hidden))
         return pi.log_prob(action), pi.entropy(), self.value(hidden).squeeze(1)
 
@@ -35,16 +35,16 @@ class Corridor:
         self.at = self.rng.normal(size=3)
 
     def step(self):
-        obs, action = self.at.astype(np.float32), int(self.rng.integers(2))
+        seen, action = self.at.astype(np.float32), int(self.rng.integers(2))
         self.at = 0.9 * self.at + 0.3 * self.rng.normal(size=3)
         self.at[0] += 0.1 * action
-        return obs, action, -abs(float(self.at[0]))
+        return seen, action, -abs(float(self.at[0]))
 
 
 def collect(envs, horizon):
     rows = [env.step() for _ in range(horizon) for env in envs]
-    obs, actions, rewards = zip(*rows)
-    return torch.tensor(np.array(obs)), torch.tensor(actions), torch.tensor(rewards)
+    seen, actions, rewards = zip(*rows)
+    return torch.tensor(np.array(seen)), torch.tensor(actions), torch.tensor(rewards)
 
 
 def main():
@@ -56,8 +56,8 @@ def main():
     observe(agent, optimizer)
     envs = [Corridor(number) for number in range(rank, 8, world)]
     for update in range(10):
-        obs, actions, rewards = collect(envs, horizon=4)
-        log_prob, entropy, value = agent.evaluate(obs, actions)
+        seen, actions, rewards = collect(envs, horizon=4)
+        log_prob, entropy, value = agent.evaluate(seen, actions)
         advantage = rewards - value.detach()
         loss = -(log_prob * advantage).mean() + 0.5 * (value - rewards).square().mean()
         optimizer.zero_grad()

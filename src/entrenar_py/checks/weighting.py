@@ -83,6 +83,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
         advice = facts.values_of("Update.gradient in both runs").advice(observed=tally.observed)
         why = (not gradients and oracles.missing_model(tally, runs)) or advice
         tally.miss(f"the gradient's weighting is unknown: {why}")
+    _left_in_alone(tally, runs)
     why = "no loss with its weight was recorded"
     return tally.finding(nothing=missing.nothing(tally, why, facts.LOSS_AND_WEIGHT))
 
@@ -98,6 +99,24 @@ def _at_epochs_ends(tally: Tally, runs: Traces, trace: Trace) -> None:
     if is_whole and presuppositions.comparable(trial, presuppositions.SUMS, compared) is not None:
         _summed_gradient(trial, trace, missing.unknown_steps(trace))
         tally.take(trial)
+
+
+def _left_in_alone(tally: Tally, runs: Traces) -> None:
+    """Check the run on one worker, if several clear no gradients and what they add up is unknown.
+
+    That run shows by itself that the gradient of a step holds those of the steps before.
+    """
+    model = oracles.model_of(runs)
+    if model is None or not tally.observed:
+        return
+    for trace in (trace for trace in runs.own if trace is not model):
+        kept = {update.step for update in trace.of(Update) if update.kept}
+        if kept and not any(shard.gradient for shard in trace.of(Shard)):
+            trial = Tally(tally.invariant, observed=True)
+            _summed_gradient(trial, model, missing.unknown_steps(model))
+            if trial.broken is not None and trial.broken.step in kept:
+                tally.take(trial)
+            return
 
 
 def _by_own_elements(tally: Tally, runs: Traces) -> None:

@@ -57,7 +57,9 @@ class Generators:
         if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             devices = {p.device for p in self._model.parameters() if p.device.type == "cuda"}
             for device in sorted(devices, key=str):
-                shown[str(device)] = torch.cuda.get_rng_state(device).numpy().tobytes()
+                # Each rank has a GPU of its own, and generators are compared by their names.
+                name = device.type if len(devices) == 1 else str(device)
+                shown[name] = torch.cuda.get_rng_state(device).numpy().tobytes()
         for name, generator in self._own.items():
             shown[name] = _state(generator)
         return global_states() | _digests(shown)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.field.recipe import Edit, Expected, Kind, Recipe, Trial, on_gpus
 from tests.field.recipes.torch_ddp_tutorial import COMMIT, EXAMPLES
-from tests.field.usual import STEPS_AT_NAN, UNSEEDED
+from tests.field.usual import STEPS_AT_NAN
 
 _LAUNCH = ("torchrun", "--standalone", "--nproc_per_node={world_size}")
 _ON_CPU = (
@@ -50,14 +50,6 @@ _SP = (
         because="Each rank draws rows of its own, and only `obs.samples` tells whether they are "
         "parts of one batch. Besides, the script sets no seed, so two runs draw other inputs.",
     ),
-    Expected(
-        clause="F-DP-005",
-        verdict="inconclusive",
-        kind=Kind.PROPERTY,
-        words="one worker trains on batches of 20 samples, 2 on 40",
-        because="Each rank draws 20 rows of the sequence, whatever their number.",
-    ),
-    UNSEEDED,
 )
 
 
