@@ -37,6 +37,10 @@ DRAWS: dict[str, Callable[[int], Tensor]] = {
     "in place": lambda rows: torch.empty(rows, 2, 5).exponential_(2.0),
     "spread": lambda rows: torch.normal(torch.zeros(rows, 5), 2.0),
     "of a generator": lambda rows: torch.randn(rows, 5, generator=torch.Generator()),
+    "one of some for all": lambda rows: torch.multinomial(
+        torch.arange(1.0, 9), 3 * rows, replacement=True
+    ).view(rows, 3),
+    "one of a row": lambda rows: torch.multinomial(torch.rand(rows, 5), 1),
     "dropout": lambda rows: nn.functional.dropout(torch.ones(rows, 5), 0.5),
 }
 
@@ -173,6 +177,7 @@ def test_what_was_drawn_is_known(numbers: CommonNumbers) -> None:
         lambda rows: torch.randperm(rows)[:2],
         lambda rows: torch.rand(rows).argsort(),
         lambda rows: torch.randint(rows, (2,)),
+        lambda rows: torch.multinomial(torch.ones(rows), 2, replacement=True),
         lambda rows: torch.rand(2, rows),
     ):
         assert drawn(lambda draw=draw: draw(8)) != drawn(lambda draw=draw: draw(4))  # type: ignore[misc]

@@ -157,6 +157,8 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return first.fill_(likely > 0)
         if name == "bernoulli" and len(args) == 1:
             return (first >= 0.5).to(first.dtype)
+        if name == "multinomial":
+            return self._chosen(first, *args[1:3])
         if name in ("native_dropout", "_fused_dropout") and args[-1] is not False:
             share = 1 - args[1] if name == "native_dropout" else args[1]
             mask = torch.ones_like(first, dtype=torch.bool)
@@ -167,6 +169,19 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "normal" and len(args) == 3:
             return self._filled(torch.empty(args[2], **looks), "normal_", *args[:2])
         return None
+
+    def _chosen(self, shares: Tensor, number: int, replaces: bool = False) -> Tensor | None:
+        """Return what is chosen by shares, one of them for all rows; None if it may be rows."""
+        if shares.dim() > 1 and number == 1:
+            self._note("multinomial")
+            return shares.argmax(-1, keepdim=True)
+        if shares.dim() > 1 or not replaces:
+            return None
+        self._count += 1
+        self._note("multinomial", len(shares))
+        generator = torch.Generator().manual_seed(self._key << 20 | self._count)
+        one = torch.multinomial(shares.detach().cpu(), 1, generator=generator)
+        return one.to(shares.device).expand(number).clone()
 
     def _filled(self, tensor: Tensor, fill: str, *given: Any, **named: Any) -> Tensor:
         """Return `tensor`, filled with one vector along its last dimension."""
