@@ -152,7 +152,7 @@ BUGS = (
         check="step_rule",
         world_size=1,
         step=0,
-        words="such as 0.25 divided by 65536, which could mean: clipped while still scaled",
+        words="clipped while it was still scaled by 65536",
     ),
     Twin(
         name="gradients are never cleared, by a scaler's trainer",

@@ -82,7 +82,9 @@ def _may_be_changed(tally: Tally, trace: Trace) -> bool:
     Only a clipping norm that is declared, or that the command is told, says what comes after
     `obs.reduced()`. The steps are then another optimizer's, as it seems.
     """
-    known = trace.traits.clipping == "told" or trace.traits.clip_norm is not None
+    traits = trace.traits
+    is_declared = traits.clip_norm is not None and traits.clip_source != "calls"
+    known = traits.clipping == "told" or is_declared
     reports = any(update.grad_norm is not None for update in trace.of(Update))
     if trace.scenario.workload != "own" or known or not reports:
         return False
