@@ -319,8 +319,7 @@ BUGS = (
             "ids.clone()",
         ),
         check="parity",
-        verdict="inconclusive",
-        words=_COUPLED,
+        words="padding up to the longest sample counts",
     ),
     _bug(
         "micro-batches that are left at the end of an epoch go into the next",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
 
@@ -104,16 +103,23 @@ def _in_short_epochs(tally: Tally, runs: Traces, trace: Trace) -> None:
 def _has_untold_epochs(trace: Trace) -> bool:
     """Return whether an epoch's end isn't told: by a sampler of the script's that never ends, too.
 
-    A pass through its loader has more samples than the data set.
+    One pass through its loader has all samples, and only then some of them again.
     """
     if trace.traits.replacement:
         return False
-    drawn = Counter[int]()
-    for shard in trace.of(Shard):
-        drawn[shard.epoch] += len(shard.ids)
-    is_endless = max(drawn.values(), default=0) > trace.scenario.num_samples
     is_own = trace.scenario.workload == "own" and trace.traits.population == "guessed"
-    return trace.traits.epochs == "untold" or (is_own and is_endless)
+    return trace.traits.epochs == "untold" or (is_own and _goes_on_with_all(trace))
+
+
+def _goes_on_with_all(trace: Trace) -> bool:
+    """Return whether the samples of the first epoch come again once all of them have come."""
+    seen = set[int]()
+    for _, shards in sorted(evidence.shards(trace).items()):
+        drawn = [id_ for shard in shards if not shard.epoch for id_ in shard.ids]
+        if len({*drawn}) < len(drawn) or not seen.isdisjoint(drawn):
+            return len(seen.union(drawn)) >= trace.scenario.num_samples
+        seen.update(drawn)
+    return False
 
 
 def _guessed_to_differ(trace: Trace) -> list[int]:

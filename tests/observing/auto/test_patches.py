@@ -31,6 +31,10 @@ ARGUMENTS = {
     "numpy.savez_compressed": ["file", "args"],
     "pickle.dump": ["obj", "file"],
     "safetensors.torch.serialize_file": ["tensor_dict", "filename"],
+    **{
+        f"torch.distributed.checkpoint.{name}": ["state_dict"]
+        for name in ("save", "async_save", "state_dict_saver.save", "state_dict_saver.async_save")
+    },
     "torch.nn.utils.clip_grad_norm_": ["parameters", "max_norm", "norm_type"],
     "torch.nn.utils.clip_grad.clip_grad_norm_": ["parameters", "max_norm", "norm_type"],
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel.clip_grad_norm_": [
