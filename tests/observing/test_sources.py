@@ -33,7 +33,18 @@ class Shuffled(Sampler[int]):
 
 class Ranked(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
-        return iter([int(n) for n in torch.multinomial(torch.ones(SIZE), SIZE)])
+        weights = torch.ones(SIZE)
+        drawn = torch.multinomial(weights, SIZE, replacement=False)
+        return iter([int(number) for number in drawn])
+
+    def knows(self) -> bool:
+        return True
+
+
+class Seeded(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(random.randint(0, 9))
+        return iter([int(number) for number in torch.randperm(SIZE, generator=generator)])
 
 
 @pytest.mark.parametrize(
@@ -43,6 +54,7 @@ class Ranked(Sampler[int]):
         (Chosen, True),
         (Shuffled, False),
         (Ranked, False),
+        (Seeded, False),
         (lambda: WeightedRandomSampler([1.0] * SIZE, SIZE), True),
         (lambda: WeightedRandomSampler([1.0] * SIZE, SIZE, replacement=False), False),
     ],

@@ -52,10 +52,10 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
         return
     what = f"{named('rank', alike)} are given the same rows in every step"
     if twice is not None:
-        one, other = twice
+        first, again = twice
         what = (
-            f"rank {other.rank} selects for step {other.step} the rows that rank {one.rank} "
-            f"selects for step {one.step}, by the same random numbers"
+            f"rank {again.rank} selects for step {again.step} the rows that rank {first.rank} "
+            f"selects for step {first.step}, by the same random numbers"
         )
     if is_guessed:
         tally.miss(guessed(what))
@@ -64,7 +64,7 @@ def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
         False,
         f"{what}, though each is to train on samples of its own",
         step=min(evidence.shards(trace)) if twice is None else twice[1].step,
-        rank=alike[1],
+        rank=alike[1] if twice is None else twice[1].rank,
         scenario=trace.scenario,
     )
 
@@ -212,7 +212,7 @@ def _by_the_same_numbers(rows: Mapping[int, Sequence[Shard]]) -> tuple[Shard, Sh
 
     They may have them by chance where few rows are known, and are not returned then.
     """
-    shards = [shard for step in sorted(rows) for shard in rows[step]]
+    shards = [shard for step in sorted(rows) for shard in rows[step] if shard.ids]
     known = {id_ for shard in shards for id_ in shard.ids}
     first: dict[tuple[int, ...], Shard] = {}
     peers = [(first.setdefault(shard.ids, shard), shard) for shard in shards]

@@ -21,11 +21,13 @@ from entrenar_py.observing.numbering import Numbering
 
 _DEPTH_MAX = 8
 _DISPATCHER = "DataLoaderDispatcher"  # accelerate's, with dispatch_batches=True
-# What a sampler of the script's calls to draw samples again.
+# What a sampler of the script's calls to draw samples again, and what orders each of them once.
+_CALL = r"(?:[^()]|\([^()]*\))*"
 _REPLACES = re.compile(
-    r"\bmultinomial\([^#]*?(True|replacement=)|\bchoices\(|\brandint\(|\.integers\("
-    r"|\brandom\.choice\((?![^#]*replace=False)"
+    rf"\bmultinomial\({_CALL}?(?:replacement\s*=\s*True|,\s*True\b)|\bchoices\("
+    rf"|\brandint\(|\.integers\(|\brandom\.choice\((?!{_CALL}replace\s*=\s*False)"
 )
+_ORDERS = re.compile(r"\b(randperm|shuffle|permutation|permuted)\(")
 # Libraries whose samplers draw every sample of a data set in each epoch.
 _THOROUGH = ("torch", "torchdata", "accelerate", "transformers", "lightning", "pytorch_lightning")
 
@@ -188,9 +190,12 @@ def _replaces(part: Any) -> bool:
     said = _attribute(part, "replacement")
     if said is not None or isinstance(part, DataLoader) or _is_thorough(part):
         return said is True
-    with suppress(Exception):  # a class may have no text
-        return bool(_REPLACES.search(inspect.getsource(type(part))))
-    return False
+    try:
+        text = inspect.getsource(type(part))
+    except (OSError, TypeError):  # a class may have no text
+        return False
+    # Beside an order, a random number may be its seed.
+    return bool(_REPLACES.search(text)) and not _ORDERS.search(text)
 
 
 def _is_dispatcher(loader: Any) -> bool:
