@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entrenar_py.checks import CHECKS, accumulated
+from entrenar_py.checks import CHECKS, accumulated, weighting
 from entrenar_py.checks.needs import ALONE, SHORTENED, Runs
 from entrenar_py.trace import Event, Shard, Trace, Update
-from entrenar_py.verdict import Verdict
+from entrenar_py.verdict import Tally, Verdict
 from tests.checks import traces
 from tests.checks.micro_batch_traces import (
     MICRO_BATCHES,
@@ -266,3 +266,18 @@ def test_a_gradient_that_may_have_been_kept() -> None:
         trace = trace_of([FIRST, applied], kept={"a": 0, "b": 0})
         update = traces.one(trace, Update, step=1, rank=0)
         assert accumulated.is_kept(trace, update, summed(1), applied, 1e-4) is is_kept
+
+
+@pytest.mark.parametrize(("kept", "is_found"), [({"a": 0, "b": 0}, True), ({}, False)])
+def test_one_worker_shows_what_several_never_clear(kept: dict[str, int], is_found: bool) -> None:
+    """Ranks that show no micro-batch's gradient are judged by it, if they clear nothing either."""
+    piled = [FIRST, plus(FIRST, summed(1)), plus(plus(FIRST, summed(1)), summed(2))]
+    alone = trace_of(piled, kept={"a": 0, "b": 0})
+    several = trace_of(piled, kept=kept)
+    bare = [replace(e, gradient={}) if isinstance(e, Shard) else e for e in several.events]
+    runs = Runs(replace(several, events=(*bare,)), {ALONE: (alone,)})
+    tally = Tally("F-TI-001", observed=True)
+    weighting._left_in_alone(tally, runs)
+    assert (tally.broken is not None) is is_found
+    if tally.broken is not None:
+        assert "gradients not cleared since step 0" in tally.broken.message

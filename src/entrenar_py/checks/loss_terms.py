@@ -6,7 +6,7 @@ those of one sum. A mean is also shown by a division by the number of micro-batc
 may be the weight of one of several losses.
 
 A script that divides by nothing may mean the sum of its micro-batches' means. So that stays open.
-One that divides by the number of micro-batches, though its engine does so by itself, divides twice.
+A script may divide by the number of micro-batches where its engine does, too: it divides twice.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _of(place: _Place) -> Iterator[tuple[Shard, float]]:
 
 
 def _places(trace: Trace, model: Trace) -> Iterator[_Place]:
-    """Yield where ranks have other numbers of elements, of which one worker has the sum."""
+    """Yield places where ranks have unlike numbers of elements, and one worker has their sum."""
     alone, shards = evidence.shards(model), evidence.shards(trace)
     for step, by_rank in evidence.ranks_by_step(trace):
         if not _is_plain_sum(by_rank, shards.get(step, ())):

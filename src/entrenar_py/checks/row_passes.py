@@ -48,9 +48,9 @@ def are_whole(rows: Rows) -> bool:
     block, current, steps = set[int](), set[int](), 0  # the last pass, and the one that goes on
     has_again = False
     for step in sorted(rows):
-        given = [row for shard in rows[step] for row in shard.ids]
-        fresh = {*given}
-        if len(fresh) < len(given):
+        of_step = [row for shard in rows[step] for row in shard.ids]
+        fresh = {*of_step}
+        if len(fresh) < len(of_step):
             return False
         if block and current == block:
             current = set()  # and the next pass goes through the same rows, or through a new block

@@ -84,9 +84,9 @@ def run_all(
     style = terminal.Style(quiet=options.quiet and not options.verbose, verbose=options.verbose)
     begun = [_begun(job, command) for job in jobs]
     streams = any(job.work.streams for job in jobs)
-    asked = [(job, report) for job, report in zip(jobs, begun, strict=True) if not job.is_aside]
-    told = [report for _, report in asked]
-    terminal.begin(told, output, style=style, foreseen=_foreseen([job for job, _ in asked]))
+    main = [(job, report) for job, report in zip(jobs, begun, strict=True) if not job.is_aside]
+    heads = [report for _, report in main]
+    terminal.begin(heads, output, style=style, foreseen=_foreseen([job for job, _ in main]))
     reports: list[Report] = []
     ending = None
     try:
@@ -102,7 +102,7 @@ def run_all(
                 _write(reports[-1], job.options, output)
                 if reports[-1].interrupted:
                     break
-        if (left := len(asked) - len(reports)) > 0:
+        if (left := len(main) - len(reports)) > 0:
             others = "1 other contract was" if left == 1 else f"{left} other contracts were"
             printing.warn(f"entrenar-check: interrupted: {others} not begun")
         ending = end(reports, allow_inconclusive=options.allow_inconclusive)

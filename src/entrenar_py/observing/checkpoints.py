@@ -47,7 +47,7 @@ _OPTION = re.compile(
     r"""((?:[^()]|\([^()]*\))*)"""
 )
 _FLAG = re.compile(r"store_true|is_flag=True|BooleanOptionalAction")
-# A setting of which "resume" is one value, and the two ways to set it from outside.
+# A setting that may be "resume", and the two ways to set it from outside.
 _SETTING = re.compile(r"""\b(\w+)\s*==\s*["'](resume)["']""")
 _VARIABLE = r"""(?:environ(?:\.get\(|\[)|getenv\()\s*["']({})["']"""
 _RUN_AS_SETTINGS = re.compile(r"\bexec\(\s*open\(")  # of options --NAME=VALUE, as nanoGPT has them

@@ -180,8 +180,8 @@ class CommonNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count += 1
         self._note("multinomial", len(shares))
         generator = torch.Generator().manual_seed(self._key << 20 | self._count)
-        one = torch.multinomial(shares.detach().cpu(), 1, generator=generator)
-        return one.to(shares.device).expand(number).clone()
+        choice = torch.multinomial(shares.detach().cpu(), 1, generator=generator)
+        return choice.to(shares.device).expand(number).clone()
 
     def _filled(self, tensor: Tensor, fill: str, *given: Any, **named: Any) -> Tensor:
         """Return `tensor`, filled with one vector along its last dimension."""

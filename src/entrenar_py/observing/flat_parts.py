@@ -1,4 +1,4 @@
-"""Parameters that lie one after another in a flat tensor, of which each rank has an equal part."""
+"""Parameters that lie one after another in a flat tensor. Each rank has an equal part of it."""
 
 from __future__ import annotations
 
