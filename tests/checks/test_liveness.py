@@ -45,6 +45,24 @@ def moving(
     return traces.hand_written(start, *updates)
 
 
+def passes() -> list[Shard]:
+    """Return three steps' micro-batches, which gave the weight a gradient."""
+    return [
+        Shard(
+            step=step,
+            epoch=0,
+            rank=0,
+            shard=0,
+            ids=(0,),
+            loss_sum=1.0,
+            weight=1.0,
+            finite=True,
+            gradient={"w": values(0.5)},
+        )
+        for step in range(3)
+    ]
+
+
 def test_a_weight_that_never_moves() -> None:
     """A trainable tensor that the optimizer does not hold never changes, and is named."""
     trace = moving([1, 1, 1, 1, 1], gradients=[0.5] * 4)
@@ -183,20 +201,7 @@ def test_a_tensor_that_is_used_in_some_steps() -> None:
 def test_a_gradient_that_never_came_to_the_optimizer() -> None:
     """If a shard had a gradient and no update has one, a bug cleared it."""
     trace = moving([1, 1, 1, 1])
-    shards = [
-        Shard(
-            step=step,
-            epoch=0,
-            rank=0,
-            shard=0,
-            ids=(0,),
-            loss_sum=1.0,
-            weight=1.0,
-            finite=True,
-            gradient={"w": values(0.5)},
-        )
-        for step in range(3)
-    ]
+    shards = passes()
     found = broken(traces.judge("liveness", [replace(trace, events=(*shards, *trace.events))]))
     assert (found.step, found.tensor) == (2, "w")
 
@@ -209,20 +214,7 @@ def test_a_gradient_that_a_script_takes_away_on_one_worker(size: int, is_open: b
         replace(event, gradient={"e": values(0.5)}) if isinstance(event, Update) else event
         for event in trace.events
     ]
-    shards = [
-        Shard(
-            step=step,
-            epoch=0,
-            rank=0,
-            shard=0,
-            ids=(0,),
-            loss_sum=1.0,
-            weight=1.0,
-            finite=True,
-            gradient={"w": values(0.5)},
-        )
-        for step in range(3)
-    ]
+    shards = passes()
     own = trace.scenario.with_(system=OBSERVED, workload="own", world_size=size)
     run = replace(trace, scenario=own, events=(*shards, *events))
     finding = traces.judge("liveness", [run])
