@@ -271,6 +271,39 @@ def test_a_first_checkpoint_after_the_tried_steps(line: str, broken: str, tmp_pa
     assert broken in found.reason
 
 
+@pytest.mark.parametrize("is_restored", [True, False])
+def test_a_schedule_by_epochs_whose_place_a_resume_loses(is_restored: bool, tmp_path: Path) -> None:
+    """The optimizer's state brings the rate back, so that the error shows an epoch later."""
+    text = SAVING.replace("cli.parse_args()", NO_OPTIONS).replace("epochs=3", "epochs=5")
+    for old, new in {
+        "batch_size=2": "batch_size=4",
+        "saved = torch": "plan = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)\n"
+        "saved = torch",
+        "    state = {": '    plan.step()\n    state = {"plan": plan.state_dict(), ',
+        "if saved:\n": 'if saved:\n    plan.load_state_dict(saved["plan"])\n' * is_restored
+        or "if saved:\n",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    place = tmp_path / "place"
+    place.mkdir()
+    script = place / "train.py"
+    script.write_text(text)
+    recorded = scripts.record(
+        (*scripts.command(script)[:2], "1", script.name),
+        ("resume",),
+        tmp_path / "runs",
+        source=place,
+        world_sizes=(1,),
+        launch=partial(zygote.launch, cwd=place),
+        auto=True,
+    )
+    found = scripts.findings(recorded, ("resume",))["resume"]
+    assert found.verdict is (Verdict.HELD if is_restored else Verdict.FALSIFIED), found.reason
+    assert is_restored or "another learning rate, 0.05 and not 0.025" in found.reason
+    assert any("longer" in path.stem for path in recorded) is not is_restored
+
+
 def test_what_belongs_to_the_line_is_stripped() -> None:
     """No name of the package is left in an example or a twin, and each is still a script."""
     texts = {path.read_text() for path in scripts.EXAMPLES.glob("*.py")}

@@ -173,3 +173,16 @@ def test_a_declared_average_of_other_shapes(average: Any) -> None:
     """It is refused, with what is allowed."""
     with pytest.raises(UsageError, match="have the shapes of the model's parameters"):
         ExtraState(subject_of(trained()), {"ema": average})
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_copy_in_a_variable_has_its_name_whoever_asks_for_variables(is_kept: bool) -> None:
+    """A debugger, or we, may have made a dictionary of a function's variables before a look."""
+    model = trained()
+    slow_weights = copy.deepcopy(model)
+    variables = locals() if is_kept else {}
+    first = ExtraState(subject_of(model), {}).records()
+    assert not is_kept or variables["slow_weights"] is slow_weights
+    assert "slow_weights" in locals()
+    second = ExtraState(subject_of(model), {}).records()
+    assert is_kept or {*first} == {*second} == kept("slow_weights")

@@ -37,6 +37,24 @@ def differ(model: Update, update: Update) -> tuple[str | None, float, float] | N
     return next((((n, *pair)) for n, pair in of(model, update).items() if pair[0] != pair[1]), None)
 
 
+def is_lost_place(straight: Trace, resumed: Trace) -> bool:
+    """Return whether a schedule is elsewhere after a resume, while all rates are still the same.
+
+    A rate that the optimizer's state brought back stays until the schedule moves.
+    """
+    expected, elsewhere = evidence.updates(straight), False
+    for step, by_rank in evidence.ranks_by_step(resumed):
+        for rank, update in by_rank.items():
+            if (model := expected.get(step, {}).get(rank)) is None:
+                continue
+            if differ(model, update) is not None:
+                return False
+            elsewhere |= None not in (model.schedule, update.schedule) and (
+                model.schedule != update.schedule
+            )
+    return elsewhere
+
+
 def only_step(
     name: str | None, rate: float, updates: Mapping[int, Mapping[int, Update]]
 ) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, MutableMapping, Seque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from entrenar_py.checks import rates
 from entrenar_py.checks.knobs import KNOBS
 from entrenar_py.checks.needs import (
     ALONE,
@@ -29,7 +30,7 @@ from entrenar_py.observing.auto import Settings
 from entrenar_py.rank_files.arranged import Arrangement
 from entrenar_py.rank_files.layout import DATA, Layout
 from entrenar_py.scenario import Scenario
-from entrenar_py.trace import Trace, Traits
+from entrenar_py.trace import Start, Trace, Traits
 
 WORLD_SIZES = (2,)  # and 1, where a check compares with one worker
 WIDER = 4  # ranks of two axes with two ranks each
@@ -230,6 +231,22 @@ class Plan:
         fault = Fault(kind=LONGER, step=0, value=str(whole + 3))
         asked = Asked(world_size=self.most, seed=self.seed, faults=(fault,))
         return {f"{_name(self.most)}-longer": asked}
+
+    def until_the_schedule_moves(
+        self, asked: Asked, straight: Trace | None, resumed: Trace
+    ) -> dict[str, Asked]:
+        """Return by name a run of some epochs, if a resume may have lost the schedule's place.
+
+        A schedule by epochs shows it when the next one begins.
+        """
+        if straight is None or asked.faults or asked.turn is not None or not self._is_cut:
+            return {}
+        steps = _steps_per_epoch(straight)
+        begun = max((start.step for start in resumed.of(Start) if start.resumed), default=0)
+        if not (0 < steps <= LONGER_MAX and begun and rates.is_lost_place(straight, resumed)):
+            return {}
+        fault = Fault(kind=LONGER, step=0, value=str(begun + 2 * steps + 1))
+        return {f"{_name(self.most)}-longer": replace(asked.unstopped, faults=(fault,))}
 
     def stopped(self, asked: Asked, recorded: Trace) -> dict[str, Asked]:
         """Return by name the run `asked`, which goes on longer, stopped after its checkpoint."""

@@ -145,6 +145,8 @@ def _recorded(plan: Plan, show: Show, ahead: _Ahead) -> Iterator[tuple[Path, Run
                 planned |= plan.others(recorded) | plan.pairs(recorded)
                 planned |= plan.wider(arranging.layout(name)) | plan.longer(recorded)
             first = False
+        if asked.stops:
+            planned |= plan.until_the_schedule_moves(asked, like, recorded)
         if asked.is_unstruck and recorded.end.status == "completed":
             planned = {**nudging.after(asked, recorded), **planned}
             if not asked.repeat:

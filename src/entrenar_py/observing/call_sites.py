@@ -6,11 +6,14 @@ cost more than the hooks. A report points to these lines.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from entrenar_py import trace
 from entrenar_py.observing import COPY, FOLDER
@@ -18,6 +21,7 @@ from entrenar_py.observing import COPY, FOLDER
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
+_REFERENCES = 3  # to a function's variables: its own, ours, and the count's
 Site = tuple[str, int]  # file and line
 
 
@@ -34,10 +38,31 @@ def here() -> Site | None:
 
 def own_frame() -> FrameType | None:
     """Return the innermost function of the script that runs now, None if there is none."""
+    return next(own_frames(), None)
+
+
+def own_frames() -> Iterator[FrameType]:
+    """Yield the functions of the script that run now in this thread, innermost first."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not is_own(frame.f_code.co_filename):
+    while frame is not None:
+        if is_own(frame.f_code.co_filename):
+            yield frame
         frame = frame.f_back
-    return frame
+
+
+def local_variables(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a function that runs now, and leave no reference to them behind.
+
+    Up to Python 3.12 a function keeps the dictionary that was asked for. It would keep alive what
+    the script deletes, and would be one more place where a thing has a name. One that the script
+    itself got from `locals()` is left as it is.
+    """
+    variables = frame.f_locals
+    copy = {**variables}
+    is_optimized = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if type(variables) is dict and is_optimized and sys.getrefcount(variables) <= _REFERENCES:
+        variables.clear()
+    return copy
 
 
 def is_own(file: str) -> bool:

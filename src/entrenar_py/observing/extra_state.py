@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from entrenar_py import trace
 from entrenar_py.errors import UsageError
-from entrenar_py.observing import dtensors, tensors
+from entrenar_py.observing import call_sites, dtensors, tensors
 from entrenar_py.observing.frozen_dropout import FrozenDropout, may_draw
 from entrenar_py.observing.subject import Subject
 
@@ -286,7 +286,20 @@ def _kept_as(found: Sequence[Found]) -> list[tuple[set[str], bool]]:
                 if value is thing and type(name) is str:
                     names[at].add(name)
                     is_own[at] |= not is_dict or "__name__" in owner
+    for at, name in _local_names(things):
+        if not names[at]:
+            names[at].add(name)
+            is_own[at] = True
     return [*zip(names, is_own, strict=True)]
+
+
+def _local_names(things: Sequence[Any]) -> Iterator[tuple[int, str]]:
+    """Yield the places of things in variables of the script's functions, with their names."""
+    for frame in reversed([*call_sites.own_frames()]):
+        for name, value in call_sites.local_variables(frame).items():
+            for at, thing in enumerate(things):
+                if value is thing:
+                    yield at, name
 
 
 def _attributes(owner: Any) -> Any:

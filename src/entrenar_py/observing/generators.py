@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import sys
 from array import array
@@ -13,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from blake3 import blake3
+
+from entrenar_py.observing import call_sites
 
 States = Mapping[str, str]  # name of a generator -> digest of its state
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -140,11 +141,8 @@ def _held(frame: Any) -> Iterator[tuple[str, Any]]:
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
         if module.partition(".")[0] not in _LIBRARIES:
-            variables = frame.f_locals
-            yield from _in_variables(variables)
+            yield from _in_variables(call_sites.local_variables(frame))
             yield from _in_variables(frame.f_globals)
-            if type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                variables.clear()  # a copy, which would keep what the script deletes
         frame = frame.f_back
 
 

@@ -205,7 +205,7 @@ def _beside(inputs: Named) -> dict[str, Tensor]:
     rows = next((len(tensor) for tensor in inputs.values() if tensor.dim()), 0)
     frame = call_sites.own_frame()
     known = {id(tensor) for tensor in inputs.values()}
-    beside = {} if frame is None or not rows else frame.f_locals
+    beside = {} if frame is None or not rows else call_sites.local_variables(frame)
     return {
         f"{name}.{number}": tensor
         for name, value in sorted(beside.items())
