@@ -561,6 +561,20 @@ BUGS = (
         words="call model.train() after model.eval()",
     ),
     _bug(
+        "a validation leaves batch normalisation to the running statistics",
+        "validated.py",
+        "classic (model.train() is forgotten after model.eval())",
+        ("torch.nn.Dropout(0.2)", "torch.nn.BatchNorm1d(12)"),
+        ("    model.train()\n", ""),
+        (
+            "    if rank == 0:\n        print(epoch, validate(model, held_out))\n",
+            "    validate(model, held_out)\n",
+        ),
+        check="randomness",
+        step=4,
+        words="with batch normalisation by running statistics, as the evaluation before it left it",
+    ),
+    _bug(
         "units are drawn anew when a layer is computed again",
         "recomputed.py",
         "OLMo-core #828, torchtitan #1323",

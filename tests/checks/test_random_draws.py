@@ -260,21 +260,27 @@ def test_layers_that_are_computed_again() -> None:
 def test_evaluation_mode() -> None:
     """Dropout is off on all ranks or on none; where all stop training with it, nobody knows."""
     later = [replace(one, step=1) for one in TWO]
-    apart = judged([*TWO, replace(later[0], evaluating=True), later[1]], dropout=0.1)
+    apart = modes([*TWO, replace(later[0], evaluating=True), later[1]], dropout=0.1)
     assert apart.broken is not None
     assert (apart.broken.step, apart.broken.rank) == (1, 0)
     assert "call model.train() after model.eval()" in apart.broken.message
     off = [replace(one, evaluating=True) for one in later]
-    both = judged([*TWO, *off], dropout=0.1)
+    both = modes([*TWO, *off], dropout=0.1)
     assert both.broken is None
     assert both.missing == [
         "the model is in evaluation mode from step 1 on, with dropout off: call model.train() "
         "after model.eval()"
     ]
-    left = judged([*TWO, *(replace(one, evaluated=True) for one in off)], dropout=0.1).broken
+    left = modes([*TWO, *(replace(one, evaluated=True) for one in off)], dropout=0.1).broken
     assert left is not None, "an evaluation is no reason to train on without dropout"
     assert (left.step, left.rank) == (1, 0)
     assert "as the evaluation before it left it" in left.message
-    always = judged([*off, *(replace(one, step=2) for one in off)], dropout=0.1)
+    always = modes([*off, *(replace(one, step=2) for one in off)], dropout=0.1)
     assert (always.broken, always.missing) == (None, [])
-    assert judged([*TWO, *off]).missing == [], "nothing depends on the mode"
+    assert modes([*TWO, *off]).missing == [], "nothing depends on the mode"
+
+
+def modes(two: Sequence[Event], dropout: float = 0.0) -> Tally:
+    tally = Tally("F-TI-005")
+    script_streams.modes_alike(tally, run(2, *two, dropout=dropout))
+    return tally

@@ -42,6 +42,7 @@ def judge(invariant: Invariant, runs: Traces) -> Finding:
             script_streams.judge(tally, trace, alone)
         else:
             _dropout_differs(tally, trace)
+        script_streams.modes_alike(tally, trace)
         if trace.traits.population != "varied":  # else two data sets may have the same order
             _orders_differ(tally, trace)
         compared = Compared(runs=runs, model=trace, trace=trace)

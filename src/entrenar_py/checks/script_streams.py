@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from entrenar_py.checks import evidence
 from entrenar_py.checks.random_draws import CONTENTS_BOUND_MOVED, PLACES, are_alike, named
-from entrenar_py.trace import Drawn, Shard, Trace
+from entrenar_py.trace import Drawn, Shard, Trace, Update
 from entrenar_py.verdict import Tally
 
 _IN_THE_MODEL = "forward"
@@ -26,7 +26,6 @@ _Place = tuple[int, int | None, str, str]  # step, micro-batch, where, generator
 def judge(tally: Tally, trace: Trace, alone: Trace | None) -> None:
     """Judge the streams of a run; `alone` is the same training on one worker, if there is one."""
     _masks_on_every_rank(tally, trace)
-    modes_alike(tally, trace)
     _recomputed_alike(tally, trace)
     drawn = [event for event in trace.standing.of(Drawn) if event.where in _JUDGED]
     main = [event for event in drawn if event.worker is None]
@@ -56,8 +55,11 @@ def _masks_on_every_rank(tally: Tally, trace: Trace) -> None:
 
 
 def modes_alike(tally: Tally, trace: Trace) -> None:
-    """Check that dropout is on or off on all ranks alike, as `train()` and `eval()` say."""
-    if not trace.scenario.dropout:
+    """Check that all ranks train in the mode that `train()` or `eval()` sets, and keep to it.
+
+    Dropout and running statistics depend on it.
+    """
+    if not (why := _what_evaluation_stops(trace)):
         return
     off: dict[int, dict[int, Shard]] = {}  # step -> rank -> the first one in evaluation mode
     trained: dict[int, set[int]] = {}
@@ -72,25 +74,33 @@ def modes_alike(tally: Tally, trace: Trace) -> None:
             shard = by_rank[min(by_rank)]
             tally.check(
                 False,
-                f"rank {shard.rank} trains in evaluation mode, with dropout off, and rank "
+                f"rank {shard.rank} trains in evaluation mode, {why}, and rank "
                 f"{min(others)} doesn't: call model.train() after model.eval()",
                 **evidence.place(trace, shard),
             )
     if off and trained and min(off) > min(trained):
-        _mode_left(tally, trace, off, max(trained))
+        _mode_left(tally, trace, off, max(trained), why)
+
+
+def _what_evaluation_stops(trace: Trace) -> str:
+    """Return what a model in evaluation mode leaves out; "" if it trains alike in both modes."""
+    if trace.scenario.dropout:
+        return "with dropout off"
+    is_normalised = any(update.local for update in trace.of(Update))
+    return "with batch normalisation by running statistics" if is_normalised else ""
 
 
 def _mode_left(
-    tally: Tally, trace: Trace, off: Mapping[int, Mapping[int, Shard]], last: int
+    tally: Tally, trace: Trace, off: Mapping[int, Mapping[int, Shard]], last: int, why: str
 ) -> None:
     """Judge a model that is in evaluation mode in all steps after step `last`.
 
-    A script may turn dropout off at some step on purpose. It doesn't do so by an evaluation.
+    A script may go over to it at some step on purpose. It doesn't do so by an evaluation.
     """
     first = min(off)
     if first <= last:
         return
-    words = f"the model is in evaluation mode from step {first} on, with dropout off"
+    words = f"the model is in evaluation mode from step {first} on, {why}"
     if all(shard.evaluated for shard in off[first].values()):
         shard = off[first][min(off[first])]
         message = f"{words}, as the evaluation before it left it: call model.train() after it"
